@@ -1,0 +1,149 @@
+"""The paged latent cache: [num_blocks, block_size, Lkv + R], one entry a token, latent then rope.
+
+Token i of a request lies in block `block_table[b, i // block_size]` at offset `i % block_size`; the *slot* of a
+token is block * block_size + offset. Slot -1 is padding and written nowhere. Block-table entries past a
+request's last block are garbage and never dereferenced.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from .interfaces import (
+    check,
+    check_block_mapping,
+    check_blocks,
+    check_cache,
+    check_cache_write,
+    check_gather,
+    check_offsets,
+    check_slots,
+    check_tensor,
+    kv_cache_shape,
+)
+
+__all__ = [
+    "allocate_kv_cache",
+    "concat_and_cache_mla",
+    "copy_blocks",
+    "gather_and_maybe_dequant_cache",
+    "kv_cache_shape",
+    "swap_blocks",
+]
+
+
+def allocate_kv_cache(
+    num_blocks: int, block_size: int, head_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> Float[Tensor, "num_blocks block_size head_size"]:
+    """An empty cache; its bytes are undefined until written (they may be NaN and reach nothing)."""
+    return torch.empty(kv_cache_shape(num_blocks, block_size, head_size), dtype=dtype, device=device)
+
+
+def concat_and_cache_mla(
+    kv_c_normed: Float[Tensor, "T Lkv"],
+    k_pe: Float[Tensor, "T R"],
+    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    slot_mapping: Int64[Tensor, " slots"],
+) -> None:
+    """Write each token's latent and rotated key into its slot; bit-exact. Slots past T are ignored.
+
+    Args:
+        kv_c_normed: [T, Lkv], RMS-normed latents.
+        k_pe: [T, R], rotated keys.
+        kv_cache: written in place.
+        slot_mapping: [>= T], -1 = padding.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; a slot outside the cache. Nothing is written then.
+    """
+    check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping)
+    slots = slot_mapping[: kv_c_normed.shape[0]]
+    num_blocks, block_size, _ = kv_cache.shape
+    check_slots(slots, num_blocks * block_size)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            kv_cache[slot // block_size, slot % block_size] = torch.cat((kv_c_normed[token], k_pe[token]))
+
+
+def gather_and_maybe_dequant_cache(
+    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    block_table: Int32[Tensor, "B W"],
+    cu_seq_lens: Int32[Tensor, " B+1"],
+    starts: Int32[Tensor, " B"],
+    num_tokens: int,
+) -> Float[Tensor, "num_tokens head_size"]:
+    """Copy a piece of each request's tokens out of the pages, packed one request after another; bit-exact.
+
+    Request b contributes its tokens [starts[b], starts[b] + cu_seq_lens[b + 1] - cu_seq_lens[b]).
+
+    Args:
+        kv_cache: the cache.
+        block_table: [B, W].
+        cu_seq_lens: [B + 1], prefix sum of the pieces' lengths.
+        starts: [B], first token of each piece.
+        num_tokens: cu_seq_lens[-1].
+
+    Returns:
+        [num_tokens, Lkv + R].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; offsets that fall; a block outside the cache.
+    """
+    check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens)
+    check_offsets("cu_seq_lens", cu_seq_lens, num_tokens)
+    lengths, first = cu_seq_lens.diff().tolist(), starts.tolist()
+    check(all(start >= 0 for start in first), "starts", "values >= 0", first)
+    num_blocks, block_size, head_size = kv_cache.shape
+    check_blocks(block_table, (s + n if n else 0 for s, n in zip(first, lengths, strict=True)), block_size, num_blocks)
+    rows = [kv_cache.new_empty(0, head_size)]
+    for table, start, length in zip(block_table.tolist(), first, lengths, strict=True):
+        for token in range(start, start + length):
+            rows.append(kv_cache[table[token // block_size], token % block_size][None])
+    return torch.cat(rows)
+
+
+def copy_blocks(
+    kv_caches: list[Float[Tensor, "num_blocks block_size head_size"]], block_mapping: Int64[Tensor, "pairs 2"]
+) -> None:
+    """Copy whole blocks within each cache (copy on write); bit-exact.
+
+    Args:
+        kv_caches: one cache a layer, all with the same number of blocks.
+        block_mapping: [pairs, 2], (source block, target block).
+
+    Raises:
+        ValueError: a block outside the cache, written twice, or both read and written. Nothing is written then.
+    """
+    check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    for kv_cache in kv_caches:
+        check_cache(kv_cache)
+        check_block_mapping(block_mapping, kv_cache.shape[0], kv_cache.shape[0], same_cache=True)
+    for kv_cache in kv_caches:
+        for source, target in block_mapping.tolist():
+            kv_cache[target] = kv_cache[source]
+
+
+def swap_blocks(
+    source: Float[Tensor, "source_blocks block_size head_size"],
+    target: Float[Tensor, "target_blocks block_size head_size"],
+    block_mapping: Int64[Tensor, "pairs 2"],
+) -> None:
+    """Copy whole blocks from one cache into another, on the same or another device; bit-exact.
+
+    Args:
+        source: the cache that is read.
+        target: the cache that is written; the same block size, entry width and dtype.
+        block_mapping: [pairs, 2], (source block, target block).
+
+    Raises:
+        ValueError: caches that do not fit, a block outside them or written twice. Nothing is written then.
+    """
+    check_tensor("source", source, ("source_blocks", "block_size", "head_size"))
+    check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
+    check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    same = source.data_ptr() == target.data_ptr() and source.numel() > 0
+    check_block_mapping(block_mapping, source.shape[0], target.shape[0], same_cache=same)
+    for read, written in block_mapping.tolist():
+        target[written] = source[read].to(target.device)

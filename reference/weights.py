@@ -1,0 +1,99 @@
+"""The up-projection of the latent, split and absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+kv_b_proj takes the latent c [Lkv] to keys W_UK c and values W_UV c of every head. Because
+(W_UK c) . q = c . (W_UK^T q), the key half can move to the query; because sum_s p_s W_UV c_s = W_UV sum_s p_s c_s,
+the value half can move behind the attention. That is absorption: attention runs on the latent itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from .interfaces import check, check_tensor
+
+
+def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
+    """The weight of a linear module, however it is stored.
+
+    A plain `nn.Linear` of `dtype` gives its own parameter, detached: no copy, and later in-place changes are seen.
+    Anything else (quantised, wrapped) is recovered through the identity: the rows of W^T are what it makes of
+    the unit vectors.
+
+    Raises:
+        ValueError: the module has a bias, or does not return [Lkv, out] for the identity.
+    """
+    if type(linear) is nn.Linear and linear.weight.dtype == dtype:
+        check(linear.bias is None, "linear", "no bias", "a bias")
+        return linear.weight.detach()
+    device = next((t.device for t in (*linear.parameters(), *linear.buffers())), torch.device("cpu"))
+    with torch.no_grad():
+        unit_vectors = torch.eye(in_features, dtype=dtype, device=device)
+        check(not linear(torch.zeros_like(unit_vectors[:1])).any(), "linear", "no bias", "a bias")
+        columns = linear(unit_vectors)
+    check_tensor("linear(identity)", columns, (in_features, "out"))
+    return columns.to(dtype).T.contiguous()
+
+
+def split_kv_b_proj(
+    kv_b_weight: Float[Tensor, "rows Lkv"], num_heads: int, qk_nope_head_dim: int, v_head_dim: int
+) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
+    """Split kv_b_proj's weight into the key and the value up-projection.
+
+    Args:
+        kv_b_weight: [N (P + V), Lkv], per head P key rows then V value rows.
+        num_heads: N.
+        qk_nope_head_dim: P.
+        v_head_dim: V.
+
+    Returns:
+        W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the weight.
+
+    Raises:
+        ValueError: the weight has another number of rows.
+    """
+    check_tensor("kv_b_weight", kv_b_weight, (num_heads * (qk_nope_head_dim + v_head_dim), "Lkv"))
+    per_head = rearrange(kv_b_weight, "(heads dim) latent -> latent heads dim", heads=num_heads)
+    return per_head[..., :qk_nope_head_dim], per_head[..., qk_nope_head_dim:]
+
+
+def absorb(
+    w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
+) -> tuple[Float[Tensor, "N P Lkv"], Float[Tensor, "N Lkv V"]]:
+    """Arrange the up-projections for absorption: per head, query to latent and latent to value.
+
+    Returns:
+        w_uk_t [N, P, Lkv] and w_uv [N, Lkv, V], views of the arguments.
+    """
+    w_uk_t = rearrange(w_uk, "latent heads nope -> heads nope latent")
+    return w_uk_t, rearrange(w_uv, "latent heads value -> heads latent value")
+
+
+def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P Lkv"]) -> Float[Tensor, "T N Lkv"]:
+    """Absorb W_UK into the query: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv."""
+    return einsum(q_nope, w_uk_t, "tokens heads nope, heads nope latent -> tokens heads latent")
+
+
+def latent_to_value(latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"]) -> Float[Tensor, "T N V"]:
+    """Apply the absorbed W_UV to attention's output: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V."""
+    return einsum(latent, w_uv, "tokens heads latent, heads latent value -> tokens heads value")
+
+
+def expand_kv(
+    kv_c_normed: Float[Tensor, "S Lkv"], w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
+) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
+    """Expand latents into keys (without their rope part) and values of every head. FLOPs: 2 S N Lkv (P + V).
+
+    Args:
+        kv_c_normed: [S, Lkv], RMS-normed latents.
+        w_uk: [Lkv, N, P].
+        w_uv: [Lkv, N, V].
+
+    Returns:
+        k_nope [S, N, P] and v [S, N, V].
+    """
+    k_nope = einsum(kv_c_normed, w_uk, "tokens latent, latent heads nope -> tokens heads nope")
+    v = einsum(kv_c_normed, w_uv, "tokens latent, latent heads value -> tokens heads value")
+    return k_nope, v
