@@ -1,0 +1,194 @@
+"""Which kernel set serves a call: each declares what it can do; the choice is by capability, then priority.
+
+A kernel set that is asked for by name and cannot serve raises with every reason; it is never replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from reference.interfaces import (
+    FLOAT_DTYPES,
+    DecodeSchedule,
+    MLAConfig,
+    QueryLenSupport,
+    UnsupportedConfiguration,
+    check,
+)
+
+from .kernels import cpu
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """What a call needs of a kernel.
+
+    Attributes:
+        op: name of the op, such as "mla_decode".
+        device: where the tensors lie.
+        dtype: of queries, keys and cache.
+        head_dims: widths that matter to the op, as (name, size) pairs: Lkv, P, R, V.
+        block_size: tokens a block, or None where the op has no cache.
+        query_lens: what the op needs of query lengths.
+        scheduled: whether a `DecodeSchedule` is given.
+    """
+
+    op: str
+    device: torch.device
+    dtype: torch.dtype
+    head_dims: tuple[tuple[str, int], ...] = ()
+    block_size: int | None = None
+    query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
+    scheduled: bool = False
+
+
+_WIDTH_OF_SUPPORT = {QueryLenSupport.SINGLE_ONLY: 0, QueryLenSupport.UNIFORM: 1, QueryLenSupport.VARLEN: 2}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel set and what it can do. None means any.
+
+    Attributes:
+        name: what `backend=` asks for.
+        priority: the largest that can serve is chosen.
+        device_type: of torch.device.
+        capability: least CUDA compute capability.
+        dtypes: of queries, keys and cache.
+        head_dims: allowed sizes by name.
+        block_sizes: allowed block sizes.
+        query_lens: the widest query-length support of its decode.
+        takes_schedule: whether its decode runs a `DecodeSchedule`.
+        kernels: op name to launcher.
+    """
+
+    name: str
+    priority: int
+    device_type: str
+    kernels: Mapping[str, Callable]
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+    capability: tuple[int, int] | None = None
+    head_dims: Mapping[str, tuple[int, ...]] | None = None
+    block_sizes: tuple[int, ...] | None = None
+    query_lens: QueryLenSupport = QueryLenSupport.VARLEN
+    takes_schedule: bool = False
+
+    def validate_configuration(self, request: KernelRequest) -> list[str]:
+        """Every reason why this kernel set cannot serve the request; empty where it can."""
+        reasons = []
+        if request.op not in self.kernels:
+            reasons.append(f"{self.name}: has no kernel for {request.op}")
+        if request.device.type != self.device_type:
+            reasons.append(f"{self.name}: serves device {self.device_type}, got {request.device.type}")
+        elif self.capability is not None and torch.cuda.get_device_capability(request.device) < self.capability:
+            reasons.append(
+                f"{self.name}: needs compute capability {self.capability}, "
+                f"got {torch.cuda.get_device_capability(request.device)}"
+            )
+        if request.dtype not in self.dtypes:
+            reasons.append(f"{self.name}: serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
+        for dim, size in request.head_dims:
+            allowed = None if self.head_dims is None else self.head_dims.get(dim)
+            if allowed is not None and size not in allowed:
+                reasons.append(f"{self.name}: serves {dim} in {allowed}, got {size}")
+        if self.block_sizes is not None and request.block_size not in (None, *self.block_sizes):
+            reasons.append(f"{self.name}: serves block sizes {self.block_sizes}, got {request.block_size}")
+        if _WIDTH_OF_SUPPORT[request.query_lens] > _WIDTH_OF_SUPPORT[self.query_lens]:
+            reasons.append(f"{self.name}: serves query lengths {self.query_lens.value}, got {request.query_lens.value}")
+        if request.scheduled and not self.takes_schedule:
+            reasons.append(f"{self.name}: runs no decode schedule")
+        return reasons
+
+
+BACKENDS: tuple[Backend, ...] = (Backend(name="cpu", priority=0, device_type="cpu", kernels=cpu.KERNELS),)
+
+
+def select(request: KernelRequest, backend: str | None = None) -> Backend:
+    """The kernel set that serves a request.
+
+    Args:
+        request: what is needed.
+        backend: a name, or None for the first in priority that can serve.
+
+    Raises:
+        ValueError: no kernel set has that name.
+        UnsupportedConfiguration: the named one, or none at all, can serve; with every reason.
+    """
+    if backend is not None:
+        candidates = [candidate for candidate in BACKENDS if candidate.name == backend]
+        check(bool(candidates), "backend", f"one of {', '.join(b.name for b in BACKENDS)}", backend)
+    else:
+        candidates = sorted(BACKENDS, key=lambda candidate: -candidate.priority)
+    reasons: list[str] = []
+    for candidate in candidates:
+        found = candidate.validate_configuration(request)
+        if not found:
+            return candidate
+        reasons += found
+    raise UnsupportedConfiguration(reasons)
+
+
+def kernel(name: str, op: str) -> Callable:
+    """The launcher of one op in one kernel set; both names come from `select`."""
+    return next(candidate for candidate in BACKENDS if candidate.name == name).kernels[op]
+
+
+def decode_request(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_size: int,
+    max_query_len: int,
+    schedule: DecodeSchedule | None = None,
+) -> KernelRequest:
+    """What `mla_decode` needs; query lengths above 1 may differ between requests, so they count as VARLEN."""
+    return KernelRequest(
+        op="mla_decode",
+        device=device,
+        dtype=dtype,
+        head_dims=(("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim)),
+        block_size=block_size,
+        query_lens=QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.VARLEN,
+        scheduled=schedule is not None,
+    )
+
+
+def explain(
+    config: MLAConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    block_size: int = 64,
+    backend: str | None = None,
+) -> str:
+    """One line per op of a layer: the kernel set that serves it, and why the others do not.
+
+    Args:
+        config: the layer.
+        device: where it runs.
+        dtype: in which type.
+        block_size: tokens a cache block.
+        backend: a name, or None for the choice by capability.
+
+    Raises:
+        ValueError: no kernel set has that name.
+    """
+    device = torch.device(device)
+    decode = decode_request(device, dtype, config.kv_lora_rank, config.qk_rope_head_dim, block_size, 2)
+    ops = sorted({op for candidate in BACKENDS for op in candidate.kernels})
+    lines = []
+    for op in ops:
+        request = decode if op == "mla_decode" else KernelRequest(op, device, dtype)
+        try:
+            lines.append(f"{op}: {select(request, backend).name}")
+        except UnsupportedConfiguration as error:
+            lines.append(f"{op}: none ({error})")
+            continue
+        refused = [reason for candidate in BACKENDS for reason in candidate.validate_configuration(request)]
+        if refused and backend is None:
+            lines[-1] += f" ({'; '.join(refused)})"
+    return "\n".join(lines)

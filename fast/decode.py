@@ -1,0 +1,80 @@
+"""Data-movement-friendly decode: multi-query attention over the latent cache itself."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from reference.interfaces import AttentionState, DecodeMetadata, DecodeSchedule, check_decode, check_decode_values
+
+from . import backends
+
+
+def mla_decode(
+    ql_nope: Float[Tensor, "T N Lkv"],
+    q_pe: Float[Tensor, "T N R"],
+    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
+    metadata: DecodeMetadata,
+    softmax_scale: float,
+    schedule: DecodeSchedule | None = None,
+    *,
+    backend: str | None = None,
+) -> AttentionState:
+    """Absorbed attention of one or several query tokens a request over its cached latents.
+
+    Args:
+        ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
+        q_pe: [T, N, R], rotated.
+        kv_cache: the cache; the new tokens are already in it.
+        metadata: the requests; row t sees the first `visible_lens[t]` keys of its request.
+        softmax_scale: (P + R)^-1/2, with YaRN's factor; never (Lkv + R)^-1/2.
+        schedule: how the work is cut, for kernel sets that run one; no value depends on it.
+        backend: kernel set, or None for the choice by capability.
+
+    Returns:
+        out [T, N, Lkv] in the dtype of `ql_nope` (apply `latent_to_value` next), lse [N, T].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall, 0 < S < Sq, rows that
+            see more keys than their request has, or a block outside the cache.
+        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+    """
+    check_decode(ql_nope, q_pe, kv_cache, metadata)
+    request = backends.decode_request(
+        ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], metadata.max_query_len,
+        schedule,
+    )  # fmt: skip
+    chosen = backends.select(request, backend)
+    out, lse = torch.ops.mla_twins.mla_decode(
+        ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
+        metadata.visible_lens, metadata.max_query_len, softmax_scale, chosen.name,
+    )  # fmt: skip
+    return AttentionState(out, lse)
+
+
+@torch.library.custom_op(
+    "mla_twins::mla_decode",
+    mutates_args=(),
+    schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
+    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, float softmax_scale, str backend)"
+    " -> (Tensor, Tensor)",
+)
+def _mla_decode(
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale, backend
+):
+    if ql_nope.device.type == "cpu":
+        metadata = DecodeMetadata(block_table, seq_lens, query_start_loc, max_query_len, visible_lens)
+        check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
+    return backends.kernel(backend, "mla_decode")(
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, softmax_scale
+    )
+
+
+@_mla_decode.register_fake
+def _(
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale, backend
+):
+    wide = torch.float64 if ql_nope.dtype == torch.float64 else torch.float32
+    tokens, heads, _ = ql_nope.shape
+    return ql_nope.new_empty(ql_nope.shape), ql_nope.new_empty(heads, tokens, dtype=wide)

@@ -1,0 +1,4 @@
+"""Kernel sets, one folder each: kernels and their launchers, nothing about models.
+
+`fast.backends` lists them with what each can serve; `cpu` is vectorised PyTorch.
+"""

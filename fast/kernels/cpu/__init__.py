@@ -1,0 +1,18 @@
+"""Vectorised PyTorch for CPUs: loops over requests and pieces of keys, never over tokens or heads."""
+
+from .attention import flash_attn_varlen
+from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, swap_blocks
+from .decode import mla_decode
+from .merge import merge_attn_states
+from .rope import apply_rope
+
+KERNELS = {
+    "apply_rope": apply_rope,
+    "concat_and_cache_mla": concat_and_cache_mla,
+    "copy_blocks": copy_blocks,
+    "flash_attn_varlen": flash_attn_varlen,
+    "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache,
+    "merge_attn_states": merge_attn_states,
+    "mla_decode": mla_decode,
+    "swap_blocks": swap_blocks,
+}

@@ -1,0 +1,69 @@
+"""Varlen attention in blocks of queries and keys: no score matrix larger than a block, K never concatenated whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .softmax import OnlineSoftmax, wide_dtype
+
+QUERY_BLOCK = 256
+KEY_BLOCK = 512
+
+
+def flash_attn_varlen(
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor | None,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    softmax_scale: float,
+    causal: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed requests.
+
+    Args:
+        q: [T, N, P + R].
+        k_nope: [S, N, P], or the whole key where `k_pe` is None.
+        k_pe: [S, R], shared by all heads.
+        v: [S, N, V].
+        cu_seqlens_q: [B + 1].
+        cu_seqlens_k: [B + 1].
+        softmax_scale: multiplies the scores.
+        causal: bottom-right aligned.
+        out_dtype: of out.
+
+    Returns:
+        out [T, N, V] and lse [N, T].
+    """
+    wide = wide_dtype(q.dtype)
+    tokens, heads, _ = q.shape
+    out = torch.empty(tokens, heads, v.shape[2], dtype=out_dtype, device=q.device)
+    lse = torch.empty(heads, tokens, dtype=wide, device=q.device)
+    by_head = q.transpose(0, 1).to(wide)  # [N, T, P + R]
+    q_nope, q_pe = by_head[..., : k_nope.shape[2]], by_head[..., k_nope.shape[2] :]
+    q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for request in range(len(q_offsets) - 1):
+        key_start, key_end = k_offsets[request], k_offsets[request + 1]
+        for start in range(q_offsets[request], q_offsets[request + 1], QUERY_BLOCK):
+            rows = slice(start, min(start + QUERY_BLOCK, q_offsets[request + 1]))
+            # the key that the block's first row may see last, in packed coordinates; later rows see one more each
+            last_seen = key_end - 1 - (q_offsets[request + 1] - 1 - start) if causal else key_end - 1
+            row_count = rows.stop - rows.start
+            softmax = OnlineSoftmax((heads, row_count), v.shape[2], wide, q.device)
+            seen_end = min(key_end, last_seen + row_count) if causal else key_end
+            for first in range(key_start, seen_end, KEY_BLOCK):
+                keys = slice(first, min(first + KEY_BLOCK, seen_end))
+                scores = torch.bmm(q_nope[:, rows], k_nope[keys].to(wide).permute(1, 2, 0))
+                if k_pe is not None:
+                    scores += q_pe[:, rows] @ k_pe[keys].to(wide).T
+                scores *= softmax_scale
+                if causal and keys.stop - 1 > last_seen:
+                    hidden = torch.ones(row_count, keys.stop - first, dtype=torch.bool, device=q.device)
+                    scores.masked_fill_(hidden.triu_(last_seen - first + 1), -torch.inf)
+                softmax.add(scores, v[keys].to(wide).transpose(0, 1))
+            block_out, lse[:, rows] = softmax.finish()
+            out[rows] = block_out.transpose(0, 1).to(out_dtype)
+    return out, lse

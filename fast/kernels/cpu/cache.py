@@ -1,0 +1,51 @@
+"""Movement of bytes in and out of the paged latent cache, by index."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PIECE_TOKENS = 4096
+
+
+def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write [T, Lkv] and [T, R] at `slot_mapping` [>= T]; -1 is skipped."""
+    block_size, latent = kv_cache.shape[1], kv_c_normed.shape[1]
+    slots = slot_mapping[: kv_c_normed.shape[0]]
+    kept = slots >= 0
+    if not bool(kept.all()):
+        slots, kv_c_normed, k_pe = slots[kept], kv_c_normed[kept], k_pe[kept]
+    where = (slots // block_size, slots % block_size)
+    kv_cache[..., :latent].index_put_(where, kv_c_normed)
+    kv_cache[..., latent:].index_put_(where, k_pe)
+
+
+def gather_and_maybe_dequant_cache(
+    kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, starts: Tensor, out: Tensor
+) -> None:
+    """Copy pieces of requests out of the pages into `out` [num_tokens, Lkv + R]."""
+    block_size, width = kv_cache.shape[1:]
+    for first in range(0, out.shape[0], PIECE_TOKENS):  # bounds the index tensors, whatever the context
+        tokens = torch.arange(first, min(first + PIECE_TOKENS, out.shape[0]), device=out.device)
+        request = torch.searchsorted(cu_seq_lens[1:].long(), tokens, right=True)
+        position = tokens - cu_seq_lens[request] + starts[request]
+        block = block_table[request, position // block_size].long()
+        target = out[first : first + PIECE_TOKENS]
+        if kv_cache.is_contiguous() and out.is_contiguous():
+            slots = block * block_size + position % block_size
+            torch.index_select(kv_cache.view(-1, width), 0, slots, out=target)
+        else:
+            target.copy_(kv_cache[block, position % block_size])
+
+
+def copy_blocks(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
+    """Copy blocks (source, target) within each cache."""
+    source, target = block_mapping.unbind(1)
+    for kv_cache in kv_caches:
+        kv_cache[target] = kv_cache[source]
+
+
+def swap_blocks(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
+    """Copy blocks (source, target) from one cache to another."""
+    read, written = block_mapping.unbind(1)
+    target[written] = source[read].to(target.device)

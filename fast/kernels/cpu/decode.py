@@ -1,0 +1,92 @@
+"""Absorbed decode: per request, one product of all its heads with a piece of its latents at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .softmax import OnlineSoftmax, wide_dtype
+
+PIECE_BYTES = 2 << 20  # a piece of latents that stays in the second-level cache between its two products
+
+
+def mla_decode(
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    visible_lens: Tensor,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a few query tokens a request over its cached latents.
+
+    Args:
+        ql_nope: [T, N, Lkv].
+        q_pe: [T, N, R].
+        kv_cache: [num_blocks, block_size, Lkv + R].
+        block_table: [B, W].
+        seq_lens: [B].
+        query_start_loc: [B + 1].
+        visible_lens: [T].
+        softmax_scale: multiplies the scores.
+
+    Returns:
+        out [T, N, Lkv] and lse [N, T].
+    """
+    wide = wide_dtype(ql_nope.dtype)
+    tokens, heads, latent = ql_nope.shape
+    block_size, width = kv_cache.shape[1:]
+    out = torch.empty_like(ql_nope, memory_format=torch.contiguous_format)
+    lse = torch.empty(heads, tokens, dtype=wide, device=ql_nope.device)
+    q = torch.cat((ql_nope, q_pe), dim=-1).to(wide)
+
+    piece_blocks = max(1, PIECE_BYTES // (wide.itemsize * block_size * width))
+    pages = _PageReader(kv_cache, piece_blocks, wide)
+    offsets, visible = query_start_loc.tolist(), visible_lens.tolist()
+    for request, length in enumerate(seq_lens.tolist()):
+        start, end = offsets[request], offsets[request + 1]
+        if start == end:
+            continue
+        queries = q[start:end].reshape(-1, width).T.contiguous()  # [Lkv + R, Sq N]
+        softmax = OnlineSoftmax((queries.shape[1],), latent, wide, q.device)
+        shortest, longest = min(visible[start:end]), max(visible[start:end])
+        blocks = block_table[request, : -(-length // block_size)]
+        for first in range(0, longest, piece_blocks * block_size):
+            count = min(piece_blocks * block_size, longest - first)
+            entries = pages.read(blocks[first // block_size :], count)
+            # the wide operand first: BLAS runs this shape half again as fast as queries x entries^T
+            scores = torch.mm(entries, queries).T.contiguous().mul_(softmax_scale)  # [Sq N, count]
+            if shortest < first + count:
+                beyond = torch.arange(first, first + count) >= visible_lens[start:end, None]  # [Sq, count]
+                scores.view(end - start, heads, count).masked_fill_(beyond[:, None], -torch.inf)
+            softmax.add(scores, entries[:, :latent])
+        row_out, row_lse = softmax.finish()
+        out[start:end] = row_out.view(end - start, heads, latent).to(out.dtype)
+        lse[:, start:end] = row_lse.view(end - start, heads).T
+    return out, lse
+
+
+class _PageReader:
+    """Reads runs of pages in the wide type: in place where they lie side by side, else through one reused buffer."""
+
+    def __init__(self, kv_cache: Tensor, piece_blocks: int, wide: torch.dtype):
+        self.kv_cache, self.piece_blocks, self.wide = kv_cache, piece_blocks, wide
+        self.buffer = self.wide_buffer = None
+
+    def read(self, blocks: Tensor, count: int) -> Tensor:
+        """The first `count` entries [count, Lkv + R] of the blocks; valid until the next call."""
+        block_size, width = self.kv_cache.shape[1:]
+        blocks = blocks[: -(-count // block_size)]
+        first, used = int(blocks[0]), blocks.shape[0]
+        in_wide = self.kv_cache.dtype == self.wide
+        if in_wide and self.kv_cache.is_contiguous() and bool((blocks.diff() == 1).all()):
+            return self.kv_cache[first : first + used].view(-1, width)[:count]
+        if self.buffer is None:
+            self.buffer = self.kv_cache.new_empty(self.piece_blocks, block_size, width)
+            if not in_wide:
+                self.wide_buffer = torch.empty_like(self.buffer, dtype=self.wide)
+        torch.index_select(self.kv_cache, 0, blocks, out=self.buffer[:used])
+        entries = self.buffer.view(-1, width)[:count]
+        return entries if in_wide else self.wide_buffer.view(-1, width)[:count].copy_(entries)

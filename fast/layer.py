@@ -1,0 +1,238 @@
+"""One MLA attention layer: projections, rotary, cache write, and the two paths through attention.
+
+`torch.compile(fullgraph=True)` passes over `forward`: what reads values on the CPU lies inside the ops.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from reference.interfaces import MLAConfig, MLAMetadata, check, check_cache, check_step, check_tensor
+
+from .cache import concat_and_cache_mla
+from .decode import mla_decode
+from .prefill import forward_prefill
+from .rope import apply_rope, rotary_frequencies
+from .weights import absorb, dense_weight, expand_kv, latent_to_value, query_to_latent, split_kv_b_proj
+
+
+def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
+    """RMS norm, x / sqrt(mean(x^2) + eps) * weight, the mean in float32 or float64 (arXiv 1910.07467)."""
+    return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+class MLAAttention(nn.Module):
+    """Multi-head Latent Attention over a paged latent cache.
+
+    The projections are modules that the caller owns and shares (any callable module: quantised ones too), under
+    the names that DeepSeek's checkpoints use. Inference only.
+
+    Args:
+        config: dims, epsilon, rotary parameters.
+        kv_a_proj_with_mqa: H -> Lkv + R.
+        kv_a_norm_weight: [Lkv].
+        kv_b_proj: Lkv -> N (P + V).
+        o_proj: N V -> H.
+        q_proj: H -> N (P + R), where the config has no q_lora_rank.
+        q_a_proj: H -> Lq, where it has one.
+        q_a_norm_weight: [Lq], likewise.
+        q_b_proj: Lq -> N (P + R), likewise.
+        workspace_tokens: context tokens expanded at once, for the memory-profile run (`metadata=None`).
+        backend: kernel set, or None for the choice by capability, call by call.
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        kv_a_proj_with_mqa: nn.Module,
+        kv_a_norm_weight: Tensor,
+        kv_b_proj: nn.Module,
+        o_proj: nn.Module,
+        q_proj: nn.Module | None = None,
+        q_a_proj: nn.Module | None = None,
+        q_a_norm_weight: Tensor | None = None,
+        q_b_proj: nn.Module | None = None,
+        workspace_tokens: int = 8192,
+        *,
+        backend: str | None = None,
+    ):
+        super().__init__()
+        low_rank = (q_a_proj, q_a_norm_weight, q_b_proj)
+        given = "q_proj" if q_proj is not None else "q_a_proj, q_a_norm_weight, q_b_proj"
+        wanted = "q_proj alone" if config.q_lora_rank is None else "q_a_proj, q_a_norm_weight and q_b_proj"
+        fits = (q_proj is not None and not any(m is not None for m in low_rank)) if config.q_lora_rank is None else (
+            q_proj is None and all(m is not None for m in low_rank)
+        )  # fmt: skip
+        check(fits, "q_proj", f"{wanted} for q_lora_rank {config.q_lora_rank}", given)
+        self.config = config
+        self.q_proj, self.q_a_proj, self.q_b_proj = q_proj, q_a_proj, q_b_proj
+        self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
+        self.q_a_norm_weight, self.kv_a_norm_weight = q_a_norm_weight, kv_a_norm_weight
+        self.workspace_tokens = workspace_tokens
+        self.backend = backend
+        self.register_buffer("recovered_kv_b_weight", None, persistent=False)
+        self._frequencies = rotary_frequencies(config.rope, config.qk_rope_head_dim)
+        self.refresh_weights()
+
+    @classmethod
+    def from_hf(cls, module: nn.Module, **options) -> MLAAttention:
+        """Build from a transformers DeepseekV2Attention or DeepseekV3Attention, sharing its submodules.
+
+        Args:
+            module: the attention module; its latent norm's epsilon is read, not assumed.
+            options: keyword arguments of the constructor (`workspace_tokens`, `backend`).
+
+        Raises:
+            UnsupportedConfiguration: as `MLAConfig.from_hf`.
+        """
+        config = MLAConfig.from_hf(module.config)
+        config = dataclasses.replace(config, latent_norm_eps=module.kv_a_layernorm.variance_epsilon)
+        low_rank = config.q_lora_rank is not None
+        return cls(
+            config,
+            kv_a_proj_with_mqa=module.kv_a_proj_with_mqa,
+            kv_a_norm_weight=module.kv_a_layernorm.weight,
+            kv_b_proj=module.kv_b_proj,
+            o_proj=module.o_proj,
+            q_proj=None if low_rank else module.q_proj,
+            q_a_proj=module.q_a_proj if low_rank else None,
+            q_a_norm_weight=module.q_a_layernorm.weight if low_rank else None,
+            q_b_proj=module.q_b_proj if low_rank else None,
+            **options,
+        )
+
+    def refresh_weights(self) -> None:
+        """Read kv_b_proj again after its weights changed, in place where the shape stands.
+
+        Needed only where the weight had to be recovered (a quantised or wrapped linear); the parameter of a plain
+        linear is used as it is.
+        """
+        weight = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, self.kv_a_norm_weight.dtype)
+        held = self.recovered_kv_b_weight
+        if weight.data_ptr() == next(self.kv_b_proj.parameters(), weight.new_empty(0)).data_ptr():
+            self.recovered_kv_b_weight = None
+        elif held is not None and held.device == weight.device and held.dtype == weight.dtype:
+            held.copy_(weight)
+        else:
+            self.recovered_kv_b_weight = weight
+
+    def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
+        """W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of kv_b_proj's weight."""
+        weight = self.recovered_kv_b_weight
+        if weight is None:
+            weight = self.kv_b_proj.weight.detach()
+        c = self.config
+        return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
+
+    def forward(
+        self,
+        hidden_states: Float[Tensor, "T H"],
+        positions: Int[Tensor, " T"],
+        kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+        metadata: MLAMetadata | None,
+    ) -> Float[Tensor, "T H"]:
+        """Attend one packed batch: decodes first, then prefills, then padding.
+
+        Args:
+            hidden_states: [T, H].
+            positions: [T], position of each token in its request.
+            kv_cache: this layer's cache; the new tokens are written to it.
+            metadata: the plan of the step; None is the memory-profile run.
+
+        Returns:
+            [T, H]; zeros through o_proj where a row is padding.
+
+        Raises:
+            ValueError: arguments that do not fit, before the cache is written.
+        """
+        weight = self.kv_a_norm_weight
+        check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
+        q, kv_c_normed, k_pe = self.project(hidden_states, positions)
+        output = q.new_empty(q.shape[0], self.config.num_heads, self.config.v_head_dim)
+        self.forward_attention(q, kv_c_normed, k_pe, kv_cache, metadata, output)
+        return self.o_proj(output.flatten(1))
+
+    def project(
+        self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]
+    ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
+        """Down-project, norm, up-project the query, rotate.
+
+        Returns:
+            q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
+        """
+        c = self.config
+        if self.q_proj is not None:
+            q = self.q_proj(hidden_states)
+        else:
+            q = self.q_b_proj(rms_norm(self.q_a_proj(hidden_states), self.q_a_norm_weight, c.latent_norm_eps))
+        q = q.unflatten(-1, (c.num_heads, c.qk_head_dim))
+        kv_c, k_pe = self.kv_a_proj_with_mqa(hidden_states).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        kv_c_normed = rms_norm(kv_c, self.kv_a_norm_weight, c.latent_norm_eps)
+        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        q_pe, k_pe = apply_rope(
+            positions, q_pe, k_pe, c.rope, frequencies=self._frequencies_for(q), backend=self.backend
+        )
+        return torch.cat((q_nope, q_pe), dim=-1), kv_c_normed, k_pe
+
+    def _frequencies_for(self, q: Tensor) -> Tensor:
+        """The rotary frequencies in q's wide type on q's device; kept between calls."""
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        if self._frequencies.device != q.device or self._frequencies.dtype != wide:
+            c = self.config
+            self._frequencies = rotary_frequencies(c.rope, c.qk_rope_head_dim, wide).to(q.device)
+        return self._frequencies
+
+    def forward_attention(
+        self,
+        q: Float[Tensor, "T N D"],
+        kv_c_normed: Float[Tensor, "T Lkv"],
+        k_pe: Float[Tensor, "T R"],
+        kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+        metadata: MLAMetadata | None,
+        output: Float[Tensor, "T N V"],
+    ) -> None:
+        """Write the new tokens to the cache, send decodes down the absorbed path and prefills down the expanded one.
+
+        Args:
+            q: [T, N, P + R], rotated.
+            kv_c_normed: [T, Lkv].
+            k_pe: [T, R], rotated.
+            kv_cache: written at `metadata.slot_mapping`.
+            metadata: the plan; None touches the largest buffers and leaves `output` zero.
+            output: [T, N, V], written whole.
+
+        Raises:
+            ValueError: arguments that do not fit, before anything is written.
+        """
+        c = self.config
+        w_uk, w_uv = self.up_projections()
+        if metadata is None:
+            expand_kv(kv_c_normed.new_zeros(self.workspace_tokens, c.kv_lora_rank), w_uk, w_uv)
+            output.zero_()
+            return
+        check_tensor("q", q, ("T", c.num_heads, c.qk_head_dim))
+        check_tensor("output", output, (q.shape[0], c.num_heads, c.v_head_dim), (q.dtype,), q.device)
+        check_cache(kv_cache, c.head_size, q.dtype, q.device)
+        if not torch.compiler.is_compiling():  # reads values; compiled, each op still checks its own
+            check_step(metadata, q.shape[0], kv_cache)
+
+        end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
+        concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, backend=self.backend)
+        if split > 0:
+            w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
+            q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+            ql_nope = query_to_latent(q_nope, w_uk_t)
+            state = mla_decode(ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, backend=self.backend)
+            output[:split] = latent_to_value(state.out, w_uv_absorbed)
+        if end > split:
+            rows = slice(split, end)
+            state = forward_prefill(
+                q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale,
+                backend=self.backend,
+            )  # fmt: skip
+            output[rows] = state.out
+        output[end:] = 0

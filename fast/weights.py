@@ -1,0 +1,96 @@
+"""The up-projection of the latent, split and absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+All forms are views of kv_b_proj's one weight; the products are batched over heads by the BLAS.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from reference.interfaces import check, check_tensor
+
+
+def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
+    """The weight of a linear module, however it is stored.
+
+    A plain `nn.Linear` of `dtype` gives its own parameter, detached: no copy, and later in-place changes are seen.
+    Anything else (quantised, wrapped) is recovered through the identity: the rows of W^T are what it makes of
+    the unit vectors.
+
+    Raises:
+        ValueError: the module has a bias, or does not return [Lkv, out] for the identity.
+    """
+    if type(linear) is nn.Linear and linear.weight.dtype == dtype:
+        check(linear.bias is None, "linear", "no bias", "a bias")
+        return linear.weight.detach()
+    device = next((t.device for t in (*linear.parameters(), *linear.buffers())), torch.device("cpu"))
+    probes = torch.zeros(in_features + 1, in_features, dtype=dtype, device=device)
+    probes[1:].fill_diagonal_(1)
+    with torch.no_grad():
+        answers = linear(probes)  # row 0 answers zero: the bias
+    check_tensor("linear(identity)", answers, (in_features + 1, "out"))
+    check(not answers[0].any(), "linear", "no bias", "a bias")
+    return answers[1:].to(dtype).T.contiguous()
+
+
+def split_kv_b_proj(
+    kv_b_weight: Float[Tensor, "rows Lkv"], num_heads: int, qk_nope_head_dim: int, v_head_dim: int
+) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
+    """Split kv_b_proj's weight into the key and the value up-projection.
+
+    Args:
+        kv_b_weight: [N (P + V), Lkv], per head P key rows then V value rows.
+        num_heads: N.
+        qk_nope_head_dim: P.
+        v_head_dim: V.
+
+    Returns:
+        W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the weight.
+
+    Raises:
+        ValueError: the weight has another number of rows.
+    """
+    check_tensor("kv_b_weight", kv_b_weight, (num_heads * (qk_nope_head_dim + v_head_dim), "Lkv"))
+    per_head = kv_b_weight.view(num_heads, qk_nope_head_dim + v_head_dim, -1).permute(2, 0, 1)
+    return per_head.split([qk_nope_head_dim, v_head_dim], dim=-1)
+
+
+def absorb(
+    w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
+) -> tuple[Float[Tensor, "N P Lkv"], Float[Tensor, "N Lkv V"]]:
+    """Arrange the up-projections for absorption: per head, query to latent and latent to value.
+
+    Returns:
+        w_uk_t [N, P, Lkv] and w_uv [N, Lkv, V], views of the arguments.
+    """
+    return w_uk.permute(1, 2, 0), w_uv.transpose(0, 1)
+
+
+def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P Lkv"]) -> Float[Tensor, "T N Lkv"]:
+    """Absorb W_UK into the query: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv."""
+    return torch.bmm(q_nope.transpose(0, 1), w_uk_t).transpose(0, 1)
+
+
+def latent_to_value(latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"]) -> Float[Tensor, "T N V"]:
+    """Apply the absorbed W_UV to attention's output: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V."""
+    return torch.bmm(latent.transpose(0, 1), w_uv).transpose(0, 1)
+
+
+def expand_kv(
+    kv_c_normed: Float[Tensor, "S Lkv"], w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
+) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
+    """Expand latents into keys (without their rope part) and values of every head. FLOPs: 2 S N Lkv (P + V).
+
+    Args:
+        kv_c_normed: [S, Lkv], RMS-normed latents.
+        w_uk: [Lkv, N, P].
+        w_uv: [Lkv, N, V].
+
+    Returns:
+        k_nope [S, N, P] and v [S, N, V], stored head by head.
+    """
+    by_head = kv_c_normed.expand(w_uk.shape[1], -1, -1)  # [N, S, Lkv], no copy
+    k_nope, v = (torch.bmm(by_head, weight.transpose(0, 1)).transpose(0, 1) for weight in (w_uk, w_uv))
+    return k_nope, v
