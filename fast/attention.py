@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from reference.interfaces import AttentionState, check_attention, check_offsets
+from reference.interfaces import AttentionState, check_attention, check_offsets, wide_dtype
 
 from . import backends
 
@@ -130,6 +130,5 @@ def _flash_attn_varlen(
 
 @_flash_attn_varlen.register_fake
 def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend):
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype)
-    return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide)
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide_dtype(q.dtype))

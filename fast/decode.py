@@ -6,7 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from reference.interfaces import AttentionState, DecodeMetadata, DecodeSchedule, check_decode, check_decode_values
+from reference.interfaces import (
+    AttentionState,
+    DecodeMetadata,
+    DecodeSchedule,
+    check_decode,
+    check_decode_values,
+    wide_dtype,
+)
 
 from . import backends
 
@@ -75,6 +82,5 @@ def _mla_decode(
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale, backend
 ):
-    wide = torch.float64 if ql_nope.dtype == torch.float64 else torch.float32
     tokens, heads, _ = ql_nope.shape
-    return ql_nope.new_empty(ql_nope.shape), ql_nope.new_empty(heads, tokens, dtype=wide)
+    return ql_nope.new_empty(ql_nope.shape), ql_nope.new_empty(heads, tokens, dtype=wide_dtype(ql_nope.dtype))

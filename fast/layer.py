@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from reference.interfaces import MLAConfig, MLAMetadata, check, check_cache, check_step, check_tensor
+from reference.interfaces import MLAConfig, MLAMetadata, check, check_cache, check_step, check_tensor, wide_dtype
 
 from .cache import concat_and_cache_mla
 from .decode import mla_decode
@@ -21,7 +22,13 @@ from .weights import absorb, dense_weight, expand_kv, latent_to_value, query_to_
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
-    """RMS norm, x / sqrt(mean(x^2) + eps) * weight, the mean in float32 or float64 (arXiv 1910.07467)."""
+    """RMS norm, x / sqrt(mean(x^2) + eps) * weight, the mean in float32 or float64 (arXiv 1910.07467).
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
+    """
+    check_tensor("x", x, ("T", "L"))
+    check_tensor("weight", weight, (x.shape[1],), device=x.device)
     return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
@@ -79,7 +86,7 @@ class MLAAttention(nn.Module):
         self.refresh_weights()
 
     @classmethod
-    def from_hf(cls, module: nn.Module, **options) -> MLAAttention:
+    def from_hf(cls, module: nn.Module, **options: Any) -> MLAAttention:
         """Build from a transformers DeepseekV2Attention or DeepseekV3Attention, sharing its submodules.
 
         Args:
@@ -180,7 +187,7 @@ class MLAAttention(nn.Module):
 
     def _frequencies_for(self, q: Tensor) -> Tensor:
         """The rotary frequencies in q's wide type on q's device; kept between calls."""
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(q.dtype)
         if self._frequencies.device != q.device or self._frequencies.dtype != wide:
             c = self.config
             self._frequencies = rotary_frequencies(c.rope, c.qk_rope_head_dim, wide).to(q.device)

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from reference.interfaces import AttentionState, ContextChunk, PrefillMetadata, check_prefill
+from reference.interfaces import AttentionState, ContextChunk, PrefillMetadata, check_prefill, wide_dtype
 
 from .attention import flash_attn_varlen_shared_rope
 from .cache import gather_and_maybe_dequant_cache
 from .merge import merge_attn_states
 from .weights import expand_kv
-
-
-def _state_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def run_prefill_new_tokens(
@@ -42,7 +37,7 @@ def run_prefill_new_tokens(
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
     return flash_attn_varlen_shared_rope(
         q, k_nope, k_pe, v, offsets, offsets, longest, longest, softmax_scale, causal=True,
-        out_dtype=_state_dtype(q.dtype), backend=backend,
+        out_dtype=wide_dtype(q.dtype), backend=backend,
     )  # fmt: skip
 
 
@@ -64,7 +59,7 @@ def run_prefill_context_chunk(
     """
     return flash_attn_varlen_shared_rope(
         q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len, chunk.max_seq_len,
-        softmax_scale, causal=False, out_dtype=_state_dtype(q.dtype), backend=backend,
+        softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype), backend=backend,
     )  # fmt: skip
 
 

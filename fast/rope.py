@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from reference.interfaces import RopeConfig, check, check_tensor
+from reference.interfaces import RopeConfig, check, check_tensor, wide_dtype
 
 from . import backends
 from .kernels.cpu.rope import rotate as _rotate_pairs
@@ -44,8 +44,12 @@ def rotary_cos_sin(
 
     Returns:
         Two [T, R/2] tensors, float64 where `dtype` is float64 and float32 otherwise.
+
+    Raises:
+        ValueError: `positions` of another shape or dtype, or an odd `dim`.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    check_tensor("positions", positions, ("T",), (torch.int64, torch.int32))
+    wide = wide_dtype(dtype)
     angles = positions.to(wide)[:, None] * rotary_frequencies(rope, dim, wide).to(positions.device)
     magnitude = 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
     return angles.cos() * magnitude, angles.sin() * magnitude
@@ -64,7 +68,13 @@ def rotate(
 
     Returns:
         The shape, dtype and element order of `x`.
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
     """
+    check_tensor("x", x, ("T", "R") if x.dim() < 3 else ("T", "N", "R"))
+    check_tensor("cos", cos, (x.shape[0], x.shape[-1] // 2), device=x.device)
+    check_tensor("sin", sin, tuple(cos.shape), (cos.dtype,), x.device)
     if x.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
     return _rotate_pairs(x, cos, sin, interleaved)
@@ -100,7 +110,7 @@ def apply_rope(
     check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
     check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
     chosen = backends.select(backends.KernelRequest("apply_rope", q_pe.device, q_pe.dtype), backend)
-    wide = torch.float64 if q_pe.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(q_pe.dtype)
     if frequencies is None:
         frequencies = rotary_frequencies(rope, q_pe.shape[-1], wide).to(q_pe.device)
     check_tensor("frequencies", frequencies, (q_pe.shape[-1] // 2,), (wide,), q_pe.device)

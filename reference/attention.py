@@ -13,15 +13,10 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from .interfaces import AttentionState, check_attention, check_offsets
+from .interfaces import AttentionState, check_attention, check_offsets, wide_dtype
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The accumulation type: float64 for float64, float32 otherwise."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def attend(
+def _attend(
     q: Float[Tensor, "Sq N D"],
     k: Float[Tensor, "S N D"],
     v: Float[Tensor, "S N Dv"],
@@ -99,6 +94,6 @@ def flash_attn_varlen(
         visible = torch.ones(query_len, key_len, dtype=torch.bool, device=q.device)
         if causal:
             visible = visible.tril(diagonal=key_len - query_len)
-        state = attend(q[rows], k[keys], v[keys], visible, softmax_scale)
+        state = _attend(q[rows], k[keys], v[keys], visible, softmax_scale)
         out[rows], lse[:, rows] = state.out.to(out.dtype), state.lse
     return AttentionState(out, lse)

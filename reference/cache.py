@@ -99,8 +99,12 @@ def gather_and_maybe_dequant_cache(
     check_blocks(block_table, (s + n if n else 0 for s, n in zip(first, lengths, strict=True)), block_size, num_blocks)
     rows = [kv_cache.new_empty(0, head_size)]
     for table, start, length in zip(block_table.tolist(), first, lengths, strict=True):
-        for token in range(start, start + length):
-            rows.append(kv_cache[table[token // block_size], token % block_size][None])
+        token, end = start, start + length
+        while token < end:  # page by page: the rest of the page, or of the piece where it ends earlier
+            page_end = min(end, (token // block_size + 1) * block_size)
+            offset = token % block_size
+            rows.append(kv_cache[table[token // block_size], offset : offset + page_end - token])
+            token = page_end
     return torch.cat(rows)
 
 

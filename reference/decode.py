@@ -11,9 +11,9 @@ from einops import repeat
 from jaxtyping import Float
 from torch import Tensor
 
-from .attention import attend, wide_dtype
+from .attention import _attend
 from .cache import gather_and_maybe_dequant_cache
-from .interfaces import AttentionState, DecodeMetadata, DecodeSchedule, check_decode, check_decode_values
+from .interfaces import AttentionState, DecodeMetadata, DecodeSchedule, check_decode, check_decode_values, wide_dtype
 
 
 def mla_decode(
@@ -59,6 +59,6 @@ def mla_decode(
         )
         k = repeat(entries, "keys width -> keys heads width", heads=heads)
         visible = torch.arange(length, device=q.device) < metadata.visible_lens[rows, None]
-        state = attend(q[rows], k, k[..., :latent], visible, softmax_scale)
+        state = _attend(q[rows], k, k[..., :latent], visible, softmax_scale)
         out[rows], lse[:, rows] = state.out.to(out.dtype), state.lse
     return AttentionState(out, lse)

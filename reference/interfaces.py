@@ -520,6 +520,11 @@ def _is_positive_int(value: object) -> bool:
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums, scores and LSE: float64 for float64, float32 otherwise."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def check_tensor(
     argument: str,
     tensor: Tensor,
@@ -577,14 +582,16 @@ def check_slots(slot_mapping: Tensor, num_slots: int) -> None:
 
 def check_blocks(block_table: Tensor, num_tokens: Iterable[int], block_size: int, num_blocks: int) -> None:
     """Check on the CPU that the first `num_tokens[b]` tokens of each request lie in blocks of the cache."""
-    for request, tokens in enumerate(num_tokens):
-        used = -(-tokens // block_size)
-        check(used <= block_table.shape[1], "block_table", f"at least {used} columns for request {request}",
-              block_table.shape[1])  # fmt: skip
-        if used:
-            low, high = (int(v) for v in block_table[request, :used].aminmax())
-            check(low >= 0 and high < num_blocks, "block_table", f"blocks in [0, {num_blocks}) at request {request}",
-                  low if low < 0 else high)  # fmt: skip
+    width = block_table.shape[1]
+    used = [-(-tokens // block_size) for tokens in num_tokens]
+    for request, columns in enumerate(used):
+        check(columns <= width, "block_table", f"at least {columns} columns for request {request}", width)
+    owned = torch.arange(width) < torch.tensor(used)[:, None]
+    wrong = owned & ((block_table < 0) | (block_table > num_blocks - 1))
+    if wrong.any():
+        request = int(wrong.any(1).nonzero()[0])
+        block = int(block_table[request][wrong[request]][0])
+        check(False, "block_table", f"blocks in [0, {num_blocks}) at request {request}", block)
 
 
 def check_cache(kv_cache: Tensor, head_size: int | str = "Lkv + R", dtype: torch.dtype | None = None,
@@ -646,8 +653,7 @@ def check_state(argument: str, state: AttentionState) -> None:
     """Shapes, dtypes and devices of an attention state; reads no values."""
     check_tensor(f"{argument}.out", state.out, ("T", "N", "Dv"))
     tokens, heads, _ = state.out.shape
-    wanted = torch.float64 if state.out.dtype == torch.float64 else torch.float32
-    check_tensor(f"{argument}.lse", state.lse, (heads, tokens), (wanted,), state.out.device)
+    check_tensor(f"{argument}.lse", state.lse, (heads, tokens), (wide_dtype(state.out.dtype),), state.out.device)
 
 
 def check_merge(prefix: AttentionState, suffix: AttentionState) -> None:
@@ -731,6 +737,7 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor) -> None
     for chunk in prefill.context_chunks:
         check_offsets("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
         first, lengths = chunk.starts.tolist(), chunk.cu_seq_lens.diff().tolist()
-        check(min(first, default=0) >= 0, "metadata.prefill.context_chunks.starts", "values >= 0", min(first, default=0))
+        earliest = min(first, default=0)
+        check(earliest >= 0, "metadata.prefill.context_chunks.starts", "values >= 0", earliest)
         ends = (start + length if length else 0 for start, length in zip(first, lengths, strict=True))
         check_blocks(prefill.block_table, ends, block_size, num_blocks)

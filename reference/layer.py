@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -11,15 +12,21 @@ from torch import Tensor, nn
 
 from .cache import concat_and_cache_mla
 from .decode import mla_decode
-from .interfaces import MLAConfig, MLAMetadata, check, check_cache, check_step, check_tensor
+from .interfaces import MLAConfig, MLAMetadata, check, check_cache, check_step, check_tensor, wide_dtype
 from .prefill import forward_prefill
 from .rope import apply_rope
 from .weights import absorb, dense_weight, expand_kv, latent_to_value, query_to_latent, split_kv_b_proj
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
-    """RMS norm, x / sqrt(mean(x^2) + eps) * weight, the mean in float32 or float64 (arXiv 1910.07467)."""
-    wide = x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    """RMS norm, x / sqrt(mean(x^2) + eps) * weight, the mean in float32 or float64 (arXiv 1910.07467).
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
+    """
+    check_tensor("x", x, ("T", "L"))
+    check_tensor("weight", weight, (x.shape[1],), device=x.device)
+    wide = x.to(wide_dtype(x.dtype))
     return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
 
 
@@ -72,7 +79,7 @@ class MLAAttention(nn.Module):
         self.refresh_weights()
 
     @classmethod
-    def from_hf(cls, module: nn.Module, **options) -> MLAAttention:
+    def from_hf(cls, module: nn.Module, **options: Any) -> MLAAttention:
         """Build from a transformers DeepseekV2Attention or DeepseekV3Attention, sharing its submodules.
 
         Args:

@@ -12,14 +12,14 @@ from einops import repeat
 from jaxtyping import Float
 from torch import Tensor
 
-from .attention import flash_attn_varlen, wide_dtype
+from .attention import flash_attn_varlen
 from .cache import gather_and_maybe_dequant_cache
-from .interfaces import AttentionState, ContextChunk, PrefillMetadata, check_prefill
+from .interfaces import AttentionState, ContextChunk, PrefillMetadata, check_prefill, wide_dtype
 from .merge import merge_attn_states
 from .weights import expand_kv
 
 
-def concat_key(k_nope: Float[Tensor, "S N P"], k_pe: Float[Tensor, "S R"]) -> Float[Tensor, "S N P+R"]:
+def _concat_key(k_nope: Float[Tensor, "S N P"], k_pe: Float[Tensor, "S R"]) -> Float[Tensor, "S N P+R"]:
     """The full key of every head: its own no-rope part, then the rope part that all heads share."""
     return torch.cat((k_nope, repeat(k_pe, "tokens rope -> tokens heads rope", heads=k_nope.shape[1])), dim=-1)
 
@@ -38,7 +38,7 @@ def run_prefill_new_tokens(
         out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is): a running state, not yet rounded.
     """
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
-    k = concat_key(k_nope, k_pe)
+    k = _concat_key(k_nope, k_pe)
     wide = wide_dtype(q.dtype)
     return flash_attn_varlen(q, k, v, offsets, offsets, longest, longest, softmax_scale, causal=True, out_dtype=wide)
 
@@ -58,7 +58,7 @@ def run_prefill_context_chunk(
         out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is).
     """
     return flash_attn_varlen(
-        q, concat_key(k_nope, k_pe), v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len,
+        q, _concat_key(k_nope, k_pe), v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len,
         chunk.max_seq_len, softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype),
     )  # fmt: skip
 

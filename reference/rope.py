@@ -12,7 +12,7 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .interfaces import RopeConfig, check, check_tensor
+from .interfaces import RopeConfig, check, check_tensor, wide_dtype
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
@@ -51,8 +51,12 @@ def rotary_cos_sin(
 
     Returns:
         Two [T, R/2] tensors, float64 where `dtype` is float64 and float32 otherwise.
+
+    Raises:
+        ValueError: `positions` of another shape or dtype, or an odd `dim`.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    check_tensor("positions", positions, ("T",), (torch.int64, torch.int32))
+    wide = wide_dtype(dtype)
     frequencies = rotary_frequencies(rope, dim, wide).to(positions.device)
     angles = positions.to(wide)[:, None] * frequencies
     scale = 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
@@ -72,7 +76,13 @@ def rotate(
 
     Returns:
         The shape, dtype and element order of `x`.
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
     """
+    check_tensor("x", x, ("T", "R") if x.dim() < 3 else ("T", "N", "R"))
+    check_tensor("cos", cos, (x.shape[0], x.shape[-1] // 2), device=x.device)
+    check_tensor("sin", sin, tuple(cos.shape), (cos.dtype,), x.device)
     pairs = "t ... (pair two) -> two t ... pair" if interleaved else "t ... (two pair) -> two t ... pair"
     a, b = rearrange(x.to(cos.dtype), pairs, two=2)
     if x.dim() == 3:

@@ -66,18 +66,35 @@ def absorb(
 
     Returns:
         w_uk_t [N, P, Lkv] and w_uv [N, Lkv, V], views of the arguments.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
     """
+    check_tensor("w_uk", w_uk, ("Lkv", "N", "P"))
+    check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), (w_uk.dtype,), w_uk.device)
     w_uk_t = rearrange(w_uk, "latent heads nope -> heads nope latent")
     return w_uk_t, rearrange(w_uv, "latent heads value -> heads latent value")
 
 
 def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P Lkv"]) -> Float[Tensor, "T N Lkv"]:
-    """Absorb W_UK into the query: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv."""
+    """Absorb W_UK into the query: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_tensor("q_nope", q_nope, ("T", "N", "P"))
+    check_tensor("w_uk_t", w_uk_t, (*q_nope.shape[1:], "Lkv"), (q_nope.dtype,), q_nope.device)
     return einsum(q_nope, w_uk_t, "tokens heads nope, heads nope latent -> tokens heads latent")
 
 
 def latent_to_value(latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"]) -> Float[Tensor, "T N V"]:
-    """Apply the absorbed W_UV to attention's output: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V."""
+    """Apply the absorbed W_UV to attention's output: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_tensor("latent", latent, ("T", "N", "Lkv"))
+    check_tensor("w_uv", w_uv, (*latent.shape[1:], "V"), (latent.dtype,), latent.device)
     return einsum(latent, w_uv, "tokens heads latent, heads latent value -> tokens heads value")
 
 
@@ -93,7 +110,14 @@ def expand_kv(
 
     Returns:
         k_nope [S, N, P] and v [S, N, V].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
     """
+    check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
+    dtypes, device = (kv_c_normed.dtype,), kv_c_normed.device
+    check_tensor("w_uk", w_uk, (kv_c_normed.shape[1], "N", "P"), dtypes, device)
+    check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), dtypes, device)
     k_nope = einsum(kv_c_normed, w_uk, "tokens latent, latent heads nope -> tokens heads nope")
     v = einsum(kv_c_normed, w_uv, "tokens latent, latent heads value -> tokens heads value")
     return k_nope, v

@@ -1,11 +1,13 @@
-"""Varlen attention in blocks of queries and keys: no score matrix larger than a block, K never concatenated whole."""
+"""Varlen attention in blocks of queries and keys: no score matrix and no per-head key larger than a block."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .softmax import OnlineSoftmax, wide_dtype
+from reference.interfaces import wide_dtype
+
+from .softmax import OnlineSoftmax
 
 QUERY_BLOCK = 256
 KEY_BLOCK = 512
@@ -43,7 +45,6 @@ def flash_attn_varlen(
     out = torch.empty(tokens, heads, v.shape[2], dtype=out_dtype, device=q.device)
     lse = torch.empty(heads, tokens, dtype=wide, device=q.device)
     by_head = q.transpose(0, 1).to(wide)  # [N, T, P + R]
-    q_nope, q_pe = by_head[..., : k_nope.shape[2]], by_head[..., k_nope.shape[2] :]
     q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for request in range(len(q_offsets) - 1):
         key_start, key_end = k_offsets[request], k_offsets[request + 1]
@@ -56,10 +57,11 @@ def flash_attn_varlen(
             seen_end = min(key_end, last_seen + row_count) if causal else key_end
             for first in range(key_start, seen_end, KEY_BLOCK):
                 keys = slice(first, min(first + KEY_BLOCK, seen_end))
-                scores = torch.bmm(q_nope[:, rows], k_nope[keys].to(wide).permute(1, 2, 0))
-                if k_pe is not None:
-                    scores += q_pe[:, rows] @ k_pe[keys].to(wide).T
-                scores *= softmax_scale
+                k = k_nope[keys].to(wide).transpose(0, 1)  # [N, keys, P]
+                if k_pe is not None:  # the whole key of this block only: cheaper than a second pass over the scores
+                    k = torch.cat((k, k_pe[keys].to(wide).expand(heads, -1, -1)), dim=-1)
+                scores = torch.empty(heads, row_count, k.shape[1], dtype=wide, device=q.device)
+                scores.baddbmm_(by_head[:, rows], k.transpose(1, 2), beta=0, alpha=softmax_scale)
                 if causal and keys.stop - 1 > last_seen:
                     hidden = torch.ones(row_count, keys.stop - first, dtype=torch.bool, device=q.device)
                     scores.masked_fill_(hidden.triu_(last_seen - first + 1), -torch.inf)

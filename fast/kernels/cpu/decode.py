@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .softmax import OnlineSoftmax, wide_dtype
+from reference.interfaces import wide_dtype
+
+from .softmax import OnlineSoftmax
 
 PIECE_BYTES = 2 << 20  # a piece of latents that stays in the second-level cache between its two products
 

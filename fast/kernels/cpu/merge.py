@@ -22,4 +22,4 @@ def merge_attn_states(
     out = out.masked_fill(spoilt.T[..., None], torch.nan)
     out = torch.where(keep_suffix.T[..., None], suffix_out, torch.where(keep_prefix.T[..., None], prefix_out, out))
     lse = torch.where(keep_suffix, suffix_lse, torch.where(keep_prefix, prefix_lse, lse))
-    return out, lse.masked_fill_(spoilt, torch.nan)
+    return out.contiguous(), lse.masked_fill(spoilt, torch.nan).contiguous()

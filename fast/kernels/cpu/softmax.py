@@ -6,11 +6,6 @@ import torch
 from torch import Tensor
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The accumulation type: float64 for float64, float32 otherwise."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 class OnlineSoftmax:
     """Running maximum, sum and weighted values of a batch of query rows.
 
