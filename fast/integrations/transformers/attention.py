@@ -1,0 +1,385 @@
+"""`use_mla`: plan a forward once at the base model, run every attention module through `ops.MLAAttention`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int, Int64
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import find_packed_sequence_indices
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention, DeepseekV2Model
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3Model
+
+import fast
+from reference.interfaces import FLOAT_DTYPES, MLAMetadata, UnsupportedConfiguration, check, check_tensor
+
+from .cache import BatchRecord, LatentCacheLayer, latent_layers
+
+ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+OTHER_BATCHES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cache", "block_table")
+NEEDED = ("CommonAttentionMetadata", "MLAAttention", "allocate_kv_cache", "build_mla_metadata",
+          "chunked_prefill_workspace_size", "slot_mapping")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a model is served; shared, not copied, when the model is copied (a module cannot be)."""
+
+    ops: ModuleType
+    block_size: int
+    workspace_tokens: int | None
+    decode_threshold: int
+
+    def __deepcopy__(self, memo: dict) -> Options:
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One forward, planned once and read by every layer.
+
+    Attributes:
+        metadata: who decodes, who prefills, where tokens go.
+        positions: [T], of the real tokens.
+        tokens: [T], which of the B Q padded tokens are real; None where all are.
+        kv_caches: one a layer.
+    """
+
+    metadata: MLAMetadata
+    positions: Int[Tensor, " T"]
+    tokens: Int64[Tensor, " T"] | None
+    kv_caches: Sequence[Float[Tensor, "num_blocks block_size head_size"]]
+
+
+class InferenceOnly(torch.autograd.Function):
+    """The identity, except that going back through it is an error rather than a missing gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *requiring_grad: Tensor) -> Tensor:
+        """`output`, tied to what a gradient would have to reach."""
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        """Always raises."""
+        raise RuntimeError("backward: expected no gradient through attention under use_mla, which is inference only")
+
+
+class AttentionAdapter:
+    """`forward` of one attention module: the packed real tokens through `ops.MLAAttention`.
+
+    Args:
+        module: the attention module.
+        attention: the layer that shares its projections; no registered child of anything.
+    """
+
+    def __init__(self, module: nn.Module, attention: nn.Module):
+        self.module, self.attention = module, attention
+
+    def __call__(
+        self, hidden_states: Float[Tensor, "B Q H"], *args: Any, mla_step: Step | None = None, **kwargs: Any
+    ) -> tuple[Float[Tensor, "B Q H"], None]:
+        """As the module's own forward; everything but the hidden states is in the step."""
+        check(mla_step is not None, "model", "a call through the model that use_mla was given", "one of a layer alone")
+        flat = hidden_states.flatten(0, 1)
+        tokens = mla_step.tokens
+        packed = flat if tokens is None else flat[tokens]
+        with torch.no_grad():
+            output = self.attention(
+                packed, mla_step.positions, mla_step.kv_caches[self.module.layer_idx], mla_step.metadata
+            )
+            if tokens is not None:
+                output = torch.zeros_like(flat).index_copy_(0, tokens, output)
+        output = output.view(hidden_states.shape)
+        if torch.is_grad_enabled():
+            inputs = (hidden_states, *self.module.parameters())
+            output = InferenceOnly.apply(output, *(tensor for tensor in inputs if tensor.requires_grad))
+        return output, None
+
+
+class ModelAdapter:
+    """`forward` of the base model: check a call, plan it, hand the plan down, note what was stored.
+
+    Args:
+        base: the DeepseekV2Model or DeepseekV3Model.
+        options: how it is served.
+    """
+
+    def __init__(self, base: PreTrainedModel, options: Options):
+        self.base, self.options = base, options
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The forward of the base model's class."""
+        return type(self.base).forward.__get__(self.base)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base model's own forward, and a packed batch besides.
+
+        Args:
+            args: as the base model takes them.
+            kwargs: likewise. A packed batch is `input_ids` [1, T], `position_ids` [1, T], `use_cache=False`,
+                `mla_metadata` (of `ops.build_mla_metadata`) and `mla_kv_caches` (one paged cache a layer).
+
+        Raises:
+            ValueError: what cannot be served, in one line, before anything is written.
+        """
+        kwargs.update(zip(ARGUMENTS, args, strict=False))
+        self.refuse(kwargs)
+        inputs = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+        metadata, kv_caches = kwargs.pop("mla_metadata", None), kwargs.pop("mla_kv_caches", None)
+        unread = inputs.new_empty(0, 0, 0, 0)  # a mask of four dimensions is returned as it is
+        if metadata is not None or kv_caches is not None:
+            step = self.plan_packed(inputs, kwargs, metadata, kv_caches)
+            kwargs["use_cache"] = False
+            return self.original(**{**kwargs, "attention_mask": unread, "mla_step": step})
+
+        past = kwargs.get("past_key_values")
+        use_cache = kwargs.get("use_cache")
+        if past is None and (self.base.config.use_cache if use_cache is None else use_cache):
+            past = kwargs["past_key_values"] = DynamicCache(config=self.base.config)
+        layers = None if past is None else latent_layers(past, len(self.base.layers), self.options.block_size)
+        record = BatchRecord(self.options.block_size) if layers is None else layers[0].record
+        rows, queries = inputs.shape[:2]
+        check(record.length == 0 or rows == record.rows, "input_ids", f"{record.rows} rows as in past_key_values", rows)
+        mask = read_mask(kwargs.get("attention_mask"), rows, queries, record)
+        positions = read_positions(kwargs.get("position_ids"), rows, queries, record.length, inputs.device)
+        if past is None and mask is None and kwargs.get("position_ids") is not None:
+            check(find_packed_sequence_indices(positions) is None, "position_ids",
+                  "positions that rise by one in each row (a packed batch takes mla_metadata and mla_kv_caches)",
+                  "a jump")  # fmt: skip
+        step, lens = self.plan_padded(record, layers, mask, positions)
+        output = self.original(**{**kwargs, "attention_mask": unread, "mla_step": step})
+        if past is not None:
+            past.layers[:] = layers
+            record.commit(record.length + queries, lens, mask)
+        return output
+
+    def refuse(self, kwargs: dict[str, Any]) -> None:
+        """Raise for what no batch may ask: training, attention weights, other attention, other packings."""
+        config = self.base.config
+        training = self.base.training or any(layer.self_attn.training for layer in self.base.layers)
+        check(not training, "model", "eval mode (inference only)", "training mode")
+        asked = kwargs.get("output_attentions")
+        check(not (config.output_attentions if asked is None else asked), "output_attentions",
+              "False (no attention weights are ever formed)", "True")  # fmt: skip
+        check(kwargs.get("is_causal", getattr(config, "is_causal", True)) is not False, "is_causal", "True", "False")
+        other = [name for name in OTHER_BATCHES if kwargs.get(name) is not None]
+        check(not other, "model", "a padded batch, or a packed one with mla_metadata", ", ".join(other))
+        given = [name for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
+        check(len(given) == 1, "input_ids", "exactly one of input_ids and inputs_embeds", " and ".join(given) or "none")
+
+    def plan_packed(self, inputs: Tensor, kwargs: dict[str, Any], metadata: Any, kv_caches: Any) -> Step:
+        """Check a packed batch; its plan and its caches are the caller's."""
+        check(isinstance(metadata, MLAMetadata), "mla_metadata",
+              "the plan of ops.build_mla_metadata beside mla_kv_caches", type(metadata).__name__)  # fmt: skip
+        layers = self.base.layers
+        check(isinstance(kv_caches, list | tuple), "mla_kv_caches", "a list of one cache a layer beside mla_metadata",
+              type(kv_caches).__name__)  # fmt: skip
+        check(len(kv_caches) == len(layers), "mla_kv_caches", f"one cache a layer, {len(layers)}", len(kv_caches))
+        for name in ("attention_mask", "past_key_values"):
+            check(kwargs.get(name) is None, name, "None beside mla_metadata", type(kwargs.get(name)).__name__)
+        check(not kwargs.get("use_cache"), "use_cache", "False beside mla_metadata", kwargs.get("use_cache"))
+        check(inputs.shape[0] == 1, "input_ids", "one packed row [1, T] beside mla_metadata", list(inputs.shape))
+        positions = kwargs.get("position_ids")
+        check_tensor("position_ids", positions, tuple(inputs.shape[:2]), (torch.int64, torch.int32), inputs.device)
+        for index, (layer, kv_cache) in enumerate(zip(layers, kv_caches, strict=True)):
+            shape = ("num_blocks", "block_size") if index == 0 else tuple(kv_caches[0].shape[:2])
+            head_size, _, device = entry_of(layer.self_attn)
+            check_tensor(f"mla_kv_caches[{index}]", kv_cache, (*shape, head_size), FLOAT_DTYPES, device)
+        return Step(metadata, positions[0], None, kv_caches)
+
+    def plan_padded(
+        self,
+        record: BatchRecord,
+        layers: list[LatentCacheLayer] | None,
+        mask: Bool[Tensor, "B S"] | None,
+        positions: Int[Tensor, "B Q"],
+    ) -> tuple[Step, Tensor]:
+        """Pack the real tokens of a padded batch and plan them over the pages.
+
+        Args:
+            record: what is cached.
+            layers: the cache's layers; None plans over pages that all layers use in turn and nobody keeps.
+            mask: [B, cached + Q], True = real; None where nothing is padded.
+            positions: [B, Q].
+
+        Returns:
+            The step, and the real tokens of each row after it, [B] int32.
+        """
+        ops, options = self.options.ops, self.options
+        rows, queries = positions.shape
+        device = positions.device
+        tokens = None
+        counts = torch.full((rows,), queries, dtype=torch.int32)
+        if mask is not None:
+            new = mask[:, record.length :]
+            counts = new.sum(1, dtype=torch.int32)
+            if not new.all():
+                tokens = new.flatten().nonzero().squeeze(1).to(device)
+        positions = positions.flatten() if tokens is None else positions.flatten()[tokens]
+
+        starts = torch.zeros(rows + 1, dtype=torch.int32)
+        starts[1:] = counts.cumsum(0)
+        lens = record.lens + counts if record.length else counts
+        table = record.reserve(rows, max(lens.tolist(), default=0))
+        slots = ops.slot_mapping(starts, lens, table, record.block_size, positions.shape[0])
+        common = ops.CommonAttentionMetadata.make(starts, lens, table.to(device), slots.to(device))
+        workspace = options.workspace_tokens or ops.chunked_prefill_workspace_size(
+            self.base.config.max_position_embeddings, max(rows, 1), record.block_size
+        )
+        metadata = ops.build_mla_metadata(common, record.block_size, workspace, options.decode_threshold)
+
+        entries = [entry_of(layer.self_attn) for layer in self.base.layers]
+        if layers is None:
+            shared = ops.allocate_kv_cache(table.numel(), record.block_size, *entries[0])
+            kv_caches = [shared] * len(entries)
+        else:
+            kv_caches = [
+                layer.reserve(ops, rows, table.shape[1], *entry) for layer, entry in zip(layers, entries, strict=True)
+            ]
+        return Step(metadata, positions, tokens, kv_caches), lens
+
+
+def entry_of(module: nn.Module) -> tuple[int, torch.dtype, torch.device]:
+    """Width, dtype and device of a cache entry of one attention module."""
+    weight = module.kv_a_layernorm.weight
+    return module.kv_lora_rank + module.qk_rope_head_dim, weight.dtype, weight.device
+
+
+def read_mask(attention_mask: Any, rows: int, queries: int, record: BatchRecord) -> Bool[Tensor, "B S"] | None:
+    """The padding mask on the CPU, or None where nothing is padded.
+
+    Raises:
+        ValueError: not a [B, cached + Q] mask, or one that contradicts what is cached.
+    """
+    wanted = f"a padding mask [{rows}, {record.length + queries}]"
+    if attention_mask is None:
+        check(record.mask is None, "attention_mask", f"{wanted}, for past_key_values holds padding", None)
+        return None
+    check(isinstance(attention_mask, Tensor), "attention_mask", f"{wanted} or None", type(attention_mask).__name__)
+    shape = list(attention_mask.shape)
+    check(shape == [rows, record.length + queries], "attention_mask", f"{wanted} or None", f"shape {shape}")
+    mask = attention_mask.to(torch.bool).cpu()
+    if record.mask is None:
+        if mask.all():
+            return None
+        check(bool(mask[:, : record.length].all()), "attention_mask", "every cached token visible", "a hidden one")
+    else:
+        same = torch.equal(mask[:, : record.length], record.mask)
+        check(same, "attention_mask", "the padding that past_key_values was filled with", "another")
+    return mask
+
+
+def read_positions(position_ids: Any, rows: int, queries: int, length: int, device: torch.device) -> Int[Tensor, "B Q"]:
+    """Positions of every padded token, [B, Q]; counted from the cached length where none are given."""
+    if position_ids is None:
+        position_ids = torch.arange(length, length + queries, device=device)[None]
+    check_tensor("position_ids", position_ids, ("1 or B", queries), (torch.int64, torch.int32), device)
+    check(position_ids.shape[0] in (1, rows), "position_ids", f"shape [{rows}, {queries}]", list(position_ids.shape))
+    return position_ids.expand(rows, queries)
+
+
+def base_of(model: Any) -> PreTrainedModel:
+    """The DeepseekV2Model or DeepseekV3Model inside a model.
+
+    Raises:
+        UnsupportedConfiguration: there is none, or one of its layers has other attention.
+    """
+    base = model.base_model if isinstance(model, PreTrainedModel) else None
+    if not isinstance(base, DeepseekV2Model | DeepseekV3Model):
+        got = type(model).__name__
+        raise UnsupportedConfiguration([f"model: expected DeepseekV2 or DeepseekV3 with latent attention, got {got}"])
+    for index, layer in enumerate(base.layers):
+        if not isinstance(layer.self_attn, DeepseekV2Attention | DeepseekV3Attention):
+            got = type(layer.self_attn).__name__
+            raise UnsupportedConfiguration([f"model: expected Multi-head Latent Attention at layer {index}, got {got}"])
+    return base
+
+
+def use_mla(
+    model: PreTrainedModel,
+    ops: ModuleType = fast,
+    *,
+    block_size: int = 64,
+    workspace_tokens: int | None = None,
+    decode_threshold: int = 1,
+    **options: Any,
+) -> PreTrainedModel:
+    """Make a DeepSeek model of transformers use the twins' attention, in place; inference only.
+
+    `model.generate` works as before, over a paged latent cache: a `DynamicCache` that is passed or made gets
+    `LatentCacheLayer`s when the first forward succeeds. A packed batch is
+    `model(ids[1, T], position_ids=positions[1, T], use_cache=False, mla_metadata=plan, mla_kv_caches=caches)`, with the
+    plan of `ops.build_mla_metadata` and one paged cache a layer.
+
+    Args:
+        model: a DeepseekV2 or DeepseekV3 model (with any head, or none), in eval mode.
+        ops: `fast`, `reference`, or any module that keeps their contract.
+        block_size: tokens a block of the cache.
+        workspace_tokens: context tokens that a prefill expands at once; None is `ops.chunked_prefill_workspace_size`.
+            A forward needs at least a block for each row that prefills with context.
+        decode_threshold: longest query that takes the absorbed path.
+        options: keyword arguments for `ops.MLAAttention.from_hf` (`backend` of `fast`).
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedConfiguration: not MLA, or a rope, scaling or bias that is not implemented; every reason is given.
+        ValueError: training mode, a model that is under `use_mla` already, a `forward` that something else has put
+            on an instance, options that do not fit. The model is untouched then.
+    """
+    base = base_of(model)
+    missing = [name for name in NEEDED if not hasattr(ops, name)]
+    check(not missing, "ops", "a module that keeps the contract of reference and fast",
+          f"{getattr(ops, '__name__', type(ops).__name__)} without {', '.join(missing)}")  # fmt: skip
+    check(not isinstance(base.__dict__.get("forward"), ModelAdapter), "model", "one that is not under use_mla",
+          "one that is; restore(model) first")  # fmt: skip
+    modules = [layer.self_attn for layer in base.layers]
+    for module in (base, *modules):
+        check("forward" not in module.__dict__, "model", "modules that use their class's forward",
+              f"a {type(module).__name__} whose forward was replaced")  # fmt: skip
+    check(not model.training, "model", "eval mode (inference only); call model.eval()", "training mode")
+    for name, value in (("block_size", block_size), ("decode_threshold", decode_threshold)):
+        check(isinstance(value, int) and value >= 1, name, "an int of at least 1", value)
+    check(workspace_tokens is None or workspace_tokens >= block_size, "workspace_tokens",
+          f"at least one block of {block_size}", workspace_tokens)  # fmt: skip
+
+    served = Options(ops, block_size, workspace_tokens, decode_threshold)
+    adapters = [AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options)) for module in modules]
+    for module, adapter in zip(modules, adapters, strict=True):
+        module.forward = adapter
+    base.forward = ModelAdapter(base, served)
+    return model
+
+
+def restore(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `use_mla`: the model is again what it was, attribute by attribute. Returns the same model.
+
+    Raises:
+        UnsupportedConfiguration: not MLA.
+        ValueError: the model is not under `use_mla`, or something else has replaced a `forward` since.
+    """
+    base = base_of(model)
+    under = isinstance(base.__dict__.get("forward"), ModelAdapter)
+    check(under, "model", "one that is under use_mla", "one that is not")
+    modules = [layer.self_attn for layer in base.layers]
+    for module in modules:
+        ours = isinstance(module.__dict__.get("forward"), AttentionAdapter)
+        check(ours, "model", "the forwards that use_mla put", f"a {type(module).__name__} with another since")
+    for module in modules:
+        del module.forward
+    del base.forward
+    return model

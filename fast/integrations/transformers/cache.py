@@ -1,0 +1,206 @@
+"""What a DynamicCache holds of a padded batch: paged latents, one cache a layer, and one record of who stored what.
+
+Real tokens are stored compactly and in order; padding is never written. Row b of W blocks a row owns the blocks
+[b W, (b + 1) W). The record is shared by the layers of a cache and changes only when a forward has succeeded, so a
+forward that raises leaves the cache as it was: bytes past a row's recorded length mean nothing.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from jaxtyping import Bool, Float, Int32
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
+
+from reference.interfaces import check
+
+
+class BatchRecord:
+    """What the rows of a padded batch have cached; on the CPU, in integers.
+
+    Attributes:
+        block_size: tokens a block.
+        rows: B, the rows of the batch.
+        length: padded tokens a row, as transformers counts them.
+        lens: [B] int32, real tokens of each row.
+        mask: [B, length], True = real; None where nothing is padded.
+        width: W, blocks a row.
+        block_table: [B, W] int32.
+    """
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, the shape of the batch included."""
+        self.rows, self.length, self.width = 0, 0, 0
+        self.lens: Int32[Tensor, " B"] = torch.zeros(0, dtype=torch.int32)
+        self.mask: Bool[Tensor, "B length"] | None = None
+        self.block_table: Int32[Tensor, "B W"] = torch.zeros(0, 0, dtype=torch.int32)
+
+    def reserve(self, rows: int, tokens: int) -> Int32[Tensor, "B W"]:
+        """Block table for `rows` rows of at most `tokens` real tokens; W at least doubles where it must grow."""
+        width = self.width if rows == self.rows else 0
+        needed = -(-tokens // self.block_size)
+        if needed > width:
+            width = max(needed, 2 * width)
+        self.width = width
+        if self.block_table.shape != (rows, width):
+            self.block_table = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
+        return self.block_table
+
+    def commit(self, length: int, lens: Int32[Tensor, " B"], mask: Bool[Tensor, "B length"] | None) -> None:
+        """Note what a forward stored."""
+        self.rows, self.length, self.lens, self.mask = lens.shape[0], length, lens, mask
+
+    def crop(self, length: int) -> None:
+        """Keep the first `length` padded tokens; real ones are stored in order, so their counts say it all."""
+        mask = None if self.mask is None else self.mask[:, :length]
+        lens = torch.full_like(self.lens, length) if mask is None else mask.sum(1, dtype=torch.int32)
+        self.commit(length, lens, None if mask is None or mask.all() else mask)
+
+    def select(self, index: Tensor) -> None:
+        """Rows by index (or by a bool mask); a row may come several times."""
+        mask = None if self.mask is None else self.mask[index]
+        self.commit(self.length, self.lens[index], None if mask is None or mask.all() else mask)
+
+
+class LatentCacheLayer(CacheLayerMixin):
+    """transformers' view of one layer's paged latent cache.
+
+    The layer's attention writes and reads the pages; transformers only counts, reorders, crops and repeats.
+
+    Args:
+        record: shared by the layers of one cache.
+        leads: True for the one layer that keeps the record (transformers asks every layer to crop and reorder).
+    """
+
+    is_sliding = False
+    is_croppable = True
+    is_compileable = False
+
+    def __init__(self, record: BatchRecord, leads: bool):
+        super().__init__()
+        self.record, self.leads = record, leads
+        self.kv_cache: Float[Tensor, "num_blocks block_size head_size"] | None = None
+        self.rows = 0
+
+    def reserve(
+        self, ops: ModuleType, rows: int, width: int, head_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Float[Tensor, "num_blocks block_size head_size"]:
+        """The pages of `rows` rows of `width` blocks, grown by a copy where they are too few.
+
+        Raises:
+            ValueError: the pages hold entries of another width.
+        """
+        if rows != self.rows:
+            self.kv_cache = None  # a batch of another size starts anew; the record has been asked whether it may
+        old = self.kv_cache
+        if old is not None:
+            check(old.shape[2] == head_size, "past_key_values", f"entries of {head_size} elements", old.shape[2])
+            if old.shape[0] >= rows * width:
+                return old
+        with torch.inference_mode(False):  # a cache may outlive the inference_mode block that it was made in
+            new = ops.allocate_kv_cache(rows * width, self.record.block_size, head_size, dtype, device)
+        if old is not None:
+            new.unflatten(0, (rows, width))[:, : old.shape[0] // rows] = old.unflatten(0, (rows, -1))
+        self.kv_cache, self.rows, self.is_initialized = new, rows, True
+        return new
+
+    def _take(self, index: Tensor, rows: int) -> None:
+        """Copy whole rows into pages of their own."""
+        if self.kv_cache is None or self.record.length == 0:
+            return
+        with torch.inference_mode(False):
+            pages = self.kv_cache.unflatten(0, (self.rows, -1))
+            self.kv_cache, self.rows = pages.index_select(0, index.to(pages.device)).flatten(0, 1), rows
+        if self.leads:
+            self.record.select(index.cpu())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b becomes what row beam_idx[b] was."""
+        self._take(beam_idx, beam_idx.shape[0])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times in a row."""
+        self._take(torch.arange(self.rows).repeat_interleave(repeats), self.rows * repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (integers or a bool mask)."""
+        chosen = torch.arange(self.rows)[indices.cpu()]
+        self._take(chosen, chosen.shape[0])
+
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Shorten as the installed transformers' own layer does: its sign conventions and its errors are its own.
+
+        Assisted decoding in 5.17 passes a tensor.
+        """
+        if not self.leads:
+            return
+        stock = DynamicLayer()
+        stock.keys = stock.values = torch.empty(1, 1, self.record.length, 1, device="meta")
+        stock.is_initialized = self.record.length > 0
+        stock.crop(int(tokens_to_remove))
+        if stock.keys.shape[-2] < self.record.length:
+            self.record.crop(stock.keys.shape[-2])
+
+    def reset(self) -> None:
+        """Drop the pages and forget the batch."""
+        self.kv_cache, self.rows, self.is_initialized = None, 0, False
+        if self.leads:
+            self.record.clear()
+
+    def get_seq_length(self) -> int:
+        """Padded tokens a row."""
+        return self.record.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Key length after a step of `query_length` tokens, and its offset 0."""
+        return self.record.length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """-1: it grows."""
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Not possible: a model that is not under `use_mla` cannot write latents here."""
+        raise TypeError("past_key_values: expected a cache of this model, got one that a model under use_mla filled")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Not possible, as `lazy_initialization`."""
+        self.lazy_initialization(key_states, value_states)
+
+    def offload(self) -> None:
+        """Not possible."""
+        raise TypeError("past_key_values: expected a cache that stays on its device, got an offloaded one")
+
+    prefetch = offload
+
+
+def latent_layers(past_key_values: object, num_layers: int, block_size: int) -> list[LatentCacheLayer]:
+    """The latent layers of a cache: its own, or fresh ones for an empty DynamicCache, which is left as it is.
+
+    Raises:
+        ValueError: any other cache, or a DynamicCache that holds something else; one line.
+    """
+    check(type(past_key_values) is DynamicCache, "past_key_values", "a DynamicCache", type(past_key_values).__name__)
+    check(not past_key_values.offloading, "past_key_values", "a DynamicCache that stays on its device",
+          "one with offloading")  # fmt: skip
+    layers = past_key_values.layers
+    if layers and all(type(layer) is LatentCacheLayer for layer in layers):
+        check(len(layers) == num_layers, "past_key_values", f"{num_layers} layers", len(layers))
+        held = layers[0].record.block_size
+        check(held == block_size, "past_key_values", f"blocks of {block_size} tokens", held)
+        return layers
+    for index, layer in enumerate(layers):
+        check(type(layer) is DynamicLayer, "past_key_values", "a DynamicCache of stock DynamicLayers",
+              f"a {type(layer).__name__} at layer {index}")  # fmt: skip
+        tokens = 0 if layer.keys is None or layer.keys.numel() == 0 else layer.keys.shape[-2]
+        check(tokens == 0, "past_key_values", "an empty DynamicCache or one that use_mla filled",
+              f"{tokens} tokens in a stock layer")  # fmt: skip
+    check(len(layers) in (0, num_layers), "past_key_values", f"{num_layers} layers", len(layers))
+    record = BatchRecord(block_size)
+    return [LatentCacheLayer(record, leads=index == 0) for index in range(num_layers)]
