@@ -1,0 +1,41 @@
+"""The tests: contract, identities, twins compared, mistakes planted, bad input, ops.
+
+Tiers of the comparison: 1 bit-exact (test_cache, test_batch_schedule, test_differential), 2 float64 identities
+(test_identities, test_rope, test_weights), 3 and 4 computed budgets for outputs and LSE (test_differential, test_rope,
+test_weights), 5 planted mistakes (test_mutations). `HYPOTHESIS_PROFILE=deep` runs the properties much longer.
+
+Which fault of real systems is held by which test (modules without their `test_`).
+Pitfall and fault; below it the tests that hold it.
+
+1   base-2 LSE fed to a natural-log merge
+    identities: test_attention, test_merge; differential: test_prefill; mutations: base-2 LSE
+2   both partial states empty: NaN
+    identities: test_merge_identity; differential: test_merge; mutations: merge of empty rows
+3   empty rows as +inf or a finite number
+    identities: test_attention, test_merge_refuses_to_hide; mutations: empty rows
+4   LSE stored in bf16
+    differential: test_merge, test_attention; mutations: LSE in bf16
+5   zero-length keys with queries present
+    identities: test_attention; differential: test_attention, test_decode
+6   padded graph rows: seq_len 0, garbage blocks
+    differential: test_decode, test_padding_rows_are_zero_whatever_they_hold; cache: test_write
+7   NaN in the tail of the last page
+    cache: test_gather; differential: test_unowned_bytes_reach_nothing; mutations: 0 x NaN
+8   int32 overflow in page x stride
+    cache: test_offsets_beyond_32_bit; batch_schedule: test_slot_mapping_is_64_bit
+12  several query tokens read past seq_lens
+    identities: test_several_queries; batch_schedule: test_plan; mutations: reads past its position
+14  YaRN mscale^2 missing or twice
+    interfaces: test_scale_law, test_yarn_scales; rope: test_yarn_against_transformers; mutations: mscale^2
+15  interleaved against half-split rope
+    rope: test_against_complex_numbers, test_pairings_differ_by_a_permutation; interfaces; mutations: other rope pairs
+16  metadata built before graph padding
+    batch_schedule: test_graph_padding_rows_are_inert
+18  merge assumes equal strides
+    identities: test_merge_strides; ops: test_fake_results; mutations: merge assumes strides
+21  degenerate inputs, so every output matched
+    identities: test_inputs_were_not_degenerate; every control of mutations
+
+9, 10 and 13 belong to context parallelism, 11 to the packed chunk planner, 17 to graph capture, 19 and 20 to split and
+Hopper kernels; those rooms bring their tests with them.
+"""

@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table of medians and spread, and writes JSON where asked; none is a test."""

@@ -1,0 +1,174 @@
+"""Time of one decoded token through one attention layer with DeepSeek-V2-Lite's dims: transformers, reference, fast.
+
+    python -m tests.benchmarks.decode_vs_transformers
+    python -m tests.benchmarks.decode_vs_transformers --contexts 4096 --json decode_vs_transformers.json
+
+A one-layer DeepseekV2 model (a token embedding, this attention, an MLP of one unit) decodes one token at a time over
+a cache that was filled directly with the same random latents for all three. Batch 1, float32, CPU. The three take
+turns, step by step, so that a machine that drifts drifts for all; medians and quartiles are of whole steps.
+Before anything is timed, the outputs are compared with transformers in float64 on a computed budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import DeepseekV2Config, DeepseekV2Model, DynamicCache
+
+import fast
+import reference
+from fast.integrations.transformers import use_mla
+from fast.integrations.transformers.cache import latent_layers
+from fast.parity import compare
+
+from .report import provenance
+
+BLOCK_SIZE = 64
+
+
+def one_layer_model() -> DeepseekV2Model:
+    """A DeepseekV2 model whose cost is its one attention layer; random weights."""
+    dims = fast.PRESETS["deepseek-v2-lite"]
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=8,
+        num_hidden_layers=1,
+        first_k_dense_replace=1,
+        intermediate_size=1,
+        num_key_value_heads=dims["num_heads"],
+        num_attention_heads=dims["num_heads"],
+        max_position_embeddings=163840,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096,
+        },
+        **{name: size for name, size in dims.items() if name != "num_heads"},
+    )
+    return DeepseekV2Model(config).eval()
+
+
+def filled_stock_cache(model: DeepseekV2Model, entries: torch.Tensor) -> DynamicCache:
+    """transformers' own cache over `entries` [S, Lkv + R]."""
+    cache = DynamicCache(config=model.config)
+    latent, rope = entries[None, None].split([model.config.kv_lora_rank, model.config.qk_rope_head_dim], dim=-1)
+    cache.update(latent, rope, 0)
+    return cache
+
+
+def filled_paged_cache(model: DeepseekV2Model, ops, entries: torch.Tensor) -> DynamicCache:
+    """The same entries in the paged cache of `use_mla`."""
+    cache = DynamicCache(config=model.config)
+    cache.layers[:] = latent_layers(cache, 1, BLOCK_SIZE)
+    layer, tokens = cache.layers[0], entries.shape[0]
+    table = layer.record.reserve(1, tokens)
+    pages = layer.reserve(ops, 1, table.shape[1], entries.shape[1], entries.dtype, entries.device)
+    pages.view(-1, entries.shape[1])[:tokens] = entries
+    layer.record.commit(tokens, torch.tensor([tokens], dtype=torch.int32), None)
+    return cache
+
+
+def stepper(model: DeepseekV2Model, cache: DynamicCache) -> Callable[[], torch.Tensor]:
+    """A function that decodes one token and returns its hidden state [H]."""
+    token = torch.tensor([[3]])
+
+    def step() -> torch.Tensor:
+        with torch.inference_mode():
+            return model(token, past_key_values=cache, use_cache=True).last_hidden_state[0, 0]
+
+    return step
+
+
+def measure(context: int, steps: int, reference_steps: int) -> list[dict]:
+    """One context length: a row for each of the three.
+
+    Raises:
+        RuntimeError: an output lies outside its budget; nothing is timed then.
+    """
+    model = one_layer_model()
+    entries = torch.randn(context, model.config.kv_lora_rank + model.config.qk_rope_head_dim)
+    gold = stepper(copy.deepcopy(model).double(), filled_stock_cache(model, entries.double()))()
+    steppers, first_outputs = {}, {}
+    for name, ops in (("transformers", None), ("reference", reference), ("fast", fast)):
+        served = copy.deepcopy(model)
+        if ops is None:
+            cache = filled_stock_cache(served, entries)
+        else:
+            use_mla(served, ops=ops, block_size=BLOCK_SIZE)
+            cache = filled_paged_cache(served, ops, entries)
+        steppers[name] = stepper(served, cache)
+        first_outputs[name] = steppers[name]()
+    low = first_outputs["reference"]  # the same formula as fast's, in float32
+    parities = {name: compare(name, value, low, gold) for name, value in first_outputs.items()}
+    for parity in parities.values():
+        if not parity.passed:
+            raise RuntimeError(f"{parity}: outside its budget at context {context}; not timed")
+
+    times: dict[str, list[float]] = {name: [] for name in steppers}
+    for turn in range(steps + 2):
+        for name, step in steppers.items():
+            if name == "reference" and turn >= reference_steps:
+                continue
+            start = time.perf_counter()
+            step()
+            if turn >= 2 or name == "reference":
+                times[name].append(1e3 * (time.perf_counter() - start))
+    base = statistics.median(times["transformers"])
+    rows = []
+    for name, values in times.items():
+        quartiles = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+        rows.append(
+            {
+                "context": context, "who": name, "ms_median": quartiles[1],
+                "ms_quartiles": [quartiles[0], quartiles[2]],
+                "steps": len(values), "times_faster_than_transformers": base / quartiles[1],
+                "max_error": parities[name].max_error, "max_budget": parities[name].max_budget,
+            }
+        )  # fmt: skip
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the table; write it as JSON where asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="tokens in the cache")
+    parser.add_argument("--steps", type=int, default=15, help="timed tokens for transformers and fast")
+    parser.add_argument("--reference-steps", type=int, default=3, help="timed tokens for reference, which is slow")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="PyTorch's threads")
+    parser.add_argument("--json", type=pathlib.Path, help="write hardware, versions and rows here")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(arguments.threads)
+    rows = [
+        row for context in arguments.contexts for row in measure(context, arguments.steps, arguments.reference_steps)
+    ]
+    table = Table(title="One decoded token, one DeepSeek-V2-Lite attention layer, float32, batch 1")
+    for title in ("context", "", "median ms", "quartiles", "x transformers", "max error / budget"):
+        table.add_column(title, justify="left" if not title else "right")
+    for row in rows:
+        low, high = row["ms_quartiles"]
+        table.add_row(
+            str(row["context"]), row["who"], f"{row['ms_median']:.2f}", f"{low:.2f} - {high:.2f}",
+            f"{row['times_faster_than_transformers']:.1f}", f"{row['max_error']:.1e} / {row['max_budget']:.1e}",
+            end_section=row["who"] == "fast",
+        )  # fmt: skip
+    Console(width=max(100, Console().width)).print(table)
+    if arguments.json:
+        report = {**provenance("decode_vs_transformers", transformers=transformers.__version__), "rows": rows}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

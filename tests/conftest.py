@@ -1,0 +1,59 @@
+"""What every test runs under: checked shapes, poisoned memory, fixed seeds, two threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import zlib
+
+if importlib.util.find_spec("beartype") is not None:
+    from jaxtyping import install_import_hook
+
+    install_import_hook(["reference", "fast"], "beartype.beartype")  # before the first import of either
+
+import hypothesis
+import jaxtyping
+import pytest
+import torch
+
+torch.set_num_threads(2)
+# torch.empty is NaN (integers: their largest value): what nobody wrote reaches nothing, or a test turns red
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+class TorchRandom:
+    """torch's generator, so that hypothesis replays an example with the same tensors."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()  # hypothesis keeps a weak reference only
+hypothesis.register_random(TORCH_RANDOM)
+quiet = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+hypothesis.settings.register_profile("default", max_examples=25, derandomize=True, **quiet)
+hypothesis.settings.register_profile("deep", max_examples=2000, print_blob=True, **quiet)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed(request):
+    """Each test its own seed, whatever ran before it."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(params=["reference", "fast"])
+def ops(request):
+    """Either wing, as a module that keeps the contract."""
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture
+def plain_errors():
+    """Shape checks by annotation off, so that a test sees the message that a user sees."""
+    was = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", was)

@@ -1,0 +1,291 @@
+"""Random inputs that are never degenerate, and oracles whose index arithmetic is neither wing's.
+
+Every byte of a cache that no request owns is NaN; every block-table entry past a request's last block is GARBAGE.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAConfig, RopeConfig, YarnConfig
+
+GARBAGE = 2147480000
+HEADS = (1, 3, 16, 64, 126, 128)
+YARN = YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=1.0)
+
+# Two small layers between them hold every branch of a config: low-rank and direct query, YaRN and default rotary,
+# interleaved and half-split pairs.
+DIRECT = MLAConfig(48, 3, None, 24, 12, 8, 10, 1e-5, RopeConfig(interleaved=False))
+LOW_RANK = MLAConfig(40, 16, 20, 32, 16, 16, 24, 1e-6, RopeConfig(theta=5000.0, interleaved=True, yarn=YARN))
+NO_ROPE = replace(DIRECT, qk_rope_head_dim=0)
+CONFIGS = {"direct": DIRECT, "low-rank": LOW_RANK, "no-rope": NO_ROPE}
+
+
+def integers(*values: int) -> Tensor:
+    """A vector of int32."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def offsets(lengths) -> Tensor:
+    """Prefix sum from 0, int32."""
+    return integers(*(sum(lengths[:i]) for i in range(len(lengths) + 1)))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests with random pages.
+
+    Attributes:
+        query_lens: new tokens of each request.
+        seq_lens: its tokens after the step; 0 with a query is a padding row.
+        block_size: tokens a page.
+        num_blocks: pages of the cache, some of them nobody's.
+        homes: for each request, the (block, offset) of each of its tokens.
+        common: the same as the scheduler hands it over.
+    """
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    block_size: int
+    num_blocks: int
+    homes: tuple[tuple[tuple[int, int], ...], ...]
+    common: CommonAttentionMetadata
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def context_lens(self) -> tuple[int, ...]:
+        return tuple(max(s - q, 0) for q, s in zip(self.query_lens, self.seq_lens, strict=True))
+
+
+def make_batch(query_lens, seq_lens, block_size: int = 16, padding: int = 0, spare_blocks: int = 3) -> Batch:
+    """A batch whose pages lie in random order; `padding` tokens follow the last request's."""
+    query_lens, seq_lens = tuple(query_lens), tuple(seq_lens)
+    used = [math.ceil(length / block_size) for length in seq_lens]
+    num_blocks = sum(used) + spare_blocks
+    free = torch.randperm(num_blocks).tolist()
+    table = torch.full((len(seq_lens), max(used, default=0) + 2), GARBAGE, dtype=torch.int32)
+    homes = []
+    for request, blocks in enumerate(used):
+        pages = [free.pop() for _ in range(blocks)]
+        table[request, :blocks] = integers(*pages)
+        homes.append(tuple((page, at) for page in pages for at in range(block_size))[: seq_lens[request]])
+    number = {home: slot for slot, home in enumerate((b, at) for b in range(num_blocks) for at in range(block_size))}
+    slots = []
+    for query_len, length, own in zip(query_lens, seq_lens, homes, strict=True):
+        slots += [number[home] for home in own[length - query_len :]] if length else [-1] * query_len
+    common = CommonAttentionMetadata.make(
+        offsets(query_lens), integers(*seq_lens), table, torch.tensor(slots + [-1] * padding, dtype=torch.int64)
+    )
+    return Batch(query_lens, seq_lens, block_size, num_blocks, tuple(homes), common)
+
+
+def make_entries(batch: Batch, head_size: int, dtype: torch.dtype) -> list[Tensor]:
+    """A latent entry for each token of each request: [S, Lkv + R]."""
+    return [torch.randn(length, head_size, dtype=torch.float64).to(dtype) for length in batch.seq_lens]
+
+
+def make_cache(
+    batch: Batch, entries: list[Tensor], head_size: int, dtype: torch.dtype, new_tokens: bool = True
+) -> Tensor:
+    """A cache that holds the entries, without the new tokens' where `new_tokens` is False; the rest is NaN."""
+    cache = torch.full((batch.num_blocks, batch.block_size, head_size), torch.nan, dtype=dtype)
+    for request, own in enumerate(batch.homes):
+        held = len(own) if new_tokens else batch.context_lens[request]
+        for token, (block, at) in enumerate(own[:held]):
+            cache[block, at] = entries[request][token].to(dtype)
+    return cache
+
+
+def last_rows(batch: Batch, per_request: list[Tensor]) -> Tensor:
+    """The new tokens' rows of each request, packed; padding requests get random rows."""
+    rows = []
+    for query_len, length, own in zip(batch.query_lens, batch.seq_lens, per_request, strict=True):
+        rows.append(own[length - query_len :] if length else torch.randn(query_len, *own.shape[1:]).to(own.dtype))
+    return torch.cat(rows) if rows else torch.empty(0, 0)
+
+
+def make_up_projections(config: MLAConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """W_UK [Lkv, N, P] and W_UV [Lkv, N, V] that keep the latent's magnitude."""
+
+    def weight(width: int) -> Tensor:
+        values = torch.randn(config.kv_lora_rank, config.num_heads, width, dtype=torch.float64)
+        return (values * config.kv_lora_rank**-0.5).to(dtype)
+
+    return weight(config.qk_nope_head_dim), weight(config.v_head_dim)
+
+
+def make_weights(config: MLAConfig, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Random weights of one layer under their constructor names."""
+    c = config
+    shapes = {
+        "kv_a_proj_with_mqa": (c.head_size, c.hidden_size),
+        "kv_b_proj": (c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank),
+        "o_proj": (c.hidden_size, c.num_heads * c.v_head_dim),
+    }
+    if c.q_lora_rank is None:
+        shapes["q_proj"] = (c.num_heads * c.qk_head_dim, c.hidden_size)
+    else:
+        shapes["q_a_proj"] = (c.q_lora_rank, c.hidden_size)
+        shapes["q_b_proj"] = (c.num_heads * c.qk_head_dim, c.q_lora_rank)
+    weights = {name: (torch.randn(*s, dtype=torch.float64) * s[1] ** -0.5).to(dtype) for name, s in shapes.items()}
+    for name, width in (("kv_a_norm_weight", c.kv_lora_rank), ("q_a_norm_weight", c.q_lora_rank)):
+        if width is not None:
+            weights[name] = (1 + 0.3 * torch.randn(width, dtype=torch.float64)).to(dtype)
+    return weights
+
+
+def linear(weight: Tensor) -> nn.Linear:
+    """A linear module without a bias around a weight."""
+    module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    module.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    return module
+
+
+def make_layer(ops, config: MLAConfig, weights: dict[str, Tensor], dtype: torch.dtype, **options):
+    """A layer of either wing over those weights."""
+    cast = {name: weight.to(dtype) for name, weight in weights.items()}
+    given = {name: linear(weight) if weight.dim() == 2 else weight for name, weight in cast.items()}
+    return ops.MLAAttention(config, **given, **options)
+
+
+def softmax_scale(config: MLAConfig) -> float:
+    """The scale law, written out again."""
+    scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    yarn = config.rope.yarn
+    if yarn is not None and yarn.mscale_all_dim is not None:
+        m = 1 + math.log(yarn.factor) * yarn.mscale_all_dim / 10 if yarn.factor > 1 else 1.0
+        scale = scale * m * m
+    return scale
+
+
+# Oracles. Float64; no pages, no packing, no absorbed path.
+
+
+def oracle_rope(x: Tensor, positions: Tensor, config: MLAConfig) -> Tensor:
+    """Rotate [S, .., R] by complex multiplication with angles computed in Python floats, pair by pair."""
+    width, rope = x.shape[-1], config.rope
+    out = x.double().clone()
+    for pair in range(width // 2):
+        i, j = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, pair + width // 2)
+        turn = torch.tensor([oracle_turn(int(p), pair, width, rope) for p in positions], dtype=torch.complex128)
+        turn = turn.view(-1, *[1] * (x.dim() - 2))
+        turned = torch.complex(x[..., i].double(), x[..., j].double()) * turn
+        out[..., i], out[..., j] = turned.real, turned.imag
+    return out
+
+
+def oracle_turn(position: int, pair: int, width: int, rope: RopeConfig) -> complex:
+    """The complex number that a pair is multiplied by, YaRN's stretch and magnitude included."""
+    frequency, magnitude = rope.theta ** (-2 * pair / width), 1.0
+    if (yarn := rope.yarn) is not None:
+
+        def pair_of(rotations):  # the pair index whose wavelength fits `rotations` times into the original context
+            return width / 2 * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi), rope.theta)
+
+        low, high = max(math.floor(pair_of(yarn.beta_fast)), 0), min(math.ceil(pair_of(yarn.beta_slow)), width - 1)
+        kept = 1 - min(max((pair - low) / ((high - low) or 0.001), 0.0), 1.0)
+        frequency = kept * frequency + (1 - kept) * frequency / yarn.factor
+        both = yarn.mscale is not None and yarn.mscale_all_dim is not None
+
+        def m(a):
+            return 1 + 0.1 * a * math.log(yarn.factor)
+
+        magnitude = m(yarn.mscale) / m(yarn.mscale_all_dim) if both else m(1.0)
+    angle = position * frequency
+    return complex(math.cos(angle), math.sin(angle)) * magnitude
+
+
+def oracle_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> AttentionState:
+    """One request, element by element with exact sums: q [Sq, N, D], k [S, N, D], v [S, N, Dv], all tiny."""
+    queries, heads, _ = q.shape
+    keys = k.shape[0]
+    out = torch.zeros(queries, heads, v.shape[2], dtype=torch.float64)
+    lse = torch.full((heads, queries), -torch.inf, dtype=torch.float64)
+    for i in range(queries):
+        # a causal query is seen off by as many keys as queries come after it
+        seen = [j for j in range(keys) if not causal or keys - j > queries - 1 - i]
+        for head in range(heads):
+            scores = [
+                scale * math.fsum(a * b for a, b in zip(q[i, head].tolist(), k[j, head].tolist(), strict=True))
+                for j in seen
+            ]
+            if not seen:
+                continue
+            top = max(scores)
+            total = math.fsum(math.exp(s - top) for s in scores)
+            lse[head, i] = top + math.log(total)
+            for d in range(v.shape[2]):
+                out[i, head, d] = math.fsum(
+                    math.exp(s - top) / total * v[j, head, d].item() for s, j in zip(scores, seen, strict=True)
+                )
+    return AttentionState(out, lse)
+
+
+def oracle_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last Sq of S tokens through torch's own kernel, [Sq, N, Dv]."""
+    keys_after = torch.arange(k.shape[0]).flip(0)
+    queries_after = torch.arange(q.shape[0]).flip(0)
+    seen = keys_after[None, :] >= queries_after[:, None]
+    heads_first = (x.double().transpose(0, 1) for x in (q, k, v))
+    return nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale).transpose(0, 1)
+
+
+def oracle_layer(config: MLAConfig, weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
+    """One request's whole sequence through the layer, [S, H] -> [S, H], without cache or absorption."""
+    c, w = config, {name: weight.double() for name, weight in weights.items()}
+    x, positions = hidden.double(), torch.arange(hidden.shape[0])
+
+    def norm(y, weight):
+        return weight * y / (y.pow(2).sum(-1, keepdim=True) / y.shape[-1] + c.latent_norm_eps).sqrt()
+
+    if c.q_lora_rank is None:
+        q = x @ w["q_proj"].T
+    else:
+        q = norm(x @ w["q_a_proj"].T, w["q_a_norm_weight"]) @ w["q_b_proj"].T
+    q = q.view(-1, c.num_heads, c.qk_head_dim)
+    q = torch.cat((q[..., : c.qk_nope_head_dim], oracle_rope(q[..., c.qk_nope_head_dim :], positions, c)), -1)
+    down = x @ w["kv_a_proj_with_mqa"].T
+    latent = norm(down[:, : c.kv_lora_rank], w["kv_a_norm_weight"])
+    k_pe = oracle_rope(down[:, c.kv_lora_rank :], positions, c)
+    kv = (latent @ w["kv_b_proj"].T).view(-1, c.num_heads, c.qk_nope_head_dim + c.v_head_dim)
+    k = torch.cat((kv[..., : c.qk_nope_head_dim], k_pe[:, None].expand(-1, c.num_heads, -1)), -1)
+    out = oracle_sdpa(q, k, kv[..., c.qk_nope_head_dim :], softmax_scale(c))
+    return out.reshape(-1, c.num_heads * c.v_head_dim) @ w["o_proj"].T
+
+
+# Comparisons.
+
+
+def assert_close64(actual: Tensor, expected: Tensor) -> None:
+    """Equal to float64 rounding: 1e-12 of the larger of 1 and the largest value; infinities in the same places."""
+    assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+    finite = expected.isfinite()
+    assert torch.equal(actual.isfinite(), finite), "values that are not finite stand in other places"
+    assert torch.equal(actual[~finite].isnan(), expected[~finite].isnan())
+    infinite = expected.isinf()
+    assert torch.equal(actual[infinite].double(), expected[infinite].double())
+    error = (actual[finite].double() - expected[finite].double()).abs().max().item() if finite.any() else 0.0
+    largest = expected[finite].abs().max().item() if finite.any() else 0.0
+    assert error <= 1e-12 * max(1.0, largest), f"error {error:.3e}"
+
+
+def assert_states64(actual: AttentionState, expected: AttentionState) -> None:
+    """Both halves of a state equal to float64 rounding."""
+    assert_close64(actual.out, expected.out)
+    assert_close64(actual.lse, expected.lse)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal bit by bit, NaN payloads included."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype
+    assert torch.equal(
+        actual.contiguous().view(-1).view(torch.uint8) if actual.numel() else actual,
+        expected.contiguous().view(-1).view(torch.uint8) if expected.numel() else expected,
+    ), "bits differ"

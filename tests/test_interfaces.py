@@ -1,0 +1,248 @@
+"""The contract: configurations, presets, closed-form integers, the scale law, the checks themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import reference
+from reference.interfaces import (
+    PRESETS,
+    CommonAttentionMetadata,
+    MLAConfig,
+    RopeConfig,
+    UnsupportedConfiguration,
+    YarnConfig,
+    check_blocks,
+    check_lengths,
+    check_offsets,
+    check_slots,
+    check_tensor,
+)
+
+from .factories import CONFIGS, integers, softmax_scale
+
+DEEPSEEK = dict(
+    model_type="deepseek_v3", hidden_size=64, num_attention_heads=4, q_lora_rank=24, kv_lora_rank=32,
+    qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, rope_interleave=True, max_position_embeddings=4096,
+)  # fmt: skip
+YARN_HF = dict(rope_type="yarn", rope_theta=10000.0, factor=40.0, original_max_position_embeddings=4096, mscale=1.0,
+               mscale_all_dim=1.0, beta_fast=32, beta_slow=1)  # fmt: skip
+
+
+def hf(**fields):
+    return SimpleNamespace(**(DEEPSEEK | fields))
+
+
+def check_scale_law(config: MLAConfig):
+    """Pitfall 14: (P + R)^-1/2, and m(f, mscale_all_dim)^2 exactly once where YaRN gives it."""
+    assert math.isclose(config.softmax_scale, softmax_scale(config), rel_tol=1e-12)
+    assert not math.isclose(config.softmax_scale, config.head_size**-0.5, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_scale_law(config):
+    """Pitfall 14."""
+    check_scale_law(config)
+
+
+@pytest.mark.parametrize("mscale", [None, 0.707, 1.0])
+@pytest.mark.parametrize("mscale_all_dim", [None, 0.707, 1.0])
+def test_yarn_scales(mscale, mscale_all_dim):
+    """Pitfall 14: cos and sin carry a ratio or m(f, 1); the softmax scale carries m(f, mscale_all_dim)^2 or nothing."""
+    yarn = YarnConfig(40.0, 4096, mscale=mscale, mscale_all_dim=mscale_all_dim)
+    config = MLAConfig(64, 4, None, 32, 16, 8, 12, rope=RopeConfig(yarn=yarn))
+    log = math.log(40.0)
+    both = mscale is not None and mscale_all_dim is not None
+    ratio = (0.1 * mscale * log + 1) / (0.1 * mscale_all_dim * log + 1) if both else 0.1 * log + 1
+    assert math.isclose(yarn.cos_sin_scale, ratio, rel_tol=1e-14)
+    squared = (0.1 * mscale_all_dim * log + 1) ** 2 if mscale_all_dim is not None else 1.0
+    assert math.isclose(config.softmax_scale, squared / math.sqrt(24), rel_tol=1e-14)
+    check_scale_law(config)
+
+
+def test_yarn_scale_below_one():
+    assert YarnConfig(1.0, 4096, mscale=2.0).cos_sin_scale == 1.0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name):
+    config = MLAConfig.from_preset(name, latent_norm_eps=1e-5)
+    assert config.latent_norm_eps == 1e-5
+    assert config.head_size == config.kv_lora_rank + config.qk_rope_head_dim
+    assert config.qk_head_dim == config.qk_nope_head_dim + config.qk_rope_head_dim
+    assert config.softmax_scale == config.qk_head_dim**-0.5
+    with pytest.raises(ValueError, match="^name: expected one of .*, got llama$"):
+        MLAConfig.from_preset("llama")
+
+
+def test_presets_against_published_layouts():
+    """Cache entries of 1152 bytes in 16 bit, as DeepSeek's and Kimi's models are served."""
+    for name in ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "moonlight", "glm-5", "longcat-flash"):
+        assert MLAConfig.from_preset(name).head_size == 576
+    assert MLAConfig.from_preset("minicpm3").head_size == 288
+
+
+def test_contract_is_frozen():
+    config = CONFIGS["direct"]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_heads = 5
+    state = reference.AttentionState(torch.zeros(1, 2, 3), torch.zeros(2, 1))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.out = state.out
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("hidden_size", 0), ("num_heads", -1), ("kv_lora_rank", 0), ("qk_nope_head_dim", 0), ("v_head_dim", 0),
+     ("q_lora_rank", 0), ("qk_rope_head_dim", 3), ("qk_rope_head_dim", -2)],
+)  # fmt: skip
+def test_config_refuses(field, value, plain_errors):
+    with pytest.raises(ValueError, match=f"^{field}: expected .*, got {value}$"):
+        dataclasses.replace(CONFIGS["direct"], **{field: value})
+
+
+def test_from_hf_reads_every_field():
+    config = MLAConfig.from_hf(hf(rope_parameters=YARN_HF))
+    assert config == MLAConfig(
+        64, 4, 24, 32, 16, 8, 12, 1e-6, RopeConfig(10000.0, True, YarnConfig(40.0, 4096, 32.0, 1.0, 1.0, 1.0))
+    )
+    old_names = dict(type="yarn", factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
+    assert MLAConfig.from_hf(hf(rope_scaling=old_names, rope_theta=10000.0)) == config
+    plain = MLAConfig.from_hf(hf(rope_interleave=False, q_lora_rank=None, rope_theta=5e4))
+    assert plain.rope == RopeConfig(5e4, False, None) and plain.q_lora_rank is None
+
+
+def test_from_hf_deepseek_classes():
+    """Pitfall 15: V2 always pairs neighbours, V3 says it in a field."""
+    transformers = pytest.importorskip("transformers")
+    small = dict(hidden_size=64, num_attention_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
+                 qk_rope_head_dim=8, v_head_dim=12, num_hidden_layers=1)  # fmt: skip
+    assert MLAConfig.from_hf(transformers.DeepseekV2Config(**small)).rope.interleaved is True
+    for interleaved in (True, False):
+        config = MLAConfig.from_hf(transformers.DeepseekV3Config(**small, rope_interleave=interleaved))
+        assert config.rope.interleaved is interleaved
+        assert (config.num_heads, config.kv_lora_rank, config.v_head_dim) == (4, 32, 12)
+
+
+@pytest.mark.parametrize(
+    "fields, reasons",
+    [
+        (dict(kv_lora_rank=None), ["config: expected a Multi-head Latent Attention model, got 'deepseek_v3'"]),
+        (dict(mla_scale_q_lora=2.0), ["config.mla_scale_q_lora"]),
+        (dict(index_topk=2048, mla_scale_kv_lora=True), ["config.mla_scale_kv_lora", "config.index_topk"]),
+        (dict(rope_parameters=dict(rope_type="llama3")), ["config.rope_parameters: rope type 'llama3'"]),
+        (
+            dict(rope_parameters=YARN_HF | dict(attention_factor=1.0)),
+            ["config.rope_parameters: an explicit attention_f"],
+        ),
+        (dict(rope_parameters=YARN_HF | dict(truncate=False)), ["config.rope_parameters: truncate=False"]),
+        (
+            dict(rope_parameters=dict(rope_type="default", partial_rotary_factor=0.5)),
+            ["config.rope_parameters: a partial"],
+        ),
+        (dict(rope_interleave=None), ["config.rope_interleave"]),
+        (dict(index_topk=8, rope_parameters=dict(rope_type="su")), ["config.index_topk", "config.rope_parameters"]),
+    ],
+)
+def test_from_hf_refuses_with_every_reason(fields, reasons):
+    with pytest.raises(UnsupportedConfiguration) as error:
+        MLAConfig.from_hf(hf(**fields))
+    assert len(error.value.reasons) == len(reasons)
+    for reason, wanted in zip(error.value.reasons, reasons, strict=True):
+        assert reason.startswith(wanted)
+    assert "\n" not in str(error.value)
+
+
+@given(st.integers(1, 300_000), st.integers(1, 600), st.sampled_from([1, 16, 64, 100, 128]))
+def test_workspace_size(max_model_len, max_num_seqs, block_size):
+    """The smallest multiple of a block that is at least vLLM's figure and holds one block a sequence."""
+    size = reference.chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size)
+    wanted = sorted((max_model_len * 8, max_num_seqs * block_size * 4))[1]
+    wanted = sorted((wanted, 65536))[0]
+    floor = max_num_seqs * block_size
+    assert size % block_size == 0 and size >= wanted and size >= floor
+    assert size - block_size < max(wanted, floor)
+
+
+def test_cache_shape():
+    assert reference.kv_cache_shape(7, 64, 576) == (7, 64, 576)
+    assert reference.kv_cache_shape(0, 64, 576) == (0, 64, 576)
+    for arguments, name in (((-1, 64, 576), "num_blocks"), ((1, 0, 576), "block_size"), ((1, 64, 0), "head_size")):
+        with pytest.raises(ValueError, match=f"^{name}: expected .*, got (-1|0)$"):
+            reference.kv_cache_shape(*arguments)
+    for arguments in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
+        with pytest.raises(ValueError, match="expected a positive int, got 0$"):
+            reference.chunked_prefill_workspace_size(*arguments)
+
+
+def test_make_derives_the_rest():
+    common = CommonAttentionMetadata.make(
+        integers(0, 3, 3, 7), integers(5, 0, 4), torch.zeros(3, 2, dtype=torch.int32), torch.arange(9)
+    )
+    assert (common.num_reqs, common.max_query_len, common.num_actual_tokens) == (3, 4, 7)
+    assert common.num_computed_tokens_cpu.tolist() == [2, 0, 0]
+    empty = CommonAttentionMetadata.make(integers(0), integers(), torch.zeros(0, 1, dtype=torch.int32), torch.arange(0))
+    assert (empty.num_reqs, empty.max_query_len, empty.num_actual_tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: check_offsets("o", integers(1, 2)), "o: expected a first element of 0, got 1"),
+        (lambda: check_offsets("o", integers()), "o: expected a first element of 0, got no element"),
+        (
+            lambda: check_offsets("o", integers(0, 3, 2)),
+            "o: expected values that never fall, got 3 then 2 at request 1",
+        ),
+        (lambda: check_offsets("o", integers(0, 3), 4), "o: expected a last element of 4, got 3"),
+        (
+            lambda: check_lengths(integers(0, 2), integers(1)),
+            "seq_lens: expected at least the query length 2, got 1 at request 0",
+        ),
+        (lambda: check_lengths(integers(0, 0), integers(-1)), "seq_lens: expected lengths >= 0, got -1 at request 0"),
+        (lambda: check_slots(torch.tensor([0, -2]), 4), "slot_mapping: expected slots in [-1, 4), got -2"),
+        (lambda: check_slots(torch.tensor([0, 4]), 4), "slot_mapping: expected slots in [-1, 4), got 4"),
+        (
+            lambda: check_blocks(integers(0, 9).view(1, 2), [5], 4, 3),
+            "block_table: expected blocks in [0, 3) at request 0, got 9",
+        ),
+        (
+            lambda: check_blocks(integers(0).view(1, 1), [5], 4, 3),
+            "block_table: expected at least 2 columns for request 0, got 1",
+        ),
+        (lambda: check_tensor("x", torch.zeros(2), (3,)), "x: expected shape [3], got [2]"),
+        (lambda: check_tensor("x", torch.zeros(2, 2), ("T",)), "x: expected shape [T], got [2, 2]"),
+        (
+            lambda: check_tensor("x", torch.zeros(2), ("T",), (torch.int32,)),
+            "x: expected dtype torch.int32, got torch.float32",
+        ),
+        (
+            lambda: check_tensor("x", torch.zeros(2, device="meta"), ("T",), device=torch.device("cpu")),
+            "x: expected device cpu, got meta",
+        ),
+    ],
+)
+def test_checks_say_it_in_one_line(call, message):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert str(error.value) == message
+
+
+def test_check_tensor_wants_a_tensor(plain_errors):
+    with pytest.raises(TypeError, match="^x: expected a tensor, got list$"):
+        check_tensor("x", [1.0], ("T",))
+
+
+def test_checks_pass_good_values():
+    """S = 0 is a padding row, and block tables are not read past the last block."""
+    check_lengths(integers(0, 3, 3), integers(0, 7))
+    check_blocks(integers(2, 2147480000).view(1, 2), [4], 4, 3)
+    check_slots(torch.tensor([-1, 0, 3]), 4)
+    check_slots(torch.tensor([], dtype=torch.int64), 4)

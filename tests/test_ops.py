@@ -1,0 +1,148 @@
+"""The registered ops: schemas, fake implementations, and `torch.compile(fullgraph=True)` over the layer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import fast
+
+from .factories import DIRECT, integers, make_batch, make_cache, make_entries, offsets
+
+OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla_twins::"))
+
+
+def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """Arguments of every op; the caches' unowned bytes are zero here, for opcheck compares what it ran twice."""
+    batch = make_batch([1, 2, 0], [20, 33, 0])
+    entries = make_entries(batch, DIRECT.head_size, dtype)
+    cache = make_cache(batch, entries, DIRECT.head_size, dtype).nan_to_num(0)
+    plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
+    table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
+
+    def rand(*shape):
+        return torch.randn(*shape).to(dtype)
+
+    lse = torch.float64 if dtype == torch.float64 else torch.float32
+    attention = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True, dtype, "cpu")
+    return {
+        "mla_twins::apply_rope": [
+            (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, "cpu")
+            for pairs in (True, False)
+        ],
+        "mla_twins::concat_and_cache_mla": [(rand(3, 24), rand(3, 8), cache, batch.common.slot_mapping, "cpu")],
+        "mla_twins::gather_cache": [(cache, table, cu, starts, 37, "cpu")],
+        "mla_twins::gather_cache_out": [(cache, table, cu, starts, rand(37, DIRECT.head_size), "cpu")],
+        "mla_twins::copy_blocks": [([rand(4, 2, 3), rand(4, 2, 3)], torch.tensor([[0, 1], [2, 3]]), "cpu")],
+        "mla_twins::swap_blocks": [(rand(4, 2, 3), rand(5, 2, 3), torch.tensor([[0, 4], [2, 3]]), "cpu")],
+        "mla_twins::flash_attn_varlen": [
+            (rand(6, 3, 8), rand(7, 3, 8), None, rand(7, 3, 5), *attention),
+            (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *attention),
+        ],
+        "mla_twins::merge_attn_states": [
+            (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse), "cpu")
+        ],
+        "mla_twins::mla_decode": [
+            (rand(3, 3, 24), rand(3, 3, 8), cache, plan.block_table, plan.seq_lens, plan.query_start_loc,
+             plan.visible_lens, 2, 0.3, "cpu")
+        ],
+    }  # fmt: skip
+
+
+def test_every_op_has_a_sample():
+    assert sorted(samples(torch.float32)) == OPS
+
+
+def overload(name: str):
+    return getattr(torch.ops.mla_twins, name.split("::")[1]).default
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name):
+    """Schema (what is mutated, what aliases), fake implementation, dispatch under ahead-of-time tracing."""
+    for arguments in samples(torch.float32)[name]:
+        torch.library.opcheck(overload(name), arguments)
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """The same values as the head of wider rows."""
+    return torch.cat((x, x), -1)[..., : x.shape[-1]]
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """The same values stored head by head."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def is_data(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 1 and x.is_floating_point()
+
+
+LAYOUTS = {"contiguous": lambda x: x, "padded": padded, "transposed": transposed}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", OPS)
+def test_fake_results(name, layout, dtype):
+    """The fake implementation gives the shapes, dtypes and strides of the real one, however the arguments lie."""
+    for arguments in samples(dtype)[name]:
+        arguments = tree_map(lambda x: layout(x) if is_data(x) else x, arguments)
+        real = overload(name)(*arguments)
+        with FakeTensorMode() as mode:
+            fake = overload(name)(*tree_map(lambda x: mode.from_tensor(x) if torch.is_tensor(x) else x, arguments))
+        for r, f in zip(tree_leaves(real), tree_leaves(fake), strict=True):
+            if isinstance(r, torch.Tensor):
+                assert (r.shape, r.dtype, r.device, r.stride()) == (f.shape, f.dtype, f.device, f.stride())
+
+
+COMPILE = """
+import torch
+import fast
+from tests.factories import CONFIGS, make_batch, make_cache, make_entries, make_layer, make_weights
+
+torch.manual_seed(0)
+torch._dynamo.config.error_on_recompile = True
+config = CONFIGS["low-rank"]
+layer = make_layer(fast, config, make_weights(config, torch.float32), torch.float32)
+for query_lens in ([1, 1, 1], [1, 1, 1, 6]):
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for seq_lens in ([20, 33, 1], [21, 34, 2], [48, 50, 17]):
+        batch = make_batch(query_lens, (seq_lens + [6])[: len(query_lens)])
+        entries = make_entries(batch, config.head_size, torch.float32)
+        held = make_cache(batch, entries, config.head_size, torch.float32, new_tokens=False)
+        table = torch.full((len(query_lens), 9), 2147480000, dtype=torch.int32)
+        table[:, : batch.common.block_table.shape[1]] = batch.common.block_table
+        common = fast.CommonAttentionMetadata.make(
+            batch.common.query_start_loc_cpu, batch.common.seq_lens_cpu, table, batch.common.slot_mapping
+        )
+        cache = torch.full((24, *held.shape[1:]), torch.nan)
+        cache[: len(held)] = held
+        plan = fast.build_mla_metadata(common, 16, 64)
+        hidden, positions = torch.randn(batch.num_tokens, config.hidden_size), torch.arange(batch.num_tokens)
+        caches = [cache.clone(), cache.clone()]
+        with torch.no_grad():
+            wanted = layer(hidden, positions, caches[0], plan)
+            got = compiled(hidden, positions, caches[1], plan)
+        assert wanted.isfinite().all() and wanted.abs().max() > 0.01
+        assert torch.equal(got, wanted)
+        assert torch.equal(caches[0].nan_to_num(7), caches[1].nan_to_num(7))
+print("compiled")
+"""
+
+
+def test_compile_fullgraph():
+    """One graph over the layer's decode step, and over a mixed one: no break, no recompilation while sequences grow,
+    the bits of eager mode. In a process of its own: the suite's run-time shape checks are not traceable.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=Path(fast.__file__).parents[1], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr

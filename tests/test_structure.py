@@ -1,0 +1,199 @@
+"""The house stands as planned: same rooms, same names, same signatures, imports that only go one way."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fast
+import reference
+
+ROOT = Path(reference.__file__).parents[1]
+ROOMS = sorted(path.stem for path in (ROOT / "reference").glob("*.py") if path.stem not in ("__init__", "interfaces"))
+SHARED = ("rope", "weights", "cache", "batch", "schedule", "attention", "merge", "prefill", "decode", "layer")
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions_of(body) -> dict[str, ast.FunctionDef]:
+    return {n.name: n for n in body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+
+
+def public_functions(wing: str, room: str) -> dict[str, ast.FunctionDef]:
+    """Public functions of a room and public methods of its classes, as `Class.method`."""
+    tree = parse(ROOT / wing / f"{room}.py")
+    found = functions_of(tree.body)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}": method for name, method in functions_of(node.body).items()}
+    return found
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Positional parameters as text, with annotation and default, `/` and `*args` included."""
+    spec = ast.parse(ast.unparse(function)).body[0].args
+    spec.kwonlyargs, spec.kw_defaults = [], []
+    return ast.unparse(spec).split(", ")
+
+
+def keyword_only(function: ast.FunctionDef) -> dict[str, tuple[str, str | None]]:
+    spec = function.args
+    return {
+        arg.arg: (ast.unparse(arg.annotation or ast.Constant(None)), default and ast.unparse(default))
+        for arg, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+    }
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Absolute names of the modules that a file imports anywhere in it, `from a import b` as `a` and `a.b`."""
+    package = path.relative_to(ROOT).parts[:-1]
+    found = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_rooms():
+    assert set(SHARED) <= set(ROOMS)
+    assert all((ROOT / "fast" / f"{room}.py").exists() for room in ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_signatures(room):
+    """Same names, parameters, order, defaults and annotations as text; fast adds keyword-only ones with defaults."""
+    ours, theirs = public_functions("reference", room), public_functions("fast", room)
+    for name in ours:
+        assert name in theirs, f"fast/{room}.py has no {name}"
+        function, twin = ours[name], theirs[name]
+        assert parameters(twin) == parameters(function), name
+        assert ast.unparse(twin.returns or ast.Constant(None)) == ast.unparse(function.returns or ast.Constant(None)), (
+            name
+        )
+        extra = keyword_only(twin)
+        for key, value in keyword_only(function).items():
+            assert extra.pop(key, None) == value, f"{name}: {key}"
+        assert all(default is not None for _, default in extra.values()), f"{name}: {extra} without a default"
+
+
+def test_all():
+    """One identical `__all__`; contract types are the same objects in both."""
+    assert reference.__all__ == fast.__all__
+    assert len(set(reference.__all__)) == len(reference.__all__)
+    for name in reference.__all__:
+        assert hasattr(reference, name) and hasattr(fast, name), name
+    from reference import interfaces
+
+    shared = set(interfaces.__all__) & set(reference.__all__)
+    assert {"MLAConfig", "AttentionState", "kv_cache_shape", "chunked_prefill_workspace_size"} <= shared
+    for name in shared:
+        assert getattr(reference, name) is getattr(fast, name) is getattr(interfaces, name), name
+    assert reference.MLAAttention is not fast.MLAAttention
+
+
+def test_reference_imports():
+    """`reference` imports torch, einops, jaxtyping, the standard library, itself; the contract the first two."""
+    for path in (ROOT / "reference").rglob("*.py"):
+        allowed = {"torch", "jaxtyping"} | ({"reference", "einops"} if path.name != "interfaces.py" else set())
+        roots = {module.split(".")[0] for module in imported_modules(path)}
+        assert roots - set(sys.stdlib_module_names) <= allowed, path.name
+
+
+def test_fast_imports():
+    """Only `python -m fast` compares the wings; everything else of `fast` knows the contract alone."""
+    paths = list((ROOT / "fast").rglob("*.py"))
+    assert len(paths) > len(SHARED)
+    for path in paths:
+        if path == ROOT / "fast" / "__main__.py":
+            continue
+        for module in imported_modules(path):
+            if module.split(".")[0] == "reference":
+                inside = module == "reference.interfaces" or module.startswith("reference.interfaces.")
+                assert inside, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_imports_reader(tmp_path):
+    """The reader of imports itself sees relative and nested ones."""
+    path = ROOT / "reference" / "layer.py"
+    assert {"torch", "reference.decode", "reference.decode.mla_decode"} <= imported_modules(path)
+
+
+@pytest.mark.parametrize("wing", ["reference", "fast"])
+def test_imports_without_extras(wing):
+    """Importing a wing needs neither Triton nor any extra."""
+    code = f"""
+import importlib.machinery, sys
+class Hiding(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = name.split(".")[0] in {("triton", "transformers", "matplotlib", "beartype", "hypothesis", "numpy")!r}
+        return None if hidden else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Hiding
+import {wing}, torch
+c = {wing}.allocate_kv_cache(2, 4, 24, torch.float32)
+{wing}.concat_and_cache_mla(torch.ones(1, 16), torch.ones(1, 8), c, torch.tensor([5]))
+assert c[1, 1].eq(1).all()
+bad = [m for m in sys.modules if m.split(".")[0] in ("triton", "transformers", "matplotlib", "beartype")]
+assert not bad, bad
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("wing", ["reference", "fast"])
+def test_docstrings(wing):
+    """Every module, public class and public function says what it is."""
+    for path in (ROOT / wing).rglob("*.py"):
+        if "assets" in path.parts:  # scripts beside their data, not modules
+            continue
+        tree = parse(path)
+        if path.name != "__init__.py" or tree.body:
+            assert ast.get_docstring(tree), path
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path.name}: {node.name}"
+            if isinstance(node, ast.ClassDef):
+                for name, method in functions_of(node.body).items():
+                    inherited = any(ast.unparse(base) not in ("object",) for base in node.bases)
+                    assert ast.get_docstring(method) or inherited, f"{path.name}: {node.name}.{name}"
+
+
+@pytest.mark.parametrize("wing", ["reference", "fast"])
+def test_no_ambient_state(wing):
+    """No function rebinds a module's names, and no module holds a bare mutable switch."""
+    for path in (ROOT / wing).rglob("*.py"):
+        tree = parse(path)
+        assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    constant = isinstance(target, ast.Name) and target.id.lstrip("_").isupper()
+                    assert constant or ast.unparse(target).startswith("__"), f"{path}: {ast.unparse(node)}"
+
+
+def test_memory_is_poisoned():
+    """The suite runs with NaN in every fresh tensor, so a test that reads one can fail."""
+    assert torch.empty(64).isnan().all() and torch.empty_like(torch.zeros(64)).isnan().all()
+    assert torch.zeros(2).new_empty(64, dtype=torch.bfloat16).isnan().all()
+    assert (torch.empty(64, dtype=torch.int32) > 2**30).all()
+
+
+def test_shapes_are_checked():
+    """The annotations are live where beartype is there: a tensor of the wrong shape does not reach the body."""
+    pytest.importorskip("beartype")
+    with pytest.raises(TypeError, match="Type-check error"):
+        reference.AttentionState(torch.zeros(3, 2, 4), torch.zeros(3, 2))
+    with pytest.raises(TypeError, match="Type-check error"):
+        fast.expand_kv(torch.zeros(3, 4), torch.zeros(5, 2, 4), torch.zeros(5, 2, 4))

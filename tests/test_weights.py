@@ -1,0 +1,133 @@
+"""The up-projection: split, absorbed, recovered from whatever holds it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fast
+import reference
+from fast.parity import compare
+
+from .factories import CONFIGS, assert_close64, assert_same_bits, linear, make_layer, make_up_projections, make_weights
+
+
+class Int8Linear(nn.Module):
+    """A weight-only quantised linear, as a stranger would write one."""
+
+    def __init__(self, weight, bias=None):
+        super().__init__()
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        self.register_buffer("rows", (weight / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.bias = bias
+
+    def forward(self, x):
+        out = x @ (self.rows.to(x.dtype) * self.scale.to(x.dtype)).T
+        return out if self.bias is None else out + self.bias
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_split_is_what_the_projection_does(ops, config):
+    """Rows of kv_b_proj per head: P key rows, then V value rows."""
+    c = config
+    projection = linear(make_weights(c, torch.float64)["kv_b_proj"])
+    latent = torch.randn(5, c.kv_lora_rank, dtype=torch.float64)
+    per_head = projection(latent).view(5, c.num_heads, c.qk_nope_head_dim + c.v_head_dim)
+    w_uk, w_uv = ops.split_kv_b_proj(projection.weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
+    k_nope, v = ops.expand_kv(latent, w_uk, w_uv)
+    assert_close64(k_nope, per_head[..., : c.qk_nope_head_dim])
+    assert_close64(v, per_head[..., c.qk_nope_head_dim :])
+    storage = projection.weight.untyped_storage().data_ptr()
+    for view in (w_uk, w_uv, *ops.absorb(w_uk, w_uv)):
+        assert view.untyped_storage().data_ptr() == storage, "a copy of the weight"
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_absorption_moves_the_product(ops, config):
+    """(W_UK c) . q = c . (W_UK^T q), and the value half behind the sum."""
+    w_uk, w_uv = make_up_projections(config, torch.float64)
+    w_uk_t, w_uv_absorbed = ops.absorb(w_uk, w_uv)
+    assert w_uk_t.shape == (config.num_heads, config.qk_nope_head_dim, config.kv_lora_rank)
+    q = torch.randn(6, config.num_heads, config.qk_nope_head_dim, dtype=torch.float64)
+    latent = torch.randn(4, config.kv_lora_rank, dtype=torch.float64)
+    k_nope, v = ops.expand_kv(latent, w_uk, w_uv)
+    expanded = (q[:, None] * k_nope[None]).sum(-1)
+    absorbed = (ops.query_to_latent(q, w_uk_t)[:, None] * latent[None, :, None]).sum(-1)
+    assert_close64(absorbed, expanded)
+    weights = torch.rand(3, 4, dtype=torch.float64)
+    mixed = (weights @ latent)[:, None].expand(-1, config.num_heads, -1)
+    assert_close64(ops.latent_to_value(mixed, w_uv_absorbed), torch.einsum("ts,snv->tnv", weights, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_parity(dtype, tokens):
+    config = CONFIGS["low-rank"]
+    w_uk, w_uv = make_up_projections(config, dtype)
+    inputs = [torch.randn(tokens, config.num_heads, config.qk_nope_head_dim), torch.randn(tokens, config.kv_lora_rank),
+              torch.randn(tokens, config.num_heads, config.kv_lora_rank)]  # fmt: skip
+
+    def run(ops, inputs, w_uk, w_uv):
+        q_nope, latent, out = inputs
+        w_uk_t, w_uv_absorbed = ops.absorb(w_uk, w_uv)
+        return [ops.query_to_latent(q_nope, w_uk_t), ops.latent_to_value(out, w_uv_absorbed),
+                *ops.expand_kv(latent, w_uk, w_uv)]  # fmt: skip
+
+    inputs = [x.to(dtype) for x in inputs]
+    gold = run(reference, [x.double() for x in inputs], w_uk.double(), w_uv.double())
+    low, value = run(reference, inputs, w_uk, w_uv), run(fast, inputs, w_uk, w_uv)
+    for name, *three in zip(("query_to_latent", "latent_to_value", "k_nope", "v"), value, low, gold, strict=True):
+        assert three[0].dtype == dtype
+        parity = compare(name, *three)
+        assert parity.passed, parity
+
+
+def test_dense_weight_of_a_plain_linear(ops):
+    plain = linear(torch.randn(12, 5))
+    weight = ops.dense_weight(plain, 5, torch.float32)
+    assert weight.data_ptr() == plain.weight.data_ptr() and not weight.requires_grad
+
+
+def test_dense_weight_through_the_identity(ops):
+    rows = torch.randn(12, 5)
+    quantised = Int8Linear(rows)
+    weight = ops.dense_weight(quantised, 5, torch.float32)
+    assert weight.is_contiguous()
+    assert_same_bits(weight, quantised.rows.float() * quantised.scale)
+    assert (weight - rows).abs().max() > 0
+    other_dtype = ops.dense_weight(nn.Sequential(linear(rows.double())), 5, torch.float64)
+    assert_same_bits(other_dtype, rows.double())
+
+
+def test_dense_weight_refuses(ops, plain_errors):
+    with pytest.raises(ValueError, match="^linear: expected no bias, got a bias$"):
+        ops.dense_weight(nn.Linear(5, 12), 5, torch.float32)
+    with pytest.raises(ValueError, match="^linear: expected no bias, got a bias$"):
+        ops.dense_weight(Int8Linear(torch.randn(12, 5), torch.ones(12)), 5, torch.float32)
+    with pytest.raises(ValueError, match=r"^kv_b_weight: expected shape \[66, Lkv\], got \[12, 5\]$"):
+        ops.split_kv_b_proj(torch.randn(12, 5), 3, 12, 10)
+
+
+def test_refresh_in_place(ops):
+    """A recovered weight is refreshed where it lies, for captured graphs; a plain one is the parameter itself."""
+    config = CONFIGS["direct"]
+    weights = make_weights(config, torch.float32)
+    layer = make_layer(ops, config, weights, torch.float32)
+    assert layer.recovered_kv_b_weight is None
+    with torch.no_grad():
+        layer.kv_b_proj.weight.mul_(2)
+    w_uk, _ = layer.up_projections()
+    doubled, _ = ops.split_kv_b_proj(2 * weights["kv_b_proj"], 3, 12, 10)
+    assert_same_bits(w_uk, doubled)
+
+    modules = {name: linear(w) if w.dim() == 2 else w for name, w in weights.items()}
+    layer = ops.MLAAttention(config, **(modules | {"kv_b_proj": Int8Linear(weights["kv_b_proj"])}))
+    held = layer.recovered_kv_b_weight
+    address = held.data_ptr()
+    layer.kv_b_proj.scale.mul_(2)
+    before = held.clone()
+    layer.refresh_weights()
+    assert layer.recovered_kv_b_weight.data_ptr() == address
+    assert_same_bits(held, 2 * before)
