@@ -35,7 +35,7 @@ from .merge import merge_attn_states
 from .prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
 from .rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
 from .schedule import build_mla_metadata, chunked_prefill_workspace_size, plan_context_chunks
-from .weights import absorb, dense_weight, expand_kv, latent_to_value, query_to_latent, split_kv_b_proj
+from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
 
 __all__ = [
     "PRESETS",
@@ -65,6 +65,7 @@ __all__ = [
     "forward_prefill",
     "gather_and_maybe_dequant_cache",
     "gather_context",
+    "is_plain_linear",
     "kv_cache_shape",
     "latent_to_value",
     "merge_attn_states",

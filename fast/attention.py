@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from reference.interfaces import AttentionState, check_attention, check_offsets, wide_dtype
+from reference.interfaces import AttentionState, check_attention, check_dtype, check_offsets, wide_dtype
 
 from . import backends
 
@@ -50,6 +50,7 @@ def flash_attn_varlen(
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_dtype("out_dtype", out_dtype or q.dtype)
     return _attend(
         q, k, None, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
     )
@@ -131,4 +132,4 @@ def _flash_attn_varlen(
 @_flash_attn_varlen.register_fake
 def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend):
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype)
-    return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide_dtype(q.dtype))
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide_dtype(out_dtype))

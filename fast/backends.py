@@ -12,7 +12,6 @@ import torch
 
 from reference.interfaces import (
     FLOAT_DTYPES,
-    DecodeSchedule,
     MLAConfig,
     QueryLenSupport,
     UnsupportedConfiguration,
@@ -33,7 +32,6 @@ class KernelRequest:
         head_dims: widths that matter to the op, as (name, size) pairs: Lkv, P, R, V.
         block_size: tokens a block, or None where the op has no cache.
         query_lens: what the op needs of query lengths.
-        scheduled: whether a `DecodeSchedule` is given.
     """
 
     op: str
@@ -42,7 +40,6 @@ class KernelRequest:
     head_dims: tuple[tuple[str, int], ...] = ()
     block_size: int | None = None
     query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
-    scheduled: bool = False
 
 
 _WIDTH_OF_SUPPORT = {QueryLenSupport.SINGLE_ONLY: 0, QueryLenSupport.UNIFORM: 1, QueryLenSupport.VARLEN: 2}
@@ -61,7 +58,6 @@ class Backend:
         head_dims: allowed sizes by name.
         block_sizes: allowed block sizes.
         query_lens: the widest query-length support of its decode.
-        takes_schedule: whether its decode runs a `DecodeSchedule`.
         kernels: op name to launcher.
     """
 
@@ -74,7 +70,6 @@ class Backend:
     head_dims: Mapping[str, tuple[int, ...]] | None = None
     block_sizes: tuple[int, ...] | None = None
     query_lens: QueryLenSupport = QueryLenSupport.VARLEN
-    takes_schedule: bool = False
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
         """Every reason why this kernel set cannot serve the request; empty where it can."""
@@ -98,12 +93,30 @@ class Backend:
             reasons.append(f"{self.name}: serves block sizes {self.block_sizes}, got {request.block_size}")
         if _WIDTH_OF_SUPPORT[request.query_lens] > _WIDTH_OF_SUPPORT[self.query_lens]:
             reasons.append(f"{self.name}: serves query lengths {self.query_lens.value}, got {request.query_lens.value}")
-        if request.scheduled and not self.takes_schedule:
-            reasons.append(f"{self.name}: runs no decode schedule")
         return reasons
 
 
 BACKENDS: tuple[Backend, ...] = (Backend(name="cpu", priority=0, device_type="cpu", kernels=cpu.KERNELS),)
+
+
+def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:
+    """What a batch needs, from its shape alone: lengths are all equal where they fill B x max_query_len."""
+    if num_tokens != num_requests * max_query_len:
+        return QueryLenSupport.VARLEN
+    return QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.UNIFORM
+
+
+def candidates(backend: str | None) -> list[Backend]:
+    """The kernel sets that a request may go to, best first: the named one, or all.
+
+    Raises:
+        ValueError: no kernel set has that name.
+    """
+    if backend is None:
+        return sorted(BACKENDS, key=lambda candidate: -candidate.priority)
+    named = [candidate for candidate in BACKENDS if candidate.name == backend]
+    check(bool(named), "backend", f"one of {', '.join(b.name for b in BACKENDS)}", backend)
+    return named
 
 
 def select(request: KernelRequest, backend: str | None = None) -> Backend:
@@ -117,13 +130,8 @@ def select(request: KernelRequest, backend: str | None = None) -> Backend:
         ValueError: no kernel set has that name.
         UnsupportedConfiguration: the named one, or none at all, can serve; with every reason.
     """
-    if backend is not None:
-        candidates = [candidate for candidate in BACKENDS if candidate.name == backend]
-        check(bool(candidates), "backend", f"one of {', '.join(b.name for b in BACKENDS)}", backend)
-    else:
-        candidates = sorted(BACKENDS, key=lambda candidate: -candidate.priority)
     reasons: list[str] = []
-    for candidate in candidates:
+    for candidate in candidates(backend):
         found = candidate.validate_configuration(request)
         if not found:
             return candidate
@@ -142,18 +150,16 @@ def decode_request(
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_size: int,
-    max_query_len: int,
-    schedule: DecodeSchedule | None = None,
+    query_lens: QueryLenSupport,
 ) -> KernelRequest:
-    """What `mla_decode` needs; query lengths above 1 may differ between requests, so they count as VARLEN."""
+    """What `mla_decode` needs of a kernel."""
     return KernelRequest(
         op="mla_decode",
         device=device,
         dtype=dtype,
         head_dims=(("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim)),
         block_size=block_size,
-        query_lens=QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.VARLEN,
-        scheduled=schedule is not None,
+        query_lens=query_lens,
     )
 
 
@@ -178,7 +184,9 @@ def explain(
         ValueError: no kernel set has that name.
     """
     device = torch.device(device)
-    decode = decode_request(device, dtype, config.kv_lora_rank, config.qk_rope_head_dim, block_size, 2)
+    decode = decode_request(
+        device, dtype, config.kv_lora_rank, config.qk_rope_head_dim, block_size, QueryLenSupport.VARLEN
+    )
     ops = sorted({op for candidate in BACKENDS for op in candidate.kernels})
     lines = []
     for op in ops:

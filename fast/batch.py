@@ -63,6 +63,7 @@ def slot_mapping(
         ValueError: shapes or dtypes that do not fit; on a CPU offsets that fall, 0 < S < Sq, too few columns or
             tokens.
     """
+    check(block_size >= 1, "block_size", "at least 1", block_size)
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
     requests, device = block_table.shape[0], block_table.device
     check_tensor("seq_lens", seq_lens, (requests,), (torch.int32,), device)

@@ -12,9 +12,11 @@ from reference.interfaces import (
     check_blocks,
     check_cache,
     check_cache_write,
+    check_dtype,
     check_gather,
     check_offsets,
     check_slots,
+    check_swap,
     check_tensor,
     kv_cache_shape,
 )
@@ -34,7 +36,19 @@ __all__ = [
 def allocate_kv_cache(
     num_blocks: int, block_size: int, head_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Float[Tensor, "num_blocks block_size head_size"]:
-    """An empty cache; its bytes are undefined until written (they may be NaN and reach nothing)."""
+    """An empty cache; its bytes are undefined until written (they may be NaN and reach nothing).
+
+    Args:
+        num_blocks: how many, 0 is legal.
+        block_size: tokens a block.
+        head_size: Lkv + R.
+        dtype: float32, float64, bfloat16 or float16.
+        device: where.
+
+    Raises:
+        ValueError: a size below 1, or another dtype.
+    """
+    check_dtype("dtype", dtype)
     return torch.empty(kv_cache_shape(num_blocks, block_size, head_size), dtype=dtype, device=device)
 
 
@@ -136,7 +150,7 @@ def _gather_cache_out(kv_cache, block_table, cu_seq_lens, starts, out, backend):
     if kv_cache.device.type == "cpu":
         check_offsets("cu_seq_lens", cu_seq_lens, out.shape[0])
         check(not bool((starts < 0).any()), "starts", "values >= 0", starts.tolist())
-        lengths = cu_seq_lens.diff()
+        lengths = cu_seq_lens.diff().long()
         ends = torch.where(lengths > 0, starts + lengths, 0).tolist()
         check_blocks(block_table, ends, kv_cache.shape[1], kv_cache.shape[0])
     backends.kernel(backend, "gather_and_maybe_dequant_cache")(kv_cache, block_table, cu_seq_lens, starts, out)
@@ -226,9 +240,7 @@ def swap_blocks(
         ValueError: caches that do not fit, a block outside them or written twice (on a CPU). Nothing is written then.
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
-    check_tensor("source", source, ("source_blocks", "block_size", "head_size"))
-    check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
-    check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    check_swap(source, target, block_mapping)
     torch.ops.mla_twins.swap_blocks(source, target, block_mapping, _select("swap_blocks", source, backend))
 
 
@@ -239,8 +251,8 @@ def swap_blocks(
 )
 def _swap_blocks(source, target, block_mapping, backend):
     if block_mapping.device.type == "cpu":
-        same = source.data_ptr() == target.data_ptr() and source.numel() > 0
-        check_block_mapping(block_mapping, source.shape[0], target.shape[0], same_cache=same)
+        same_cache = source.data_ptr() == target.data_ptr()
+        check_block_mapping(block_mapping, source.shape[0], target.shape[0], same_cache)
     backends.kernel(backend, "swap_blocks")(source, target, block_mapping)
 
 

@@ -36,22 +36,22 @@ def mla_decode(
         kv_cache: the cache; the new tokens are already in it.
         metadata: the requests; row t sees the first `visible_lens[t]` keys of its request.
         softmax_scale: (P + R)^-1/2, with YaRN's factor; never (Lkv + R)^-1/2.
-        schedule: how the work is cut, for kernel sets that run one; no value depends on it.
+        schedule: how the work is cut, for kernel sets that take it; no value depends on it, and `cpu` does not look.
         backend: kernel set, or None for the choice by capability.
 
     Returns:
         out [T, N, Lkv] in the dtype of `ql_nope` (apply `latent_to_value` next), lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall, 0 < S < Sq, rows that
-            see more keys than their request has, or a block outside the cache.
+        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall, rows that see more keys
+            than their request has, or a block outside the cache.
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata)
+    query_lens = backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len)
     request = backends.decode_request(
-        ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], metadata.max_query_len,
-        schedule,
-    )  # fmt: skip
+        ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens
+    )
     chosen = backends.select(request, backend)
     out, lse = torch.ops.mla_twins.mla_decode(
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,

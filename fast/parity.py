@@ -61,8 +61,11 @@ def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float =
     """
     check(value.shape == gold.shape == low.shape, "value", f"shape {list(gold.shape)}", list(value.shape))
     finite = gold.isfinite()
-    same = torch.equal(value.isfinite(), finite) and torch.equal(
-        value[~finite].double().nan_to_num(nan=0.5), gold[~finite].double().nan_to_num(nan=0.5)
+    # a low that overflowed where gold did not would make the budget infinite
+    same = (
+        bool(low[finite].isfinite().all())
+        and torch.equal(value.isfinite(), finite)
+        and torch.equal(value[~finite].double().nan_to_num(nan=0.5), gold[~finite].double().nan_to_num(nan=0.5))
     )
     value, low, scale = value[finite], low[finite], gold[finite].double().abs()
     if value.numel() == 0:
@@ -88,9 +91,14 @@ def compare_states(op: str, value: AttentionState, low: AttentionState, gold: At
 
 
 def compare_exact(op: str, value: Tensor, expected: Tensor) -> Parity:
-    """Compare bit by bit: the budget is zero."""
+    """Compare bit by bit, NaN payloads and signs of zero included: the budget is zero.
+
+    Raises:
+        ValueError: shapes or dtypes that differ.
+    """
     check(value.shape == expected.shape, "value", f"shape {list(expected.shape)}", list(value.shape))
-    same = torch.equal(value.nan_to_num(nan=0.5), expected.nan_to_num(nan=0.5))
+    check(value.dtype == expected.dtype, "value", f"dtype {expected.dtype}", value.dtype)
+    same = torch.equal(*(x.contiguous().flatten().view(torch.uint8) for x in (value, expected)))
     error = (value.double() - expected.double()).abs().nan_to_num()
     return Parity(op, error.max().item() if error.numel() else 0.0, error.mean().item() if error.numel() else 0.0,
                   0.0, 0.0, same)  # fmt: skip

@@ -6,6 +6,7 @@ The rope part of the keys is read where it lies; no key is ever concatenated per
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from jaxtyping import Float
@@ -112,13 +113,17 @@ def forward_prefill(
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv)
     latent = kv_c_normed.shape[1]
+    if gather is gather_context:
+        gather = functools.partial(gather_context, backend=backend)
     k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
     state = run_prefill_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, backend=backend)
+    del k_nope, v
     for chunk in metadata.context_chunks:
         context = gather(kv_cache, metadata, chunk)
         k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv)
         piece = run_prefill_context_chunk(
             q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale, backend=backend
         )
+        del k_nope, v, context  # before the next chunk is expanded: one chunk's expansion lives at a time
         state = merge_attn_states(piece, state, backend=backend)
     return AttentionState(state.out.to(q.dtype), state.lse)

@@ -13,6 +13,7 @@ from reference.interfaces import (
     MLAMetadata,
     PrefillMetadata,
     check,
+    check_prefill_lengths,
     check_tensor,
     chunked_prefill_workspace_size,
 )
@@ -56,7 +57,8 @@ def plan_context_chunks(
     share = workspace_tokens // with_context // block_size * block_size
     check(share > 0, "workspace_tokens", f"at least a block of {block_size} for each of {with_context} requests",
           workspace_tokens)  # fmt: skip
-    starts = torch.arange(0, longest, share, dtype=torch.int32)[:, None]  # [chunks, 1]
+    share = min(share, -(-longest // block_size) * block_size)  # fits int32 whatever the workspace
+    starts = torch.arange(0, longest, share, dtype=torch.int32, device="cpu")[:, None]  # [chunks, 1]
     pieces = (context_lens - starts).clamp_(0, share)  # [chunks, B]
     offsets = torch.nn.functional.pad(pieces.cumsum(1, dtype=torch.int32), (1, 0))
     starts = torch.where(pieces > 0, starts, 0)
@@ -79,9 +81,11 @@ def build_mla_metadata(
         The plan, its tensors on the device of `common`.
 
     Raises:
-        ValueError: `decode_threshold` below 1; a workspace that is too small.
+        ValueError: `decode_threshold` below 1; a workspace that is too small; a padding row (S = 0 < Sq) that
+            does not stand among the decodes.
     """
     decodes, _, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold)
+    check_prefill_lengths(common, decodes)
     device = common.block_table.device
     query_lens = common.query_start_loc_cpu.diff()
     chunks = plan_context_chunks(common.num_computed_tokens_cpu[decodes:], workspace_tokens, block_size)

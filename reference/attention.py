@@ -13,7 +13,7 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from .interfaces import AttentionState, check_attention, check_offsets, wide_dtype
+from .interfaces import AttentionState, check_attention, check_dtype, check_offsets, wide_dtype
 
 
 def _attend(
@@ -40,7 +40,7 @@ def _attend(
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     probabilities = torch.exp(scores - lse[..., None])
-    probabilities = probabilities.masked_fill(~visible, 0)  # also where lse = -inf made 0/0 of a row
+    probabilities = probabilities.masked_fill(~visible | (lse == -torch.inf)[..., None], 0)  # not -inf - -inf
     probabilities = probabilities.to(q.dtype).to(wide)
     out = einsum(probabilities, v.to(wide), "heads queries keys, keys heads value -> queries heads value")
     return AttentionState(out, lse)
@@ -81,11 +81,11 @@ def flash_attn_varlen(
         ValueError: shapes, dtypes or devices that do not fit; offsets that fall or end elsewhere.
     """
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_dtype("out_dtype", out_dtype or q.dtype)
     check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
-    wide = wide_dtype(q.dtype)
     out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype or q.dtype, device=q.device)
-    lse = torch.empty(q.shape[1], q.shape[0], dtype=wide, device=q.device)
+    lse = torch.empty(q.shape[1], q.shape[0], dtype=wide_dtype(out.dtype), device=q.device)
     q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for request in range(len(q_offsets) - 1):
         rows = slice(q_offsets[request], q_offsets[request + 1])

@@ -66,6 +66,7 @@ def slot_mapping(
     Raises:
         ValueError: shapes or dtypes that do not fit; offsets that fall; 0 < S < Sq; too few columns or tokens.
     """
+    check(block_size >= 1, "block_size", "at least 1", block_size)
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
     requests = block_table.shape[0]
     check_tensor("seq_lens", seq_lens, (requests,), (torch.int32,), block_table.device)

@@ -17,9 +17,11 @@ from .interfaces import (
     check_blocks,
     check_cache,
     check_cache_write,
+    check_dtype,
     check_gather,
     check_offsets,
     check_slots,
+    check_swap,
     check_tensor,
     kv_cache_shape,
 )
@@ -37,7 +39,19 @@ __all__ = [
 def allocate_kv_cache(
     num_blocks: int, block_size: int, head_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Float[Tensor, "num_blocks block_size head_size"]:
-    """An empty cache; its bytes are undefined until written (they may be NaN and reach nothing)."""
+    """An empty cache; its bytes are undefined until written (they may be NaN and reach nothing).
+
+    Args:
+        num_blocks: how many, 0 is legal.
+        block_size: tokens a block.
+        head_size: Lkv + R.
+        dtype: float32, float64, bfloat16 or float16.
+        device: where.
+
+    Raises:
+        ValueError: a size below 1, or another dtype.
+    """
+    check_dtype("dtype", dtype)
     return torch.empty(kv_cache_shape(num_blocks, block_size, head_size), dtype=dtype, device=device)
 
 
@@ -144,10 +158,7 @@ def swap_blocks(
     Raises:
         ValueError: caches that do not fit, a block outside them or written twice. Nothing is written then.
     """
-    check_tensor("source", source, ("source_blocks", "block_size", "head_size"))
-    check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
-    check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
-    same = source.data_ptr() == target.data_ptr() and source.numel() > 0
-    check_block_mapping(block_mapping, source.shape[0], target.shape[0], same_cache=same)
+    check_swap(source, target, block_mapping)
+    check_block_mapping(block_mapping, source.shape[0], target.shape[0], source.data_ptr() == target.data_ptr())
     for read, written in block_mapping.tolist():
         target[written] = source[read].to(target.device)

@@ -38,7 +38,7 @@ def mla_decode(
         out [T, N, Lkv] in the dtype of `ql_nope` (apply `latent_to_value` next), lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; offsets that fall; 0 < S < Sq; rows that see more
+        ValueError: shapes, dtypes or devices that do not fit; offsets that fall; rows that see more
             keys than their request has; a block outside the cache.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata)

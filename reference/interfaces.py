@@ -228,6 +228,8 @@ class MLAConfig:
             for name in ("mla_scale_q_lora", "mla_scale_kv_lora")
             if getattr(config, name, None)
         ]
+        if model_type == "longcat_flash" and not reasons:  # transformers scales whatever the flags say
+            reasons.append("config.model_type: latent scaling is not implemented, got 'longcat_flash'")
         if getattr(config, "index_topk", None):
             reasons.append(f"config.index_topk: sparse-attention indexers are not implemented, got {config.index_topk}")
         rope = RopeConfig()
@@ -265,6 +267,8 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
         reasons.append("config.rope_parameters: an explicit attention_factor is not implemented")
     if kind == "yarn" and not parameters.get("truncate", True):
         reasons.append("config.rope_parameters: truncate=False is not implemented")
+    if kind == "yarn" and not parameters.get("original_max_position_embeddings"):
+        reasons.append("config.rope_parameters: YaRN needs original_max_position_embeddings, got none")
     if float(parameters.get("partial_rotary_factor") or 1.0) != 1.0:
         reasons.append("config.rope_parameters: a partial_rotary_factor is not implemented")
     if reasons:
@@ -357,7 +361,7 @@ class CommonAttentionMetadata:
         check_tensor("seq_lens_cpu", seq_lens_cpu, (num_reqs,), (torch.int32,), torch.device("cpu"))
         check_tensor("block_table", block_table, (num_reqs, "W"), (torch.int32,))
         check_tensor("slot_mapping", slot_mapping, ("T",), (torch.int64,), block_table.device)
-        check_lengths(query_start_loc_cpu, seq_lens_cpu)
+        check_lengths(query_start_loc_cpu, seq_lens_cpu, ("query_start_loc_cpu", "seq_lens_cpu"))
         num_tokens = int(query_start_loc_cpu[-1])
         check(
             slot_mapping.shape[0] >= num_tokens, "slot_mapping", f"at least {num_tokens} slots", slot_mapping.shape[0]
@@ -471,7 +475,7 @@ class DecodeSchedule:
     """
 
     tile_ranges: Int32[Tensor, "programs 5"]
-    split_offsets: Int32[Tensor, " B+1"]
+    split_offsets: Int32[Tensor, " offsets"]
 
 
 # --- closed-form integers ---------------------------------------------------------------------------------
@@ -551,6 +555,11 @@ def check_tensor(
         raise ValueError(f"{argument}: expected device {device}, got {tensor.device}")
 
 
+def check_dtype(argument: str, dtype: torch.dtype) -> None:
+    """Check that a dtype is one of the floating types that are served."""
+    check(dtype in FLOAT_DTYPES, argument, f"one of {', '.join(map(str, FLOAT_DTYPES))}", dtype)
+
+
 def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> None:
     """Check values of a prefix sum on the CPU: starts at 0, never falls, ends at `total` where given."""
     values = offsets.tolist()
@@ -561,37 +570,54 @@ def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> N
         check(values[-1] == total, argument, f"a last element of {total}", values[-1])
 
 
-def check_lengths(query_start_loc: Tensor, seq_lens: Tensor) -> None:
+def check_lengths(
+    query_start_loc: Tensor, seq_lens: Tensor, names: tuple[str, str] = ("query_start_loc", "seq_lens")
+) -> None:
     """Check the values of a batch on the CPU; 0 < S < Sq raises, S = 0 is a padding row."""
-    check_offsets("query_start_loc", query_start_loc)
+    check_offsets(names[0], query_start_loc)
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     for request, length in enumerate(lengths):
         query_len = starts[request + 1] - starts[request]
-        check(length >= 0, "seq_lens", "lengths >= 0", f"{length} at request {request}")
-        check(length == 0 or length >= query_len, "seq_lens", f"at least the query length {query_len}",
+        check(length >= 0, names[1], "lengths >= 0", f"{length} at request {request}")
+        check(length == 0 or length >= query_len, names[1], f"at least the query length {query_len}",
               f"{length} at request {request}")  # fmt: skip
 
 
-def check_slots(slot_mapping: Tensor, num_slots: int) -> None:
+def check_prefill_lengths(common: CommonAttentionMetadata, num_decodes: int) -> None:
+    """Check on the CPU that no padding row with query tokens stands among the prefills."""
+    query_lens = common.query_start_loc_cpu.diff()[num_decodes:]
+    wrong = ((query_lens > 0) & (common.seq_lens_cpu[num_decodes:] == 0)).nonzero()
+    if wrong.numel():
+        check(False, "seq_lens", "padding rows among the decodes only", f"0 at request {num_decodes + int(wrong[0])}")
+
+
+def check_slots(slot_mapping: Tensor, num_slots: int, argument: str = "slot_mapping") -> None:
     """Check the values of a slot mapping on the CPU: -1 (padding) up to num_slots - 1."""
     if slot_mapping.numel():
         low, high = int(slot_mapping.min()), int(slot_mapping.max())
-        check(low >= -1 and high < num_slots, "slot_mapping", f"slots in [-1, {num_slots})",
+        check(low >= -1 and high < num_slots, argument, f"slots in [-1, {num_slots})",
               low if low < -1 else high)  # fmt: skip
 
 
-def check_blocks(block_table: Tensor, num_tokens: Iterable[int], block_size: int, num_blocks: int) -> None:
-    """Check on the CPU that the first `num_tokens[b]` tokens of each request lie in blocks of the cache."""
+def check_blocks(
+    block_table: Tensor,
+    num_tokens: Iterable[int],
+    block_size: int,
+    num_blocks: int,
+    argument: str = "block_table",
+) -> None:
+    """Check by value (on the CPU) that the first `num_tokens[b]` tokens of each request lie in blocks of the cache."""
     width = block_table.shape[1]
     used = [-(-tokens // block_size) for tokens in num_tokens]
     for request, columns in enumerate(used):
-        check(columns <= width, "block_table", f"at least {columns} columns for request {request}", width)
-    owned = torch.arange(width) < torch.tensor(used)[:, None]
+        check(columns <= width, argument, f"at least {columns} columns for request {request}", width)
+    owned = torch.arange(width, device="cpu") < torch.tensor(used, device="cpu")[:, None]
+    block_table = block_table.cpu()
     wrong = owned & ((block_table < 0) | (block_table > num_blocks - 1))
     if wrong.any():
         request = int(wrong.any(1).nonzero()[0])
         block = int(block_table[request][wrong[request]][0])
-        check(False, "block_table", f"blocks in [0, {num_blocks}) at request {request}", block)
+        check(False, argument, f"blocks in [0, {num_blocks}) at request {request}", block)
 
 
 def check_cache(kv_cache: Tensor, head_size: int | str = "Lkv + R", dtype: torch.dtype | None = None,
@@ -599,6 +625,7 @@ def check_cache(kv_cache: Tensor, head_size: int | str = "Lkv + R", dtype: torch
     """Check a paged latent cache's rank, entry width, dtype and device."""
     check_tensor("kv_cache", kv_cache, ("num_blocks", "block_size", head_size),
                  FLOAT_DTYPES if dtype is None else (dtype,), device)  # fmt: skip
+    check(kv_cache.shape[1] >= 1, "kv_cache", "a block size of at least 1", kv_cache.shape[1])
 
 
 def check_cache_write(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -621,6 +648,35 @@ def check_gather(kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, sta
     check_tensor("cu_seq_lens", cu_seq_lens, (requests + 1,), (torch.int32,), device)
     check_tensor("starts", starts, (requests,), (torch.int32,), device)
     check(num_tokens >= 0, "num_tokens", "an int >= 0", num_tokens)
+
+
+def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
+    """Shapes, dtypes and storage of two caches between which blocks are copied; reads no values."""
+    check_tensor("source", source, ("source_blocks", "block_size", "head_size"))
+    check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
+    check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    shared = source.numel() and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+    alike = (source.data_ptr(), source.shape, source.stride()) == (target.data_ptr(), target.shape, target.stride())
+    check(alike or not shared, "target", "the very cache of source, or one with its own storage", "an overlapping view")
+
+
+def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> None:
+    """Check that exactly the query projections are given that the config's q_lora_rank asks for."""
+    given = ["q_proj"] * (direct is not None)
+    names = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+    given += [name for name, module in zip(names, low_rank, strict=True) if module is not None]
+    wanted = ["q_proj"] if config.q_lora_rank is None else list(names)
+    wanted_names = f"{', '.join(wanted)} for q_lora_rank {config.q_lora_rank}"
+    check(given == wanted, "q_proj", wanted_names, ", ".join(given) or None)
+
+
+def check_norm(argument: str, norm: object, width: int) -> None:
+    """Check a latent norm: a module with a weight and no hooks, for its weight is read, its forward not called."""
+    weight = getattr(norm, "weight", None)
+    check(weight is not None, argument, "a module with a weight", type(norm).__name__)
+    check_tensor(f"{argument}.weight", weight, (width,))
+    hooked = norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__
+    check(not hooked, argument, "a module without hooks", "one with a forward hook")
 
 
 def check_block_mapping(block_mapping: Tensor, source_blocks: int, target_blocks: int, same_cache: bool) -> None:
@@ -699,11 +755,15 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
 
 
 def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: int, num_blocks: int) -> None:
-    """Check on the CPU the values of a decode plan: offsets, lengths, visible lengths and blocks."""
+    """Check on the CPU the values of a decode plan: offsets, lengths, visible lengths and blocks.
+
+    Lengths are those of the keys that lie here (under context parallelism a rank holds fewer than the query is long),
+    so only the mask bounds them.
+    """
     check_offsets("metadata.query_start_loc", metadata.query_start_loc, num_tokens)
-    check_lengths(metadata.query_start_loc, metadata.seq_lens)
     lengths = metadata.seq_lens.tolist()
-    check_blocks(metadata.block_table, lengths, block_size, num_blocks)
+    check(min(lengths, default=0) >= 0, "metadata.seq_lens", "lengths >= 0", min(lengths, default=0))
+    check_blocks(metadata.block_table, lengths, block_size, num_blocks, "metadata.block_table")
     bounds = torch.repeat_interleave(metadata.seq_lens, metadata.query_start_loc.diff())
     wrong = ((metadata.visible_lens < 0) | (metadata.visible_lens > bounds)).nonzero()
     if wrong.numel():
@@ -712,8 +772,25 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
               int(metadata.visible_lens[row]))  # fmt: skip
 
 
+def check_forward_attention(
+    config: MLAConfig, weight: Tensor, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, output: Tensor
+) -> None:
+    """Shapes, dtypes and devices of a layer's attention, all tied to its up-projection; reads no values."""
+    dtypes, device = (weight.dtype,), weight.device
+    check_tensor("q", q, ("T", config.num_heads, config.qk_head_dim), dtypes, device)
+    tokens = q.shape[0]
+    check_tensor("kv_c_normed", kv_c_normed, (tokens, config.kv_lora_rank), dtypes, device)
+    check_tensor("k_pe", k_pe, (tokens, config.qk_rope_head_dim), dtypes, device)
+    check_cache(kv_cache, config.head_size, weight.dtype, device)
+    check_tensor("output", output, (tokens, config.num_heads, config.v_head_dim), dtypes, device)
+
+
 def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor) -> None:
-    """Check a whole step's plan before its first write: counts everywhere, values where they lie on the CPU."""
+    """Check a whole step's plan before its first write: counts everywhere, values where they lie on the CPU.
+
+    Compiled code has no place for reading values here; there each op checks its own before it writes.
+    """
+    check(isinstance(metadata, MLAMetadata), "metadata", "an MLAMetadata or None", type(metadata).__name__)
     end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
     check(0 <= split <= end <= num_tokens, "metadata", f"0 <= num_decode_tokens <= num_actual_tokens <= {num_tokens}",
           f"{split} and {end}")  # fmt: skip
@@ -722,16 +799,18 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor) -> None
     check(metadata.slot_mapping.shape[0] >= end, "metadata.slot_mapping", f"at least {end} slots",
           metadata.slot_mapping.shape[0])  # fmt: skip
     check_decode_plan(metadata.decode, split, device)
+    check(metadata.num_decodes == metadata.decode.seq_lens.shape[0], "metadata.num_decodes",
+          f"the {metadata.decode.seq_lens.shape[0]} requests of metadata.decode", metadata.num_decodes)  # fmt: skip
     check_tensor("metadata.prefill.block_table", prefill.block_table, ("B", "W"), int32, device)
     requests = prefill.block_table.shape[0]
     check_tensor("metadata.prefill.query_start_loc", prefill.query_start_loc, (requests + 1,), int32, device)
     for chunk in prefill.context_chunks:
         check_tensor("metadata.prefill.context_chunks.starts", chunk.starts, (requests,), int32, device)
         check_tensor("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, (requests + 1,), int32, device)
-    if device.type != "cpu":
+    if device.type != "cpu" or torch.compiler.is_compiling():
         return
     num_blocks, block_size, _ = kv_cache.shape
-    check_slots(metadata.slot_mapping[:end], num_blocks * block_size)
+    check_slots(metadata.slot_mapping[:end], num_blocks * block_size, "metadata.slot_mapping")
     check_decode_values(metadata.decode, split, block_size, num_blocks)
     check_offsets("metadata.prefill.query_start_loc", prefill.query_start_loc, end - split)
     for chunk in prefill.context_chunks:
@@ -740,4 +819,4 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor) -> None
         earliest = min(first, default=0)
         check(earliest >= 0, "metadata.prefill.context_chunks.starts", "values >= 0", earliest)
         ends = (start + length if length else 0 for start, length in zip(first, lengths, strict=True))
-        check_blocks(prefill.block_table, ends, block_size, num_blocks)
+        check_blocks(prefill.block_table, ends, block_size, num_blocks, "metadata.prefill.block_table")

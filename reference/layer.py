@@ -12,10 +12,20 @@ from torch import Tensor, nn
 
 from .cache import concat_and_cache_mla
 from .decode import mla_decode
-from .interfaces import MLAConfig, MLAMetadata, check, check_cache, check_step, check_tensor, wide_dtype
+from .interfaces import (
+    MLAConfig,
+    MLAMetadata,
+    UnsupportedConfiguration,
+    check_forward_attention,
+    check_norm,
+    check_projections,
+    check_step,
+    check_tensor,
+    wide_dtype,
+)
 from .prefill import forward_prefill
 from .rope import apply_rope
-from .weights import absorb, dense_weight, expand_kv, latent_to_value, query_to_latent, split_kv_b_proj
+from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
@@ -39,12 +49,12 @@ class MLAAttention(nn.Module):
     Args:
         config: dims, epsilon, rotary parameters.
         kv_a_proj_with_mqa: H -> Lkv + R.
-        kv_a_norm_weight: [Lkv].
+        kv_a_layernorm: RMS norm with a weight [Lkv]; its epsilon is the config's.
         kv_b_proj: Lkv -> N (P + V).
         o_proj: N V -> H.
         q_proj: H -> N (P + R), where the config has no q_lora_rank.
         q_a_proj: H -> Lq, where it has one.
-        q_a_norm_weight: [Lq], likewise.
+        q_a_layernorm: RMS norm with a weight [Lq], likewise.
         q_b_proj: Lq -> N (P + R), likewise.
         workspace_tokens: context tokens expanded at once, for the memory-profile run (`metadata=None`).
     """
@@ -53,27 +63,24 @@ class MLAAttention(nn.Module):
         self,
         config: MLAConfig,
         kv_a_proj_with_mqa: nn.Module,
-        kv_a_norm_weight: Tensor,
+        kv_a_layernorm: nn.Module,
         kv_b_proj: nn.Module,
         o_proj: nn.Module,
         q_proj: nn.Module | None = None,
         q_a_proj: nn.Module | None = None,
-        q_a_norm_weight: Tensor | None = None,
+        q_a_layernorm: nn.Module | None = None,
         q_b_proj: nn.Module | None = None,
         workspace_tokens: int = 8192,
     ):
         super().__init__()
-        low_rank = (q_a_proj, q_a_norm_weight, q_b_proj)
-        given = "q_proj" if q_proj is not None else "q_a_proj, q_a_norm_weight, q_b_proj"
-        wanted = "q_proj alone" if config.q_lora_rank is None else "q_a_proj, q_a_norm_weight and q_b_proj"
-        fits = (q_proj is not None and not any(m is not None for m in low_rank)) if config.q_lora_rank is None else (
-            q_proj is None and all(m is not None for m in low_rank)
-        )  # fmt: skip
-        check(fits, "q_proj", f"{wanted} for q_lora_rank {config.q_lora_rank}", given)
+        check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
+        check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
+        if q_a_layernorm is not None:
+            check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
         self.config = config
         self.q_proj, self.q_a_proj, self.q_b_proj = q_proj, q_a_proj, q_b_proj
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
-        self.q_a_norm_weight, self.kv_a_norm_weight = q_a_norm_weight, kv_a_norm_weight
+        self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
         self.workspace_tokens = workspace_tokens
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self.refresh_weights()
@@ -89,18 +96,21 @@ class MLAAttention(nn.Module):
         Raises:
             UnsupportedConfiguration: as `MLAConfig.from_hf`.
         """
+        if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
+            wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
+            raise UnsupportedConfiguration([f"{wanted}, got {type(module).__name__}"])
         config = MLAConfig.from_hf(module.config)
         config = dataclasses.replace(config, latent_norm_eps=module.kv_a_layernorm.variance_epsilon)
         low_rank = config.q_lora_rank is not None
         return cls(
             config,
             kv_a_proj_with_mqa=module.kv_a_proj_with_mqa,
-            kv_a_norm_weight=module.kv_a_layernorm.weight,
+            kv_a_layernorm=module.kv_a_layernorm,
             kv_b_proj=module.kv_b_proj,
             o_proj=module.o_proj,
             q_proj=None if low_rank else module.q_proj,
             q_a_proj=module.q_a_proj if low_rank else None,
-            q_a_norm_weight=module.q_a_layernorm.weight if low_rank else None,
+            q_a_layernorm=module.q_a_layernorm if low_rank else None,
             q_b_proj=module.q_b_proj if low_rank else None,
             **options,
         )
@@ -108,14 +118,15 @@ class MLAAttention(nn.Module):
     def refresh_weights(self) -> None:
         """Read kv_b_proj again after its weights changed, in place where the shape stands.
 
-        Needed only where the weight had to be recovered (a quantised or wrapped linear); the parameter of a plain
-        linear is used as it is.
+        Needed only where the weight had to be recovered (a quantised, wrapped or hooked linear); the parameter of a
+        plain linear is used as it is.
         """
-        weight = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, self.kv_a_norm_weight.dtype)
-        held = self.recovered_kv_b_weight
-        if weight.data_ptr() == next(self.kv_b_proj.parameters(), weight.new_empty(0)).data_ptr():
+        dtype = self.kv_a_layernorm.weight.dtype
+        if is_plain_linear(self.kv_b_proj, dtype):
             self.recovered_kv_b_weight = None
-        elif held is not None and held.device == weight.device and held.dtype == weight.dtype:
+            return
+        weight, held = dense_weight(self.kv_b_proj, self.config.kv_lora_rank, dtype), self.recovered_kv_b_weight
+        if held is not None and held.device == weight.device and held.dtype == weight.dtype:
             held.copy_(weight)
         else:
             self.recovered_kv_b_weight = weight
@@ -128,6 +139,7 @@ class MLAAttention(nn.Module):
         c = self.config
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
+    @torch.no_grad()
     def forward(
         self,
         hidden_states: Float[Tensor, "T H"],
@@ -149,7 +161,7 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: arguments that do not fit, before the cache is written.
         """
-        weight = self.kv_a_norm_weight
+        weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
         q, kv_c_normed, k_pe = self.project(hidden_states, positions)
         output = q.new_empty(q.shape[0], self.config.num_heads, self.config.v_head_dim)
@@ -168,13 +180,14 @@ class MLAAttention(nn.Module):
         if self.q_proj is not None:
             q = self.q_proj(hidden_states)
         else:
-            q = self.q_b_proj(rms_norm(self.q_a_proj(hidden_states), self.q_a_norm_weight, c.latent_norm_eps))
+            q = self.q_b_proj(rms_norm(self.q_a_proj(hidden_states), self.q_a_layernorm.weight, c.latent_norm_eps))
         q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=c.num_heads)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         kv_c, k_pe = self.kv_a_proj_with_mqa(hidden_states).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         q_pe, k_pe = apply_rope(positions, q_pe, k_pe, c.rope)
-        return torch.cat((q_nope, q_pe), dim=-1), rms_norm(kv_c, self.kv_a_norm_weight, c.latent_norm_eps), k_pe
+        return torch.cat((q_nope, q_pe), dim=-1), rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps), k_pe
 
+    @torch.no_grad()
     def forward_attention(
         self,
         q: Float[Tensor, "T N D"],
@@ -199,13 +212,12 @@ class MLAAttention(nn.Module):
         """
         c = self.config
         w_uk, w_uv = self.up_projections()
+        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output)
         if metadata is None:
-            expand_kv(kv_c_normed.new_zeros(self.workspace_tokens, c.kv_lora_rank), w_uk, w_uv)
+            context = q.new_zeros(self.workspace_tokens, c.head_size)
+            expand_kv(context[:, : c.kv_lora_rank], w_uk, w_uv)
             output.zero_()
             return
-        check_tensor("q", q, ("T", c.num_heads, c.qk_head_dim))
-        check_tensor("output", output, (q.shape[0], c.num_heads, c.v_head_dim), (q.dtype,), q.device)
-        check_cache(kv_cache, c.head_size, q.dtype, q.device)
         check_step(metadata, q.shape[0], kv_cache)
 
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens

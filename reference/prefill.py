@@ -106,9 +106,11 @@ def forward_prefill(
     latent = kv_c_normed.shape[1]
     k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
     state = run_prefill_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale)
+    del k_nope, v
     for chunk in metadata.context_chunks:
         context = gather(kv_cache, metadata, chunk)
         k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv)
         piece = run_prefill_context_chunk(q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale)
+        del k_nope, v, context  # before the next chunk is expanded: one chunk's expansion lives at a time
         state = merge_attn_states(piece, state)
     return AttentionState(state.out.to(q.dtype), state.lse)

@@ -27,7 +27,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
         dtype: float32 as every published implementation, or float64.
     """
     check(dim % 2 == 0, "dim", "an even number", dim)
-    exponents = torch.arange(0, dim, 2, dtype=dtype) / dim
+    exponents = torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim
     frequencies = 1.0 / (rope.theta**exponents)
     yarn = rope.yarn
     if yarn is None or dim == 0:
@@ -39,7 +39,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
 
     low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
     high = min(math.ceil(pair_that_turns(yarn.beta_slow)), dim - 1)
-    ramp = (torch.arange(dim // 2, dtype=dtype) - low) / ((high - low) or 0.001)
+    ramp = (torch.arange(dim // 2, dtype=dtype, device="cpu") - low) / ((high - low) or 0.001)
     stretched = ramp.clamp(0, 1)  # 0: as trained, 1: divided by the factor
     return frequencies / yarn.factor * stretched + frequencies * (1 - stretched)
 

@@ -16,6 +16,7 @@ from .interfaces import (
     MLAMetadata,
     PrefillMetadata,
     check,
+    check_prefill_lengths,
     check_tensor,
     chunked_prefill_workspace_size,
 )
@@ -62,8 +63,8 @@ def plan_context_chunks(
         starts = [start if piece else 0 for piece in pieces]
         chunks.append(
             ContextChunk(
-                starts=torch.tensor(starts, dtype=torch.int32),
-                cu_seq_lens=torch.tensor(offsets, dtype=torch.int32),
+                starts=torch.tensor(starts, dtype=torch.int32, device="cpu"),
+                cu_seq_lens=torch.tensor(offsets, dtype=torch.int32, device="cpu"),
                 num_tokens=offsets[-1],
                 max_seq_len=max(pieces),
             )
@@ -86,9 +87,11 @@ def build_mla_metadata(
         The plan, its tensors on the device of `common`.
 
     Raises:
-        ValueError: `decode_threshold` below 1; a workspace that is too small.
+        ValueError: `decode_threshold` below 1; a workspace that is too small; a padding row (S = 0 < Sq) that
+            does not stand among the decodes.
     """
     decodes, _, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold)
+    check_prefill_lengths(common, decodes)
     device = common.block_table.device
     starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
     query_lens = [end - start for start, end in itertools.pairwise(starts)]

@@ -15,17 +15,32 @@ from torch import Tensor, nn
 from .interfaces import check, check_tensor
 
 
+def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a linear's product is its plain parameter of `dtype` and nothing else: no subclass, wrapper or hook."""
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or linear.weight.dtype != dtype:
+        return False
+    return not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
+
+
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
     """The weight of a linear module, however it is stored.
 
     A plain `nn.Linear` of `dtype` gives its own parameter, detached: no copy, and later in-place changes are seen.
-    Anything else (quantised, wrapped) is recovered through the identity: the rows of W^T are what it makes of
-    the unit vectors.
+    Anything else (quantised, wrapped, hooked) is recovered through the identity: the rows of W^T are what it makes
+    of the unit vectors.
+
+    Args:
+        linear: takes [.., Lkv], in whatever form.
+        in_features: Lkv.
+        dtype: of the result, and of the unit vectors.
+
+    Returns:
+        [out, Lkv].
 
     Raises:
         ValueError: the module has a bias, or does not return [Lkv, out] for the identity.
     """
-    if type(linear) is nn.Linear and linear.weight.dtype == dtype:
+    if is_plain_linear(linear, dtype):
         check(linear.bias is None, "linear", "no bias", "a bias")
         return linear.weight.detach()
     device = next((t.device for t in (*linear.parameters(), *linear.buffers())), torch.device("cpu"))

@@ -135,7 +135,7 @@ def make_weights(config: MLAConfig, dtype: torch.dtype) -> dict[str, Tensor]:
         shapes["q_a_proj"] = (c.q_lora_rank, c.hidden_size)
         shapes["q_b_proj"] = (c.num_heads * c.qk_head_dim, c.q_lora_rank)
     weights = {name: (torch.randn(*s, dtype=torch.float64) * s[1] ** -0.5).to(dtype) for name, s in shapes.items()}
-    for name, width in (("kv_a_norm_weight", c.kv_lora_rank), ("q_a_norm_weight", c.q_lora_rank)):
+    for name, width in (("kv_a_layernorm", c.kv_lora_rank), ("q_a_layernorm", c.q_lora_rank)):
         if width is not None:
             weights[name] = (1 + 0.3 * torch.randn(width, dtype=torch.float64)).to(dtype)
     return weights
@@ -148,10 +148,17 @@ def linear(weight: Tensor) -> nn.Linear:
     return module
 
 
+def norm(weight: Tensor) -> nn.RMSNorm:
+    """A norm module around a weight; its own epsilon is one that nobody may use."""
+    module = nn.RMSNorm(weight.shape[0], eps=0.5, dtype=weight.dtype)
+    module.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    return module
+
+
 def make_layer(ops, config: MLAConfig, weights: dict[str, Tensor], dtype: torch.dtype, **options):
     """A layer of either wing over those weights."""
     cast = {name: weight.to(dtype) for name, weight in weights.items()}
-    given = {name: linear(weight) if weight.dim() == 2 else weight for name, weight in cast.items()}
+    given = {name: linear(weight) if weight.dim() == 2 else norm(weight) for name, weight in cast.items()}
     return ops.MLAAttention(config, **given, **options)
 
 
@@ -242,17 +249,17 @@ def oracle_layer(config: MLAConfig, weights: dict[str, Tensor], hidden: Tensor) 
     c, w = config, {name: weight.double() for name, weight in weights.items()}
     x, positions = hidden.double(), torch.arange(hidden.shape[0])
 
-    def norm(y, weight):
+    def normed(y, weight):
         return weight * y / (y.pow(2).sum(-1, keepdim=True) / y.shape[-1] + c.latent_norm_eps).sqrt()
 
     if c.q_lora_rank is None:
         q = x @ w["q_proj"].T
     else:
-        q = norm(x @ w["q_a_proj"].T, w["q_a_norm_weight"]) @ w["q_b_proj"].T
+        q = normed(x @ w["q_a_proj"].T, w["q_a_layernorm"]) @ w["q_b_proj"].T
     q = q.view(-1, c.num_heads, c.qk_head_dim)
     q = torch.cat((q[..., : c.qk_nope_head_dim], oracle_rope(q[..., c.qk_nope_head_dim :], positions, c)), -1)
     down = x @ w["kv_a_proj_with_mqa"].T
-    latent = norm(down[:, : c.kv_lora_rank], w["kv_a_norm_weight"])
+    latent = normed(down[:, : c.kv_lora_rank], w["kv_a_layernorm"])
     k_pe = oracle_rope(down[:, c.kv_lora_rank :], positions, c)
     kv = (latent @ w["kv_b_proj"].T).view(-1, c.num_heads, c.qk_nope_head_dim + c.v_head_dim)
     k = torch.cat((kv[..., : c.qk_nope_head_dim], k_pe[:, None].expand(-1, c.num_heads, -1)), -1)

@@ -46,7 +46,6 @@ def test_every_op_has_a_cpu_kernel():
         (dict(head_dims=(("kv_lora_rank", 256),)), "narrow: serves kv_lora_rank in (512,), got 256"),
         (dict(block_size=7), "narrow: serves block sizes (64,), got 7"),
         (dict(query_lens=QueryLenSupport.VARLEN), "narrow: serves query lengths uniform, got varlen"),
-        (dict(scheduled=True), "narrow: runs no decode schedule"),
     ],
 )
 def test_reasons(change, reason):
@@ -101,14 +100,48 @@ def decode_arguments():
     )
 
 
-def test_an_explicit_request_is_never_replaced(plain_errors):
-    """A kernel set that cannot serve raises at the call, from functions and from the layer; nothing is written."""
+def test_schedule_changes_no_value(ops):
+    """It is a plan of time: the bits are those without it."""
     q, k_pe, cache, plan, scale = decode_arguments()
     schedule = DecodeSchedule(integers(0, 0, 0, 1, 0).view(1, 5), integers(0, 1, 2))
-    with pytest.raises(UnsupportedConfiguration, match="^cpu: runs no decode schedule$"):
-        fast.mla_decode(q, k_pe, cache, plan, scale, schedule, backend="cpu")
-    with pytest.raises(UnsupportedConfiguration, match="runs no decode schedule"):
-        fast.mla_decode(q, k_pe, cache, plan, scale, schedule)
+    with_schedule, without = (
+        ops.mla_decode(q, k_pe, cache, plan, scale, schedule),
+        ops.mla_decode(q, k_pe, cache, plan, scale),
+    )
+    assert torch.equal(with_schedule.out, without.out) and torch.equal(with_schedule.lse, without.lse)
+
+
+@pytest.mark.parametrize(
+    "lens, wanted",
+    [((1, 1, 1), "SINGLE_ONLY"), ((0, 1), "VARLEN"), ((2, 2), "UNIFORM"), ((1, 3), "VARLEN"), ((2, 2, 0), "VARLEN")],
+)
+def test_query_lens_of(lens, wanted):
+    """A batch is uniform only where every request is as long as the bound; a length of 0 breaks it."""
+    assert backends.query_lens_of(sum(lens), len(lens), max(lens)).name == wanted
+
+
+def test_layer_refuses_an_unknown_backend():
+    with pytest.raises(ValueError, match="^backend: expected one of cpu, got nosuch$"):
+        make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend="nosuch")
+
+
+def test_prefill_passes_the_backend_to_its_gather(monkeypatch):
+    """Every op of a layer goes to the kernel set that was asked for."""
+    asked = []
+    right = backends.select
+    monkeypatch.setattr(backends, "select", lambda request, name=None: asked.append(name) or right(request, name))
+    batch = make_batch([3], [20])
+    entries = make_entries(batch, DIRECT.head_size, torch.float32)
+    layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend="cpu")
+    plan = fast.build_mla_metadata(batch.common, 16, 16)
+    assert plan.prefill.context_chunks
+    layer(torch.randn(3, DIRECT.hidden_size), torch.arange(17, 20), make_cache(batch, entries, 32, torch.float32), plan)
+    assert len(asked) >= 5 and set(asked) == {"cpu"}
+
+
+def test_an_explicit_request_is_never_replaced(plain_errors):
+    """A kernel set that cannot serve raises at the call; nothing is written."""
+    q, k_pe, cache, plan, scale = decode_arguments()
     calls = [
         lambda: fast.mla_decode(q, k_pe, cache, plan, scale, backend="nosuch"),
         lambda: fast.concat_and_cache_mla(q[:, 0], k_pe[:, 0], cache, torch.tensor([0, 1]), backend="nosuch"),
@@ -123,11 +156,6 @@ def test_an_explicit_request_is_never_replaced(plain_errors):
     for call in calls:
         with pytest.raises(ValueError, match="^backend: expected one of .*, got nosuch$"):
             call()
-    weights = make_weights(DIRECT, torch.float32)
-    layer = make_layer(fast, DIRECT, weights, torch.float32, backend="nosuch")
-    step = fast.build_mla_metadata(make_batch([1], [1]).common, 16, 64)
-    with pytest.raises(ValueError, match="^backend: expected one of .*, got nosuch$"):
-        layer(torch.randn(1, DIRECT.hidden_size), torch.arange(1), cache, step)
     assert_same_bits(cache, before)
 
 

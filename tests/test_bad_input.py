@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reference
-from reference.interfaces import AttentionState, CommonAttentionMetadata, PrefillMetadata
+from reference.interfaces import AttentionState, CommonAttentionMetadata, DecodeMetadata, PrefillMetadata
 
 from .factories import (
     DIRECT,
@@ -218,12 +218,12 @@ BAD = [
     ("mla_decode", "kv_cache", half, "kv_cache"),
     ("mla_decode", "metadata", field("seq_lens", int64), "metadata.seq_lens"),
     ("mla_decode", "metadata", field("block_table", short), "metadata.block_table"),
-    ("mla_decode", "metadata", field("block_table", put((1, 2), 99)), "block_table"),
-    ("mla_decode", "metadata", field("block_table", put((1, 2), -1)), "block_table"),
+    ("mla_decode", "metadata", field("block_table", put((1, 2), 99)), "metadata.block_table"),
+    ("mla_decode", "metadata", field("block_table", put((1, 2), -1)), "metadata.block_table"),
     ("mla_decode", "metadata", field("query_start_loc", short), "metadata.query_start_loc"),
     ("mla_decode", "metadata", field("query_start_loc", put(1, 5)), "metadata.query_start_loc"),
     ("mla_decode", "metadata", field("query_start_loc", put(3, 5)), "metadata.query_start_loc"),
-    ("mla_decode", "metadata", field("seq_lens", put(2, 2)), "seq_lens"),
+    ("mla_decode", "metadata", field("seq_lens", put(2, 2)), "metadata.visible_lens"),
     ("mla_decode", "metadata", field("visible_lens", short), "metadata.visible_lens"),
     ("mla_decode", "metadata", field("visible_lens", int64), "metadata.visible_lens"),
     ("mla_decode", "metadata", field("visible_lens", put(0, 21)), "metadata.visible_lens"),
@@ -310,11 +310,11 @@ GOOD = dict(
         ("query_start_loc_cpu", int64, "query_start_loc_cpu"),
         ("query_start_loc_cpu", meta, "query_start_loc_cpu"),
         ("query_start_loc_cpu", lambda t: t[:0], "query_start_loc_cpu"),
-        ("query_start_loc_cpu", lambda t: integers(0, 3, 1), "query_start_loc"),
-        ("query_start_loc_cpu", lambda t: integers(1, 1, 3), "query_start_loc"),
+        ("query_start_loc_cpu", lambda t: integers(0, 3, 1), "query_start_loc_cpu"),
+        ("query_start_loc_cpu", lambda t: integers(1, 1, 3), "query_start_loc_cpu"),
         ("seq_lens_cpu", short, "seq_lens_cpu"),
         ("seq_lens_cpu", int64, "seq_lens_cpu"),
-        ("seq_lens_cpu", put(1, 1), "seq_lens"),
+        ("seq_lens_cpu", put(1, 1), "seq_lens_cpu"),
         ("block_table", short, "block_table"),
         ("block_table", int64, "block_table"),
         ("slot_mapping", torch.Tensor.int, "slot_mapping"),
@@ -432,7 +432,7 @@ def test_layer_refuses(ops, which, change, named):
 
 @pytest.mark.parametrize(
     "which, change, named",
-    [(0, short, "kv_c_normed"), (0, narrow, "q"), (1, short, "k_pe"), (1, half, "k_pe"),
+    [(0, short, "kv_c_normed"), (0, narrow, "q"), (1, short, "kv_c_normed"), (1, half, "kv_c_normed"),
      (2, short, "k_pe"), (2, half, "k_pe"), (4, narrow, "output"), (4, half, "output")],
 )  # fmt: skip
 def test_layer_attention_refuses(ops, which, change, named):
@@ -442,9 +442,56 @@ def test_layer_attention_refuses(ops, which, change, named):
     output = torch.zeros(14, DIRECT.num_heads, DIRECT.v_head_dim)
     given = [q, kv_c, k_pe, cache, output]
     given[which] = change(given[which])
-    if which == 0 and change is short:
-        named = "output"
     refuses(lambda: layer.forward_attention(*given[:4], plan, given[4]), named, cache, output)
+
+
+def test_decode_takes_fewer_keys_than_queries(ops):
+    """Under context parallelism a rank holds fewer keys of a request than its query is long; the mask is data."""
+    cache = torch.randn(2, 4, 10)
+    plan = DecodeMetadata(integers(0)[:, None], integers(1), offsets([2]), 2, integers(0, 1))
+    state = ops.mla_decode(torch.randn(2, 3, 8), torch.randn(2, 3, 2), cache, plan, 0.3)
+    assert (state.out[0] == 0).all() and (state.lse[:, 0] == -torch.inf).all()
+    assert_same_bits(state.out[1], cache[0, 0, :8].expand(3, -1))
+
+
+def test_out_dtype_decides_the_lse(ops):
+    """State law: lse is float64 where out is, float32 otherwise, so that every result merges."""
+    q, k, v, starts = torch.randn(4, 2, 6), torch.randn(4, 2, 6), torch.randn(4, 2, 5), offsets([4])
+    for dtype in (torch.float32, torch.float64):
+        for out_dtype in (torch.float32, torch.float64):
+            state = ops.flash_attn_varlen(
+                q.to(dtype), k.to(dtype), v.to(dtype), starts, starts, 4, 4, 0.4, True, out_dtype
+            )
+            assert (state.out.dtype, state.lse.dtype) == (out_dtype, out_dtype)
+            ops.merge_attn_states(state, state)
+
+
+def test_overlapping_views_are_no_two_caches(ops):
+    """Blocks are copied between two caches or within one, never between views that overlap."""
+    cache = torch.randn(6, 2, 3)
+    refuses(lambda: ops.swap_blocks(cache[:4], cache[1:5], torch.tensor([[0, 1]])), "target", cache)
+
+
+@pytest.mark.parametrize("device", ["meta"])
+def test_default_device_moves_no_plan(ops, device):
+    """Plans and frequencies are made on the CPU whatever the default device is."""
+    batch = make_batch([1, 3], [20, 33])
+    torch.set_default_device(device)
+    try:
+        plan = ops.build_mla_metadata(batch.common, 16, 64)
+        cos, _ = ops.rotary_cos_sin(torch.arange(4, device="cpu"), DIRECT.rope, 8, torch.float32)
+    finally:
+        torch.set_default_device(None)
+    assert plan.prefill.context_chunks[0].starts.device.type == cos.device.type == "cpu"
+
+
+def test_layer_leaves_no_graph(ops):
+    """Inference only: with parameters that require gradients, neither cache nor output joins a graph."""
+    layer, hidden, positions, cache, plan = step_inputs(ops)
+    for parameter in layer.parameters():
+        parameter.requires_grad_(True)
+    output = layer(hidden, positions, cache, plan)
+    assert not output.requires_grad and not cache.requires_grad
 
 
 def test_empty_batches_are_legal(ops):

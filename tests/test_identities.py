@@ -33,6 +33,7 @@ from .factories import (
     make_layer,
     make_up_projections,
     make_weights,
+    norm,
     offsets,
     oracle_attention,
     oracle_layer,
@@ -473,10 +474,10 @@ def test_rms_norm(ops):
 
 def test_layer_constructor_refuses(ops, plain_errors):
     weights = make_weights(DIRECT, F64)
-    modules = {name: linear(w) if w.dim() == 2 else w for name, w in weights.items()}
-    with pytest.raises(ValueError, match="^q_proj: expected q_proj alone for q_lora_rank None, got q_a_proj, .*$"):
+    modules = {name: linear(w) if w.dim() == 2 else norm(w) for name, w in weights.items()}
+    with pytest.raises(ValueError, match="^q_proj: expected q_proj for q_lora_rank None, got None$"):
         ops.MLAAttention(DIRECT, **(modules | {"q_proj": None}))
-    with pytest.raises(ValueError, match="^q_proj: expected q_a_proj, .* for q_lora_rank 20, got q_proj$"):
+    with pytest.raises(ValueError, match="^q_proj: expected q_a_proj, q_a_layernorm, q_b_proj for .* 20, got q_proj$"):
         ops.MLAAttention(LOW_RANK, **modules)
 
 

@@ -10,7 +10,16 @@ import fast
 import reference
 from fast.parity import compare
 
-from .factories import CONFIGS, assert_close64, assert_same_bits, linear, make_layer, make_up_projections, make_weights
+from .factories import (
+    CONFIGS,
+    assert_close64,
+    assert_same_bits,
+    linear,
+    make_layer,
+    make_up_projections,
+    make_weights,
+    norm,
+)
 
 
 class Int8Linear(nn.Module):
@@ -122,7 +131,7 @@ def test_refresh_in_place(ops):
     doubled, _ = ops.split_kv_b_proj(2 * weights["kv_b_proj"], 3, 12, 10)
     assert_same_bits(w_uk, doubled)
 
-    modules = {name: linear(w) if w.dim() == 2 else w for name, w in weights.items()}
+    modules = {name: linear(w) if w.dim() == 2 else norm(w) for name, w in weights.items()}
     layer = ops.MLAAttention(config, **(modules | {"kv_b_proj": Int8Linear(weights["kv_b_proj"])}))
     held = layer.recovered_kv_b_weight
     address = held.data_ptr()
@@ -131,3 +140,61 @@ def test_refresh_in_place(ops):
     layer.refresh_weights()
     assert layer.recovered_kv_b_weight.data_ptr() == address
     assert_same_bits(held, 2 * before)
+
+
+class Doubling(torch.Tensor):
+    """A tensor subclass that claims the dtype of its data, as torchao's quantised weights do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        plain = [arg.as_subclass(torch.Tensor) * 2 if isinstance(arg, cls) else arg for arg in args]
+        return function(*plain, **(kwargs or {}))
+
+
+def doubled(w):
+    module = linear(w)
+    del module.weight
+    module.weight = w.as_subclass(Doubling)
+    return module
+
+
+def hooked(w):
+    module = linear(w)
+    module.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return module
+
+
+def replaced(w):
+    module = linear(w)
+    module.forward = lambda x: 2 * torch.nn.functional.linear(x, w)
+    return module
+
+
+@pytest.mark.parametrize("wrap", [doubled, hooked, replaced])
+def test_a_linear_that_is_more_than_its_parameter_is_recovered(ops, wrap, plain_errors):
+    """A subclassed weight, a hook or a replaced forward: what counts is the product, not what .weight says."""
+    weight = torch.randn(10, 6)
+    module = wrap(weight)
+    assert not ops.is_plain_linear(module, torch.float32)
+    assert_same_bits(ops.dense_weight(module, 6, torch.float32), 2 * weight)
+    assert ops.is_plain_linear(linear(weight), torch.float32)
+
+
+def test_layer_reads_norms_that_were_replaced(ops):
+    """load_state_dict(assign=True) puts another parameter in place; the layer computes with that one."""
+    config = CONFIGS["direct"]
+    layer = make_layer(ops, config, make_weights(config, torch.float32), torch.float32)
+    hidden, positions = torch.randn(2, config.hidden_size), torch.arange(2)
+    before = layer.project(hidden, positions)[1]
+    layer.kv_a_layernorm.weight = nn.Parameter(2 * layer.kv_a_layernorm.weight.detach())
+    assert_same_bits(layer.project(hidden, positions)[1], 2 * before)
+
+
+def test_layer_refuses_a_hooked_norm(ops, plain_errors):
+    """Its weight is read and its forward is not called, so a hook would be passed by."""
+    config = CONFIGS["direct"]
+    weights = make_weights(config, torch.float32)
+    modules = {name: linear(w) if w.dim() == 2 else norm(w) for name, w in weights.items()}
+    modules["kv_a_layernorm"].register_forward_hook(lambda module, inputs, output: output)
+    with pytest.raises(ValueError, match="^kv_a_layernorm: expected a module without hooks, got one with"):
+        ops.MLAAttention(config, **modules)

@@ -18,7 +18,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3Model
 
 import fast
-from reference.interfaces import FLOAT_DTYPES, MLAMetadata, UnsupportedConfiguration, check, check_tensor
+from reference.interfaces import MLAMetadata, UnsupportedConfiguration, check, check_tensor
 
 from .cache import BatchRecord, LatentCacheLayer, latent_layers
 
@@ -135,6 +135,8 @@ class ModelAdapter:
         Raises:
             ValueError: what cannot be served, in one line, before anything is written.
         """
+        if len(args) > len(ARGUMENTS):
+            raise TypeError(f"model: expected at most {len(ARGUMENTS)} positional arguments, got {len(args)}")
         kwargs.update(zip(ARGUMENTS, args, strict=False))
         self.refuse(kwargs)
         inputs = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
@@ -171,6 +173,8 @@ class ModelAdapter:
         config = self.base.config
         training = self.base.training or any(layer.self_attn.training for layer in self.base.layers)
         check(not training, "model", "eval mode (inference only)", "training mode")
+        autocast = torch.is_autocast_enabled(self.base.device.type)
+        check(not autocast, "model", "its own dtype (no autocast: the cache has one dtype)", "autocast")
         asked = kwargs.get("output_attentions")
         check(not (config.output_attentions if asked is None else asked), "output_attentions",
               "False (no attention weights are ever formed)", "True")  # fmt: skip
@@ -196,8 +200,11 @@ class ModelAdapter:
         check_tensor("position_ids", positions, tuple(inputs.shape[:2]), (torch.int64, torch.int32), inputs.device)
         for index, (layer, kv_cache) in enumerate(zip(layers, kv_caches, strict=True)):
             shape = ("num_blocks", "block_size") if index == 0 else tuple(kv_caches[0].shape[:2])
-            head_size, _, device = entry_of(layer.self_attn)
-            check_tensor(f"mla_kv_caches[{index}]", kv_cache, (*shape, head_size), FLOAT_DTYPES, device)
+            head_size, dtype, device = entry_of(layer.self_attn)
+            check_tensor(f"mla_kv_caches[{index}]", kv_cache, (*shape, head_size), (dtype,), device)
+        starts = {kv_cache.data_ptr() for kv_cache in kv_caches}
+        check(kv_caches[0].numel() == 0 or len(starts) == len(kv_caches), "mla_kv_caches", "a cache of its own a layer",
+              "one tensor for several layers")  # fmt: skip
         return Step(metadata, positions[0], None, kv_caches)
 
     def plan_padded(
@@ -222,7 +229,7 @@ class ModelAdapter:
         rows, queries = positions.shape
         device = positions.device
         tokens = None
-        counts = torch.full((rows,), queries, dtype=torch.int32)
+        counts = torch.full((rows,), queries, dtype=torch.int32, device="cpu")
         if mask is not None:
             new = mask[:, record.length :]
             counts = new.sum(1, dtype=torch.int32)
@@ -230,7 +237,7 @@ class ModelAdapter:
                 tokens = new.flatten().nonzero().squeeze(1).to(device)
         positions = positions.flatten() if tokens is None else positions.flatten()[tokens]
 
-        starts = torch.zeros(rows + 1, dtype=torch.int32)
+        starts = torch.zeros(rows + 1, dtype=torch.int32, device="cpu")
         starts[1:] = counts.cumsum(0)
         lens = record.lens + counts if record.length else counts
         table = record.reserve(rows, max(lens.tolist(), default=0))

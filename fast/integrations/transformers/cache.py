@@ -37,9 +37,9 @@ class BatchRecord:
     def clear(self) -> None:
         """Forget everything, the shape of the batch included."""
         self.rows, self.length, self.width = 0, 0, 0
-        self.lens: Int32[Tensor, " B"] = torch.zeros(0, dtype=torch.int32)
+        self.lens: Int32[Tensor, " B"] = torch.zeros(0, dtype=torch.int32, device="cpu")
         self.mask: Bool[Tensor, "B length"] | None = None
-        self.block_table: Int32[Tensor, "B W"] = torch.zeros(0, 0, dtype=torch.int32)
+        self.block_table: Int32[Tensor, "B W"] = torch.zeros(0, 0, dtype=torch.int32, device="cpu")
 
     def reserve(self, rows: int, tokens: int) -> Int32[Tensor, "B W"]:
         """Block table for `rows` rows of at most `tokens` real tokens; W at least doubles where it must grow."""
@@ -49,7 +49,7 @@ class BatchRecord:
             width = max(needed, 2 * width)
         self.width = width
         if self.block_table.shape != (rows, width):
-            self.block_table = torch.arange(rows * width, dtype=torch.int32).view(rows, width)
+            self.block_table = torch.arange(rows * width, dtype=torch.int32, device="cpu").view(rows, width)
         return self.block_table
 
     def commit(self, length: int, lens: Int32[Tensor, " B"], mask: Bool[Tensor, "B length"] | None) -> None:
@@ -126,11 +126,11 @@ class LatentCacheLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times in a row."""
-        self._take(torch.arange(self.rows).repeat_interleave(repeats), self.rows * repeats)
+        self._take(torch.arange(self.rows, device="cpu").repeat_interleave(repeats), self.rows * repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (integers or a bool mask)."""
-        chosen = torch.arange(self.rows)[indices.cpu()]
+        chosen = torch.arange(self.rows, device="cpu")[indices.cpu()]
         self._take(chosen, chosen.shape[0])
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:

@@ -43,7 +43,7 @@ def flash_attn_varlen(
     wide = wide_dtype(q.dtype)
     tokens, heads, _ = q.shape
     out = torch.empty(tokens, heads, v.shape[2], dtype=out_dtype, device=q.device)
-    lse = torch.empty(heads, tokens, dtype=wide, device=q.device)
+    lse = torch.empty(heads, tokens, dtype=wide_dtype(out_dtype), device=q.device)
     by_head = q.transpose(0, 1).to(wide)  # [N, T, P + R]
     q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for request in range(len(q_offsets) - 1):

@@ -9,7 +9,7 @@ from reference.interfaces import wide_dtype
 
 from .softmax import OnlineSoftmax
 
-PIECE_BYTES = 2 << 20  # a piece of latents that stays in the second-level cache between its two products
+PIECE_BYTES = 4 << 20  # of latents between their two products: in the last-level cache, and few turns of the loop
 
 
 def mla_decode(
@@ -44,10 +44,11 @@ def mla_decode(
     lse = torch.empty(heads, tokens, dtype=wide, device=ql_nope.device)
     q = torch.cat((ql_nope, q_pe), dim=-1).to(wide)
 
-    piece_blocks = max(1, PIECE_BYTES // (wide.itemsize * block_size * width))
+    offsets, visible, lengths = query_start_loc.tolist(), visible_lens.tolist(), seq_lens.tolist()
+    longest_blocks = -(-max(lengths, default=0) // block_size)
+    piece_blocks = max(1, min(longest_blocks, PIECE_BYTES // (wide.itemsize * block_size * width)))
     pages = _PageReader(kv_cache, piece_blocks, wide)
-    offsets, visible = query_start_loc.tolist(), visible_lens.tolist()
-    for request, length in enumerate(seq_lens.tolist()):
+    for request, length in enumerate(lengths):
         start, end = offsets[request], offsets[request + 1]
         if start == end:
             continue
@@ -61,7 +62,8 @@ def mla_decode(
             # the wide operand first: BLAS runs this shape half again as fast as queries x entries^T
             scores = torch.mm(entries, queries).T.contiguous().mul_(softmax_scale)  # [Sq N, count]
             if shortest < first + count:
-                beyond = torch.arange(first, first + count) >= visible_lens[start:end, None]  # [Sq, count]
+                keys = torch.arange(first, first + count, device=q.device)
+                beyond = keys >= visible_lens[start:end, None]  # [Sq, count]
                 scores.view(end - start, heads, count).masked_fill_(beyond[:, None], -torch.inf)
             softmax.add(scores, entries[:, :latent])
         row_out, row_lse = softmax.finish()

@@ -17,9 +17,8 @@ class OnlineSoftmax:
     """
 
     def __init__(self, shape: tuple[int, ...], value_dim: int, dtype: torch.dtype, device: torch.device):
-        self.largest = torch.full(shape, -torch.inf, dtype=dtype, device=device)
-        self.total = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(*shape, value_dim, dtype=dtype, device=device)
+        self.shape, self.value_dim, self.dtype, self.device = shape, value_dim, dtype, device
+        self.largest = self.total = self.values = None  # until the first piece
 
     def add(self, scores: Tensor, values: Tensor) -> None:
         """Take in one piece of keys.
@@ -28,18 +27,26 @@ class OnlineSoftmax:
             scores: [*shape, n], -inf where masked; overwritten.
             values: [*shape[:-1], n, value_dim].
         """
-        largest = torch.maximum(self.largest, scores.amax(-1))
+        largest = scores.amax(-1)
+        if self.largest is not None:
+            largest = torch.maximum(self.largest, largest)
         shift = largest.masked_fill(largest == -torch.inf, 0)  # a row that saw nothing yet: exp(-inf - 0) = 0
         probabilities = scores.sub_(shift[..., None]).exp_()
-        decay = torch.exp(self.largest - shift)
-        self.total.mul_(decay).add_(probabilities.sum(-1))
-        self.values.mul_(decay[..., None])
-        multiply_add = torch.addmm if self.values.dim() == 2 else torch.baddbmm
-        multiply_add(self.values, probabilities, values, out=self.values)
+        if self.largest is None:
+            self.total, self.values = probabilities.sum(-1), torch.matmul(probabilities, values)
+        else:
+            decay = torch.exp(self.largest - shift)
+            self.total.mul_(decay).add_(probabilities.sum(-1))
+            self.values.mul_(decay[..., None])
+            multiply_add = torch.addmm if self.values.dim() == 2 else torch.baddbmm
+            multiply_add(self.values, probabilities, values, out=self.values)
         self.largest = largest
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Normalised values [*shape, value_dim] and natural-log LSE [*shape]; 0 and -inf for rows that saw nothing."""
+        if self.largest is None:
+            out = torch.zeros(*self.shape, self.value_dim, dtype=self.dtype, device=self.device)
+            return out, torch.full(self.shape, -torch.inf, dtype=self.dtype, device=self.device)
         empty = self.total == 0
         out = self.values.div_(self.total.masked_fill(empty, 1)[..., None])
         return out, self.largest.masked_fill(empty, 0) + self.total.log()
