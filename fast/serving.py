@@ -1,0 +1,379 @@
+"""A small batch loop over one paged latent cache, for the demo and the soak test. It is no inference server.
+
+It shows what a scheduler must hand to MLA attention: requests are admitted first come, first served; each step runs
+the decodes first and fills a token budget with pieces of prompts (chunked prefill); when blocks run out, the youngest
+request gives its blocks back and is computed again later; a finished request frees its blocks. Sampling is greedy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from reference.interfaces import CommonAttentionMetadata, MLAConfig, MLAMetadata, check
+
+UNOWNED = torch.iinfo(torch.int32).max  # a block-table entry past a request's last block: no block has this id
+
+
+class BlockAllocator:
+    """Hands out the blocks of a paged cache from a free list.
+
+    Args:
+        num_blocks: how many there are, at least 1.
+        order: the ids in the order of first use; ascending where None.
+
+    Raises:
+        ValueError: `num_blocks` below 1, or an `order` that is no permutation of the ids.
+    """
+
+    def __init__(self, num_blocks: int, order: Sequence[int] | None = None):
+        check(num_blocks >= 1, "num_blocks", "at least 1", num_blocks)
+        order = list(range(num_blocks) if order is None else order)
+        check(sorted(order) == list(range(num_blocks)), "order", f"a permutation of {num_blocks} blocks", order[:8])
+        self.num_blocks = num_blocks
+        self._free = order[::-1]
+        self._is_free = [True] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated."""
+        return len(self._free)
+
+    @property
+    def free_blocks(self) -> list[int]:
+        """Their ids; the cache's bytes there belong to nobody."""
+        return list(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks.
+
+        Raises:
+            ValueError: fewer are free; none is taken then.
+        """
+        check(0 <= count <= self.num_free, "count", f"at most the {self.num_free} free blocks", count)
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._is_free[block] = False
+        return blocks
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Give blocks back.
+
+        Raises:
+            ValueError: a block that does not exist, is free already or is named twice; none is given back then.
+        """
+        blocks = list(blocks)
+        check(len(set(blocks)) == len(blocks), "blocks", "distinct blocks", blocks)
+        for block in blocks:
+            check(0 <= block < self.num_blocks, "blocks", f"ids in [0, {self.num_blocks})", block)
+            check(not self._is_free[block], "blocks", "blocks that are in use", f"block {block}, which is free")
+        for block in reversed(blocks):
+            self._is_free[block] = True
+            self._free.append(block)
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and what has become of it.
+
+    Attributes:
+        request_id: position in the order of arrival.
+        prompt_ids: the prompt's tokens.
+        max_new_tokens: most tokens to generate.
+        generated_ids: tokens generated so far; an end-of-sequence token is kept.
+        num_computed: leading tokens whose cache entries stand.
+        blocks: the blocks that hold them, in order.
+        num_preemptions: how often the request lost its blocks.
+        finished: nothing more will be generated.
+    """
+
+    request_id: int
+    prompt_ids: list[int]
+    max_new_tokens: int
+    generated_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    finished: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and generated."""
+        return len(self.prompt_ids) + len(self.generated_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known but not in the cache: 1 while decoding; after a preemption, all of them."""
+        return self.num_tokens - self.num_computed
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens [start, end) of prompt and generated together."""
+        return (self.prompt_ids + self.generated_ids)[start:end]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did.
+
+    Attributes:
+        num_tokens: tokens that ran through the model.
+        num_decodes: requests on the absorbed path.
+        num_prefills: requests on the expanded path.
+        num_context_chunks: pieces that the prefills' cached context was cut into.
+        num_generated: tokens sampled.
+        preempted: ids of requests that lost their blocks.
+        finished: ids of requests that finished.
+        num_running: requests running after the step.
+        num_waiting: requests waiting after the step.
+        cache_bytes: resident bytes of latent cache while the step ran.
+    """
+
+    num_tokens: int
+    num_decodes: int
+    num_prefills: int
+    num_context_chunks: int
+    num_generated: int
+    preempted: tuple[int, ...]
+    finished: tuple[int, ...]
+    num_running: int
+    num_waiting: int
+    cache_bytes: int
+
+
+class ServingLoop:
+    """Serves requests together as mixed batches of decodes and prefills.
+
+    Args:
+        model: a causal language model that accepts a packed batch (`fast.integrations.transformers.use_mla`); the
+            cache takes its device and dtype.
+        config: its attention.
+        ops: the module that plans and allocates: `reference`, `fast`, or any other that keeps the contract.
+        num_blocks: blocks of the cache, in each layer.
+        block_size: tokens a block.
+        max_num_seqs: most requests that run at once.
+        token_budget: most tokens in one step; not below `max_num_seqs`, so that every running request can decode.
+        workspace_tokens: context tokens expanded at once; not below one block.
+        decode_threshold: longest query on the absorbed path.
+        eos: token or tokens that end a request, or None.
+        block_order: order in which blocks are first used; ascending where None.
+
+    Raises:
+        ValueError: a number that is too small; nothing has been allocated then.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MLAConfig,
+        ops: ModuleType,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        token_budget: int,
+        workspace_tokens: int,
+        decode_threshold: int = 1,
+        eos: int | Collection[int] | None = None,
+        block_order: Sequence[int] | None = None,
+    ):
+        check(block_size >= 1, "block_size", "at least 1", block_size)
+        check(max_num_seqs >= 1, "max_num_seqs", "at least 1", max_num_seqs)
+        check(token_budget >= max_num_seqs, "token_budget", f"at least max_num_seqs, {max_num_seqs}", token_budget)
+        check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
+        check(workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}",
+              workspace_tokens)  # fmt: skip
+        self.allocator = BlockAllocator(num_blocks, block_order)
+        self.model, self.config, self.ops = model, config, ops
+        self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
+        self.workspace_tokens, self.decode_threshold = workspace_tokens, decode_threshold
+        self.eos = frozenset() if eos is None else frozenset((eos,) if isinstance(eos, int) else eos)
+        self.device, dtype = model.device, model.dtype
+        self.kv_caches = [
+            ops.allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, self.device)
+            for _ in range(model.config.num_hidden_layers)
+        ]
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in the order of arrival
+        self.requests: list[Request] = []
+
+    @property
+    def cache_bytes_in_use(self) -> int:
+        """Resident bytes over all layers: (Lkv + R) x element size x tokens, rounded up to blocks for each request."""
+        owned = self.allocator.num_blocks - self.allocator.num_free
+        per_layer = owned * self.block_size * self.config.head_size * self.kv_caches[0].element_size()
+        return per_layer * len(self.kv_caches)
+
+    def add(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Request:
+        """Queue a request.
+
+        Raises:
+            ValueError: an empty prompt, a token outside the vocabulary, `max_new_tokens` below 1, or more tokens than
+                the cache or the model's positions can ever hold. Nothing changes then.
+        """
+        prompt_ids = list(prompt_ids)
+        check(len(prompt_ids) > 0, "prompt_ids", "at least one token", "an empty prompt")
+        vocabulary = self.model.config.vocab_size
+        check(min(prompt_ids) >= 0 and max(prompt_ids) < vocabulary, "prompt_ids", f"tokens in [0, {vocabulary})",
+              f"{min(prompt_ids)} to {max(prompt_ids)}")  # fmt: skip
+        check(max_new_tokens >= 1, "max_new_tokens", "at least 1", max_new_tokens)
+        total, got = len(prompt_ids) + max_new_tokens, f"{len(prompt_ids)} + {max_new_tokens}"
+        capacity = self.allocator.num_blocks * self.block_size
+        check(total <= capacity, "prompt_ids", f"prompt + max_new_tokens of at most the cache's {capacity} tokens", got)
+        positions = self.model.config.max_position_embeddings
+        check(total <= positions, "prompt_ids", f"prompt + max_new_tokens of at most the model's {positions} positions",
+              got)  # fmt: skip
+        request = Request(len(self.requests), prompt_ids, max_new_tokens)
+        self.requests.append(request)
+        self.waiting.append(request)
+        return request
+
+    def run(self, on_step: Callable[[StepReport], None] | None = None) -> list[Request]:
+        """Step until every request has finished; returns them in the order of arrival."""
+        while self.running or self.waiting:
+            report = self.step()
+            if on_step is not None:
+                on_step(report)
+        return self.requests
+
+    def step(self) -> StepReport:
+        """Run one mixed batch.
+
+        Tokens and counts move on only after the model has returned: where it raises, the blocks taken for this step
+        are given back and newly admitted requests wait again, so that the step can be repeated. (Requests that were
+        preempted stay preempted: their blocks may have been written.)
+        """
+        plan, preempted, taken, admitted = self._schedule()
+        try:
+            metadata, next_ids = self._forward(plan)
+        except BaseException:
+            for request in admitted[::-1]:
+                self.running.remove(request)
+                self.waiting.appendleft(request)
+            for request, count in taken.items():
+                self.allocator.free(request.blocks[-count:])
+                del request.blocks[-count:]
+            raise
+        cache_bytes = self.cache_bytes_in_use
+        finished = self._advance(plan, next_ids)
+        return StepReport(
+            num_tokens=sum(plan.values()),
+            num_decodes=metadata.num_decodes,
+            num_prefills=metadata.num_prefills,
+            num_context_chunks=len(metadata.prefill.context_chunks),
+            num_generated=len(next_ids),
+            preempted=tuple(preempted),
+            finished=tuple(finished),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            cache_bytes=cache_bytes,
+        )
+
+    def _schedule(self) -> tuple[dict[Request, int], list[int], dict[Request, int], list[Request]]:
+        """Choose the tokens of a step and take blocks for them.
+
+        Returns:
+            Tokens of each request in batch order, ids of the preempted, blocks taken by each request, new requests.
+        """
+        plan: dict[Request, int] = {}
+        taken: dict[Request, int] = {}
+        preempted: list[int] = []
+        budget = self.token_budget
+        # Oldest first. Only the youngest may still be in its prompt, for the budget runs out within one prompt at most:
+        # so the decodes lead the batch, and a workspace of one block suffices.
+        for request in list(self.running):
+            count = min(request.num_pending, budget)
+            needed = self._blocks_for(request, count)
+            while needed > self.allocator.num_free and request in self.running:
+                victim = self.running[-1]  # this one or a younger one, which is not in the plan yet
+                preempted.append(victim.request_id)
+                self._preempt(victim)
+            if request not in self.running:
+                break
+            budget -= count
+            self._take(request, needed, taken)
+            plan[request] = count
+
+        admitted: list[Request] = []
+        while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            if self._blocks_for(request, request.num_pending) > self.allocator.num_free:
+                break
+            admitted.append(self.waiting.popleft())
+            self.running.append(request)
+            plan[request] = min(request.num_pending, budget)
+            budget -= plan[request]
+            self._take(request, self._blocks_for(request, plan[request]), taken)
+        return plan, preempted, taken, admitted
+
+    def _blocks_for(self, request: Request, count: int) -> int:
+        """Blocks that `request` lacks for its next `count` tokens."""
+        return -(-(request.num_computed + count) // self.block_size) - len(request.blocks)
+
+    def _take(self, request: Request, count: int, taken: dict[Request, int]) -> None:
+        if count:
+            request.blocks += self.allocator.allocate(count)
+            taken[request] = count
+
+    def _preempt(self, request: Request) -> None:
+        """Evict a running request: it waits in front and will be computed again, its generated tokens included."""
+        self.running.remove(request)
+        self.allocator.free(request.blocks)
+        request.blocks, request.num_computed = [], 0
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _metadata(self, plan: dict[Request, int]) -> MLAMetadata:
+        starts, width = [0], max(len(request.blocks) for request in plan)
+        for count in plan.values():
+            starts.append(starts[-1] + count)
+        query_start_loc = torch.tensor(starts, dtype=torch.int32)
+        seq_lens = torch.tensor([r.num_computed + count for r, count in plan.items()], dtype=torch.int32)
+        table = torch.tensor([r.blocks + [UNOWNED] * (width - len(r.blocks)) for r in plan], dtype=torch.int32)
+        slots = self.ops.slot_mapping(query_start_loc, seq_lens, table, self.block_size, starts[-1])
+        common = CommonAttentionMetadata.make(query_start_loc, seq_lens, table.to(self.device), slots.to(self.device))
+        return self.ops.build_mla_metadata(common, self.block_size, self.workspace_tokens, self.decode_threshold)
+
+    @torch.inference_mode()
+    def _forward(self, plan: dict[Request, int]) -> tuple[MLAMetadata, dict[Request, int]]:
+        """Run the packed batch; returns its plan and the next token of each request whose tokens are all computed."""
+        metadata = self._metadata(plan)
+        ids, positions, sampled, last_rows = [], [], [], []
+        for request, count in plan.items():
+            start = request.num_computed
+            ids += request.tokens(start, start + count)
+            positions += range(start, start + count)
+            if count == request.num_pending:
+                sampled.append(request)
+                last_rows.append(len(ids) - 1)
+
+        def on_device(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+        logits = self.model(
+            on_device(ids)[None],
+            position_ids=on_device(positions)[None],
+            use_cache=False,
+            mla_metadata=metadata,
+            mla_kv_caches=self.kv_caches,
+            logits_to_keep=on_device(last_rows),
+        ).logits[0]
+        return metadata, dict(zip(sampled, logits.float().argmax(dim=-1).tolist(), strict=True))
+
+    def _advance(self, plan: dict[Request, int], next_ids: dict[Request, int]) -> list[int]:
+        """Book a step that succeeded: counts, tokens, retirement. Returns the ids of the finished."""
+        finished = []
+        for request, count in plan.items():
+            request.num_computed += count
+        for request, token in next_ids.items():
+            request.generated_ids.append(token)
+            if token in self.eos or len(request.generated_ids) == request.max_new_tokens:
+                request.finished = True
+                self.running.remove(request)
+                self.allocator.free(request.blocks)
+                request.blocks = []
+                finished.append(request.request_id)
+        return finished
