@@ -1,0 +1,127 @@
+"""The main job: serve a real checkpoint through both wings, compare them with each other and with transformers.
+
+With no options it serves eight prompts with the small checkpoint of the package; `--help` tells the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from rich.console import Console
+
+import fast
+import reference
+from fast import backends
+from fast.demo.job import ASSETS, DTYPES, one_line, prepare
+from fast.demo.measure import measure
+from fast.demo.report import draw, show
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options; every one is explained."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fast",
+        description="Serves prompts together over one paged latent cache, with the reference wing and with the fast "
+        "wing, and compares both with plain transformers: parity op by op, greedy tokens, cache bytes, speed.",
+        epilog="Exit status: 0 where everything agrees, 1 where parity fails or (in float32) tokens differ, 2 for bad "
+        "input.",
+    )
+    kernel_sets = ", ".join(candidate.name for candidate in backends.BACKENDS)
+    options = {
+        "--model": dict(
+            default=str(ASSETS / "tiny-mla"),
+            metavar="PATH|OWNER/NAME",
+            help="folder or hub name of a checkpoint of the DeepSeek-V2 or V3 architecture (default: the small one "
+            "that ships with the package; a folder is read without any network)",
+        ),
+        "--prompt": dict(
+            action="append",
+            metavar="TEXT",
+            help="a prompt; may be given several times (default: eight pieces of Python source)",
+        ),
+        "--max-new-tokens": dict(
+            type=int, default=64, metavar="N", help="most tokens to generate for each prompt (default: %(default)s)"
+        ),
+        "--ops": dict(
+            choices=("reference", "fast", "both"),
+            default="both",
+            help="which wing serves; the parity table needs both (default: %(default)s)",
+        ),
+        "--device": dict(
+            metavar="DEVICE",
+            help="cpu, cuda or cuda:N (default: cuda where the chosen wings can serve there, else cpu)",
+        ),
+        "--dtype": dict(
+            choices=tuple(DTYPES), help="of weights and cache (default: float32 on a CPU, bfloat16 on a GPU)"
+        ),
+        "--backend": dict(
+            metavar="NAME",
+            help=f"kernel set of the fast wing, one of: {kernel_sets}; one that cannot serve is an error (default: "
+            "chosen by capability, op by op)",
+        ),
+        "--block-size": dict(
+            type=int, default=16, metavar="N", help="tokens in a block of the paged cache (default: %(default)s)"
+        ),
+        "--workspace-tokens": dict(
+            type=int,
+            default=256,
+            metavar="N",
+            help="most tokens of cached context that are expanded at once (default: %(default)s, so few that the "
+            "longer prompts need several chunks)",
+        ),
+        "--token-budget": dict(
+            type=int,
+            default=256,
+            metavar="N",
+            help="most tokens in one step: the decodes, then pieces of prompts (default: %(default)s)",
+        ),
+        "--json": dict(type=Path, metavar="PATH", help="also write all figures to this file"),
+        "--picture": dict(
+            type=Path,
+            default=Path("mla-twins.png"),
+            metavar="PATH",
+            help="where the picture goes (default: %(default)s)",
+        ),
+    }
+    for name, settings in options.items():
+        parser.add_argument(name, **settings)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: ModuleType = reference) -> int:
+    """Run the main job.
+
+    Args:
+        argv: the options; those of the process where None.
+        ops: what serves as the fast wing.
+        oracle: what serves as the reference wing.
+
+    Returns:
+        The exit status.
+    """
+    args = make_parser().parse_args(argv)
+    try:
+        job = prepare(args, ops, oracle)
+    except (OSError, ValueError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, 110))
+    figures = measure(job, console)
+    show(console, figures)
+    draw(figures, args.picture)
+    console.print(f"picture: {args.picture}", markup=False)
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=1, allow_nan=True) + "\n")
+        console.print(f"figures: {args.json}", markup=False)
+    return 0 if figures["verdict"]["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

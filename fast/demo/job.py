@@ -1,0 +1,226 @@
+"""What the main job is asked to do: options checked and the checkpoint loaded, before any work starts."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from reference.interfaces import MLAConfig, UnsupportedConfiguration, check
+
+from .. import backends
+from ..serving import ServingLoop
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(eq=False)
+class Job:
+    """Everything that was checked before the work starts.
+
+    Attributes:
+        args: the options.
+        model: the causal language model, unpatched, in eval mode.
+        config: its attention.
+        tokenizer: of the checkpoint.
+        texts: the prompts.
+        prompt_ids: their tokens.
+        device: where it runs.
+        dtype: of weights and cache.
+        eos: tokens that end a request.
+        wings: the modules that serve, by name.
+        loops: a loop for each, its requests waiting.
+    """
+
+    args: argparse.Namespace
+    model: nn.Module
+    config: MLAConfig
+    tokenizer: Any
+    texts: list[str]
+    prompt_ids: list[list[int]]
+    device: torch.device
+    dtype: torch.dtype
+    eos: tuple[int, ...]
+    wings: dict[str, ModuleType]
+    loops: dict[str, ServingLoop] = field(default_factory=dict)
+
+    def patch_options(self, name: str) -> dict[str, Any]:
+        """Keyword arguments of `use_mla` for one wing."""
+        options = {"block_size": self.args.block_size, "workspace_tokens": self.args.workspace_tokens}
+        if name == "fast" and self.args.backend is not None:
+            options["backend"] = self.args.backend
+        return options
+
+    def make_loop(self, name: str, prompt_ids: list[list[int]], max_new_tokens: int) -> ServingLoop:
+        """A loop with these requests waiting, over a cache that holds them all."""
+        block = self.args.block_size
+        loop = ServingLoop(
+            self.model,
+            self.config,
+            self.wings[name],
+            num_blocks=sum(-(-(len(ids) + max_new_tokens) // max(block, 1)) for ids in prompt_ids),
+            block_size=block,
+            max_num_seqs=len(prompt_ids),
+            token_budget=self.args.token_budget,
+            workspace_tokens=self.args.workspace_tokens,
+            eos=self.eos,
+        )
+        for ids in prompt_ids:
+            loop.add(ids, max_new_tokens)
+        return loop
+
+
+def prepare(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> Job:
+    """Check every option and load the checkpoint.
+
+    Raises:
+        ValueError: an option that does not fit, in one line.
+        OSError: a file that cannot be read or written.
+    """
+    missing = [name for name in ("transformers", "matplotlib") if importlib.util.find_spec(name) is None]
+    check(not missing, "python -m fast", 'transformers and matplotlib; pip install "mla-twins[hf]"',
+          f"no {' and no '.join(missing)}")  # fmt: skip
+    for option, path in (("--json", args.json), ("--picture", args.picture)):
+        if path is not None:
+            check(path.parent.is_dir() and not path.is_dir(), option, "a file in a folder that exists", path)
+    check(args.max_new_tokens >= 1, "--max-new-tokens", "at least 1", args.max_new_tokens)
+    for option, value in (("--block-size", args.block_size), ("--token-budget", args.token_budget)):
+        check(value >= 1, option, "at least 1", value)
+    check(args.workspace_tokens >= args.block_size, "--workspace-tokens", f"at least one block of {args.block_size}",
+          args.workspace_tokens)  # fmt: skip
+    texts = args.prompt
+    if texts is None:
+        paths = sorted((ASSETS / "prompts").glob("*.py.txt"))
+        check(bool(paths), "prompts", f"text files in {ASSETS / 'prompts'}", "none")
+        texts = [path.read_bytes().decode("utf-8") for path in paths]
+    check(args.token_budget >= len(texts), "--token-budget", f"at least one token for each of {len(texts)} prompts",
+          args.token_budget)  # fmt: skip
+    wings = {"reference": oracle, "fast": ops}
+    wings = wings if args.ops == "both" else {args.ops: wings[args.ops]}
+
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import logging
+
+    from ..integrations.transformers import restore, use_mla
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    source, local = locate(args.model)
+    hf_config = read(lambda: AutoConfig.from_pretrained(source, local_files_only=local))
+    config = MLAConfig.from_hf(hf_config)
+    device, dtype = choose_device(args, config, wings)
+    tokenizer = read(lambda: AutoTokenizer.from_pretrained(source, local_files_only=local))
+    model = load_model(source, local, dtype).to(device).eval()
+    eos = model.generation_config.eos_token_id
+    eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    prompt_ids = [encode(tokenizer, text) for text in texts]
+    job = Job(args, model, config, tokenizer, texts, prompt_ids, device, dtype, eos, wings)
+    for name, wing in wings.items():
+        restore(use_mla(model, ops=wing, **job.patch_options(name)))
+        job.loops[name] = job.make_loop(name, prompt_ids, args.max_new_tokens)
+    return job
+
+
+def locate(model: str) -> tuple[str, bool]:
+    """A folder, or else a hub name; whether it is a folder."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return str(path), True
+    hub_name = not path.exists() and not model.startswith((".", "~", "/")) and model.count("/") == 1
+    check(hub_name, "--model", "a folder with a checkpoint, or a hub name owner/name", f"{model!r}, which is no folder")
+    return model, False
+
+
+def read(load: Callable[[], Any]) -> Any:
+    """Run one of transformers' readers; whatever it cannot read becomes one line about `--model`.
+
+    Raises:
+        ValueError: the file is missing, broken or of an unknown architecture.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        return load()
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"--model: expected a checkpoint that can be read, got: {one_line(error)}") from error
+
+
+def load_model(source: str, local: bool, dtype: torch.dtype) -> nn.Module:
+    """The model with all of its weights.
+
+    Raises:
+        ValueError: it cannot be read, or weights are missing.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model, info = read(
+        lambda: AutoModelForCausalLM.from_pretrained(
+            source, local_files_only=local, dtype=dtype, output_loading_info=True
+        )
+    )
+    absent = sorted(info["missing_keys"])
+    check(not absent, "--model", "a checkpoint with all weights", f"{len(absent)} missing, such as {absent[:1]}")
+    return model
+
+
+def choose_device(
+    args: argparse.Namespace, config: MLAConfig, wings: dict[str, ModuleType]
+) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype as asked for, or by capability.
+
+    Raises:
+        UnsupportedConfiguration: the fast wing cannot serve there; every reason is given.
+        ValueError: no such device or kernel set.
+    """
+
+    def dtype_on(device: torch.device) -> torch.dtype:
+        return DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
+
+    def refusals(device: torch.device) -> list[str]:
+        if "fast" not in wings:
+            return []
+        found: list[str] = []
+        for op in sorted({op for candidate in backends.BACKENDS for op in candidate.kernels}):
+            request = backends.KernelRequest(op, device, dtype_on(device), block_size=args.block_size)
+            try:
+                backends.select(request, args.backend)
+            except UnsupportedConfiguration as error:
+                found += error.reasons
+        return list(dict.fromkeys(found))
+
+    if args.device is None:
+        cuda = torch.device("cuda")
+        device = cuda if torch.cuda.is_available() and not refusals(cuda) else torch.device("cpu")
+    else:
+        try:
+            device = torch.device(args.device)
+        except RuntimeError:
+            raise ValueError(f"--device: expected cpu, cuda or cuda:N, got {args.device!r}") from None
+        check(device.type in ("cpu", "cuda"), "--device", "cpu, cuda or cuda:N", args.device)
+        present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        here = device.type == "cpu" or (device.index or 0) < present
+        check(here, "--device", f"a CUDA device that is here ({present} found)", args.device)
+    reasons = refusals(device)
+    if reasons:
+        raise UnsupportedConfiguration(reasons)
+    return device, dtype_on(device)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The prompt's tokens behind the bos token, where there is one."""
+    ids = tokenizer.encode(text)
+    bos = tokenizer.bos_token_id
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of a message that says something."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

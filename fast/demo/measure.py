@@ -1,0 +1,208 @@
+"""What the main job measures: both wings and plain transformers on the same prompts, as one plain dict of figures."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import platform
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from .. import backends
+from ..serving import Request, StepReport
+from .job import Job
+from .op_parity import run_parity
+
+PARITY_TOKENS = 512
+WARMUP_TOKENS = 2
+
+
+@torch.inference_mode()
+def plain_greedy(job: Job, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
+    """The continuation by plain transformers."""
+    from transformers import GenerationConfig
+
+    settings = GenerationConfig(
+        do_sample=False, num_beams=1, repetition_penalty=1.0, max_new_tokens=max_new_tokens,
+        eos_token_id=list(job.eos) or None, pad_token_id=job.eos[0] if job.eos else 0,
+    )  # fmt: skip
+    ids = torch.tensor([prompt_ids], device=job.device)
+    out = job.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+    return out[0, len(prompt_ids) :].tolist()
+
+
+def measure(job: Job, console: Console) -> dict[str, Any]:
+    """Run everything; returns the figures."""
+    from ..integrations.transformers import restore, use_mla
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    speed, tokens, schedules, parity = {}, {}, {}, []
+    with Progress(*columns, console=console, transient=True) as progress:
+
+        def bar(description: str, total: int) -> Callable[[int], None]:
+            if not console.is_terminal:
+                console.print(f"{description} ...")
+            task = progress.add_task(description, total=total)
+            return lambda count: progress.advance(task, count)
+
+        for name, wing in job.wings.items():
+            loop, reports = job.loops[name], []
+            advance = bar(f"serving with {name}: tokens", sum(map(len, job.prompt_ids)) + sum(
+                request.max_new_tokens - 1 for request in loop.waiting))  # fmt: skip
+
+            def on_step(report: StepReport, advance=advance, reports=reports) -> None:
+                reports.append(report)
+                advance(report.num_tokens)
+
+            use_mla(job.model, ops=wing, **job.patch_options(name))
+            try:
+                job.make_loop(name, job.prompt_ids[:1], WARMUP_TOKENS).run()
+                started = time.perf_counter()
+                requests: list[Request] = loop.run(on_step)
+                seconds = time.perf_counter() - started
+            finally:
+                restore(job.model)
+            tokens[name] = [request.generated_ids for request in requests]
+            speed[name] = rate(tokens[name], seconds, f"{len(requests)} together")
+            schedules[name] = summary(reports)
+
+        advance = bar("transformers, one prompt at a time: prompts", len(job.prompt_ids))
+        plain_greedy(job, job.prompt_ids[0], WARMUP_TOKENS)
+        tokens["transformers"], started = [], time.perf_counter()
+        for ids in job.prompt_ids:
+            tokens["transformers"].append(plain_greedy(job, ids, job.args.max_new_tokens))
+            advance(1)
+        speed["transformers"] = rate(tokens["transformers"], time.perf_counter() - started, "one at a time")
+
+        if len(job.wings) == 2:
+            advance = bar("parity, op by op", 1)
+            parity = run_parity(
+                job.model.base_model.layers[0].self_attn, layer_input(job), job.wings["fast"], job.wings["reference"],
+                job.args.block_size, job.args.workspace_tokens, job.args.backend,
+            )  # fmt: skip
+            advance(1)
+    rows = [{**vars(row), "passed": row.passed} for row in parity]
+    figures = {
+        **surroundings(job),
+        "served": list(job.wings),
+        "prompts": [prompt_figures(job, number, tokens) for number in range(len(job.texts))],
+        "parity": rows,
+        "cache": cache_figures(job, schedules),
+        "speed": speed,
+        "schedule": schedules,
+    }
+    return {**figures, "verdict": verdict(figures)}
+
+
+@torch.inference_mode()
+def layer_input(job: Job) -> torch.Tensor:
+    """What enters the first layer's attention for the prompts' tokens one after another, repeated as needed."""
+    base = job.model.base_model
+    stream = list(itertools.islice(itertools.cycle(itertools.chain(*job.prompt_ids)), PARITY_TOKENS))
+    return base.layers[0].input_layernorm(base.embed_tokens(torch.tensor(stream, device=job.device)))
+
+
+def rate(tokens: list[list[int]], seconds: float, how: str) -> dict[str, Any]:
+    """Generated tokens per second, prefill included."""
+    count = sum(map(len, tokens))
+    return {"tokens": count, "seconds": seconds, "tokens_per_second": count / seconds, "how": how}
+
+
+def summary(reports: list[StepReport]) -> dict[str, int]:
+    """What the steps of one wing were."""
+    return {
+        "steps": len(reports),
+        "mixed_steps": sum(report.num_decodes > 0 and report.num_prefills > 0 for report in reports),
+        "context_chunks": sum(report.num_context_chunks for report in reports),
+        "most_chunks_in_a_step": max(report.num_context_chunks for report in reports),
+        "preemptions": sum(len(report.preempted) for report in reports),
+        "peak_cache_bytes": max(report.cache_bytes for report in reports),
+    }
+
+
+def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
+    """One prompt: its text, its continuation, and where the first difference lies."""
+    answers = {name: ids[number] for name, ids in tokens.items()}
+    differs = [
+        place
+        for place, column in enumerate(itertools.zip_longest(*answers.values()))
+        if any(token != column[0] for token in column)
+    ]
+    shown = answers["fast" if "fast" in answers else "reference"]
+    return {
+        "text": job.texts[number],
+        "prompt_tokens": len(job.prompt_ids[number]),
+        "new_tokens": len(shown),
+        "continuation": job.tokenizer.decode(shown, skip_special_tokens=True),
+        "tokens": answers,
+        "identical": not differs,
+        "differs_at": differs[0] if differs else None,
+    }
+
+
+def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, Any]:
+    """Bytes of 1000 tokens over all layers: the latent, and what expanded keys and values would take."""
+    c, elements = job.config, job.model.config.num_hidden_layers * job.dtype.itemsize * 1000
+    latent = elements * c.head_size
+    expanded = elements * c.num_heads * (c.qk_head_dim + c.v_head_dim)
+    return {
+        "latent_bytes_per_1000_tokens": latent,
+        "expanded_bytes_per_1000_tokens": expanded,
+        "ratio": expanded / latent,
+        "peak_bytes": max(row["peak_cache_bytes"] for row in schedules.values()),
+    }
+
+
+def surroundings(job: Job) -> dict[str, Any]:
+    """Hardware, versions, options and kernels."""
+    versions = {"python": platform.python_version()}
+    for name in ("mla-twins", "torch", "transformers", "triton", "einops", "safetensors"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    gpu = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else None
+    lines = ["reference: plain PyTorch and einops"]
+    if "fast" in job.wings:
+        lines = backends.explain(
+            job.config, device=job.device, dtype=job.dtype, block_size=job.args.block_size, backend=job.args.backend
+        ).splitlines()
+    settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(job.args).items()}
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": {"machine": platform.machine(), "system": platform.system(), "cpu": cpu_name(), "gpu": gpu,
+                     "threads": torch.get_num_threads()},
+        "versions": versions,
+        "settings": {**settings, "device": str(job.device), "dtype": str(job.dtype).removeprefix("torch.")},
+        "kernels": {"device": f"{job.device} ({gpu or cpu_name()})", "lines": lines},
+    }  # fmt: skip
+
+
+def cpu_name() -> str:
+    """The processor's name, as far as the system tells."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def verdict(figures: dict[str, Any]) -> dict[str, Any]:
+    """Whether all is well, in lines and as `passed`; tokens count in float32 only."""
+    parity, prompts, dtype = figures["parity"], figures["prompts"], figures["settings"]["dtype"]
+    failed = [row["op"] for row in parity if not row["passed"]]
+    different = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt["identical"]]
+    required = dtype == "float32"
+    lines = ["parity: not run" if not parity else f"parity: {len(parity) - len(failed)} of {len(parity)} within budget"
+             + (f"; FAILED: {', '.join(failed)}" if failed else "")]  # fmt: skip
+    line = f"greedy tokens: identical for {len(prompts) - len(different)} of {len(prompts)} prompts"
+    if different:
+        line += f"; differ for {', '.join(different)}" + ("" if required else f" (not required in {dtype})")
+    lines.append(line)
+    return {"parity_passed": not failed, "tokens_identical": not different,
+            "passed": not failed and not (different and required), "lines": lines}  # fmt: skip

@@ -1,0 +1,348 @@
+"""Every op of the contract on real activations: one wing against the other, each on its computed budget.
+
+The two modules come as arguments: `ops` is judged, `oracle` is the specification. For each op the inputs are rounded
+to the dtype first; gold is the oracle on them in float64, low is the oracle in the dtype itself (`fast.parity`).
+What only moves bytes or counts must be equal bit by bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAMetadata, check
+
+from ..parity import Parity, compare, compare_exact, compare_states
+
+GARBAGE = 2147480000  # block-table entries past a request's last block: never dereferenced
+WEIGHTS = (4, 3, 2, 1)  # how the tokens are shared out over the requests: two that decode, then those that prefill
+
+
+class WithBackend:
+    """A module whose functions get `backend=`, those that take it.
+
+    Args:
+        ops: the module.
+        backend: kernel set, or None.
+    """
+
+    def __init__(self, ops: ModuleType, backend: str | None):
+        self._ops, self._backend = ops, backend
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._ops, name)
+        takes_it = inspect.isfunction(found) and "backend" in inspect.signature(found).parameters
+        return partial(found, backend=self._backend) if takes_it and self._backend is not None else found
+
+
+class Comparison:
+    """Runs each op three times and collects the verdicts.
+
+    Args:
+        ops: the module that is judged.
+        oracle: the specification.
+    """
+
+    def __init__(self, ops: Any, oracle: ModuleType):
+        self.ops, self.oracle = ops, oracle
+        self.rows: list[Parity] = []
+
+    def within_budget(self, op: str, call: Callable[..., Any], *arguments: Any, parts: tuple[str, ...] = ()) -> None:
+        """`call(module, *arguments)` gives a tensor, a state or a tuple of `parts`; compared on the budget."""
+        value, low = call(self.ops, *arguments), call(self.oracle, *arguments)
+        gold = call(self.oracle, *(widen(argument) for argument in arguments))
+        if isinstance(gold, AttentionState):
+            self.rows += compare_states(op, value, low, gold)
+        elif isinstance(gold, tuple):
+            for part, *results in zip(parts, value, low, gold, strict=True):
+                self.rows.append(compare(f"{op}: {part}", *results))
+        else:
+            self.rows.append(compare(op, value, low, gold))
+
+    def exact(self, op: str, call: Callable[..., Any], *arguments: Any) -> None:
+        """`call(module, *arguments)` gives a tensor or a plan; every element must be equal."""
+        value, expected = (flatten(call(module, *arguments)) for module in (self.ops, self.oracle))
+        if value.shape != expected.shape:
+            self.rows.append(Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False))
+        else:
+            self.rows.append(compare_exact(op, value, expected))
+
+
+def widen(argument: Any) -> Any:
+    """The same in float64: tensors, states and modules; integers and plans stay as they are."""
+    if isinstance(argument, Tensor):
+        return argument.double() if argument.is_floating_point() else argument
+    if isinstance(argument, AttentionState):
+        return AttentionState(argument.out.double(), argument.lse.double())
+    if isinstance(argument, nn.Module):
+        return copy.deepcopy(argument).double()
+    return argument
+
+
+def flatten(value: Any) -> Tensor:
+    """Every number of a tensor or plan, in order, in one vector."""
+    if isinstance(value, Tensor):
+        return value.flatten()
+    if dataclasses.is_dataclass(value):
+        value = [getattr(value, each.name) for each in dataclasses.fields(value)]
+    if isinstance(value, list | tuple):
+        parts = [flatten(each) for each in value]
+        counts = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
+        return torch.cat([counts, *(part.cpu() for part in parts)])
+    return torch.tensor([value])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """A mixed step over requests whose tokens are cut from one stream.
+
+    Attributes:
+        lens: tokens of each request.
+        starts: where each begins in the stream.
+        query_lens: its new tokens in the mixed step: 1 where it decodes.
+        positions: [T], position of each token of the stream in its request.
+        block_table: [B, W] int32, shuffled blocks, garbage behind them.
+        num_blocks: blocks of the cache, some of them nobody's.
+        block_size: tokens a block.
+        num_decodes: leading requests that decode.
+    """
+
+    lens: list[int]
+    starts: list[int]
+    query_lens: list[int]
+    positions: Tensor
+    block_table: Tensor
+    num_blocks: int
+    block_size: int
+    num_decodes: int
+
+    def offsets(self, lens: list[int]) -> Tensor:
+        """Prefix sum of some lengths, [B + 1] int32 on the CPU."""
+        return torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)], dtype=torch.int32)
+
+    def rows_of_last(self, query_lens: list[int]) -> Tensor:
+        """Rows in the stream of the last tokens of each request."""
+        ends = [start + length for start, length in zip(self.starts, self.lens, strict=True)]
+        rows = [row for end, count in zip(ends, query_lens, strict=True) for row in range(end - count, end)]
+        return torch.tensor(rows, device=self.positions.device)
+
+    def common(self, oracle: ModuleType, query_lens: list[int]) -> CommonAttentionMetadata:
+        """The step in which each request has so many new tokens."""
+        starts, lens = self.offsets(query_lens), torch.tensor(self.lens, dtype=torch.int32)
+        slots = oracle.slot_mapping(starts, lens, self.block_table.cpu(), self.block_size, int(starts[-1]))
+        return CommonAttentionMetadata.make(starts, lens, self.block_table, slots.to(self.block_table.device))
+
+
+def make_batch(tokens: int, block_size: int, num_prefills: int, device: torch.device) -> Batch:
+    """Cut `tokens` tokens into two requests that decode and `num_prefills` that prefill behind a cached context."""
+    weights = WEIGHTS[: 2 + num_prefills]
+    check(tokens >= 4 * sum(weights), "tokens", f"at least {4 * sum(weights)} for the parity run", tokens)
+    lens = [tokens * weight // sum(weights) for weight in weights[:-1]]
+    lens.append(tokens - sum(lens))
+    starts = [sum(lens[:i]) for i in range(len(lens))]
+    query_lens = [1, 1, *(max(2, length // 3) for length in lens[2:])]
+    used = [-(-length // block_size) for length in lens]
+    num_blocks = sum(used) + 2
+    shuffled = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
+    table = torch.full((len(lens), max(used) + 1), GARBAGE, dtype=torch.int32)
+    for request, count in enumerate(used):
+        table[request, :count] = torch.tensor([shuffled.pop() for _ in range(count)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lens]).to(device)
+    return Batch(lens, starts, query_lens, positions, table.to(device), num_blocks, block_size, num_decodes=2)
+
+
+@torch.inference_mode()
+def run_parity(
+    attention: nn.Module,
+    hidden_states: Tensor,
+    ops: ModuleType,
+    oracle: ModuleType,
+    block_size: int,
+    workspace_tokens: int,
+    backend: str | None = None,
+) -> list[Parity]:
+    """Compare the wings op by op.
+
+    Args:
+        attention: a transformers attention module (DeepseekV2Attention or DeepseekV3Attention), unpatched.
+        hidden_states: [T, H], what enters it; T at least 40.
+        ops: the module that is judged.
+        oracle: the specification.
+        block_size: tokens a block.
+        workspace_tokens: context tokens expanded at once.
+        backend: kernel set of `ops`, or None for the choice by capability.
+
+    Returns:
+        One row per op and result, in the order of a step.
+
+    Raises:
+        ValueError: too few tokens, or a workspace smaller than one block.
+    """
+    check(workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}", workspace_tokens)
+    device = hidden_states.device
+    batch = make_batch(hidden_states.shape[0], block_size, min(2, workspace_tokens // block_size), device)
+    compared = Comparison(WithBackend(ops, backend), oracle)
+    layer = oracle.MLAAttention.from_hf(attention)
+
+    plans(compared, batch, workspace_tokens)
+    q, kv_c_normed, k_pe = projections(compared, layer, hidden_states, batch)
+    kv_cache = caches(compared, kv_c_normed, k_pe, batch)
+    metadata = oracle.build_mla_metadata(batch.common(oracle, batch.query_lens), block_size, workspace_tokens)
+    attentions(compared, layer, q, kv_c_normed, k_pe, kv_cache, batch, metadata)
+
+    rows = batch.rows_of_last(batch.query_lens)
+    options = {} if backend is None else {"backend": backend}
+
+    def forward(module: Any, attention: nn.Module, hidden: Tensor, kv_cache: Tensor) -> Tensor:
+        chosen = options if module is compared.ops else {}
+        layer = module.MLAAttention.from_hf(attention, **chosen)
+        return layer(hidden, batch.positions[rows], kv_cache.clone(), metadata)
+
+    compared.within_budget("MLAAttention.forward", forward, attention, hidden_states[rows], kv_cache)
+    return compared.rows
+
+
+def plans(compared: Comparison, batch: Batch, workspace_tokens: int) -> None:
+    """Slots, context chunks and the plan of a mixed step."""
+    lens, table = torch.tensor(batch.lens, dtype=torch.int32), batch.block_table.cpu()
+    starts, tokens = batch.offsets(batch.lens), sum(batch.lens)
+    compared.exact("slot_mapping", lambda m: m.slot_mapping(starts, lens, table, batch.block_size, tokens + 3))
+    common = batch.common(compared.oracle, batch.query_lens)
+    context = common.num_computed_tokens_cpu[batch.num_decodes :]
+    compared.exact("plan_context_chunks", lambda m: m.plan_context_chunks(context, workspace_tokens, batch.block_size))
+    compared.exact("build_mla_metadata", lambda m: m.build_mla_metadata(common, batch.block_size, workspace_tokens))
+
+
+def projections(
+    compared: Comparison, layer: nn.Module, hidden_states: Tensor, batch: Batch
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm, rotation and the up-projections; returns the oracle's q [T, N, P + R], latents [T, Lkv], keys [T, R]."""
+    c = layer.config
+    q, kv_c_normed, k_pe = layer.project(hidden_states, batch.positions)
+    kv_c, k_pe_raw = layer.kv_a_proj_with_mqa(hidden_states).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+    unrotated = q[..., c.qk_nope_head_dim :]  # as good a q_pe as any: real activations of the right shape
+    compared.within_budget(
+        "rms_norm", lambda m, x, weight: m.rms_norm(x, weight, c.latent_norm_eps), kv_c, layer.kv_a_layernorm.weight
+    )
+    compared.within_budget(
+        "apply_rope", lambda m, *tensors: m.apply_rope(batch.positions, *tensors, c.rope), unrotated, k_pe_raw,
+        parts=("q_pe", "k_pe"),
+    )  # fmt: skip
+    w_uk, w_uv = layer.up_projections()
+    w_uk_t, _ = compared.oracle.absorb(w_uk, w_uv)
+    compared.within_budget(
+        "query_to_latent", lambda m, q, w: m.query_to_latent(q, w), q[..., : c.qk_nope_head_dim], w_uk_t
+    )
+    compared.within_budget(
+        "expand_kv", lambda m, *tensors: m.expand_kv(*tensors), kv_c_normed, w_uk, w_uv, parts=("k_nope", "v")
+    )
+    return q, kv_c_normed, k_pe
+
+
+def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch) -> Tensor:
+    """Writes, gathers and copies, bit by bit; returns a cache that holds all tokens, NaN where nobody's are."""
+    head_size = kv_c_normed.shape[1] + k_pe.shape[1]
+    slots = batch.common(compared.oracle, batch.lens).slot_mapping
+    empty = kv_c_normed.new_full((batch.num_blocks, batch.block_size, head_size), math.nan)
+
+    def write(module: Any) -> Tensor:
+        kv_cache = empty.clone()
+        module.concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slots)
+        return kv_cache
+
+    compared.exact("concat_and_cache_mla", write)
+    kv_cache = write(compared.oracle)
+
+    starts = torch.tensor([length // 4 for length in batch.lens], dtype=torch.int32)
+    pieces = batch.offsets([length // 2 for length in batch.lens]).to(kv_cache.device)
+
+    def gather(module: Any) -> Tensor:
+        return module.gather_and_maybe_dequant_cache(
+            kv_cache, batch.block_table, pieces, starts.to(kv_cache.device), int(pieces[-1])
+        )
+
+    compared.exact("gather_and_maybe_dequant_cache", gather)
+    pairs = torch.tensor([[0, batch.num_blocks - 1], [1, batch.num_blocks - 2]])
+
+    def copy_within(module: Any) -> Tensor:
+        copied = kv_cache.clone()
+        module.copy_blocks([copied], pairs)
+        return copied
+
+    def swap(module: Any) -> Tensor:
+        target = empty.clone()
+        module.swap_blocks(kv_cache, target, pairs)
+        return target
+
+    compared.exact("copy_blocks", copy_within)
+    compared.exact("swap_blocks", swap)
+    return kv_cache
+
+
+def attentions(
+    compared: Comparison,
+    layer: nn.Module,
+    q: Tensor,
+    kv_c_normed: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    batch: Batch,
+    metadata: MLAMetadata,
+) -> None:
+    """Both paths through attention, and what they are made of."""
+    c, oracle, device = layer.config, compared.oracle, q.device
+    scale = c.softmax_scale
+    w_uk, w_uv = layer.up_projections()
+    w_uk_t, w_uv_absorbed = oracle.absorb(w_uk, w_uv)
+    k_nope, v = oracle.expand_kv(kv_c_normed, w_uk, w_uv)
+    k = torch.cat((k_nope, k_pe[:, None].expand(-1, c.num_heads, -1)), dim=-1)
+    offsets, longest = batch.offsets(batch.lens).to(device), max(batch.lens)
+    new_rows = batch.rows_of_last(batch.query_lens)
+    new_offsets, longest_new = batch.offsets(batch.query_lens).to(device), max(batch.query_lens)
+
+    for op, queries, q_offsets, longest_q, causal in (
+        ("flash_attn_varlen (causal)", q, offsets, longest, True),
+        ("flash_attn_varlen (unmasked)", q[new_rows], new_offsets, longest_new, False),
+    ):
+        compared.within_budget(
+            op,
+            lambda m, q, k, v, starts=q_offsets, most=longest_q, causal=causal: m.flash_attn_varlen(
+                q, k, v, starts, offsets, most, longest, scale, causal
+            ),
+            queries, k, v,
+        )  # fmt: skip
+
+    causal = oracle.flash_attn_varlen(q, k, v, offsets, offsets, longest, longest, scale, True)
+    whole = oracle.flash_attn_varlen(q, k, v, offsets, offsets, longest, longest, scale, False)
+    compared.within_budget("merge_attn_states", lambda m, a, b: m.merge_attn_states(a, b), causal, whole)
+
+    for count, op in ((1, "mla_decode (1 token)"), (3, "mla_decode (3 tokens)")):
+        query_lens = [count] * batch.num_decodes + [0] * (len(batch.lens) - batch.num_decodes)
+        rows = batch.rows_of_last(query_lens)
+        common = batch.common(oracle, query_lens)
+        plan = oracle.build_mla_metadata(common, batch.block_size, batch.block_size, decode_threshold=count).decode
+        ql_nope = oracle.query_to_latent(q[rows][..., : c.qk_nope_head_dim], w_uk_t)
+        q_pe = q[rows][..., c.qk_nope_head_dim :]
+        compared.within_budget(
+            op, lambda m, *tensors, plan=plan: m.mla_decode(*tensors, plan, scale), ql_nope, q_pe, kv_cache
+        )
+    latent = oracle.mla_decode(ql_nope, q_pe, kv_cache, plan, scale).out
+    compared.within_budget("latent_to_value", lambda m, *tensors: m.latent_to_value(*tensors), latent, w_uv_absorbed)
+
+    rows = new_rows[metadata.num_decode_tokens :]
+    compared.within_budget(
+        "forward_prefill",
+        lambda m, q, kv_c, k_pe, kv_cache, w_uk, w_uv: m.forward_prefill(
+            q, kv_c, k_pe, kv_cache, metadata.prefill, w_uk, w_uv, scale
+        ),
+        q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, w_uk, w_uv,
+    )  # fmt: skip

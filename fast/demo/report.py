@@ -1,0 +1,193 @@
+"""What the main job shows: text, tables and one picture of the same figures (a plain dict, as `--json` writes it)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+COLOURS = {"reference": "#4c78a8", "fast": "#e4572e", "transformers": "#8c8c8c"}
+TAIL_LINES = 3
+
+
+def show(console: Console, figures: dict[str, Any]) -> None:
+    """Print everything that was measured."""
+    show_continuations(console, figures)
+    show_identity(console, figures)
+    show_parity(console, figures)
+    show_costs(console, figures)
+    console.rule("verdict")
+    for line in figures["verdict"]["lines"]:
+        console.print(line, markup=False)
+
+
+def show_continuations(console: Console, figures: dict[str, Any]) -> None:
+    """The end of each prompt, dim, and what the model made of it."""
+    console.rule("continuations")
+    for number, prompt in enumerate(figures["prompts"], 1):
+        tail = prompt["text"].splitlines(keepends=True)[-TAIL_LINES:]
+        hidden = len(prompt["text"]) - len("".join(tail))
+        text = Text("… " if hidden else "", style="dim")
+        text.append("".join(tail), style="dim")
+        text.append(printable(prompt["continuation"]), style="bold green")
+        title = f"{number}: {prompt['prompt_tokens']} tokens + {prompt['new_tokens']}"
+        console.print(Panel(text, title=title, title_align="left"))
+
+
+def printable(text: str) -> str:
+    """Control characters, which a model may well produce, as their escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def show_identity(console: Console, figures: dict[str, Any]) -> None:
+    """Prompt by prompt: do the greedy tokens agree?"""
+    served = figures["served"]
+    table = Table(title=f"greedy tokens, prompt by prompt ({figures['settings']['dtype']})")
+    table.add_column("prompt", justify="right")
+    table.add_column("prompt tokens", justify="right")
+    table.add_column("new tokens", justify="right")
+    table.add_column(" = ".join((*served, "transformers")), justify="center")
+    for number, prompt in enumerate(figures["prompts"], 1):
+        same = prompt["identical"]
+        verdict = Text("identical", "green") if same else Text(f"differ at token {prompt['differs_at']}", "bold red")
+        table.add_row(str(number), str(prompt["prompt_tokens"]), str(prompt["new_tokens"]), verdict)
+    console.print(table)
+
+
+def show_parity(console: Console, figures: dict[str, Any]) -> None:
+    """Op by op: errors, budgets, verdict."""
+    if not figures["parity"]:
+        console.print(f"parity table: left out, for only {figures['served'][0]} was asked for (--ops both compares)")
+        return
+    dtype = figures["settings"]["dtype"]
+    table = Table(title=f"parity of fast with reference, {dtype}, activations of layer 0 (gold: reference in float64)")
+    table.add_column("op", no_wrap=True)
+    for column in ("max error", "budget", "mean error", "budget"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for row in figures["parity"]:
+        exact = row["max_budget"] == 0 and row["mean_budget"] == 0
+        good = "exact" if exact else "pass"
+        verdict = Text(good, style="green") if row["passed"] else Text("FAIL", style="bold red")
+        numbers = [f"{row[key]:.2e}" for key in ("max_error", "max_budget", "mean_error", "mean_budget")]
+        table.add_row(row["op"], *(["0"] * 4 if exact and row["passed"] else numbers), verdict)
+    console.print(table)
+
+
+def show_costs(console: Console, figures: dict[str, Any]) -> None:
+    """Cache bytes, tokens per second, kernels."""
+    cache, speed = figures["cache"], figures["speed"]
+    table = Table(title="cache, all layers")
+    table.add_column("per 1000 tokens")
+    table.add_column("bytes", justify="right")
+    table.add_row("latent (what both wings keep)", f"{cache['latent_bytes_per_1000_tokens']:,}")
+    table.add_row("expanded keys and values", f"{cache['expanded_bytes_per_1000_tokens']:,}")
+    table.add_row("ratio", f"{cache['ratio']:.1f} x")
+    console.print(table)
+    table = Table(title="speed")
+    table.add_column("who")
+    for column in ("generated tokens", "seconds", "tokens/s"):
+        table.add_column(column, justify="right")
+    table.add_column("how")
+    for name, row in speed.items():
+        table.add_row(name, str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.1f}", row["how"])
+    console.print(table)
+    for name, row in figures["schedule"].items():
+        console.print(
+            f"{name}: {row['steps']} steps, {row['mixed_steps']} of them decodes and prefills together, "
+            f"{row['context_chunks']} chunks of cached context, at most {row['most_chunks_in_a_step']} in a step"
+        )
+    kernels = figures["kernels"]
+    console.print(f"kernels on {kernels['device']}:")
+    for line in kernels["lines"]:
+        console.print(f"  {line}", markup=False)
+
+
+def draw(figures: dict[str, Any], path: Path) -> None:
+    """Write the picture: tokens per second, cache bytes, and error as a share of its budget, op by op.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        OSError: the file cannot be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings, parity = figures["settings"], figures["parity"]
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 10}
+    with pyplot.rc_context(style):
+        figure = pyplot.figure(figsize=(11, 6.4) if parity else (6, 6.4), layout="constrained")
+        grid = figure.add_gridspec(2, 2, width_ratios=(1, 1.25)) if parity else figure.add_gridspec(2, 1)
+        draw_speed(figure.add_subplot(grid[0, 0]), figures["speed"])
+        draw_cache(figure.add_subplot(grid[1, 0]), figures["cache"])
+        if parity:
+            draw_parity(figure.add_subplot(grid[:, 1]), parity)
+        identical = sum(prompt["identical"] for prompt in figures["prompts"])
+        figure.suptitle(
+            f"mla-twins: {len(figures['prompts'])} prompts, {settings['max_new_tokens']} new tokens each, "
+            f"{settings['device']}, {settings['dtype']}\n"
+            f"greedy tokens of {', '.join(figures['served'])} and transformers: identical for {identical} of "
+            f"{len(figures['prompts'])} prompts",
+            fontsize=11,
+        )
+        figure.savefig(path, dpi=150, format="png")
+        pyplot.close(figure)
+
+
+def draw_speed(axes: Any, speed: dict[str, Any]) -> None:
+    """One bar for each that generated."""
+    names = list(speed)
+    rates = [speed[name]["tokens_per_second"] for name in names]
+    bars = axes.bar(names, rates, width=0.6, color=[COLOURS[name] for name in names])
+    axes.bar_label(bars, fmt="{:.0f}", padding=2)
+    axes.set_xticks(range(len(names)), [f"{name}\n({speed[name]['how']})" for name in names])
+    axes.set_title("generated tokens per second, prefill included")
+    axes.set_ylabel("tokens/s")
+    axes.margins(y=0.15)
+
+
+def draw_cache(axes: Any, cache: dict[str, Any]) -> None:
+    """Latent against expanded."""
+    values = [cache["latent_bytes_per_1000_tokens"] / 1e6, cache["expanded_bytes_per_1000_tokens"] / 1e6]
+    bars = axes.bar(["latent", "expanded keys\nand values"], values, width=0.5, color=[COLOURS["fast"], "#c9c9c9"])
+    axes.bar_label(bars, fmt="{:.2f}", padding=2)
+    axes.set_title(f"cache per 1000 tokens, all layers: {cache['ratio']:.1f} times smaller")
+    axes.set_ylabel("MB")
+    axes.margins(x=0.25, y=0.15)
+
+
+def draw_parity(axes: Any, parity: list[dict[str, Any]]) -> None:
+    """Largest and mean error over their budgets; 1 is the limit."""
+    places = range(len(parity))
+    shares = {key: [share(row[f"{key}_error"], row[f"{key}_budget"]) for row in parity] for key in ("max", "mean")}
+    limit = max(1.0, *(min(value, 2.0) for values in shares.values() for value in values))
+    axes.barh([p - 0.19 for p in places], shares["max"], 0.36, color=COLOURS["fast"], label="largest error")
+    axes.barh([p + 0.19 for p in places], shares["mean"], 0.36, color="#f3b49f", label="mean error")
+    for place, row in zip(places, parity, strict=True):
+        if not row["passed"]:
+            axes.text(0.02, place, "FAIL", color="#b00020", va="center", fontweight="bold", fontsize=8)
+        elif row["max_budget"] == 0:
+            axes.text(0.01, place, "exact", color="#4a4a4a", va="center", fontsize=7.5)
+        elif max(shares["max"][place], shares["mean"][place]) < 0.01:
+            axes.text(0.01, place, "below 0.01", color="#4a4a4a", va="center", fontsize=7.5)
+    axes.axvline(1, color="black", linewidth=1, linestyle="--")
+    axes.set_yticks(list(places), [row["op"] for row in parity], fontsize=7.5)
+    axes.invert_yaxis()
+    axes.set_xlim(0, limit * 1.05)
+    axes.set_xlabel("error / computed budget (1 = the limit)")
+    axes.set_title("fast against reference, op by op")
+    axes.margins(y=0.01)
+    axes.legend(loc="lower right", bbox_to_anchor=(0.93 / limit, 0.01), frameon=True, fontsize=8)
+
+
+def share(error: float, budget: float) -> float:
+    """Error over budget; of a budget of zero, 0 or out of the picture."""
+    if budget > 0:
+        return error / budget
+    return 0.0 if error == 0 else 10.0
