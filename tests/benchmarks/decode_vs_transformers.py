@@ -16,6 +16,7 @@ import copy
 import json
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -166,7 +167,9 @@ def main(argv: list[str] | None = None) -> None:
         )  # fmt: skip
     Console(width=max(100, Console().width)).print(table)
     if arguments.json:
-        report = {**provenance("decode_vs_transformers", transformers=transformers.__version__), "rows": rows}
+        given = sys.argv[1:] if argv is None else argv
+        head = provenance("decode_vs_transformers", given, transformers=transformers.__version__)
+        report = {**head, "rows": rows}
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import pathlib
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,15 +31,16 @@ def processor() -> str:
     return next(names, platform.processor())
 
 
-def provenance(benchmark: str, **versions: str) -> dict[str, Any]:
+def provenance(benchmark: str, arguments: Sequence[str], **versions: str) -> dict[str, Any]:
     """The head of a results file.
 
     Args:
         benchmark: name of the benchmark's module.
+        arguments: of its command line.
         versions: of packages besides Python and torch.
     """
     return {
-        "benchmark": benchmark,
+        "command": " ".join(["python -m", f"tests.benchmarks.{benchmark}", *arguments]),
         "hardware": processor(),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions},
