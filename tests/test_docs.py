@@ -1,0 +1,159 @@
+"""What the README and the site show is true: blocks run, commands and links exist, every room has its page, pins fit.
+
+Faults this file was seen to catch: a name misspelt in an example, a block fenced as `py`, a room left out of the
+API pages, a pin below its lower bound, a link to a file that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<language>.*)$")
+NOT_RUN = {"sh", "text"}  # every other language than python would hide a block from being run
+
+
+def fenced_blocks(path: Path) -> list[tuple[int, str, str]]:
+    """(line, language, source) of every fenced block of a page."""
+    blocks, opened = [], None
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        match = FENCE.match(line)
+        if opened is None:
+            if match:
+                opened = (number, match["language"].strip(), match["indent"], match["ticks"], [])
+        elif match and match["ticks"] == opened[3] and not match["language"].strip():
+            blocks.append((opened[0], opened[1], "\n".join(opened[4]) + "\n"))
+            opened = None
+        else:
+            opened[4].append(line.removeprefix(opened[2]))
+    assert opened is None, f"{path.name}:{opened[0]}: a block that is not closed"
+    return blocks
+
+
+def python_blocks():
+    for path in PAGES:
+        for line, language, source in fenced_blocks(path):
+            if language == "python":
+                yield pytest.param(path, line, source, id=f"{path.relative_to(ROOT)}:{line}")
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    lists = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras)]
+    return [Requirement(text) for wanted in lists for text in wanted]
+
+
+@pytest.mark.parametrize(("path", "line", "source"), list(python_blocks()))
+def test_block_runs(path, line, source, monkeypatch):
+    """Each block runs by itself from the root of the repository, as a reader would paste it."""
+    monkeypatch.chdir(ROOT)
+    padded = "\n" * line + source  # line numbers of a traceback are those of the page
+    exec(compile(padded, str(path), "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
+def test_blocks_are_found():
+    """The transformers example and the engine example are among the blocks that run."""
+    sources = [param.values[2] for param in python_blocks() if param.values[0].name == "README.md"]
+    assert any("use_mla(model)" in source for source in sources)
+    assert any("build_mla_metadata(" in source for source in sources)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_languages(path):
+    """A block is `python` and run, or openly something that is not."""
+    for line, language, _ in fenced_blocks(path):
+        assert language in NOT_RUN | {"python"}, f"{path.name}:{line}: fenced as {language!r}"
+
+
+def test_commands():
+    """The two commands of the README, which CI runs from there, name extras that exist."""
+    commands = [line for _, language, source in fenced_blocks(ROOT / "README.md") if language == "sh"
+                for line in source.splitlines()]  # fmt: skip
+    assert commands == [
+        'pip install -c constraints.txt -e ".[hf]" && python -m fast',
+        'pip install -c constraints.txt -e ".[test]" && pytest',
+    ]
+    assert {"hf", "test", "docs", "notebooks", "dev"} == set(PROJECT["optional-dependencies"])
+    assert "mla-twins[hf]" in PROJECT["optional-dependencies"]["test"]
+    assert (ROOT / "fast" / "__main__.py").exists()
+
+
+def test_files_of_the_commands():
+    """Every path that CONTRIBUTING tells a reader to run is there, and so is every target of make."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    targets = set(re.findall(r"`make (\w+)`", text))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert targets == set(re.findall(r"^(\w+):", makefile, re.MULTILINE))
+    for module in re.findall(r"python -m (tests[\w.]+)", makefile):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links(path):
+    """Relative links lead to files of the repository (mkdocs checks those of the site, not of README)."""
+    text = path.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if not re.match(r"[a-z]+:|#", target):
+            assert (path.parent / target.split("#")[0]).exists(), f"{path.name}: {target}"
+
+
+@pytest.mark.parametrize("wing", ["reference", "fast"])
+def test_api_pages(wing):
+    """Every room of a wing is on its API page, and nothing else is."""
+    page = (ROOT / "docs" / "api" / f"{wing}.md").read_text(encoding="utf-8")
+    rooms = [path for path in (ROOT / wing).glob("*.py") if not path.stem.startswith("_")]
+    rooms += (ROOT / wing / "integrations").glob("[!_]*")
+    rooms += (ROOT / wing / "demo").glob("[!_]*.py")
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in rooms}
+    assert set(re.findall(r"^::: (\S+)$", page, re.MULTILINE)) == names
+
+
+def test_pins():
+    """One exact version a line, no other place to fetch from, each within the bounds of pyproject.toml."""
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r'([a-z0-9-]+)==([0-9][0-9a-z.]*)(; platform_system == "Linux")?', line)
+            assert match, line
+            assert match[1] not in pins, f"{match[1]} is pinned twice"
+            pins[match[1]] = Version(match[2])
+    for requirement in requirements("hf", "test", "docs", "notebooks", "dev"):
+        if requirement.name != PROJECT["name"]:
+            assert requirement.name in pins, f"{requirement.name} is not pinned"
+            assert pins[requirement.name] in requirement.specifier, requirement
+
+
+def test_bounds():
+    """Every requirement has a lower bound, and Triton is asked for on Linux alone."""
+    for requirement in requirements("hf", "test", "docs", "notebooks", "dev"):
+        bounded = any(clause.operator == ">=" for clause in requirement.specifier)
+        assert bounded or requirement.name == PROJECT["name"], requirement
+        assert (requirement.name == "triton") == (str(requirement.marker) == 'platform_system == "Linux"'), requirement
+
+
+def test_results_table():
+    """Each row of the README's table is what the results file says, to the digits shown."""
+    results = json.loads((ROOT / "docs" / "results" / "cpu-2-cores.json").read_text(encoding="utf-8"))
+    assert {"command", "hardware", "threads", "versions", "date", "fast_sha256"} <= results.keys()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(
+        r"^\| (\d+) \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) times faster \|$", text, re.MULTILINE
+    )
+    by_context: dict[str, dict] = {}
+    for row in results["rows"]:
+        by_context.setdefault(str(row["context"]), {})[row["who"]] = row
+    assert [row[0] for row in shown] == list(by_context)
+    for context, *figures in shown:
+        rows = by_context[context]
+        wanted = [f"{rows[who]['ms_median']:.1f}" for who in ("transformers", "reference", "fast")]
+        assert figures == [*wanted, f"{rows['fast']['times_faster_than_transformers']:.1f}"]
+    assert f"{results['date']}, medians" in text
