@@ -74,7 +74,7 @@ def _mla_decode(
         metadata = DecodeMetadata(block_table, seq_lens, query_start_loc, max_query_len, visible_lens)
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, softmax_scale
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale
     )
 
 

@@ -20,6 +20,8 @@ def flash_attn_varlen(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
     softmax_scale: float,
     causal: bool,
     out_dtype: torch.dtype,
@@ -33,6 +35,8 @@ def flash_attn_varlen(
         v: [S, N, V].
         cu_seqlens_q: [B + 1].
         cu_seqlens_k: [B + 1].
+        max_seqlen_q: a bound for launches; not looked at here.
+        max_seqlen_k: likewise.
         softmax_scale: multiplies the scores.
         causal: bottom-right aligned.
         out_dtype: of out.

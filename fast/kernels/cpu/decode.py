@@ -20,6 +20,7 @@ def mla_decode(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     visible_lens: Tensor,
+    max_query_len: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few query tokens a request over its cached latents.
@@ -32,6 +33,7 @@ def mla_decode(
         seq_lens: [B].
         query_start_loc: [B + 1].
         visible_lens: [T].
+        max_query_len: a bound for launches; not looked at here.
         softmax_scale: multiplies the scores.
 
     Returns:
