@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from rich.console import Console
 
@@ -93,6 +95,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def without_nan(value: Any) -> Any:
+    """The same figures with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: ModuleType = reference) -> int:
     """Run the main job.
 
@@ -115,11 +126,15 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
         console = Console(width=max(console.width, 110))
     figures = measure(job, console)
     show(console, figures)
-    draw(figures, args.picture)
-    console.print(f"picture: {args.picture}", markup=False)
-    if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1, allow_nan=True) + "\n")
-        console.print(f"figures: {args.json}", markup=False)
+    try:
+        draw(figures, args.picture)
+        console.print(f"picture: {args.picture}", markup=False)
+        if args.json is not None:
+            args.json.write_text(json.dumps(without_nan(figures), indent=1, allow_nan=False) + "\n")
+            console.print(f"figures: {args.json}", markup=False)
+    except OSError as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
     return 0 if figures["verdict"]["passed"] else 1
 
 

@@ -57,9 +57,10 @@ def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float =
         The comparison; elements where gold is not finite must equal it and count no error.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: shapes that differ, or a value of another dtype than low (which would set a floor of its own).
     """
     check(value.shape == gold.shape == low.shape, "value", f"shape {list(gold.shape)}", list(value.shape))
+    check(value.dtype == low.dtype, "value", f"dtype {low.dtype}, as low", value.dtype)
     finite = gold.isfinite()
     # a low that overflowed where gold did not would make the budget infinite
     same = (

@@ -216,6 +216,7 @@ class ServingLoop:
         """
         prompt_ids = list(prompt_ids)
         check(len(prompt_ids) > 0, "prompt_ids", "at least one token", "an empty prompt")
+        check(all(isinstance(token, int) for token in prompt_ids), "prompt_ids", "a list of ints", prompt_ids[:4])
         vocabulary = self.model.config.vocab_size
         check(min(prompt_ids) >= 0 and max(prompt_ids) < vocabulary, "prompt_ids", f"tokens in [0, {vocabulary})",
               f"{min(prompt_ids)} to {max(prompt_ids)}")  # fmt: skip
@@ -247,6 +248,8 @@ class ServingLoop:
         preempted stay preempted: their blocks may have been written.)
         """
         plan, preempted, taken, admitted = self._schedule()
+        if not plan:  # nobody runs and nobody waits
+            return StepReport(0, 0, 0, 0, 0, tuple(preempted), (), 0, 0, self.cache_bytes_in_use)
         try:
             metadata, next_ids = self._forward(plan)
         except BaseException:

@@ -82,6 +82,31 @@ def test_presets(name):
         MLAConfig.from_preset("llama")
 
 
+PUBLISHED = {  # hidden, heads, q rank, kv rank, nope, rope, value: the config.json of each checkpoint, copied again
+    "deepseek-v2-lite": [2048, 16, None, 512, 128, 64, 128],
+    "deepseek-v2": [5120, 128, 1536, 512, 128, 64, 128],
+    "deepseek-v3": [7168, 128, 1536, 512, 128, 64, 128],
+    "kimi-k2": [7168, 64, 1536, 512, 128, 64, 128],
+    "moonlight": [2048, 16, None, 512, 128, 64, 128],
+    "minicpm3": [2560, 40, 768, 256, 64, 32, 64],
+    "glm-5": [6144, 64, 2048, 512, 192, 64, 256],
+    "longcat-flash": [6144, 64, 1536, 512, 128, 64, 128],
+}
+
+
+def test_presets_are_the_published_dims():
+    assert {name: list(dims.values()) for name, dims in PRESETS.items()} == PUBLISHED
+
+
+def test_presets_against_transformers():
+    """Where transformers documents a checkpoint's dims as its defaults, they are ours."""
+    transformers = pytest.importorskip("transformers")
+    v3 = transformers.DeepseekV3Config()
+    names = ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
+             "qk_rope_head_dim", "v_head_dim")  # fmt: skip
+    assert [getattr(v3, name) for name in names] == PUBLISHED["deepseek-v3"]
+
+
 def test_presets_against_published_layouts():
     """Cache entries of 1152 bytes in 16 bit, as DeepSeek's and Kimi's models are served."""
     for name in ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "moonlight", "glm-5", "longcat-flash"):

@@ -175,8 +175,17 @@ BAD = [
     (["--token-budget", "1"], "--token-budget: expected at least one token for each of 2 prompts, got 1"),
     (
         ["--prompt", "x" * 4093],
-        "prompt_ids: expected prompt + max_new_tokens of at most the model's 4096 positions, got",
+        "--max-new-tokens: expected prompt and new tokens within the model's 4096 positions, got",
     ),
+    (["--max-new-tokens", "1000000000000"], "--max-new-tokens: expected prompt and new tokens within the model's 4096"),
+    (
+        ["--block-size", str(1 << 50), "--workspace-tokens", str(1 << 50)],
+        "--block-size: expected a cache that fits in memory, got",
+    ),
+    (["--model", "~nosuchuser/x"], "--model: expected a folder with a checkpoint, or a hub name owner/name, got"),
+    (["--prompt", "\udcff"], "--prompt: expected valid UTF-8, got"),
+    (["--ops", "reference", "--backend", "cpu"], "--backend: expected none where --ops is reference, got cpu"),
+    (["--json", "f.png", "--picture", "f.png"], "--json: expected another file than --picture, got f.png"),
     (["--json", "no/such/folder/f.json"], "--json: expected a file in a folder that exists, got no/such/folder/f.json"),
     (["--picture", "no/such/folder/p.png"], "--picture: expected a file in a folder that exists, got"),
 ]
@@ -196,6 +205,34 @@ def test_an_option_that_argparse_refuses(run):
     with pytest.raises(SystemExit) as caught:
         run("--ops", "slow")
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "name, text",
+    [("config.json", '{"model_type": "deepseek_v3", "hidden_size": "abc"}'), ("tokenizer.json", '{"a": 1}')],
+)
+def test_a_checkpoint_with_a_broken_file(run, tmp_path, name, text):
+    """Whatever a reader of transformers raises on it becomes one line."""
+    folder = tmp_path / "broken"
+    shutil.copytree(Path(fast.__file__).parent / "assets" / "tiny-mla", folder)
+    (folder / name).write_text(text)
+    one_error(run("--model", str(folder)), "--model: expected a checkpoint that can be read, got: ")
+
+
+def test_a_place_that_takes_no_figures(tmp_path, capsys, plain_errors):
+    """A full disk after the run is one line too, and not the status of failed parity."""
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full on this system")
+    options = ["--ops", "fast", "--max-new-tokens", "2", "--json", "/dev/full", "--picture", str(tmp_path / "p.png")]
+    assert main([*SMALL, *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+def test_the_longest_prompt_with_one_token(run):
+    """The warm-up asks for no more than the run itself: prompt and one token fill the model's positions."""
+    done = run("--prompt", "x" * 4094, "--max-new-tokens", "1", "--ops", "fast", "--token-budget", "4096")
+    assert done.status == 0 and [prompt["new_tokens"] for prompt in done.figures["prompts"]] == [1, 1, 1]
 
 
 def test_a_checkpoint_that_is_not_mla(run, tmp_path):

@@ -400,3 +400,11 @@ def test_peak_memory_of_a_chunked_prefill_does_not_grow_with_the_context():
     bound = cache_growth + 2 * workspace
     assert len(growth) == 2 and max(growth) <= bound
     assert growth_when_whole > 10 * bound
+
+
+def test_an_idle_loop_steps_to_nothing(make_loop, ops):
+    """An empty batch is legal: nothing runs, nothing changes."""
+    loop = make_loop(ops, num_blocks=4)
+    report = loop.step()
+    assert (report.num_tokens, report.num_running, report.num_waiting) == (0, 0, 0)
+    assert loop.run() == [] and loop.allocator.num_free == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reference.interfaces import MLAConfig, UnsupportedConfiguration, check
+from reference.interfaces import MLAConfig, QueryLenSupport, UnsupportedConfiguration, check
 
 from .. import backends
 from ..serving import ServingLoop
@@ -91,6 +92,10 @@ def prepare(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> Jo
     for option, path in (("--json", args.json), ("--picture", args.picture)):
         if path is not None:
             check(path.parent.is_dir() and not path.is_dir(), option, "a file in a folder that exists", path)
+            target = path if path.exists() else path.parent
+            check(os.access(target, os.W_OK), option, "a place that can be written", path)
+    check(args.json is None or args.json.resolve() != args.picture.resolve(), "--json", "another file than --picture",
+          args.json)  # fmt: skip
     check(args.max_new_tokens >= 1, "--max-new-tokens", "at least 1", args.max_new_tokens)
     for option, value in (("--block-size", args.block_size), ("--token-budget", args.token_budget)):
         check(value >= 1, option, "at least 1", value)
@@ -105,6 +110,7 @@ def prepare(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> Jo
           args.token_budget)  # fmt: skip
     wings = {"reference": oracle, "fast": ops}
     wings = wings if args.ops == "both" else {args.ops: wings[args.ops]}
+    check(args.backend is None or "fast" in wings, "--backend", "none where --ops is reference", args.backend)
 
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
@@ -122,16 +128,27 @@ def prepare(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> Jo
     eos = model.generation_config.eos_token_id
     eos = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
     prompt_ids = [encode(tokenizer, text) for text in texts]
+    positions = hf_config.max_position_embeddings
+    for ids in prompt_ids:
+        check(len(ids) + args.max_new_tokens <= positions, "--max-new-tokens",
+              f"prompt and new tokens within the model's {positions} positions",
+              f"{len(ids)} + {args.max_new_tokens}")  # fmt: skip
     job = Job(args, model, config, tokenizer, texts, prompt_ids, device, dtype, eos, wings)
     for name, wing in wings.items():
         restore(use_mla(model, ops=wing, **job.patch_options(name)))
-        job.loops[name] = job.make_loop(name, prompt_ids, args.max_new_tokens)
+        try:
+            job.loops[name] = job.make_loop(name, prompt_ids, args.max_new_tokens)
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(f"--block-size: expected a cache that fits in memory, got: {one_line(error)}") from error
     return job
 
 
 def locate(model: str) -> tuple[str, bool]:
     """A folder, or else a hub name; whether it is a folder."""
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError:
+        path = Path(model)
     if path.is_dir():
         return str(path), True
     hub_name = not path.exists() and not model.startswith((".", "~", "/")) and model.count("/") == 1
@@ -145,11 +162,9 @@ def read(load: Callable[[], Any]) -> Any:
     Raises:
         ValueError: the file is missing, broken or of an unknown architecture.
     """
-    from safetensors import SafetensorError
-
     try:
         return load()
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+    except Exception as error:  # a foreign reader of a foreign file: whatever it raises, it is told in one line
         raise ValueError(f"--model: expected a checkpoint that can be read, got: {one_line(error)}") from error
 
 
@@ -188,8 +203,12 @@ def choose_device(
         if "fast" not in wings:
             return []
         found: list[str] = []
-        for op in sorted({op for candidate in backends.BACKENDS for op in candidate.kernels}):
-            request = backends.KernelRequest(op, device, dtype_on(device), block_size=args.block_size)
+        dtype, block = dtype_on(device), args.block_size
+        dims = config.kv_lora_rank, config.qk_rope_head_dim
+        requests = [backends.decode_request(device, dtype, *dims, block, QueryLenSupport.VARLEN)]
+        ops = sorted({op for candidate in backends.BACKENDS for op in candidate.kernels} - {"mla_decode"})
+        requests += [backends.KernelRequest(op, device, dtype, block_size=block) for op in ops]
+        for request in requests:
             try:
                 backends.select(request, args.backend)
             except UnsupportedConfiguration as error:
@@ -215,7 +234,15 @@ def choose_device(
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """The prompt's tokens behind the bos token, where there is one."""
+    """The prompt's tokens behind the bos token, where there is one.
+
+    Raises:
+        ValueError: the text is not valid UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"--prompt: expected valid UTF-8, got {text[:20]!r}") from None
     ids = tokenizer.encode(text)
     bos = tokenizer.bos_token_id
     return ids if bos is None or ids[:1] == [bos] else [bos, *ids]

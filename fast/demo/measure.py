@@ -63,7 +63,7 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
 
             use_mla(job.model, ops=wing, **job.patch_options(name))
             try:
-                job.make_loop(name, job.prompt_ids[:1], WARMUP_TOKENS).run()
+                job.make_loop(name, job.prompt_ids[:1], min(WARMUP_TOKENS, job.args.max_new_tokens)).run()
                 started = time.perf_counter()
                 requests: list[Request] = loop.run(on_step)
                 seconds = time.perf_counter() - started
@@ -74,7 +74,7 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
             schedules[name] = summary(reports)
 
         advance = bar("transformers, one prompt at a time: prompts", len(job.prompt_ids))
-        plain_greedy(job, job.prompt_ids[0], WARMUP_TOKENS)
+        plain_greedy(job, job.prompt_ids[0], min(WARMUP_TOKENS, job.args.max_new_tokens))
         tokens["transformers"], started = [], time.perf_counter()
         for ids in job.prompt_ids:
             tokens["transformers"].append(plain_greedy(job, ids, job.args.max_new_tokens))
