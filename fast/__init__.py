@@ -29,6 +29,7 @@ from .cache import (
     kv_cache_shape,
     swap_blocks,
 )
+from .compilation import warmup as warmup  # fast alone: the reference compiles nothing
 from .decode import mla_decode
 from .layer import MLAAttention, rms_norm
 from .merge import merge_attn_states

@@ -89,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
             metavar="PATH",
             help="where the picture goes (default: %(default)s)",
         ),
+        "--no-picture": dict(action="store_true", help="draw none; matplotlib is not needed then"),
     }
     for name, settings in options.items():
         parser.add_argument(name, **settings)
@@ -127,8 +128,9 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
     figures = measure(job, console)
     show(console, figures)
     try:
-        draw(figures, args.picture)
-        console.print(f"picture: {args.picture}", markup=False)
+        if not args.no_picture:
+            draw(figures, args.picture)
+            console.print(f"picture: {args.picture}", markup=False)
         if args.json is not None:
             args.json.write_text(json.dumps(without_nan(figures), indent=1, allow_nan=False) + "\n")
             console.print(f"figures: {args.json}", markup=False)

@@ -5,7 +5,9 @@ A kernel set that is asked for by name and cannot serve raises with every reason
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +44,32 @@ class KernelRequest:
     query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
 
 
+class LazyKernels(Mapping):
+    """The launchers of a kernel set whose modules are imported when the first one is taken.
+
+    Args:
+        package: such as "fast.kernels.triton"; its KERNELS holds the launchers.
+        ops: their names, known without importing it.
+    """
+
+    def __init__(self, package: str, ops: tuple[str, ...]):
+        self.package, self.ops = package, ops
+
+    def __getitem__(self, op: str) -> Callable:
+        if op not in self.ops:
+            raise KeyError(op)
+        return importlib.import_module(self.package).KERNELS[op]
+
+    def __contains__(self, op: object) -> bool:
+        return op in self.ops
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.ops)
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+
 _WIDTH_OF_SUPPORT = {QueryLenSupport.SINGLE_ONLY: 0, QueryLenSupport.UNIFORM: 1, QueryLenSupport.VARLEN: 2}
 
 
@@ -59,21 +87,25 @@ class Backend:
         block_sizes: allowed block sizes.
         query_lens: the widest query-length support of its decode.
         kernels: op name to launcher.
+        missing_package: a package it needs that is not installed.
     """
 
     name: str
     priority: int
     device_type: str
-    kernels: Mapping[str, Callable]
+    kernels: Mapping  # unparametrised: a run-time check of its values would import them
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
     capability: tuple[int, int] | None = None
     head_dims: Mapping[str, tuple[int, ...]] | None = None
     block_sizes: tuple[int, ...] | None = None
     query_lens: QueryLenSupport = QueryLenSupport.VARLEN
+    missing_package: str | None = None
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
         """Every reason why this kernel set cannot serve the request; empty where it can."""
         reasons = []
+        if self.missing_package is not None:
+            reasons.append(f"{self.name}: needs the package {self.missing_package}, which is not installed")
         if request.op not in self.kernels:
             reasons.append(f"{self.name}: has no kernel for {request.op}")
         if request.device.type != self.device_type:
@@ -96,7 +128,18 @@ class Backend:
         return reasons
 
 
-BACKENDS: tuple[Backend, ...] = (Backend(name="cpu", priority=0, device_type="cpu", kernels=cpu.KERNELS),)
+BACKENDS: tuple[Backend, ...] = (
+    Backend(name="cpu", priority=0, device_type="cpu", kernels=cpu.KERNELS),
+    Backend(
+        name="triton",
+        priority=10,
+        device_type="cuda",
+        capability=(8, 0),
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        kernels=LazyKernels("fast.kernels.triton", tuple(cpu.KERNELS)),
+        missing_package=None if importlib.util.find_spec("triton") else "triton",
+    ),
+)
 
 
 def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:

@@ -25,7 +25,7 @@ from reference.interfaces import (
 )
 
 from . import backends
-from .cache import concat_and_cache_mla
+from .cache import concat_and_cache_mla, rope_norm_and_cache
 from .decode import mla_decode
 from .prefill import forward_prefill
 from .rope import apply_rope, rotary_frequencies
@@ -172,9 +172,22 @@ class MLAAttention(nn.Module):
         """
         weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
-        q, kv_c_normed, k_pe = self.project(hidden_states, positions)
-        output = q.new_empty(q.shape[0], self.config.num_heads, self.config.v_head_dim)
-        self.forward_attention(q, kv_c_normed, k_pe, kv_cache, metadata, output)
+        c, (q, kv_c, k_pe) = self.config, self._down_project(hidden_states)
+        output = q.new_empty(q.shape[0], c.num_heads, c.v_head_dim)
+        w_uk, w_uv = self.up_projections()
+        check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, output)
+        if metadata is None:
+            self._touch_largest(q, w_uk, w_uv)
+            return self.o_proj(output.zero_().flatten(1))
+        check_step(metadata, q.shape[0], kv_cache)
+        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
+            positions, q_pe, kv_c, k_pe, kv_cache, metadata.slot_mapping[: metadata.num_actual_tokens],
+            self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope, frequencies=self._frequencies_for(q),
+            backend=self.backend,
+        )  # fmt: skip
+        q = torch.cat((q_nope, q_pe), dim=-1)
+        self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
         return self.o_proj(output.flatten(1))
 
     def project(
@@ -185,19 +198,23 @@ class MLAAttention(nn.Module):
         Returns:
             q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
         """
-        c = self.config
-        if self.q_proj is not None:
-            q = self.q_proj(hidden_states)
-        else:
-            q = self.q_b_proj(rms_norm(self.q_a_proj(hidden_states), self.q_a_layernorm.weight, c.latent_norm_eps))
-        q = q.unflatten(-1, (c.num_heads, c.qk_head_dim))
-        kv_c, k_pe = self.kv_a_proj_with_mqa(hidden_states).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        c, (q, kv_c, k_pe) = self.config, self._down_project(hidden_states)
         kv_c_normed = rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, k_pe = apply_rope(
             positions, q_pe, k_pe, c.rope, frequencies=self._frequencies_for(q), backend=self.backend
         )
         return torch.cat((q_nope, q_pe), dim=-1), kv_c_normed, k_pe
+
+    def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [T, N, P + R], latent [T, Lkv] and shared key [T, R], neither rotated nor normed."""
+        c = self.config
+        if self.q_proj is not None:
+            q = self.q_proj(hidden_states)
+        else:
+            q = self.q_b_proj(rms_norm(self.q_a_proj(hidden_states), self.q_a_layernorm.weight, c.latent_norm_eps))
+        down = self.kv_a_proj_with_mqa(hidden_states).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        return q.reshape(-1, c.num_heads, c.qk_head_dim), *down
 
     def _frequencies_for(self, q: Tensor) -> Tensor:
         """The rotary frequencies in q's wide type on q's device; kept between calls."""
@@ -234,14 +251,22 @@ class MLAAttention(nn.Module):
         w_uk, w_uv = self.up_projections()
         check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output)
         if metadata is None:
-            context = q.new_zeros(self.workspace_tokens, c.head_size)
-            expand_kv(context[:, : c.kv_lora_rank], w_uk, w_uv)
+            self._touch_largest(q, w_uk, w_uv)
             output.zero_()
             return
         check_step(metadata, q.shape[0], kv_cache)
-
-        end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
+        end = metadata.num_actual_tokens
         concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, backend=self.backend)
+        self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
+
+    def _touch_largest(self, q: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
+        """The largest buffers of a step, for whoever measures memory."""
+        context = q.new_zeros(self.workspace_tokens, self.config.head_size)
+        expand_kv(context[:, : self.config.kv_lora_rank], w_uk, w_uv)
+
+    def _attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv) -> None:
+        """Both paths, over a cache that holds the new tokens, into `output`."""
+        c, end, split = self.config, metadata.num_actual_tokens, metadata.num_decode_tokens
         if split > 0:
             w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
             q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)

@@ -108,14 +108,25 @@ def apply_rope(
     """
     check_tensor("q_pe", q_pe, ("T", "N", "R"))
     check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
-    check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
+    frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
     chosen = backends.select(backends.KernelRequest("apply_rope", q_pe.device, q_pe.dtype), backend)
+    return torch.ops.mla_twins.apply_rope(positions, q_pe, k_pe, frequencies, magnitude, rope.interleaved, chosen.name)
+
+
+def angles_of(
+    positions: Int[Tensor, " T"], q_pe: Float[Tensor, "T N R"], rope: RopeConfig, frequencies: Tensor | None
+) -> tuple[Float[Tensor, " R/2"], float]:
+    """Frequencies in the wide type of `q_pe` on its device, the given ones where there are, and YaRN's magnitude.
+
+    Raises:
+        ValueError: `positions` or `frequencies` of another shape, dtype or device; an odd R.
+    """
+    check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
     wide = wide_dtype(q_pe.dtype)
     if frequencies is None:
         frequencies = rotary_frequencies(rope, q_pe.shape[-1], wide).to(q_pe.device)
     check_tensor("frequencies", frequencies, (q_pe.shape[-1] // 2,), (wide,), q_pe.device)
-    magnitude = 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
-    return torch.ops.mla_twins.apply_rope(positions, q_pe, k_pe, frequencies, magnitude, rope.interleaved, chosen.name)
+    return frequencies, 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
 
 
 @torch.library.custom_op(

@@ -40,7 +40,7 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     if is_plain_linear(linear, dtype):
         check(linear.bias is None, "linear", "no bias", "a bias")
         return linear.weight.detach()
-    device = next((t.device for t in (*linear.parameters(), *linear.buffers())), torch.device("cpu"))
+    device = next((t.device for t in _tensors_of(linear)), torch.device("cpu"))
     probes = torch.zeros(in_features + 1, in_features, dtype=dtype, device=device)
     probes[1:].fill_diagonal_(1)
     with torch.no_grad():
@@ -48,6 +48,12 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     check_tensor("linear(identity)", answers, (in_features + 1, "out"))
     check(not answers[0].any(), "linear", "no bias", "a bias")
     return answers[1:].to(dtype).T.contiguous()
+
+
+def _tensors_of(linear: nn.Module) -> list[Tensor]:
+    """What a linear holds: parameters, buffers, tensors that are plain attributes."""
+    plain = (value for value in vars(linear).values() if isinstance(value, Tensor))
+    return [*linear.parameters(), *linear.buffers(), *plain]
 
 
 def split_kv_b_proj(

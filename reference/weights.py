@@ -43,13 +43,19 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     if is_plain_linear(linear, dtype):
         check(linear.bias is None, "linear", "no bias", "a bias")
         return linear.weight.detach()
-    device = next((t.device for t in (*linear.parameters(), *linear.buffers())), torch.device("cpu"))
+    device = next((t.device for t in _tensors_of(linear)), torch.device("cpu"))
     with torch.no_grad():
         unit_vectors = torch.eye(in_features, dtype=dtype, device=device)
         check(not linear(torch.zeros_like(unit_vectors[:1])).any(), "linear", "no bias", "a bias")
         columns = linear(unit_vectors)
     check_tensor("linear(identity)", columns, (in_features, "out"))
     return columns.to(dtype).T.contiguous()
+
+
+def _tensors_of(linear: nn.Module) -> list[Tensor]:
+    """What a linear holds: parameters, buffers, tensors that are plain attributes."""
+    plain = (value for value in vars(linear).values() if isinstance(value, Tensor))
+    return [*linear.parameters(), *linear.buffers(), *plain]
 
 
 def split_kv_b_proj(

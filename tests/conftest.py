@@ -11,10 +11,16 @@ if importlib.util.find_spec("beartype") is not None:
 
     install_import_hook(["reference", "fast"], "beartype.beartype")  # before the first import of either
 
-import hypothesis
 import jaxtyping
 import pytest
 import torch
+
+from reference.interfaces import UnsupportedConfiguration
+
+try:
+    import hypothesis
+except ModuleNotFoundError:  # the files that use it are left out, with the reason
+    hypothesis = None
 
 torch.set_num_threads(2)
 # torch.empty is NaN (integers: their largest value): what nobody wrote reaches nothing, or a test turns red
@@ -31,11 +37,34 @@ class TorchRandom:
 
 
 TORCH_RANDOM = TorchRandom()  # hypothesis keeps a weak reference only
-hypothesis.register_random(TORCH_RANDOM)
-quiet = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
-hypothesis.settings.register_profile("default", max_examples=25, derandomize=True, **quiet)
-hypothesis.settings.register_profile("deep", max_examples=2000, print_blob=True, **quiet)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+if hypothesis is not None:
+    hypothesis.register_random(TORCH_RANDOM)
+    quiet = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
+    hypothesis.settings.register_profile("default", max_examples=25, derandomize=True, **quiet)
+    hypothesis.settings.register_profile("deep", max_examples=2000, print_blob=True, **quiet)
+    hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu (default) or cuda")
+
+
+@pytest.fixture(autouse=True)
+def default_device(request):
+    """Tensors that name no device lie on the one under test, and so the kernels of that device serve."""
+    with torch.device(request.config.getoption("--device")):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """A test of fast in float64 on a GPU is left out: no kernel set serves that type there, and selection says so."""
+    try:
+        return (yield)
+    except UnsupportedConfiguration as error:
+        if item.config.getoption("--device") == "cpu" or "float64" not in str(error):
+            raise
+        pytest.skip("fast serves float64 on a CPU only")
 
 
 @pytest.fixture(autouse=True)

@@ -81,7 +81,10 @@ def make_batch(query_lens, seq_lens, block_size: int = 16, padding: int = 0, spa
     for query_len, length, own in zip(query_lens, seq_lens, homes, strict=True):
         slots += [number[home] for home in own[length - query_len :]] if length else [-1] * query_len
     common = CommonAttentionMetadata.make(
-        offsets(query_lens), integers(*seq_lens), table, torch.tensor(slots + [-1] * padding, dtype=torch.int64)
+        offsets(query_lens).cpu(),
+        integers(*seq_lens).cpu(),
+        table,
+        torch.tensor(slots + [-1] * padding, dtype=torch.int64),
     )
     return Batch(query_lens, seq_lens, block_size, num_blocks, tuple(homes), common)
 
@@ -235,12 +238,12 @@ def oracle_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     return AttentionState(out, lse)
 
 
-def oracle_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last Sq of S tokens through torch's own kernel, [Sq, N, Dv]."""
+def oracle_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Causal attention of the last Sq of S tokens through torch's own kernel, [Sq, N, Dv], in a dtype."""
     keys_after = torch.arange(k.shape[0]).flip(0)
     queries_after = torch.arange(q.shape[0]).flip(0)
     seen = keys_after[None, :] >= queries_after[:, None]
-    heads_first = (x.double().transpose(0, 1) for x in (q, k, v))
+    heads_first = (x.to(dtype).transpose(0, 1) for x in (q, k, v))
     return nn.functional.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=scale).transpose(0, 1)
 
 

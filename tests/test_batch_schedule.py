@@ -6,8 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import fast
@@ -15,6 +13,7 @@ import reference
 from reference.interfaces import CommonAttentionMetadata
 
 from .factories import GARBAGE, assert_same_bits, integers, make_batch, offsets
+from .properties import assume, given, st
 
 WINGS = st.sampled_from(["reference", "fast"]).map({"reference": reference, "fast": fast}.get)
 QUERY_LENS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 17]), max_size=7)
@@ -79,7 +78,7 @@ def test_split(query_lens, threshold, uniform, ops):
 
 def check_chunks(ops, context_lens, workspace, block_size):
     """Every context token in exactly one chunk, pieces on block boundaries, chunks within the workspace."""
-    chunks = ops.plan_context_chunks(integers(*context_lens), workspace, block_size)
+    chunks = ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size)
     seen = [[] for _ in context_lens]
     for chunk in chunks:
         pieces = chunk.cu_seq_lens.diff().tolist()

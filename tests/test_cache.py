@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fast
 import reference
 
 from .factories import GARBAGE, assert_same_bits, integers, last_rows, make_batch, make_cache, make_entries, offsets
+from .properties import given, st
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [((1, 3, 0, 17), (1, 16, 15, 17)), ((2, 2), (0, 33)), ((5,), (31,)), ((), ()), ((0, 0), (7, 0))]

@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fast
 import reference
@@ -37,6 +35,7 @@ from .factories import (
     offsets,
     softmax_scale,
 )
+from .properties import given, st
 from .test_identities import expanding_plan
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

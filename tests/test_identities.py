@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import reference
+from fast.parity import compare
 from reference.interfaces import PRESETS, AttentionState, MLAConfig
 
 from .factories import (
@@ -40,6 +39,7 @@ from .factories import (
     oracle_sdpa,
     softmax_scale,
 )
+from .properties import given, st
 
 F64 = torch.float64
 SMALL = MLAConfig(16, 3, None, 8, 5, 4, 6)
@@ -199,11 +199,11 @@ def test_merge_keeps_extremes(ops):
 # Absorbed and expanded.
 
 
-def expanded_inputs(config: MLAConfig, batch, entries):
+def expanded_inputs(config: MLAConfig, batch, entries, dtype=F64):
     """q [T, N, P + R], kv_c [T, Lkv], k_pe [T, R] of the new tokens, and both up-projections."""
-    q = random64(batch.num_tokens, config.num_heads, config.qk_head_dim)
+    q = random64(batch.num_tokens, config.num_heads, config.qk_head_dim).to(dtype)
     new = last_rows(batch, entries).view(-1, config.head_size)
-    return q, new[:, : config.kv_lora_rank], new[:, config.kv_lora_rank :], *make_up_projections(config, F64)
+    return q, new[:, : config.kv_lora_rank], new[:, config.kv_lora_rank :], *make_up_projections(config, dtype)
 
 
 def decode(ops, config, q, w_uk, w_uv, cache, metadata) -> AttentionState:
@@ -214,14 +214,14 @@ def decode(ops, config, q, w_uk, w_uv, cache, metadata) -> AttentionState:
     return AttentionState(ops.latent_to_value(state.out, w_uv_absorbed), state.lse)
 
 
-def whole(config, q, w_uk, w_uv, entries, query_lens) -> torch.Tensor:
-    """Causal attention over each request's whole sequence through torch's own kernel: [T, N, V]."""
+def whole(config, q, w_uk, w_uv, entries, query_lens, dtype=F64) -> torch.Tensor:
+    """Causal attention over each request's whole sequence through torch's own kernel, in a dtype: [T, N, V]."""
     outs = []
     for rows, own in zip(q.split(query_lens), entries, strict=True):
-        latent, k_pe = own.double().split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
-        k_nope, v = (torch.einsum("sl,lnd->snd", latent, w) for w in (w_uk.double(), w_uv.double()))
+        latent, k_pe = own.to(dtype).split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
+        k_nope, v = (torch.einsum("sl,lnd->snd", latent, w.to(dtype)) for w in (w_uk, w_uv))
         k = torch.cat((k_nope, k_pe[:, None].expand(-1, config.num_heads, -1)), -1)
-        outs.append(oracle_sdpa(rows, k, v, softmax_scale(config)))
+        outs.append(oracle_sdpa(rows, k, v, softmax_scale(config), dtype))
     return torch.cat(outs)
 
 
@@ -242,7 +242,8 @@ def check_absorbed_is_expanded(ops, config: MLAConfig, query_lens, seq_lens, blo
 
 def expanding_plan(ops, batch, workspace):
     """All requests on the expanded path, whatever their query lengths."""
-    chunks = ops.plan_context_chunks(integers(*batch.context_lens), workspace, batch.block_size)
+    chunks = ops.plan_context_chunks(integers(*batch.context_lens).cpu(), workspace, batch.block_size)
+    chunks = tuple(chunk.to(batch.common.block_table.device) for chunk in chunks)
     return reference.PrefillMetadata(
         batch.common.block_table, batch.common.query_start_loc, max(batch.query_lens, default=0), chunks
     )
@@ -263,16 +264,23 @@ def test_absorbed_is_expanded_for_presets(name):
     check_absorbed_is_expanded(reference, MLAConfig.from_preset(name), [1], [3])
 
 
-def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, block_size):
-    """Whatever the partition of the context, prefill equals attention over the whole."""
+def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, block_size, dtype=F64):
+    """Whatever the partition of the context, prefill equals attention over the whole: in float64 to rounding, in a
+    lower type within what torch's own kernel loses there.
+    """
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
     batch = make_batch(query_lens, seq_lens, block_size)
-    entries = make_entries(batch, config.head_size, F64)
-    q, kv_c, k_pe, w_uk, w_uv = expanded_inputs(config, batch, entries)
+    entries = make_entries(batch, config.head_size, dtype)
+    q, kv_c, k_pe, w_uk, w_uv = expanded_inputs(config, batch, entries, dtype)
     plan = expanding_plan(ops, batch, workspace)
-    cache = make_cache(batch, entries, config.head_size, F64, new_tokens=False)
+    cache = make_cache(batch, entries, config.head_size, dtype, new_tokens=False)
     state = ops.forward_prefill(q, kv_c, k_pe, cache, plan, w_uk, w_uv, config.softmax_scale)
-    assert_close64(state.out, whole(config, q, w_uk, w_uv, entries, query_lens))
+    gold = whole(config, q, w_uk, w_uv, entries, query_lens)
+    if dtype == F64:
+        assert_close64(state.out, gold)
+    else:
+        parity = compare("prefill", state.out, whole(config, q, w_uk, w_uv, entries, query_lens, dtype), gold)
+        assert parity.passed, parity
     return len(plan.context_chunks)
 
 
@@ -287,8 +295,9 @@ def test_chunked_is_whole(lens, extra, block_size):
     check_chunked_is_whole(reference, SMALL, [q for q, _ in lens], [c for _, c in lens], workspace, block_size)
 
 
-def test_chunked_is_whole_in_many_chunks(ops):
-    assert check_chunked_is_whole(ops, LOW_RANK, [3, 1, 7], [97, 0, 31], 32, 16) == 7
+@pytest.mark.parametrize("dtype", [F64, torch.float32])
+def test_chunked_is_whole_in_many_chunks(ops, dtype):
+    assert check_chunked_is_whole(ops, LOW_RANK, [3, 1, 7], [97, 0, 31], 32, 16, dtype) == 7
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4))
@@ -392,7 +401,7 @@ def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64,
         table = full.common.block_table[order]
         starts = offsets(lens)
         slots = ops.slot_mapping(starts, integers(*after), table, block_size, sum(lens) + 2)
-        common = reference.CommonAttentionMetadata.make(starts, integers(*after), table, slots)
+        common = reference.CommonAttentionMetadata.make(starts.cpu(), integers(*after).cpu(), table, slots)
         rows = [hiddens[r][done[r] : done[r] + step[r]] for r in order]
         positions = torch.tensor([p for r in order for p in range(done[r], done[r] + step[r])] + [0, 0])
         hidden = torch.cat([*rows, random64(2, config.hidden_size)])

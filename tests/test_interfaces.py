@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import reference
 from reference.interfaces import (
@@ -27,6 +25,7 @@ from reference.interfaces import (
 )
 
 from .factories import CONFIGS, integers, softmax_scale
+from .properties import given, st
 
 DEEPSEEK = dict(
     model_type="deepseek_v3", hidden_size=64, num_attention_heads=4, q_lora_rank=24, kv_lora_rank=32,

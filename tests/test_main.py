@@ -44,7 +44,7 @@ def run(tmp_path, monkeypatch, capsys, plain_errors):
         status = main([*SMALL, "--picture", str(picture), "--json", str(figures), *options], **wings)
         out, err = capsys.readouterr()
         written = json.loads(figures.read_text()) if figures.exists() else None
-        assert picture.exists() == (written is not None)
+        assert picture.exists() == (written is not None and "--no-picture" not in options)
         return SimpleNamespace(status=status, figures=written, out=out, err=err)
 
     return call
@@ -269,3 +269,10 @@ def test_a_missing_extra_is_named(run, monkeypatch, name):
     one_error(
         run(), 'python -m fast: expected transformers and matplotlib; pip install "mla-twins[hf]", got no ' + name
     )
+
+
+def test_without_a_picture(run, monkeypatch):
+    """matplotlib is missing, and nobody asked for it."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = run("--no-picture", "--ops", "fast", "--max-new-tokens", "2")
+    assert done.status == 0 and done.figures is not None and "picture:" not in done.out

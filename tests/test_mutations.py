@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import fast.layer
 from reference.interfaces import AttentionState, MLAConfig, YarnConfig
 
 from .factories import DIRECT, LOW_RANK, make_batch
@@ -231,6 +232,48 @@ def in_layer(name, wrap):
     return mutant
 
 
+def in_layer_write(wrap):
+    """The layer's cache write: one op in the reference, fused with rotation and norm in fast."""
+
+    def fused(function):
+        def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, *args, **kwargs):
+            def write(kv_c, k_pe, kv_cache, slot_mapping):
+                return function(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, *args, **kwargs)
+
+            return wrap(write)(kv_c, k_pe, kv_cache, slot_mapping)
+
+        return wrong
+
+    def mutant(ops, patch):
+        if ops.__name__ == "fast":
+            patch.setattr("fast.layer.rope_norm_and_cache", fused(fast.layer.rope_norm_and_cache))
+            return ops
+        return in_layer("concat_and_cache_mla", wrap)(ops, patch)
+
+    return mutant
+
+
+def in_layer_rope(wrap):
+    """The layer's rotation, likewise."""
+
+    def fused(function):
+        def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, **kwargs):
+            def rotate(positions, q_pe, k_pe, rope, **kwargs):
+                return function(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, **kwargs)
+
+            return wrap(rotate)(positions, q_pe, k_pe, rope, **kwargs)
+
+        return wrong
+
+    def mutant(ops, patch):
+        if ops.__name__ == "fast":
+            patch.setattr("fast.layer.rope_norm_and_cache", fused(fast.layer.rope_norm_and_cache))
+            return ops
+        return in_layer("apply_rope", wrap)(ops, patch)
+
+    return mutant
+
+
 def other_pairs(function):
     def wrong(positions, q_pe, k_pe, rope, **kwargs):
         return function(positions, q_pe, k_pe, replace(rope, interleaved=not rope.interleaved), **kwargs)
@@ -347,6 +390,10 @@ def chunked(ops):
     check_chunked_is_whole(ops, SMALL, [2, 3], [13, 29], 16, 4)
 
 
+def chunked_in_float32(ops):
+    check_chunked_is_whole(ops, SMALL, [2, 3], [13, 29], 16, 4, torch.float32)
+
+
 def absorbed(ops):
     check_absorbed_is_expanded(ops, DIRECT, [1, 2], [17, 31])
 
@@ -366,6 +413,7 @@ CONTROLS = [
     ("base-2 LSE", base_2, decode),
     ("base-2 LSE", base_2, lambda ops: check_attention_parity(ops, [3, 17], [9, 17], 3, torch.bfloat16, True)),
     ("base-2 LSE of cached chunks", base_2_in_the_chunk_loop, chunked),
+    ("base-2 LSE of cached chunks", base_2_in_the_chunk_loop, chunked_in_float32),
     ("LSE in bf16", lse_in_bf16, lambda ops: check_attention_parity(ops, [3, 17], [9, 17], 3, torch.bfloat16, True)),
     ("empty rows +inf", empty_is_plus_inf, attention),
     ("empty rows finite", empty_is_finite, attention),
@@ -384,12 +432,14 @@ CONTROLS = [
     ("reads past its position", plan_from_the_sequence_end, check_several_queries),
     ("dropped chunk", dropped_chunk, chunked),
     ("dropped chunk", dropped_chunk, lambda ops: check_chunks(ops, [40, 0, 7], 32, 16)),
+    ("dropped chunk", dropped_chunk, chunked_in_float32),
     ("chunk twice", chunk_twice, chunked),
+    ("chunk twice", chunk_twice, chunked_in_float32),
     ("chunk twice", chunk_twice, lambda ops: check_chunks(ops, [40, 0, 7], 32, 16)),
     ("stale last block", stale_last_block_in_decode, decode),
     ("stale last block", stale_last_block_in_gather,
      lambda ops: check_gather(ops, (33, 5), (0, 0), (33, 5), torch.float32)),
-    ("last token unwritten", in_layer("concat_and_cache_mla", last_token_unwritten), layer),
+    ("last token unwritten", in_layer_write(last_token_unwritten), layer),
     ("last token unwritten", public("concat_and_cache_mla", last_token_unwritten),
      lambda ops: check_write(ops, (1, 3), (1, 16), torch.float32)),
     ("padding written", public("concat_and_cache_mla", padding_written),
@@ -397,7 +447,7 @@ CONTROLS = [
     ("rope before latent", public("concat_and_cache_mla", rope_before_latent),
      lambda ops: check_write(ops, (1, 3), (1, 16), torch.float32)),
     ("other rope pairs", public("apply_rope", other_pairs), lambda ops: check_rope(ops, ROPES["default"])),
-    ("other rope pairs", in_layer("apply_rope", other_pairs), layer),
+    ("other rope pairs", in_layer_rope(other_pairs), layer),
     ("mscale^2 missing", mscale_missing, lambda ops: check_scale_law(LOW_RANK)),
     ("mscale^2 missing", mscale_missing, layer),
     ("mscale^2 twice", mscale_twice, lambda ops: check_scale_law(LOW_RANK)),

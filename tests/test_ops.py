@@ -12,10 +12,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fast
+from fast.backends import KernelRequest, select
 
 from .factories import DIRECT, integers, make_batch, make_cache, make_entries, offsets
 
 OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla_twins::"))
+
+
+def backend_here(dtype: torch.dtype) -> str:
+    """The kernel set that serves the device under test."""
+    return select(KernelRequest("merge_attn_states", torch.get_default_device(), dtype)).name
 
 
 def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
@@ -30,27 +36,33 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         return torch.randn(*shape).to(dtype)
 
     lse = torch.float64 if dtype == torch.float64 else torch.float32
-    attention = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True, dtype, "cpu")
+    backend = backend_here(dtype)
+    attention = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True, dtype, backend)
     return {
         "mla_twins::apply_rope": [
-            (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, "cpu")
+            (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, backend)
             for pairs in (True, False)
         ],
-        "mla_twins::concat_and_cache_mla": [(rand(3, 24), rand(3, 8), cache, batch.common.slot_mapping, "cpu")],
-        "mla_twins::gather_cache": [(cache, table, cu, starts, 37, "cpu")],
-        "mla_twins::gather_cache_out": [(cache, table, cu, starts, rand(37, DIRECT.head_size), "cpu")],
-        "mla_twins::copy_blocks": [([rand(4, 2, 3), rand(4, 2, 3)], torch.tensor([[0, 1], [2, 3]]), "cpu")],
-        "mla_twins::swap_blocks": [(rand(4, 2, 3), rand(5, 2, 3), torch.tensor([[0, 4], [2, 3]]), "cpu")],
+        "mla_twins::concat_and_cache_mla": [(rand(3, 24), rand(3, 8), cache, batch.common.slot_mapping, backend)],
+        "mla_twins::rope_norm_and_cache": [
+            (torch.arange(3), rand(3, 3, 8), rand(3, 24), rand(3, 8), cache, batch.common.slot_mapping, rand(24), 1e-5,
+             torch.rand(4, dtype=lse), 1.3, pairs, backend)
+            for pairs in (True, False)
+        ],
+        "mla_twins::gather_cache": [(cache, table, cu, starts, 37, backend)],
+        "mla_twins::gather_cache_out": [(cache, table, cu, starts, rand(37, DIRECT.head_size), backend)],
+        "mla_twins::copy_blocks": [([rand(4, 2, 3), rand(4, 2, 3)], torch.tensor([[0, 1], [2, 3]]), backend)],
+        "mla_twins::swap_blocks": [(rand(4, 2, 3), rand(5, 2, 3), torch.tensor([[0, 4], [2, 3]]), backend)],
         "mla_twins::flash_attn_varlen": [
             (rand(6, 3, 8), rand(7, 3, 8), None, rand(7, 3, 5), *attention),
             (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *attention),
         ],
         "mla_twins::merge_attn_states": [
-            (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse), "cpu")
+            (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse), backend)
         ],
         "mla_twins::mla_decode": [
             (rand(3, 3, 24), rand(3, 3, 8), cache, plan.block_table, plan.seq_lens, plan.query_start_loc,
-             plan.visible_lens, 2, 0.3, "cpu")
+             plan.visible_lens, 2, 0.3, backend)
         ],
     }  # fmt: skip
 
@@ -103,8 +115,10 @@ def test_fake_results(name, layout, dtype):
 
 
 COMPILE = """
+import sys
 import torch
 import fast
+torch.set_default_device(sys.argv[1])
 from tests.factories import CONFIGS, make_batch, make_cache, make_entries, make_layer, make_weights
 
 torch.manual_seed(0)
@@ -142,7 +156,7 @@ def test_compile_fullgraph():
     """One graph over the layer's decode step, and over a mixed one: no break, no recompilation while sequences grow,
     the bits of eager mode. In a process of its own: the suite's run-time shape checks are not traceable.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE], cwd=Path(fast.__file__).parents[1], capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", COMPILE, str(torch.get_default_device())]
+    root = Path(fast.__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr

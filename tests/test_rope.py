@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import fast
 import reference
@@ -15,6 +13,7 @@ from fast.parity import compare
 from reference.interfaces import MLAConfig, RopeConfig, YarnConfig
 
 from .factories import CONFIGS, DIRECT, LOW_RANK, YARN, assert_close64, oracle_rope
+from .properties import given, st
 
 DEEPSEEK_YARN = YarnConfig(40.0, 4096, mscale=1.0, mscale_all_dim=1.0)
 ROPES = {
@@ -57,7 +56,7 @@ def test_yarn_against_transformers(ops, rope):
 
     if rope.yarn is None:
         frequencies = ops.rotary_frequencies(rope, 64, torch.float64)
-        wanted = torch.tensor([rope.theta ** -(2 * i / 64) for i in range(32)], dtype=torch.float64)
+        wanted = torch.tensor([rope.theta ** -(2 * i / 64) for i in range(32)], dtype=torch.float64, device="cpu")
         assert_close64(frequencies, wanted)
         return
     y = rope.yarn
@@ -152,5 +151,8 @@ def test_rotate_is_apply_rope(ops):
     positions, q_pe, k_pe = draw(6, 2, 8, torch.float32)
     cos, sin = ops.rotary_cos_sin(positions, LOW_RANK.rope, 8, torch.float32)
     q_out, k_out = ops.apply_rope(positions, q_pe, k_pe, LOW_RANK.rope)
-    assert torch.equal(ops.rotate(q_pe, cos, sin, LOW_RANK.rope.interleaved), q_out)
-    assert torch.equal(ops.rotate(k_pe, cos, sin, LOW_RANK.rope.interleaved), k_out)
+    wide = ops.rotary_cos_sin(positions, LOW_RANK.rope, 8, torch.float64)
+    for x, out in ((q_pe, q_out), (k_pe, k_out)):
+        rotated, gold = (reference.rotate(x.to(c.dtype), c, s, True) for c, s in ((cos, sin), wide))
+        assert compare("rotate", ops.rotate(x, cos, sin, LOW_RANK.rope.interleaved), rotated, gold).passed
+        assert compare("apply_rope", out, rotated, gold).passed

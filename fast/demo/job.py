@@ -86,8 +86,9 @@ def prepare(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> Jo
         ValueError: an option that does not fit, in one line.
         OSError: a file that cannot be read or written.
     """
-    missing = [name for name in ("transformers", "matplotlib") if importlib.util.find_spec(name) is None]
-    check(not missing, "python -m fast", 'transformers and matplotlib; pip install "mla-twins[hf]"',
+    needed = ("transformers",) if args.no_picture else ("transformers", "matplotlib")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    check(not missing, "python -m fast", f'{" and ".join(needed)}; pip install "mla-twins[hf]"',
           f"no {' and no '.join(missing)}")  # fmt: skip
     for option, path in (("--json", args.json), ("--picture", args.picture)):
         if path is not None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import importlib.metadata
 import pathlib
 import platform
+import shutil
+import subprocess
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,19 +34,53 @@ def processor() -> str:
     return next(names, platform.processor())
 
 
-def provenance(benchmark: str, arguments: Sequence[str], **versions: str) -> dict[str, Any]:
+def graphics_driver() -> str:
+    """The version of NVIDIA's driver as its own tool tells it; "unknown" where that tool is missing or silent."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown"
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.split()
+    return said[0] if said else "unknown"
+
+
+def package_version(name: str) -> str:
+    """The version of an installed distribution, "missing" where it is not there."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def device_facts() -> dict[str, Any]:
+    """Name, driver and size of the current CUDA device."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "gpu": properties.name,
+        "capability": [properties.major, properties.minor],
+        "multiprocessors": properties.multi_processor_count,
+        "driver": graphics_driver(),
+    }
+
+
+def provenance(benchmark: str, arguments: Sequence[str], device: str = "cpu", **versions: str) -> dict[str, Any]:
     """The head of a results file.
 
     Args:
         benchmark: name of the benchmark's module.
         arguments: of its command line.
+        device: "cuda" adds the GPU, its driver, and the versions of Triton and CUDA.
         versions: of packages besides Python and torch.
     """
+    on_gpu = device == "cuda"
+    if on_gpu:
+        versions = {"triton": package_version("triton"), "cuda": str(torch.version.cuda), **versions}
     return {
         "command": " ".join(["python -m", f"tests.benchmarks.{benchmark}", *arguments]),
-        "hardware": processor(),
+        **({"hardware": torch.cuda.get_device_name(), **device_facts(), "processor": processor()} if on_gpu else
+           {"hardware": processor()}),
         "threads": torch.get_num_threads(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **versions},
         "date": datetime.date.today().isoformat(),
         "fast_sha256": fast_digest(),
-    }
+    }  # fmt: skip

@@ -1,7 +1,7 @@
 """Vectorised PyTorch for CPUs: loops over requests and pieces of keys, never over tokens or heads."""
 
 from .attention import flash_attn_varlen
-from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, swap_blocks
+from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, rope_norm_and_cache, swap_blocks
 from .decode import mla_decode
 from .merge import merge_attn_states
 from .rope import apply_rope
@@ -14,5 +14,6 @@ KERNELS = {
     "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache,
     "merge_attn_states": merge_attn_states,
     "mla_decode": mla_decode,
+    "rope_norm_and_cache": rope_norm_and_cache,
     "swap_blocks": swap_blocks,
 }

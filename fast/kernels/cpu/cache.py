@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .rope import apply_rope
+
 PIECE_TOKENS = 4096
 
 
@@ -18,6 +20,27 @@ def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, sl
     where = (slots // block_size, slots % block_size)
     kv_cache[..., :latent].index_put_(where, kv_c_normed)
     kv_cache[..., latent:].index_put_(where, k_pe)
+
+
+def rope_norm_and_cache(
+    positions: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    frequencies: Tensor,
+    magnitude: float,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate q_pe and k_pe, RMS-norm the latent and write the first tokens, those with a slot."""
+    q_pe, k_pe = apply_rope(positions, q_pe, k_pe, frequencies, magnitude, interleaved)
+    kv_c_normed = torch.nn.functional.rms_norm(kv_c, norm_weight.shape, norm_weight, eps)
+    end = min(kv_c.shape[0], slot_mapping.shape[0])
+    concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, slot_mapping)
+    return q_pe, kv_c_normed, k_pe
 
 
 def gather_and_maybe_dequant_cache(

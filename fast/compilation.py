@@ -1,0 +1,127 @@
+"""Compiling ahead: what a layer will launch, launched once before the first request waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+
+import torch
+from torch import Tensor, nn
+
+from reference.interfaces import CommonAttentionMetadata, MLAConfig, check, check_dtype
+
+from .cache import allocate_kv_cache, copy_blocks, swap_blocks
+from .layer import MLAAttention
+from .schedule import build_mla_metadata
+
+LONG_CONTEXT = 16384  # tokens: enough that a decode splits them and merges the parts
+MANY_REQUESTS = 512  # enough to fill any card, so that a short decode is not split
+
+
+def warmup(
+    config: MLAConfig,
+    *,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    block_size: int = 64,
+    decode_threshold: int = 1,
+    backend: str | None = None,
+) -> list[str]:
+    """Compile every kernel that a layer of these dims will launch, so that no request waits for it.
+
+    It runs steps of a layer with projections of zeros: decodes of 1 to `decode_threshold` tokens, split and whole;
+    prefills with and without context; copies of blocks. Triton keeps what it compiled on disk besides.
+
+    Args:
+        config: the layer.
+        device: where it will run.
+        dtype: in which type.
+        block_size: tokens a cache block.
+        decode_threshold: longest query that decodes.
+        backend: kernel set, or None for the choice by capability.
+
+    Returns:
+        A line for each kernel that was compiled (or read from Triton's cache on disk); none where all were there.
+
+    Raises:
+        ValueError: a size below 1, or another dtype.
+        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+    """
+    check_dtype("dtype", dtype)
+    check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
+    device = torch.device(device)
+    num_blocks = -(-LONG_CONTEXT // block_size) + 2
+    kv_cache = allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, device).zero_()
+    layer = MLAAttention(config, **_projections_of_zeros(config, dtype, device), backend=backend)
+
+    def step(query_lens: list[int], seq_lens: list[int]) -> None:
+        common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), device)
+        plan = build_mla_metadata(common, block_size, 4 * block_size * len(query_lens), decode_threshold)
+        tokens = sum(query_lens)
+        hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
+        positions = torch.zeros(tokens, dtype=torch.int64, device=device)
+        layer(hidden_states, positions, kv_cache, plan)
+        # an engine with projections of its own calls the parts
+        projected = layer.project(hidden_states, positions)
+        output = hidden_states.new_empty(tokens, config.num_heads, config.v_head_dim)
+        layer.forward_attention(*projected, kv_cache, plan, output)
+
+    with _compiling_ahead() as compiled:
+        # Triton compiles apart for strides that 16 divides, and some strides follow the number of tokens
+        for query_len in range(1, decode_threshold + 1):
+            for requests in (1, 16):
+                step([query_len] * requests, [LONG_CONTEXT] * requests)
+            for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
+                step([query_len] * requests, [query_len] * requests)
+        for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):
+            for context in (0, 16 * block_size, 3):
+                step([long_query], [long_query + context])
+        pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
+        copy_blocks([kv_cache], pairs, backend=backend)
+        swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
+    return compiled
+
+
+def _compiling_ahead():
+    """Collects what Triton compiles; nothing where it is not installed."""
+    if importlib.util.find_spec("triton") is None:
+        return contextlib.nullcontext([])
+    from .kernels.compile_log import compiling_ahead
+
+    return compiling_ahead()
+
+
+def _batch(query_lens: list[int], seq_lens: list[int], columns: int, device: torch.device) -> CommonAttentionMetadata:
+    """Requests that all lie in the cache's first blocks; their tokens are written nowhere."""
+    ends = torch.tensor([0, *query_lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+    table = torch.arange(columns, dtype=torch.int32, device=device).repeat(len(query_lens), 1)
+    slots = torch.full((sum(query_lens),), -1, dtype=torch.int64, device=device)
+    return CommonAttentionMetadata.make(ends, torch.tensor(seq_lens, dtype=torch.int32, device="cpu"), table, slots)
+
+
+class _Zeros(nn.Module):
+    """A projection or norm of any width that costs nothing: its output is 0."""
+
+    def __init__(self, width: int, weight: Tensor):
+        super().__init__()
+        self.width, self.weight = width, weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_zeros(*x.shape[:-1], self.width)
+
+
+def _projections_of_zeros(config: MLAConfig, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
+    """A layer's modules; only the up-projection, whose weight the layer reads, takes memory."""
+    c, kind = config, {"dtype": dtype, "device": device}
+    up = nn.Linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), bias=False, **kind)
+    nn.init.zeros_(up.weight)
+    widths = {"kv_a_proj_with_mqa": c.head_size, "o_proj": c.hidden_size}
+    norms = {"kv_a_layernorm": c.kv_lora_rank}
+    if c.q_lora_rank is None:
+        widths["q_proj"] = c.num_heads * c.qk_head_dim
+    else:
+        widths |= {"q_a_proj": c.q_lora_rank, "q_b_proj": c.num_heads * c.qk_head_dim}
+        norms["q_a_layernorm"] = c.q_lora_rank
+    modules = {name: _Zeros(width, torch.empty(0, **kind)) for name, width in widths.items()}
+    modules |= {name: _Zeros(width, torch.ones(width, **kind)) for name, width in norms.items()}
+    return modules | {"kv_b_proj": up}

@@ -1,0 +1,304 @@
+"""Varlen flash attention (arXiv 2307.08691) for any GPU: one program a tile of queries of one head.
+
+The key is read where it lies, in up to three power-of-two column pieces that chain into one score tile: the head's own
+part (split in two where its width is no power of two, 192 = 128 + 64) and the rope part that all heads share.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .device import DeviceFacts, device_facts
+
+LOG2_E = 1.4426950408889634
+SMALLEST_DOT = 16  # columns; narrower pieces are padded with zeros in registers, never in memory
+
+
+@triton.jit
+@no_type_check
+def _find_request(cu_seqlens_q, num_requests, tile, BLOCK_M: tl.constexpr):
+    """Which request a tile belongs to, and which of its tiles it is.
+
+    Request b owns the tiles from cu_seqlens_q[b] // BLOCK_M + b on: at least as many as it needs, whatever its length,
+    and at most one more. The starts rise strictly, so a bisection finds the last one that is not after the tile.
+    """
+    low = 0
+    high = num_requests - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(cu_seqlens_q + middle) // BLOCK_M + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low, tile - (tl.load(cu_seqlens_q + low) // BLOCK_M + low)
+
+
+@triton.jit
+@no_type_check
+def _load_keys(
+    source, row, head, stride_row, stride_head, stride_column, key_end,
+    FROM: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
+    VALUES: tl.constexpr = False,
+):  # fmt: skip
+    """A tile [BLOCK_N, COLUMNS] of keys or values from packed row and column FROM on; columns past WIDTH are 0.
+
+    Where MASKED, rows from `key_end` on may be another request's. Among keys they may hold anything, their scores are
+    masked; VALUES there are 0, for 0 x NaN is NaN.
+    """
+    rows = row + tl.arange(0, BLOCK_N)
+    if USE_TMA:
+        tile = source.load([row, FROM]) if SHARED else source.load([row, head, FROM]).reshape(BLOCK_N, COLUMNS)
+        if MASKED and VALUES:
+            tile = tl.where(rows[:, None] < key_end, tile, 0.0)
+    else:
+        columns = FROM + tl.arange(0, COLUMNS)
+        base = source + row.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
+        places = (
+            tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * stride_row + columns[None, :].to(tl.int64) * stride_column
+        )
+        inside = (columns < WIDTH)[None, :]
+        if MASKED:
+            inside = inside & (rows[:, None] < key_end)
+        tile = tl.load(base + places, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+@no_type_check
+def _attend_keys(
+    values, total, largest, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, first, end,
+    key_start, key_end, scale,
+    k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
+    P: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK_N: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr,
+    USE_TMA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys [first, end) of a request, in whole blocks; MASKED where not all rows see all."""
+    for start in tl.range(first, end, BLOCK_N):
+        row = key_start + start
+        k = _load_keys(k_nope, row, head, k_stride_s, k_stride_n, k_stride_p, key_end,
+                       0, FIRST, P, BLOCK_N, USE_TMA, False, MASKED)  # fmt: skip
+        scores = tl.dot(q_first, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if SECOND:
+            k = _load_keys(k_rest, row, head, k_stride_s, k_stride_n, k_stride_p, key_end,
+                           FIRST, SECOND, P, BLOCK_N, USE_TMA, False, MASKED)  # fmt: skip
+            scores = tl.dot(q_second, k.T, scores, input_precision="ieee")
+        if ROPE:
+            k = _load_keys(k_pe, row, head, pe_stride_s, 0, pe_stride_r, key_end,
+                           0, ROPE, R, BLOCK_N, USE_TMA, True, MASKED)  # fmt: skip
+            scores = tl.dot(q_pe, k.T, scores, input_precision="ieee")
+        if MASKED:
+            visible = start + tl.arange(0, BLOCK_N)[None, :] <= last_seen[:, None]
+            scores = tl.where(visible, scores * scale, -float("inf"))
+            now = tl.maximum(largest, tl.max(scores, 1))
+            shift = tl.where(now == -float("inf"), 0.0, now)  # a row that saw nothing yet: exp2(-inf - 0) = 0
+            weights = tl.math.exp2(scores - shift[:, None])
+        else:
+            now = tl.maximum(largest, tl.max(scores, 1) * scale)
+            shift = now
+            weights = tl.math.exp2(scores * scale - shift[:, None])
+        decay = tl.math.exp2(largest - shift)
+        total = total * decay + tl.sum(weights, 1)
+        values = values * decay[:, None]
+        tile = _load_keys(v, row, head, v_stride_s, v_stride_n, v_stride_v, key_end,
+                          0, VALUE, V, BLOCK_N, USE_TMA, False, MASKED, True)  # fmt: skip
+        values = tl.dot(weights.to(tile.dtype), tile, values, input_precision="ieee")
+        largest = now
+    return values, total, largest
+
+
+# one kernel for both masks and for every length
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_keys", "num_requests", "num_tiles", "causal"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"],
+)
+@no_type_check
+def _flash_attn_varlen_kernel(
+    q, k_nope, k_rest, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse,
+    num_tokens, num_keys, num_heads, num_requests, num_tiles, softmax_scale, causal,
+    q_stride_t, q_stride_n, q_stride_d,
+    k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
+    P: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, LOG2_E: tl.constexpr,
+):  # fmt: skip
+    """One tile of BLOCK_M queries of one request and one head. FLOPs: 2 Sq S N (P + R + V), halved where causal.
+
+    Heads are the slow axis of the grid, so that the programs in flight share the keys of one or two heads in L2; the
+    tiles of a request run from its last to its first, the one that sees most keys first.
+    """
+    # 1. where: head, request, rows; offsets are clamped, so that no value of theirs leads outside the tensors
+    program = tl.program_id(0)
+    head = program // num_tiles
+    request, tile = _find_request(cu_seqlens_q, num_requests, num_tiles - 1 - program % num_tiles, BLOCK_M)
+    query_start = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + request), 0), num_tokens)
+    query_end = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + request + 1), query_start), num_tokens)
+    key_start = tl.minimum(tl.maximum(tl.load(cu_seqlens_k + request), 0), num_keys)
+    key_end = tl.minimum(tl.maximum(tl.load(cu_seqlens_k + request + 1), key_start), num_keys)
+    query_len = query_end - query_start
+    key_len = key_end - key_start
+    first_row = tile * BLOCK_M
+    if (first_row >= query_len) | (tile < 0):
+        return
+
+    # 2. the queries, unchanged: products read them from shared memory
+    rows = first_row + tl.arange(0, BLOCK_M)
+    inside = (rows < query_len)[:, None]
+    q_rows = q + head.to(tl.int64) * q_stride_n + (query_start + rows)[:, None].to(tl.int64) * q_stride_t
+    columns = tl.arange(0, FIRST)[None, :]
+    q_first = tl.load(q_rows + columns * q_stride_d, mask=inside & (columns < P), other=0.0)
+    q_second = q_first
+    q_pe = q_first
+    if SECOND:
+        columns = FIRST + tl.arange(0, SECOND)[None, :]
+        q_second = tl.load(q_rows + columns * q_stride_d, mask=inside & (columns < P), other=0.0)
+    if ROPE:
+        columns = tl.arange(0, ROPE)[None, :]
+        q_pe = tl.load(q_rows + (P + columns) * q_stride_d, mask=inside & (columns < R), other=0.0)
+    scale = softmax_scale * LOG2_E
+
+    # 3. the keys: blocks that every row sees whole, then those on the diagonal or past the last key
+    seen = key_len - causal * query_len  # row i sees the keys up to seen + i
+    last_seen = tl.minimum(seen + rows, key_len - 1)
+    whole = tl.maximum(tl.minimum(seen + first_row + 1, key_len), 0) // BLOCK_N * BLOCK_N
+    end = tl.minimum(seen + first_row + BLOCK_M, key_len)
+    if softmax_scale < 0:  # the largest product is the smallest score: all blocks scale before they compare
+        whole = 0
+    values = tl.zeros([BLOCK_M, VALUE], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    values, total, largest = _attend_keys(
+        values, total, largest, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, 0, whole,
+        key_start, key_end, scale,
+        k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
+        P, V, R, BLOCK_N, FIRST, SECOND, ROPE, VALUE, USE_TMA, False,
+    )  # fmt: skip
+    values, total, largest = _attend_keys(
+        values, total, largest, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, whole, end,
+        key_start, key_end, scale,
+        k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
+        P, V, R, BLOCK_N, FIRST, SECOND, ROPE, VALUE, USE_TMA, True,
+    )  # fmt: skip
+
+    # 4. normalise: 0 and -inf for rows that saw nothing
+    empty = total == 0
+    total = tl.where(empty, 1.0, total)
+    values = values / total[:, None]
+    tokens = (query_start + rows).to(tl.int64)
+    columns = tl.arange(0, VALUE)[None, :]
+    places = (tokens * num_heads + head)[:, None] * V + columns
+    tl.store(out + places, values.to(out.dtype.element_ty), mask=inside & (columns < V))
+    natural = (largest + tl.math.log2(total)) / LOG2_E  # -inf + 0 where empty
+    tl.store(lse + head.to(tl.int64) * num_tokens + tokens, natural, mask=rows < query_len)
+
+
+def _pieces(width: int) -> tuple[int, int]:
+    """A width in powers of two, one or, where narrower, two: 128 -> (128, 0), 192 -> (128, 64), 12 -> (16, 0)."""
+    whole = max(triton.next_power_of_2(width), SMALLEST_DOT)
+    first = whole // 2
+    second = max(triton.next_power_of_2(width - first), SMALLEST_DOT)
+    return (first, second) if first >= SMALLEST_DOT and first + second < whole else (whole, 0)
+
+
+# (BLOCK_M, BLOCK_N, num_warps, num_stages), best first; the first whose tiles fit into shared memory is taken
+HOPPER_BLOCKS = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
+PORTABLE_BLOCKS = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
+FLOAT32_BLOCKS = ((32, 32, 8, 1), (16, 16, 4, 1))  # IEEE products run without matrix units, from registers
+INTERPRETER_BLOCKS = ((32, 32, 1, 1),)
+
+
+def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width: int) -> tuple[int, int, int, int]:
+    """Tile sizes for a dtype, the padded widths of key and value, and a device."""
+    if device.interpreted:
+        return INTERPRETER_BLOCKS[0]
+    table = HOPPER_BLOCKS if device.capability[0] == 9 else PORTABLE_BLOCKS
+    if dtype == torch.float32:
+        table = FLOAT32_BLOCKS
+    for blocks in table:
+        block_m, block_n, _, stages = blocks
+        elements = block_m * key_width + stages * block_n * (key_width + value_width)
+        if elements * dtype.itemsize + 4096 <= device.shared:
+            break
+    return blocks
+
+
+def _describable(x: Tensor) -> bool:
+    """The copy engine takes it: 16-byte aligned start and strides, packed columns."""
+    steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
+    return x.numel() > 0 and x.stride(-1) == 1 and all(step % 16 == 0 for step in steps)
+
+
+def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A descriptor that fetches [rows, columns] of one head of [S, N, columns], or of [S, columns]."""
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *[1] * (x.dim() - 2), columns])
+
+
+def flash_attn_varlen(
+    q: Tensor,
+    k_nope: Tensor,
+    k_pe: Tensor | None,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed requests.
+
+    Args:
+        q: [T, N, P + R], any strides.
+        k_nope: [S, N, P], any strides, or the whole key where `k_pe` is None.
+        k_pe: [S, R], any strides, shared by all heads.
+        v: [S, N, V], any strides.
+        cu_seqlens_q: [B + 1].
+        cu_seqlens_k: [B + 1].
+        max_seqlen_q: a bound for launches; not looked at here.
+        max_seqlen_k: likewise.
+        softmax_scale: multiplies the scores.
+        causal: bottom-right aligned.
+        out_dtype: of out.
+
+    Returns:
+        out [T, N, V] and lse [N, T].
+    """
+    tokens, heads, _ = q.shape
+    keys, _, nope = k_nope.shape
+    value, requests = v.shape[2], cu_seqlens_q.shape[0] - 1
+    out = torch.empty(tokens, heads, value, dtype=out_dtype, device=q.device)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    if tokens == 0 or heads == 0 or requests <= 0:
+        return out, lse
+    rope = 0 if k_pe is None else k_pe.shape[1]
+    shared = k_pe if rope else k_nope[:, 0]  # a placeholder where there is no rope part
+    first, second = _pieces(nope)
+    rope_columns = max(triton.next_power_of_2(rope), SMALLEST_DOT) if rope else 0
+    value_columns = max(triton.next_power_of_2(value), SMALLEST_DOT)
+    device = device_facts(q.device)
+    block_m, block_n, num_warps, num_stages = _blocks(q.dtype, device, first + second + rope_columns, value_columns)
+    sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
+    whole_pieces = (first + second, rope_columns, value_columns) == (nope, rope, value)
+    copied = device.has_copy_engine and not device.interpreted and q.element_size() == 2
+    use_tma = copied and whole_pieces and all(map(_describable, sources))
+    if use_tma:
+        columns = (first, second or SMALLEST_DOT, rope_columns or SMALLEST_DOT, value_columns)
+        sources = tuple(_describe(x, block_n, width) for x, width in zip(sources, columns, strict=True))
+    num_tiles = tokens // block_m + requests
+    _flash_attn_varlen_kernel[(num_tiles * heads,)](
+        q, *sources, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), out, lse,
+        tokens, keys, heads, requests, num_tiles, softmax_scale, int(causal),
+        *q.stride(), *k_nope.stride(), *shared_strides, *v.stride(),
+        P=nope, R=rope, V=value,
+        FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns,
+        BLOCK_M=block_m, BLOCK_N=block_n, USE_TMA=use_tma, LOG2_E=LOG2_E, num_warps=num_warps, num_stages=num_stages,
+    )  # fmt: skip
+    return out, lse

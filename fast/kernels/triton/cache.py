@@ -1,0 +1,232 @@
+"""Movement of bytes in and out of the paged latent cache: every kernel copies rows of entries, 16 bytes an access.
+
+Elements travel as integers of their own width, so that NaN payloads and signs of zero arrive. No value in a table, a
+mapping or a slot makes a kernel touch memory outside its tensors: such rows are left out, and nothing raises. Sizes
+that change from step to step are not specialised on, so that one compilation serves a cache.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_BYTES = 8192  # of entries that a program of two warps holds: four or five 16-byte loads in flight a thread
+MAX_ROWS = 128
+WARPS = 2
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+
+
+def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write [T, Lkv] and [T, R] at `slot_mapping` [>= T]; slots outside the cache, -1 among them, are skipped."""
+    tokens, latent = kv_c_normed.shape
+    num_blocks, block_size, width = kv_cache.shape
+    if tokens == 0 or num_blocks == 0 or width == 0:
+        return
+    latents, keys, cache = as_integers(kv_c_normed, k_pe, kv_cache)
+    rows = rows_per_program(width * cache.element_size())
+    with torch.cuda.device_of(cache):
+        _write_kernel[(triton.cdiv(tokens, rows),)](
+            latents, keys, cache, slot_mapping, tokens, num_blocks,
+            *latents.stride(), *keys.stride(), *cache.stride(), slot_mapping.stride(0),
+            BLOCK_SIZE=block_size, LATENT=latent, ROPE=width - latent,
+            LATENT_TILE=triton.next_power_of_2(latent), ROPE_TILE=triton.next_power_of_2(width - latent),
+            ROWS=rows, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def gather_and_maybe_dequant_cache(
+    kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, starts: Tensor, out: Tensor
+) -> None:
+    """Copy pieces of requests out of the pages into `out` [num_tokens, Lkv + R].
+
+    A row of `out` without a token in the cache (an out-of-range block, position or offset) becomes 0.
+    """
+    num_blocks, block_size, width = kv_cache.shape
+    requests, columns = block_table.shape
+    if out.numel() == 0:
+        return
+    cache, target = as_integers(kv_cache, out)
+    rows = rows_per_program(width * cache.element_size())
+    with torch.cuda.device_of(cache):
+        _gather_kernel[(triton.cdiv(out.shape[0], rows),)](
+            cache, block_table, cu_seq_lens, starts, target,
+            out.shape[0], requests, requests.bit_length(), columns, num_blocks,
+            *cache.stride(), *block_table.stride(), cu_seq_lens.stride(0), starts.stride(0), *target.stride(),
+            BLOCK_SIZE=block_size, **tiles_of(width), ROWS=rows, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def copy_blocks(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
+    """Copy blocks (source, target) within each cache, a launch a cache; out-of-range pairs are skipped.
+
+    Pairs run in no order: a block that is both read and written, or written twice, ends with bytes of either.
+    """
+    for kv_cache in kv_caches:
+        _copy_pairs(kv_cache, kv_cache, block_mapping)
+
+
+def swap_blocks(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
+    """Copy blocks (source, target) from one cache to another; out-of-range pairs are skipped.
+
+    On one device one launch, and pairs in no order as in `copy_blocks`. Between devices PyTorch's gather, copy and
+    scatter, staged in one buffer a device; the pairs are read on the host there, so that path waits for the device.
+    """
+    if source.device == target.device:
+        return _copy_pairs(source, target, block_mapping)
+    pairs = block_mapping.cpu()
+    limits = torch.tensor([source.shape[0], target.shape[0]])
+    read, written = pairs[((pairs >= 0) & (pairs < limits)).all(1)].unbind(1)
+    target[written.to(target.device)] = source[read.to(source.device)].to(target.device)
+
+
+def as_integers(*tensors: Tensor) -> list[Tensor]:
+    """The same bytes as integers of the same width."""
+    return [x.view(INTEGERS[x.element_size()]) for x in tensors]
+
+
+def rows_per_program(row_bytes: int) -> int:
+    """A power of two of rows that come to about TILE_BYTES."""
+    return max(1, min(MAX_ROWS, TILE_BYTES // triton.next_power_of_2(row_bytes)))
+
+
+def tiles_of(width: int) -> dict[str, int]:
+    """Cut rows into two powers of two, 576 into 512 and 64: no lane idles as in a tile of 1024."""
+    head = triton.next_power_of_2(width + 1) // 2
+    return {"WIDTH": width, "HEAD": head, "TAIL": triton.next_power_of_2(width - head)}
+
+
+def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
+    """Copy whole blocks between caches of one device; the mapping may lie on the host."""
+    source_blocks, block_size, width = source.shape
+    if block_mapping.shape[0] == 0 or source.numel() == 0 or target.numel() == 0:
+        return
+    mapping = block_mapping.to(source.device, non_blocking=True)
+    read, written = as_integers(source, target)
+    tokens, rows = mapping.shape[0] * block_size, rows_per_program(width * read.element_size())
+    with torch.cuda.device_of(read):
+        _copy_blocks_kernel[(triton.cdiv(tokens, rows),)](
+            read, written, mapping, tokens, source_blocks, target.shape[0],
+            *read.stride(), *written.stride(), *mapping.stride(),
+            BLOCK_SIZE=block_size, **tiles_of(width), ROWS=rows, num_warps=WARPS,
+        )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def row_pointers(base, rows, row_stride, column_stride, FIRST: tl.constexpr, TILE: tl.constexpr):
+    """Pointers [ROWS, TILE] to columns FIRST.. of rows that begin at `rows` x `row_stride` elements (64 bit)."""
+    columns = FIRST + tl.arange(0, TILE)
+    return base + (rows * row_stride)[:, None] + columns[None, :] * column_stride
+
+
+@triton.jit
+@no_type_check
+def slot_offsets(slots, block_stride, entry_stride, BLOCK_SIZE: tl.constexpr):
+    """Element offsets (64 bit) of the entries at `slots`."""
+    return slots // BLOCK_SIZE * block_stride + slots % BLOCK_SIZE * entry_stride
+
+
+@triton.jit
+@no_type_check
+def write_entries(entries, kv_cache, entry_rows, written, column_stride, FIRST: tl.constexpr, SIZE: tl.constexpr):
+    """Store [ROWS, TILE] at columns FIRST..FIRST + SIZE of the cache's entries, where `written`."""
+    columns = tl.arange(0, entries.shape[1])
+    targets = row_pointers(kv_cache, entry_rows, 1, column_stride, FIRST, entries.shape[1])
+    tl.store(targets, entries, written[:, None] & (columns < SIZE)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"], do_not_specialize_on_alignment=["slot_mapping"])
+@no_type_check
+def _write_kernel(
+    kv_c, k_pe, kv_cache, slot_mapping, num_tokens, num_blocks,
+    kv_c_row, kv_c_column, k_pe_row, k_pe_column, block_stride, entry_stride, column_stride, slot_stride,
+    BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
+    LATENT_TILE: tl.constexpr, ROPE_TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = tokens < num_tokens
+    slots = tl.load(slot_mapping + tokens * slot_stride, inside, -1)
+    written = (slots >= 0) & (slots // BLOCK_SIZE < num_blocks)
+    entry_rows = slot_offsets(slots, block_stride, entry_stride, BLOCK_SIZE)
+    # skipped tokens are read all the same, so that no read of an entry waits for its slot
+    read = inside[:, None] & (tl.arange(0, LATENT_TILE) < LATENT)[None, :]
+    latents = tl.load(row_pointers(kv_c, tokens, kv_c_row, kv_c_column, 0, LATENT_TILE), read)
+    if ROPE > 0:
+        read_key = inside[:, None] & (tl.arange(0, ROPE_TILE) < ROPE)[None, :]
+        keys = tl.load(row_pointers(k_pe, tokens, k_pe_row, k_pe_column, 0, ROPE_TILE), read_key)
+        write_entries(keys, kv_cache, entry_rows, written, column_stride, LATENT, ROPE)
+    write_entries(latents, kv_cache, entry_rows, written, column_stride, 0, LATENT)
+
+
+@triton.jit
+@no_type_check
+def _copy_rows(
+    source, source_rows, source_column, read, target, target_rows, target_column, written,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Rows of WIDTH from one place to another; rows that are written but not read become 0."""
+    head = tl.load(row_pointers(source, source_rows, 1, source_column, 0, HEAD), read[:, None], 0)
+    if HEAD < WIDTH:
+        rest = (HEAD + tl.arange(0, TAIL) < WIDTH)[None, :]
+        tail = tl.load(row_pointers(source, source_rows, 1, source_column, HEAD, TAIL), read[:, None] & rest, 0)
+        tl.store(row_pointers(target, target_rows, 1, target_column, HEAD, TAIL), tail, written[:, None] & rest)
+    tl.store(row_pointers(target, target_rows, 1, target_column, 0, HEAD), head, written[:, None])
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_requests", "search_steps", "num_columns", "num_blocks", "table_row"],
+    do_not_specialize_on_alignment=["block_table", "cu_seq_lens", "starts"],
+)
+@no_type_check
+def _gather_kernel(
+    kv_cache, block_table, cu_seq_lens, starts, out, num_tokens, num_requests, search_steps, num_columns, num_blocks,
+    block_stride, entry_stride, cache_column, table_row, table_column, cu_stride, starts_stride, out_row, out_column,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    written = tokens < num_tokens
+    # bisection for the request of each token: how many pieces end at or before it
+    request = tl.zeros([ROWS], tl.int64)
+    upper = request + num_requests
+    for _ in range(search_steps):
+        middle = (request + upper) // 2
+        end = tl.load(cu_seq_lens + (middle + 1) * cu_stride, request < upper, 0)
+        past = (request < upper) & (end <= tokens)
+        upper = tl.where(past, upper, middle)
+        request = tl.where(past, middle + 1, request)
+    owned = written & (request < num_requests)
+    begin = tl.load(cu_seq_lens + request * cu_stride, owned, 0)
+    position = tokens - begin + tl.load(starts + request * starts_stride, owned, 0)
+    column = position // BLOCK_SIZE
+    owned = owned & (begin <= tokens) & (position >= 0) & (column < num_columns)
+    block = tl.load(block_table + request * table_row + column * table_column, owned, -1).to(tl.int64)
+    owned = owned & (block >= 0) & (block < num_blocks)
+    entry_rows = block * block_stride + position % BLOCK_SIZE * entry_stride
+    _copy_rows(kv_cache, entry_rows, cache_column, owned, out, tokens * out_row, out_column, written, WIDTH, HEAD, TAIL)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "source_blocks", "target_blocks"],
+    do_not_specialize_on_alignment=["block_mapping"],
+)
+@no_type_check
+def _copy_blocks_kernel(
+    source, target, block_mapping, num_tokens, source_blocks, target_blocks,
+    source_block, source_entry, source_column, target_block, target_entry, target_column, pair_stride, side_stride,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # entries of all pairs, one pair after another
+    pair = block_mapping + tokens // BLOCK_SIZE * pair_stride
+    read = tl.load(pair, tokens < num_tokens, -1)
+    written = tl.load(pair + side_stride, tokens < num_tokens, -1)
+    copied = (read >= 0) & (read < source_blocks) & (written >= 0) & (written < target_blocks)
+    offset = tokens % BLOCK_SIZE
+    _copy_rows(
+        source, read * source_block + offset * source_entry, source_column, copied,
+        target, written * target_block + offset * target_entry, target_column, copied,
+        WIDTH, HEAD, TAIL,
+    )  # fmt: skip

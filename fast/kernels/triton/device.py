@@ -1,0 +1,38 @@
+"""What launches depend on besides their arguments: facts of the device, asked once."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+class DeviceFacts(NamedTuple):
+    """Of a GPU, or of Triton's interpreter.
+
+    Attributes:
+        processors: how many multiprocessors.
+        capability: major and minor.
+        shared: bytes of shared memory that a program may have.
+        interpreted: no GPU at all.
+    """
+
+    processors: int
+    capability: tuple[int, int]
+    shared: int
+    interpreted: bool = False
+
+    @property
+    def has_copy_engine(self) -> bool:
+        """Tiles can be fetched by tensor descriptors."""
+        return self.capability >= (9, 0)
+
+
+@functools.cache
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Of a GPU; the interpreter passes for a small Hopper, so that it walks the same branches."""
+    if device.type != "cuda":
+        return DeviceFacts(processors=4, capability=(9, 0), shared=232448, interpreted=True)
+    found = torch.cuda.get_device_properties(device)
+    return DeviceFacts(found.multi_processor_count, (found.major, found.minor), found.shared_memory_per_block_optin)

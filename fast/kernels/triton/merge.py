@@ -1,0 +1,73 @@
+"""Merge of two attention states by log-sum-exp: one pass, each output read once."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE_ELEMENTS = 8192  # of each side's out that a program holds
+TOKENS = 8  # a program: eight float32 log-sum-exps of one head fill a 32-byte sector
+
+
+def merge_attn_states(
+    prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge out [T, N, Dv] and lse [N, T] of two disjoint sets of keys; returns the pair, contiguous."""
+    tokens, heads, value_dim = prefix_out.shape
+    out = torch.empty_like(prefix_out, memory_format=torch.contiguous_format)
+    lse = torch.empty_like(prefix_lse, memory_format=torch.contiguous_format)
+    if lse.numel() == 0:
+        return out, lse
+    value_tile = triton.next_power_of_2(max(1, value_dim))
+    head_tile = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // (TOKENS * value_tile)))
+    head_tiles = triton.cdiv(heads, head_tile)
+    with torch.cuda.device_of(out):
+        _merge_kernel[(triton.cdiv(tokens, TOKENS) * head_tiles,)](
+            prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, tokens, heads, head_tiles,
+            *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(),
+            VALUE=value_dim, VALUE_TILE=value_tile, HEADS=head_tile, TOKENS=TOKENS, num_warps=8,
+        )  # fmt: skip
+    return out, lse
+
+
+@triton.jit(do_not_specialize=["num_tokens", "prefix_lse_head", "suffix_lse_head"])
+@no_type_check
+def _merge_kernel(
+    prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, num_tokens, num_heads, head_tiles,
+    prefix_token, prefix_head, prefix_column, prefix_lse_head, prefix_lse_token,
+    suffix_token, suffix_head, suffix_column, suffix_lse_head, suffix_lse_token,
+    VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0).to(tl.int64)
+    row = tl.arange(0, TOKENS * HEADS)  # heads fastest, as they lie in memory
+    token = program // head_tiles * TOKENS + row // HEADS
+    head = program % head_tiles * HEADS + row % HEADS
+    inside = (token < num_tokens) & (head < num_heads)
+    column = tl.arange(0, VALUE_TILE)
+    held = inside[:, None] & (column < VALUE)[None, :]
+    prefix_rows = (token * prefix_token + head * prefix_head)[:, None] + column[None, :] * prefix_column
+    suffix_rows = (token * suffix_token + head * suffix_head)[:, None] + column[None, :] * suffix_column
+    a_out = tl.load(prefix_out + prefix_rows, held, 0.0)
+    b_out = tl.load(suffix_out + suffix_rows, held, 0.0)
+    a = tl.load(prefix_lse + head * prefix_lse_head + token * prefix_lse_token, inside, 0.0)
+    b = tl.load(suffix_lse + head * suffix_lse_head + token * suffix_lse_token, inside, 0.0)
+
+    # shares from the difference of the two, not from a rounded total: exp(a - lse) would lose |lse| ulps
+    infinity = float("inf")
+    a_share, b_share = 1 / (1 + tl.exp(b - a)), 1 / (1 + tl.exp(a - b))
+    merged = a_out.to(a.dtype) * a_share[:, None] + b_out.to(a.dtype) * b_share[:, None]
+    merged_lse = tl.maximum(a, b) + tl.log(1 + tl.exp(-tl.abs(a - b)))
+    spoilt = (a == infinity) | (b == infinity) | (a != a) | (b != b)
+    merged = tl.where(spoilt[:, None], float("nan"), merged).to(out.dtype.element_ty)
+    merged_lse = tl.where(spoilt, float("nan"), merged_lse)
+    # the identity comes back bitwise, in the type it came in: -0.0 + 0.0 and a rounded log would not
+    keep_a = (b == -infinity) & (a < infinity)
+    keep_b = (a == -infinity) & (b < infinity)
+    merged = tl.where(keep_b[:, None], b_out, tl.where(keep_a[:, None], a_out, merged))
+    merged_lse = tl.where(keep_b, b, tl.where(keep_a, a, merged_lse))
+    tl.store(out + ((token * num_heads + head) * VALUE)[:, None] + column[None, :], merged, held)
+    tl.store(lse + head * num_tokens + token, merged_lse, inside)

@@ -1,0 +1,196 @@
+"""Rotary embedding of the query's and the shared key's rope parts; with the latent's norm and the cache write."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .cache import slot_offsets
+
+TILE_ELEMENTS = 8192  # of q_pe that a program turns
+
+
+def apply_rope(
+    positions: Tensor, q_pe: Tensor, k_pe: Tensor, frequencies: Tensor, magnitude: float, interleaved: bool
+) -> tuple[Tensor, Tensor]:
+    """Rotate q_pe [T, N, R] and k_pe [T, R] by positions [T] x frequencies [R/2]; new contiguous tensors."""
+    q_out = torch.empty_like(q_pe, memory_format=torch.contiguous_format)
+    k_out = torch.empty_like(k_pe, memory_format=torch.contiguous_format)
+    tokens, heads, rope = q_pe.shape
+    if tokens == 0 or rope == 0:
+        return q_out, k_out
+    head_tile, head_tiles = _head_tiles(heads, rope)
+    with torch.cuda.device_of(q_pe):
+        _rope_kernel[(tokens * (1 + head_tiles),)](
+            positions, q_pe, k_pe, frequencies, q_out, k_out, heads, 1 + head_tiles, magnitude,
+            positions.stride(0), *q_pe.stride(), *k_pe.stride(), frequencies.stride(0),
+            ROPE=rope, PAIRS=triton.next_power_of_2(rope // 2), HEADS=head_tile, INTERLEAVED=interleaved,
+        )  # fmt: skip
+    return q_out, k_out
+
+
+def rope_norm_and_cache(
+    positions: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    frequencies: Tensor,
+    magnitude: float,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotate q_pe and k_pe, RMS-norm the latent and write the entry to the cache, in one launch.
+
+    Args:
+        positions: [T].
+        q_pe: [T, N, R].
+        kv_c: [T, Lkv], before the norm.
+        k_pe: [T, R].
+        kv_cache: [num_blocks, block_size, Lkv + R], written in place.
+        slot_mapping: tokens past its end and slots outside the cache, -1 among them, are not written.
+        norm_weight: [Lkv].
+        eps: of the norm.
+        frequencies: [R/2] float32.
+        magnitude: multiplies cosines and sines.
+        interleaved: pairs are (0, 1), (2, 3), .. where True, (0, R/2), (1, R/2 + 1), .. where False.
+
+    Returns:
+        Rotated q_pe [T, N, R], normed latents [T, Lkv], rotated k_pe [T, R]; contiguous, the last two bit for bit
+        what the cache holds.
+    """
+    q_out, normed, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_pe, kv_c, k_pe))
+    tokens, heads, rope = q_pe.shape
+    num_blocks, block_size, _ = kv_cache.shape
+    if tokens == 0:
+        return q_out, normed, k_out
+    head_tile, head_tiles = _head_tiles(heads, rope)
+    with torch.cuda.device_of(q_pe):
+        _rope_norm_cache_kernel[(tokens * (1 + head_tiles),)](
+            positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, frequencies, q_out, normed, k_out,
+            heads, 1 + head_tiles, num_blocks, slot_mapping.shape[0], magnitude, eps,
+            positions.stride(0), *q_pe.stride(), *kv_c.stride(), *k_pe.stride(), *kv_cache.stride(),
+            slot_mapping.stride(0), norm_weight.stride(0), frequencies.stride(0),
+            BLOCK_SIZE=block_size, LATENT=kv_c.shape[1], LATENT_TILE=triton.next_power_of_2(kv_c.shape[1]),
+            ROPE=rope, PAIRS=triton.next_power_of_2(max(1, rope // 2)), HEADS=head_tile, INTERLEAVED=interleaved,
+        )  # fmt: skip
+    return q_out, normed, k_out
+
+
+def _head_tiles(heads: int, rope: int) -> tuple[int, int]:
+    """Heads a program and programs a token; none where there is nothing to turn."""
+    tile = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // triton.next_power_of_2(max(1, rope))))
+    return tile, triton.cdiv(heads, tile) if rope else 0
+
+
+@triton.jit
+@no_type_check
+def _cos_sin(positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS: tl.constexpr,
+             ROPE: tl.constexpr):  # fmt: skip
+    """Cosines and sines [1, PAIRS] of one token's angles, in float32 as the reference takes them."""
+    pair = tl.arange(0, PAIRS)
+    frequency = tl.load(frequencies + pair * frequency_stride, pair < ROPE // 2, 0.0)
+    angle = tl.load(positions + token * position_stride).to(tl.float32) * frequency
+    return (tl.cos(angle) * magnitude)[None, :], (tl.sin(angle) * magnitude)[None, :]
+
+
+@triton.jit
+@no_type_check
+def _turn(a, b, cos, sin):
+    """The pairs (a, b) turned, in float32."""
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    return a * cos - b * sin, b * cos + a * sin
+
+
+@triton.jit
+@no_type_check
+def _rotate(
+    source, source_row, source_column, target, target_row, target_column, first, num_rows, cos, sin,
+    ROWS: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Turn rows first..first + ROWS, those below num_rows, of one token's [num_rows, ROPE]."""
+    row = first + tl.arange(0, ROWS)[:, None]
+    if INTERLEAVED:  # whole rows in and out, so that accesses stay wide; pairs part in registers
+        column = tl.arange(0, 2 * PAIRS)[None, :]
+        held = (row < num_rows) & (column < ROPE)
+        x = tl.load(source + row * source_row + column * source_column, held, 0.0)
+        a, b = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
+        a, b = _turn(a, b, cos, sin)
+        turned = tl.reshape(tl.join(a, b), [ROWS, 2 * PAIRS])
+        tl.store(target + row * target_row + column * target_column, turned, held)
+    else:
+        column = tl.arange(0, PAIRS)[None, :]
+        held = (row < num_rows) & (column < ROPE // 2)
+        source += row * source_row + column * source_column
+        target += row * target_row + column * target_column
+        a, b = tl.load(source, held, 0.0), tl.load(source + ROPE // 2 * source_column, held, 0.0)
+        a, b = _turn(a, b, cos, sin)
+        tl.store(target, a, held)
+        tl.store(target + ROPE // 2 * target_column, b, held)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions"])
+@no_type_check
+def _rope_kernel(
+    positions, q_pe, k_pe, frequencies, q_out, k_out, num_heads, parts, magnitude,
+    position_stride, q_token, q_head, q_column, k_token, k_column, frequency_stride,
+    ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
+    cos, sin = _cos_sin(positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS, ROPE)
+    if part == 0:  # the shared key: one row
+        _rotate(
+            k_pe + token * k_token, 0, k_column, k_out + token * ROPE, 0, 1, 0, 1, cos, sin,
+            1, ROPE, PAIRS, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        _rotate(
+            q_pe + token * q_token, q_head, q_column, q_out + token * num_heads * ROPE, ROPE, 1,
+            (part - 1) * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_blocks", "num_slots"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
+@no_type_check
+def _rope_norm_cache_kernel(
+    positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, frequencies, q_out, normed_out, k_out,
+    num_heads, parts, num_blocks, num_slots, magnitude, eps,
+    position_stride, q_token, q_head, q_column, kv_c_token, kv_c_column, k_token, k_column,
+    block_stride, entry_stride, cache_column, slot_stride, weight_stride, frequency_stride,
+    BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, LATENT_TILE: tl.constexpr,
+    ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    token, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
+    if part == 0:  # the entry: latent and shared key
+        slot = tl.load(slot_mapping + token * slot_stride, token < num_slots, -1)
+        written = (slot >= 0) & (slot // BLOCK_SIZE < num_blocks)
+        entry = kv_cache + slot_offsets(slot, block_stride, entry_stride, BLOCK_SIZE)
+        column = tl.arange(0, LATENT_TILE)
+        held = column < LATENT
+        x = tl.load(kv_c + token * kv_c_token + column * kv_c_column, held, 0.0).to(tl.float32)
+        weight = tl.load(norm_weight + column * weight_stride, held, 0.0).to(tl.float32)
+        normed = x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight
+        tl.store(normed_out + token * LATENT + column, normed, held)
+        tl.store(entry + column * cache_column, normed, held & written)
+        if ROPE > 0:
+            cos, sin = _cos_sin(
+                positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS, ROPE
+            )
+            key = k_pe + token * k_token
+            _rotate(key, 0, k_column, k_out + token * ROPE, 0, 1, 0, 1, cos, sin, 1, ROPE, PAIRS, INTERLEAVED)
+            _rotate(  # once more, into the cache: no row at all where the slot is out of range
+                key, 0, k_column, entry + LATENT * cache_column, 0, cache_column, 0, written.to(tl.int32), cos, sin,
+                1, ROPE, PAIRS, INTERLEAVED,
+            )  # fmt: skip
+    elif ROPE > 0:
+        cos, sin = _cos_sin(positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS, ROPE)
+        _rotate(
+            q_pe + token * q_token, q_head, q_column, q_out + token * num_heads * ROPE, ROPE, 1,
+            (part - 1) * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED,
+        )  # fmt: skip

@@ -1,0 +1,202 @@
+"""What moves bytes around attention, DeepSeek-V3's dims: gather, cache write, copy_blocks, merge, against a plain copy.
+
+    python -m tests.benchmarks.bytes
+    python -m tests.benchmarks.bytes --rows gather,65536 merge,65536 --json bytes.json
+
+Each row stands beside a contiguous copy of as many bytes, since a copy of this size does not reach the ceiling that a
+large one does. Movements are compared bit by bit, whole; the merge on a computed budget, in part.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+import fast
+import reference
+from fast.parity import Parity, compare_exact, compare_states
+from reference.interfaces import AttentionState
+
+from .contest import OURS, Case, Contender, finite, run_benchmark
+from .timing import input_sets
+
+LATENT, ROPE = 512, 64
+WIDTH = LATENT + ROPE
+HEADS, VALUE = 128, 128
+BLOCK_SIZE = 64
+REQUESTS = 16
+DTYPE = torch.bfloat16
+CHECKED_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Row:
+    """One movement.
+
+    Attributes:
+        op: gather, cache_write, copy_blocks, merge (both states float32, as in a prefill) or merge_bfloat16.
+        tokens: how many.
+    """
+
+    op: str
+    tokens: int
+
+    @classmethod
+    def parse(cls, op: str, tokens: str) -> Row:
+        """From a name and a number.
+
+        Raises:
+            ValueError: what is wrong with them.
+        """
+        if op not in MAKERS or int(tokens) < 1 or int(tokens) % (REQUESTS * BLOCK_SIZE):
+            raise ValueError(f"one of {', '.join(MAKERS)}, and a multiple of {REQUESTS * BLOCK_SIZE} tokens")
+        return cls(op, int(tokens))
+
+    @property
+    def bytes(self) -> int:
+        """Entries read once and written once, with the indices; for a merge both states read, one written."""
+        entries = 2 * self.tokens * WIDTH * DTYPE.itemsize
+        if self.op.startswith("merge"):
+            return 3 * self.tokens * HEADS * (VALUE * merge_dtype(self).itemsize + torch.float32.itemsize)
+        indices = {
+            "gather": 4 * (self.tokens // BLOCK_SIZE),
+            "cache_write": 8 * self.tokens,
+            "copy_blocks": 16 * (self.tokens // BLOCK_SIZE),
+        }
+        return entries + indices[self.op]
+
+
+def merge_dtype(row: Row) -> torch.dtype:
+    """The dtype of both states."""
+    return DTYPE if row.op == "merge_bfloat16" else torch.float32
+
+
+def random_cache(blocks: int, device: str) -> Tensor:
+    """[blocks, block_size, Lkv + R]."""
+    return torch.randn(blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device=device)
+
+
+def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
+    """Pages of several requests into a workspace, each from its second page on."""
+    width = row.tokens // REQUESTS // BLOCK_SIZE + 1
+    cache = random_cache(sets * REQUESTS * width, device)
+    index = dict(dtype=torch.int32, device=device)
+    tables = torch.randperm(cache.shape[0], device=device).to(torch.int32).view(sets, REQUESTS, width)
+    cu_seq_lens = row.tokens // REQUESTS * torch.arange(REQUESTS + 1, **index)
+    starts = torch.full((REQUESTS,), BLOCK_SIZE, **index)
+    outs = [torch.full((row.tokens, WIDTH), torch.nan, dtype=DTYPE, device=device) for _ in range(sets)]
+    calls = [
+        lambda t=table, out=out: fast.gather_and_maybe_dequant_cache(
+            cache, t, cu_seq_lens, starts, row.tokens, out=out, backend=backend
+        )
+        for table, out in zip(tables, outs, strict=True)
+    ]
+    return calls, lambda out: [
+        compare_exact("gather_and_maybe_dequant_cache", out, cache[tables[0, :, 1:].long()].view(-1, WIDTH))
+    ]
+
+
+def cache_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
+    """New entries into random slots of a cache twice their size."""
+    cache = torch.full((2 * sets * row.tokens // BLOCK_SIZE, BLOCK_SIZE, WIDTH), torch.nan, dtype=DTYPE, device=device)
+    order = torch.randperm(cache.shape[0], device=device)[: sets * row.tokens // BLOCK_SIZE]
+    slots = (order[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)).view(sets, row.tokens)
+    news = [
+        [torch.randn(row.tokens, width, dtype=DTYPE, device=device) for width in (LATENT, ROPE)] for _ in range(sets)
+    ]
+
+    def write(entries: list[Tensor], where: Tensor) -> Tensor:
+        fast.concat_and_cache_mla(*entries, cache, where, backend=backend)
+        return cache
+
+    def check(written: Tensor) -> list[Parity]:
+        expected = torch.full_like(cache, torch.nan)
+        expected.view(-1, WIDTH)[slots[0]] = torch.cat(news[0], dim=1)
+        return [compare_exact("concat_and_cache_mla", written, expected)]
+
+    return [lambda e=e, w=w: write(e, w) for e, w in zip(news, slots, strict=True)], check
+
+
+def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
+    """Whole blocks to other places of one cache."""
+    pairs = row.tokens // BLOCK_SIZE
+    cache = random_cache(2 * sets * pairs, device)
+    mappings = torch.randperm(cache.shape[0], device=device).view(sets, pairs, 2)
+    before = cache.clone()
+
+    def copy(mapping: Tensor) -> Tensor:
+        fast.copy_blocks([cache], mapping, backend=backend)
+        return cache
+
+    def check(copied: Tensor) -> list[Parity]:
+        before[mappings[0, :, 1]] = before[mappings[0, :, 0]]
+        return [compare_exact("copy_blocks", copied, before)]
+
+    return [lambda m=mapping: copy(m) for mapping in mappings], check
+
+
+def merge(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
+    """Two states of all heads into one."""
+    dtype = merge_dtype(row)
+
+    def state() -> AttentionState:
+        out = torch.randn(row.tokens, HEADS, VALUE, dtype=dtype, device=device)
+        return AttentionState(out, 3 * torch.randn(HEADS, row.tokens, device=device))
+
+    states = [(state(), state()) for _ in range(sets)]
+    step = max(1, row.tokens // CHECKED_TOKENS)
+
+    def part(whole: AttentionState, double: bool = False) -> AttentionState:
+        out, lse = whole.out[::step].contiguous(), whole.lse[:, ::step].contiguous()
+        return AttentionState(out.double(), lse.double()) if double else AttentionState(out, lse)
+
+    def check(merged: AttentionState) -> list[Parity]:
+        gold = reference.merge_attn_states(*(part(s, double=True) for s in states[0]))
+        low = reference.merge_attn_states(*(part(s) for s in states[0]))
+        op = "merge_attn_states"
+        return [finite(op, merged.out), finite(op, merged.lse), *compare_states(op, part(merged), low, gold)]
+
+    return [lambda p=p: fast.merge_attn_states(*p, backend=backend) for p in states], check
+
+
+MAKERS = {
+    "gather": gather,
+    "cache_write": cache_write,
+    "copy_blocks": copy_blocks,
+    "merge": merge,
+    "merge_bfloat16": merge,
+}
+ROWS = tuple(Row(op, 65536) for op in MAKERS)
+
+
+def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
+    """Inputs and contenders of one row; no peer moves these bytes, so `peers` only names an option all have."""
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
+    calls, check = MAKERS[row.op](row, input_sets(row.bytes, l2_bytes), backend, device)
+    sources, targets = (
+        [torch.randn(row.bytes // 4, device=device).to(torch.bfloat16) for _ in calls] for _ in range(2)
+    )
+    # a kernel, and none that a graph would turn into a memcpy node, which some cards run at another speed
+    copies = [lambda s=s, t=t: torch.mul(s, 1, out=t) for s, t in zip(sources, targets, strict=True)]
+
+    def check_either(output) -> list[Parity]:
+        return [compare_exact("copy", output, sources[0])] if output is targets[0] else check(output)
+
+    return Case(0, row.bytes, {OURS: Contender(calls), "plain copy": Contender(copies)}, check_either)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and time the rows; the exit status."""
+    return run_benchmark(
+        "bytes", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"), bandwidth="copy_gb_s",
+        epilog="A row is an operation and a number of tokens.",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,339 @@
+"""Kernels side by side on one row of work: parity first, then times in turns, then one table and one JSON file.
+
+A row is timed only after the output of `fast` passed on a budget computed from the reference. Peers are held against
+the same budget, and one that misses it is timed and marked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fast.parity import Parity
+
+from .report import provenance
+from .timing import Call, Ceilings, Clock, Spread, measure_ceilings
+
+OURS = "fast"
+SHARES = (("tflops", "share_of_matmul", "flops"), ("gb_s", "share_of_bandwidth", "bytes"))  # rate, its share, its work
+
+
+class CannotRun(Exception):
+    """Why a benchmark cannot run here, in one line."""
+
+
+@dataclass
+class Contender:
+    """One implementation of a row's work.
+
+    Attributes:
+        calls: one for each set of inputs; nothing but the work itself.
+        view: brings the output of a call into the shape that is checked; not timed.
+    """
+
+    calls: Sequence[Call]
+    view: Callable[[Any], Any] = lambda output: output
+
+
+@dataclass
+class Case:
+    """One row with its inputs.
+
+    Attributes:
+        flops: floating-point operations that the work needs.
+        bytes: the fewest bytes that it moves: each input read once, each output written once.
+        contenders: by name; `fast` is the first.
+        check: compares an output for the first set of inputs with what it must be.
+        absent: contenders that do not take this row, with the reason.
+    """
+
+    flops: int
+    bytes: int
+    contenders: dict[str, Contender]
+    check: Callable[[Any], list[Parity]]
+    absent: dict[str, str] = field(default_factory=dict)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without its line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def finite(op: str, value: torch.Tensor) -> Parity:
+    """No element of a whole output is NaN or infinite; the rest of a check may then look at a part."""
+    wrong = float((~value.isfinite()).sum())
+    return Parity(f"{op}: elements not finite", wrong, 0.0, 0.0, 0.0)
+
+
+def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
+    """Check and time one row.
+
+    Args:
+        case: the row.
+        clock: what times it.
+        ways: names of the clock's methods: "flushed", "replayed".
+
+    Returns:
+        flops, bytes, parity by contender, the absent with their reasons, and, where `fast` passed, times by way and
+        contender, the host's time to launch each, and how fast `fast` is against each.
+    """
+    absent, parity = dict(case.absent), {}
+    for who, contender in case.contenders.items():
+        try:
+            parity[who] = case.check(contender.view(contender.calls[0]()))
+        except ValueError as error:
+            if who == OURS:
+                raise  # what it was asked cannot be served: no result of a row, but a reason not to start
+            absent[who] = one_line(error)
+        except Exception as error:  # whatever broke, the other contenders and rows stand
+            absent[who] = f"{type(error).__name__}: {one_line(error)}"
+    row: dict[str, Any] = {
+        "flops": case.flops,
+        "bytes": case.bytes,
+        "passed": OURS in parity and all(found.passed for found in parity[OURS]),
+        "parity": {
+            who: [{**asdict(found), "passed": found.passed} for found in founds] for who, founds in parity.items()
+        },
+        "absent": absent,
+    }
+    if not row["passed"]:
+        return row
+    calls = {who: contender.calls for who, contender in case.contenders.items() if who not in absent}
+    spreads = {way: getattr(clock, way)(calls) for way in ways}
+    for way, found in spreads.items():
+        if OURS not in found:
+            raise CannotRun(f"{OURS} could not be {way}: {clock.not_captured[OURS]}")
+    row["times"] = {way: {who: asdict(spread) for who, spread in found.items()} for way, found in spreads.items()}
+    row["host_us"] = {who: spread.median_us for who, spread in clock.host(calls).items()}
+    row["fast_against"] = {
+        way: {who: spread.median_us / found[OURS].median_us for who, spread in found.items() if who != OURS}
+        for way, found in spreads.items()
+    }
+    return row
+
+
+def add_shares(row: dict[str, Any], ceilings: Ceilings, bandwidth: str) -> None:
+    """Achieved rates beside each time, and what part of the ceilings they are.
+
+    Args:
+        row: what `contest` returned.
+        ceilings: of this run.
+        bandwidth: which of them the bytes are held against: "read_gb_s" or "copy_gb_s".
+    """
+    for times in row.get("times", {}).values():
+        for found in times.values():
+            tflops, gb_s = (row[what] / found["median_us"] / unit for what, unit in (("flops", 1e6), ("bytes", 1e3)))
+            found["tflops"], found["share_of_matmul"] = tflops, tflops / ceilings.matmul_tflops
+            found["gb_s"], found["share_of_bandwidth"] = gb_s, gb_s / getattr(ceilings, bandwidth)
+
+
+def draw_table(title: str, columns: Sequence[str], rows: Sequence[Mapping], ways: Sequence[str], bandwidth: str):
+    """One section a row, one line a contender; rates and shares are those of the first way of timing.
+
+    Args:
+        title: over the table.
+        columns: names of a row's dims.
+        rows: what `contest` returned, with "dims" and the shares.
+        ways: of timing.
+        bandwidth: as in `add_shares`.
+    """
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for way in ways:
+        table.add_column(f"{way} us", justify="right", no_wrap=True)
+        table.add_column("quartiles", justify="right", no_wrap=True)
+    table.add_column("host us", justify="right", no_wrap=True)
+    shown = [what for what, _, work in SHARES if any(row[work] for row in rows)]
+    heads = {"tflops": ("TFLOPS", "of matmul"), "gb_s": ("GB/s", f"of {bandwidth.split('_')[0]}")}
+    for column in [column for what in shown for column in heads[what]] + ["error / budget"]:
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("fast against it", justify="right", no_wrap=True)
+    for row in rows:
+        contenders = list(row["parity"] if OURS in row["parity"] else (OURS, *row["parity"]))
+        for place, who in enumerate(contenders):
+            found = row["parity"].get(who, [])
+            worst = max(found, key=lambda p: p["max_error"] / p["max_budget"] if p["max_budget"] else 0.0, default=None)
+            outside = not all(p["passed"] for p in found)
+            cells = [str(value) if place == 0 else "" for value in row["dims"].values()] + [who + " !" * outside]
+            if "times" in row:
+                for way in ways:
+                    found = row["times"][way].get(who)
+                    if found is None:
+                        cells += ["-", "not captured"]
+                        continue
+                    low, high = found["quartiles_us"]
+                    cells += [f"{found['median_us']:.1f}", f"{low:.1f} - {high:.1f}"]
+                found = row["times"][ways[0]][who]
+                cells.append(f"{row['host_us'][who]:.0f}")
+                rates = {what: [f"{found[what]:.0f}", f"{found[share]:.0%}"] for what, share, _ in SHARES}
+                cells += [cell for what in shown for cell in rates[what]]
+                against = [f"{row['fast_against'][way].get(who, math.nan):.2f}" for way in ways if who != OURS]
+            else:
+                cells += ["not timed", *[""] * (2 * len(ways) + 2 * len(shown))]
+                against = []
+            error = "failed" if worst is None else f"{worst['max_error']:.1e} / {worst['max_budget']:.1e}"
+            cells += [error, " / ".join(against)]
+            table.add_row(*cells, end_section=place == len(contenders) - 1)
+    return table
+
+
+def failures(rows: Sequence[Mapping]) -> list[str]:
+    """A line for each comparison of `fast` that failed, and for each row on which it broke."""
+    lines = []
+    for row in rows:
+        name = " ".join(f"{dim} {size}" for dim, size in row["dims"].items())
+        if OURS in row["absent"]:
+            lines.append(f"{name}: {row['absent'][OURS]}; not timed")
+        lines += [
+            f"{name}: {found['op']}: error {found['max_error']:.2e} (mean {found['mean_error']:.2e}), budget "
+            f"{found['max_budget']:.2e} (mean {found['mean_budget']:.2e}); not timed"
+            for found in row["parity"].get(OURS, ())
+            if not found["passed"]
+        ]
+    return lines
+
+
+def load_peers(folder: Path) -> ModuleType:
+    """The module peers.py of a folder of peer kernels."""
+    spec = importlib.util.spec_from_file_location("peers", folder / "peers.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_benchmark(
+    name: str,
+    description: str,
+    all_rows: Sequence[Any],
+    make_case: Callable[[Any, ModuleType | None, str | None], Case],
+    argv: Sequence[str] | None,
+    *,
+    ways: Sequence[str],
+    bandwidth: str,
+    epilog: str = "",
+) -> int:
+    """The whole program of one benchmark.
+
+    Args:
+        name: of its module.
+        description: one line.
+        all_rows: what it times by default, frozen dataclasses; their fields are the table's first columns.
+        make_case: row, peers and kernel set to inputs.
+        argv: the options; those of the process where None.
+        ways: of timing.
+        bandwidth: as in `add_shares`.
+        epilog: closes the help.
+
+    Returns:
+        The exit status: 0, 1 where a row failed its parity, 2 where the benchmark cannot run here.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = make_parser(name, description, all_rows, epilog).parse_args(argv)
+    try:
+        return _run(name, description, all_rows, make_case, argv, arguments, ways, bandwidth)
+    except (CannotRun, ValueError, torch.cuda.OutOfMemoryError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+def row_name(row: Any) -> str:
+    """A row as `--rows` takes it: its fields, with commas."""
+    return ",".join(str(value) for value in asdict(row).values())
+
+
+def make_parser(name: str, description: str, all_rows: Sequence[Any], epilog: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks share."""
+    fields = ",".join(asdict(all_rows[0]))
+    parser = argparse.ArgumentParser(
+        prog=f"python -m tests.benchmarks.{name}",
+        description=description,
+        epilog=f"{epilog} Exit status: 0, 1 where a row's output lies outside its budget (that row is not timed), 2 "
+        "where the benchmark cannot run here.".strip(),
+    )
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with peers.py: its kernels are timed as well")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write hardware, versions, ceilings and rows here")
+    parser.add_argument("--rows", nargs="+", metavar=fields.upper(), help=f"rows to time, such as "
+                        f"{row_name(all_rows[0])} (default: all {len(all_rows)})")  # fmt: skip
+    parser.add_argument("--backend", metavar="NAME", help="kernel set of fast (default: chosen by capability)")
+    parser.add_argument("--time", type=float, default=200.0, metavar="MS", help="how long each contender is timed in "
+                        "each row, each way (default: %(default)s)")  # fmt: skip
+    return parser
+
+
+def parse_rows(all_rows: Sequence[Any], texts: Sequence[str] | None) -> list[Any]:
+    """The rows that `--rows` names; any row of the right form may be asked for, not only the default ones.
+
+    Raises:
+        CannotRun: a text that is no row.
+    """
+    if texts is None:
+        return list(all_rows)
+    fields = list(asdict(all_rows[0]))
+    found = []
+    for text in texts:
+        parts = text.split(",")
+        expected = f"--rows: expected {','.join(fields)}, such as {row_name(all_rows[0])}, got {text}"
+        if len(parts) != len(fields):
+            raise CannotRun(expected)
+        try:
+            found.append(type(all_rows[0]).parse(*parts))
+        except ValueError as error:
+            raise CannotRun(f"{expected} ({error})") from error
+    return found
+
+
+def _run(name, description, all_rows, make_case, argv, arguments, ways, bandwidth) -> int:
+    rows = parse_rows(all_rows, arguments.rows)
+    if arguments.peers is not None and not (arguments.peers / "peers.py").is_file():
+        raise CannotRun(f"--peers: expected a folder with peers.py, got {arguments.peers}")
+    if not torch.cuda.is_available():
+        raise CannotRun("needs a CUDA device, and torch sees none")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, 190))
+    peers = None if arguments.peers is None else load_peers(arguments.peers)
+    clock = Clock(arguments.time)
+    ceilings = measure_ceilings(clock)
+    results = []
+    for number, row in enumerate(rows):
+        torch.manual_seed(number)
+        result = {"dims": asdict(row), **contest(make_case(row, peers, arguments.backend), clock, ways)}
+        add_shares(result, ceilings, bandwidth)
+        results.append(result)
+        torch.cuda.empty_cache()
+    console.print(draw_table(description, list(asdict(rows[0])), results, ways, bandwidth))
+    console.print(
+        f"ceilings in this run: copy {ceilings.copy_gb_s:.0f} GB/s (read + written), read {ceilings.read_gb_s:.0f} "
+        f"GB/s, bfloat16 matmul {ceilings.matmul_tflops:.0f} TFLOPS rested and {ceilings.sustained_matmul_tflops:.0f} "
+        "sustained"
+    )
+    for who, reason in sorted(clock.not_captured.items()):
+        console.print(f"{who}: not captured: {reason}", markup=False, soft_wrap=True)
+    for who, reason in sorted({pair for result in results for pair in result["absent"].items() if pair[0] != OURS}):
+        console.print(f"{who}: left out where {reason}", markup=False, soft_wrap=True)
+    failed = failures(results)
+    for line in failed:
+        console.print(f"FAILED {line}", markup=False, soft_wrap=True)
+    if arguments.json is not None:
+        head = provenance(name, argv, device="cuda")
+        report = {**head, "ceilings": ceilings.as_json(), "bandwidth": bandwidth, "rows": results}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        console.print(f"figures: {arguments.json}", markup=False)
+    return 1 if failed else 0
+
+
+__all__ = ["OURS", "CannotRun", "Case", "Contender", "Spread", "contest", "finite", "run_benchmark"]

@@ -1,0 +1,215 @@
+"""Absorbed decode over a paged latent cache, bfloat16, DeepSeek-V3's dims: fast beside its peers.
+
+    python -m tests.benchmarks.decode
+    python -m tests.benchmarks.decode --peers .peers --rows 128,4096,1,128 128,4096,1,16 --json decode.json
+
+Split and combine are both inside the time. FLOPs are 2 B Sq N S (576 + 512), bytes are the cache, q and out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+import fast
+import reference
+from fast.parity import Parity, compare, compare_states
+from reference.interfaces import AttentionState, DecodeMetadata
+
+from .contest import OURS, Case, Contender, finite, run_benchmark
+from .timing import input_sets
+
+LATENT, ROPE = 512, 64
+WIDTH = LATENT + ROPE
+BLOCK_SIZE = 64
+SCALE = 192**-0.5
+DTYPE = torch.bfloat16
+CHECKED_HEADS = CHECKED_REQUESTS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape.
+
+    Attributes:
+        B: requests.
+        S: keys of each, new tokens included.
+        Sq: new tokens of each.
+        N: heads.
+    """
+
+    B: int
+    S: int
+    Sq: int
+    N: int
+
+    @classmethod
+    def parse(cls, *texts: str) -> Row:
+        """From four sizes.
+
+        Raises:
+            ValueError: what is wrong with them.
+        """
+        batch, keys, queries, heads = (int(text) for text in texts)
+        if min(batch, keys, queries, heads) < 1 or queries > keys:
+            raise ValueError("sizes from 1, and Sq at most S")
+        return cls(batch, keys, queries, heads)
+
+    @property
+    def flops(self) -> int:
+        """Of both products, mask not deducted."""
+        return 2 * self.B * self.Sq * self.N * self.S * (WIDTH + LATENT)
+
+    @property
+    def bytes(self) -> int:
+        """Cache once, q once, out once."""
+        return DTYPE.itemsize * (self.B * self.S * WIDTH + self.B * self.Sq * self.N * (WIDTH + LATENT))
+
+
+ROWS = tuple(
+    Row(*sizes)
+    for sizes in (
+        (1, 8192, 1, 128), (16, 4096, 1, 128), (128, 4096, 1, 128), (64, 16384, 1, 128), (32, 32768, 1, 128),
+        (256, 1024, 1, 128), (1, 131072, 1, 128), (128, 4096, 2, 128),
+        (128, 4096, 1, 64), (64, 16384, 1, 64), (128, 4096, 1, 32), (128, 16384, 1, 32),
+        (1, 8192, 1, 16), (16, 4096, 1, 16), (128, 4096, 1, 16), (128, 16384, 1, 16), (1, 131072, 1, 16),
+        (128, 4096, 2, 16),
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random requests over one cache: several block tables, so that replays go round different pages.
+
+    Attributes:
+        ql_nope: [B Sq, N, Lkv].
+        q_pe: [B Sq, N, R].
+        cache: [sets B W, block_size, Lkv + R].
+        metadata: one for each set of pages.
+    """
+
+    ql_nope: Tensor
+    q_pe: Tensor
+    cache: Tensor
+    metadata: list[DecodeMetadata]
+
+
+def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
+    """Random values everywhere, pages in random order."""
+    width = -(-row.S // BLOCK_SIZE)
+    blocks = sets * row.B * width
+    ql_nope, q_pe = (torch.randn(row.B * row.Sq, row.N, w, dtype=DTYPE, device=device) for w in (LATENT, ROPE))
+    cache = torch.randn(blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device=device)
+    tables = torch.randperm(blocks, device=device).to(torch.int32).view(sets, row.B, width)
+    index = dict(dtype=torch.int32, device=device)
+    seq_lens = torch.full((row.B,), row.S, **index)
+    starts = row.Sq * torch.arange(row.B + 1, **index)
+    visible = (row.S - row.Sq + 1 + torch.arange(row.Sq, **index)).repeat(row.B)
+    return Inputs(ql_nope, q_pe, cache, [DecodeMetadata(t, seq_lens, starts, row.Sq, visible) for t in tables])
+
+
+def spread_out(count: int, at_most: int) -> list[int]:
+    """First, last and evenly between."""
+    picked = min(count, at_most)
+    return sorted({round(i * (count - 1) / max(picked - 1, 1)) for i in range(picked)})
+
+
+def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Parity]:
+    """The whole output is finite, and some heads of some requests lie within the budget of the reference.
+
+    Args:
+        row: the shape.
+        inputs: of which the first set of pages was read.
+        value: a state, or out [B Sq, N, Lkv] alone.
+    """
+    out = value.out if isinstance(value, AttentionState) else value
+    device, metadata = out.device, inputs.metadata[0]
+    heads = torch.tensor(spread_out(row.N, CHECKED_HEADS), device=device)
+    requests = torch.tensor(spread_out(row.B, CHECKED_REQUESTS), device=device)
+    tokens = (requests[:, None] * row.Sq + torch.arange(row.Sq, device=device)).flatten()
+    pages = metadata.block_table[requests]
+    index = dict(dtype=torch.int32, device=device)
+    part = DecodeMetadata(
+        torch.arange(pages.numel(), **index).view(pages.shape), metadata.seq_lens[requests],
+        row.Sq * torch.arange(len(requests) + 1, **index), row.Sq, metadata.visible_lens[tokens],
+    )  # fmt: skip
+    tensors = [inputs.ql_nope[tokens][:, heads], inputs.q_pe[tokens][:, heads], inputs.cache[pages.flatten().long()]]
+    gold = reference.mla_decode(*(t.double() for t in tensors), part, SCALE)
+    low = reference.mla_decode(*tensors, part, SCALE)
+    found = [finite("mla_decode", out)]
+    if isinstance(value, AttentionState):
+        mine = AttentionState(out[tokens][:, heads].contiguous(), value.lse[heads][:, tokens].contiguous())
+        return found + compare_states("mla_decode", mine, low, gold)
+    return [*found, compare("mla_decode: out", out[tokens][:, heads], low.out, gold.out)]
+
+
+def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
+    """vLLM's Triton kernel with its two scales on the card, where vLLM keeps them.
+
+    Without them the function copies them from the host in every call, which stalls the stream that is timed and which
+    no graph can capture.
+    """
+    unit, plain = torch.ones((), device=device), peers._vllm_triton()
+
+    def call(*arguments):
+        peers._vllm_triton = lambda: partial(plain, k_scale=unit, v_scale=unit)
+        try:
+            return peers.vllm_triton_decode(*arguments)
+        finally:
+            peers._vllm_triton = lambda: plain
+
+    return call
+
+
+def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
+    """FlashMLA, FlashAttention-3 and vLLM's Triton kernel on the same values; those that cannot, with the reason."""
+    q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
+    there = peers.available()
+    vllm_triton = vllm_with_scales(peers, q.device) if there["vllm_triton"] else None
+    kernels = {
+        "FlashMLA": ("flashmla", peers.FlashMLADecode()),
+        "FA3": ("fa3", peers.fa3_mla_decode),
+        "vLLM Triton": ("vllm_triton", vllm_triton),
+    }
+    contenders, absent = {}, {}
+    for who, (name, kernel) in kernels.items():
+        if not there[name]:
+            absent[who] = "its library could not be loaded"
+            continue
+        calls = [lambda kernel=kernel, m=m: kernel(q, inputs.cache, m.block_table, m.seq_lens, SCALE) for m in
+                 inputs.metadata]  # fmt: skip
+        contenders[who] = Contender(calls, lambda output: output[0].reshape(row.B * row.Sq, row.N, LATENT))
+    return contenders, absent
+
+
+def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
+    """Inputs and contenders of one row."""
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
+    inputs = make_inputs(row, input_sets(row.bytes, l2_bytes), device)
+    ours = [
+        lambda m=m: fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, m, SCALE, backend=backend)
+        for m in inputs.metadata
+    ]
+    others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)
+    return Case(
+        row.flops, row.bytes, {OURS: Contender(ours), **others}, lambda value: check(row, inputs, value), absent
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and time the rows; the exit status."""
+    return run_benchmark(
+        "decode", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"), bandwidth="read_gb_s",
+        epilog="A row is B requests of S keys with Sq new tokens each and N heads.",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Expanded prefill, bfloat16, head dims 192 and 128: fast beside FlashAttention-3 and torch's own kernels.
+
+    python -m tests.benchmarks.prefill
+    python -m tests.benchmarks.prefill --peers .peers --rows 1,16384,16384,128,causal --json prefill.json
+
+fast reads the rope part of the key, which all heads share, where it lies; peers are given keys that were repeated per
+head beforehand, outside the time. FLOPs are 2 B N Sq Skv (192 + 128), without the pairs above the diagonal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+import fast.attention
+import reference
+from fast.parity import Parity, compare, compare_states
+from reference.interfaces import AttentionState
+
+from .contest import OURS, Case, Contender, finite, run_benchmark
+from .decode import spread_out
+
+NOPE, ROPE, VALUE = 128, 64, 128
+WIDTH = NOPE + ROPE
+SCALE = WIDTH**-0.5
+DTYPE = torch.bfloat16
+CHECKED_HEADS, CHECKED_ROWS = 3, 128
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape.
+
+    Attributes:
+        B: requests.
+        Sq: query tokens of each.
+        Skv: keys of each.
+        N: heads.
+        causal: "causal" or "full".
+    """
+
+    B: int
+    Sq: int
+    Skv: int
+    N: int
+    mask: str
+
+    @classmethod
+    def parse(cls, *texts: str) -> Row:
+        """From four sizes and "causal" or "full".
+
+        Raises:
+            ValueError: what is wrong with them.
+        """
+        batch, queries, keys, heads = (int(text) for text in texts[:4])
+        mask = texts[4]
+        if min(batch, queries, keys, heads) < 1 or queries > keys or mask not in ("causal", "full"):
+            raise ValueError("sizes from 1, Sq at most Skv, and causal or full")
+        return cls(batch, queries, keys, heads, mask)
+
+    @property
+    def causal(self) -> bool:
+        """Whether keys after each query are masked."""
+        return self.mask == "causal"
+
+    @property
+    def flops(self) -> int:
+        """Of both products; a causal mask takes off Sq^2 / 2 pairs."""
+        pairs = self.Sq * self.Skv - (self.Sq * self.Sq // 2 if self.causal else 0)
+        return 2 * self.B * self.N * pairs * (WIDTH + VALUE)
+
+    @property
+    def bytes(self) -> int:
+        """q, k_nope, the shared k_pe, v and out, once each."""
+        per_query, per_key = self.N * (WIDTH + VALUE), self.N * (NOPE + VALUE) + ROPE
+        return DTYPE.itemsize * self.B * (self.Sq * per_query + self.Skv * per_key)
+
+
+ROWS = (
+    Row(1, 4096, 4096, 128, "causal"),
+    Row(1, 16384, 16384, 128, "causal"),
+    Row(1, 4096, 16384, 128, "full"),
+    Row(4, 2048, 2048, 128, "causal"),
+    Row(1, 8192, 8192, 16, "causal"),
+    Row(1, 32768, 32768, 16, "causal"),
+)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Random packed requests.
+
+    Attributes:
+        q: [B Sq, N, 192].
+        k_nope: [B Skv, N, 128].
+        k_pe: [B Skv, 64].
+        v: [B Skv, N, 128].
+        cu_q: [B + 1].
+        cu_k: [B + 1].
+    """
+
+    q: Tensor
+    k_nope: Tensor
+    k_pe: Tensor
+    v: Tensor
+    cu_q: Tensor
+    cu_k: Tensor
+
+
+def make_inputs(row: Row, device: torch.device | str) -> Inputs:
+    """Random values everywhere."""
+    kind = dict(dtype=DTYPE, device=device)
+    steps = torch.arange(row.B + 1, dtype=torch.int32, device=device)
+    return Inputs(
+        torch.randn(row.B * row.Sq, row.N, WIDTH, **kind), torch.randn(row.B * row.Skv, row.N, NOPE, **kind),
+        torch.randn(row.B * row.Skv, ROPE, **kind), torch.randn(row.B * row.Skv, row.N, VALUE, **kind),
+        row.Sq * steps, row.Skv * steps,
+    )  # fmt: skip
+
+
+def checked_pieces(row: Row) -> list[tuple[int, int, int]]:
+    """(request, first query, queries) of the parts that are compared: start, middle and end of first and last."""
+    length = min(row.Sq, CHECKED_ROWS)
+    starts = sorted({0, (row.Sq - length) // 2, row.Sq - length})
+    return [(request, start, length) for request in sorted({0, row.B - 1}) for start in starts]
+
+
+def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Parity]:
+    """The whole output is finite, and pieces of some heads lie within the budget of the reference.
+
+    A causal piece that starts at query a and holds n of them sees keys up to Skv - Sq + a + n, so cutting its keys
+    there keeps the mask's alignment at the bottom right.
+
+    Args:
+        row: the shape.
+        inputs: what was attended.
+        value: a state, or out [B Sq, N, 128] alone.
+    """
+    out = value.out if isinstance(value, AttentionState) else value
+    heads = torch.tensor(spread_out(row.N, CHECKED_HEADS), device=out.device)
+    found = [finite("flash_attn_varlen", out)]
+    for request, start, length in checked_pieces(row):
+        rows = slice(request * row.Sq + start, request * row.Sq + start + length)
+        seen = row.Skv - row.Sq + start + length if row.causal else row.Skv
+        keys = slice(request * row.Skv, request * row.Skv + seen)
+        k_pe = inputs.k_pe[keys, None].expand(-1, len(heads), -1)
+        tensors = [
+            inputs.q[rows][:, heads], torch.cat((inputs.k_nope[keys][:, heads], k_pe), -1), inputs.v[keys][:, heads]
+        ]  # fmt: skip
+        cu_q, cu_k = (torch.tensor([0, end], dtype=torch.int32, device=out.device) for end in (length, seen))
+        rest = (cu_q, cu_k, length, seen, SCALE, row.causal)
+        gold = reference.flash_attn_varlen(*(t.double() for t in tensors), *rest)
+        low = reference.flash_attn_varlen(*tensors, *rest)
+        op = f"flash_attn_varlen, request {request} from query {start}"
+        mine = out[rows][:, heads].contiguous()
+        if isinstance(value, AttentionState):
+            mine = AttentionState(mine, value.lse[heads][:, rows].contiguous())
+            found += compare_states(op, mine, low, gold)
+        else:
+            found.append(compare(f"{op}: out", mine, low.out, gold.out))
+    return found
+
+
+def attend_by_torch(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """One of torch's own kernels, by name: [B, N, Sq, D], [B, N, Skv, D], [B, N, Skv, Dv] -> [B, N, Sq, Dv]."""
+    with sdpa_kernel(kernel):
+        return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE)
+
+
+def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
+    """FlashAttention-3, and torch's cuDNN and FlashAttention-2 kernels; those that cannot, with the reason."""
+    k = torch.cat((inputs.k_nope, inputs.k_pe[:, None].expand(-1, row.N, -1)), dim=-1)
+    contenders, absent = {}, {}
+    if peers.available()["fa3"]:
+        call = partial(
+            peers.fa3_prefill, inputs.q, k, inputs.v, inputs.cu_q, inputs.cu_k, row.Sq, row.Skv, SCALE, row.causal
+        )
+        contenders["FA3"] = Contender([call], lambda output: output[0])
+    else:
+        absent["FA3"] = "its library could not be loaded"
+    torch_kernels = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2 (V padded)": SDPBackend.FLASH_ATTENTION}
+    if row.causal and row.Sq != row.Skv:
+        return contenders, absent | dict.fromkeys(torch_kernels, "torch aligns a causal mask at the top left")
+
+    def per_head(tensor: Tensor) -> Tensor:
+        return tensor.view(row.B, -1, *tensor.shape[1:]).transpose(1, 2)
+
+    def packed(out: Tensor) -> Tensor:
+        return out.transpose(1, 2).reshape(row.B * row.Sq, row.N, -1)[..., :VALUE]
+
+    for who, kernel in torch_kernels.items():
+        v = inputs.v if kernel == SDPBackend.CUDNN_ATTENTION else pad(inputs.v, (0, WIDTH - VALUE))
+        call = partial(attend_by_torch, kernel, *(per_head(t) for t in (inputs.q, k, v)), row.causal)
+        contenders[who] = Contender([call], packed)
+    return contenders, absent
+
+
+def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
+    """Inputs and contenders of one row."""
+    inputs = make_inputs(row, device)
+
+    def ours() -> AttentionState:
+        return fast.attention.flash_attn_varlen_shared_rope(
+            inputs.q, inputs.k_nope, inputs.k_pe, inputs.v, inputs.cu_q, inputs.cu_k, row.Sq, row.Skv, SCALE,
+            row.causal, backend=backend,
+        )  # fmt: skip
+
+    others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)
+    return Case(
+        row.flops, row.bytes, {OURS: Contender([ours]), **others}, lambda value: check(row, inputs, value), absent
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and time the rows; the exit status."""
+    return run_benchmark(
+        "prefill", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed",), bandwidth="read_gb_s",
+        epilog="A row is B requests of Sq queries over Skv keys each and N heads, causal or full.",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""Everything that is checked and measured on a CUDA machine, and the results file of its GPU.
+
+    python -m tests.gpu_suite
+    python -m tests.gpu_suite --peers .peers --out docs/results
+    python -m tests.gpu_suite --stages tests opcheck --out build
+
+Stages: the test suite (one process a file, the kernels compiled; what compares the wings runs twice, its tensors on
+the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same
+ops on hostile indices under compute-sanitizer, where that is on PATH; the main job in float32, with three token streams
+compared; the benchmarks. What a missing package leaves out is skipped with the reason and listed in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .benchmarks.report import package_version, provenance
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCHMARKS = ("decode", "prefill", "bytes")
+FAR = (2147480000, -2147480000, -1, 1 << 20)  # block ids, lengths and slots that no tensor of a sample has
+HOSTILE = ("block_table", "block_mapping", "slot_mapping", "seq_lens", "visible_lens")
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+# files whose tests make all their tensors on the device that `--device` names
+ANY_DEVICE = ("batch_schedule", "cache", "differential", "identities", "mutations", "ops", "rope", "weights")
+
+
+def file_name(gpu: str) -> str:
+    """The results file of a GPU: "NVIDIA H200" gives "h200.json"."""
+    words = [word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word and word != "nvidia"]
+    return "-".join(words) + ".json"
+
+
+def run(command: Sequence[str], timeout: float, cwd: Path = ROOT, **environment: str) -> tuple[int, str]:
+    """Exit status and output of a command; a status of 124 where it ran out of time."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **environment}
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env=settings, timeout=timeout, check=False, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as expired:
+        return 124, f"{expired.stdout or ''}\nran longer than {timeout:.0f} s"
+    return done.returncode, done.stdout
+
+
+def read_junit(path: Path) -> dict[str, Any]:
+    """Counts, names of what failed, and reasons of what was skipped, from pytest's XML report."""
+    cases = list(ElementTree.parse(path).getroot().iter("testcase"))
+    failed, skipped = [], Counter()
+    for case in cases:
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append(f"{case.get('classname')}::{case.get('name')}")
+        elif (skip := case.find("skipped")) is not None:
+            skipped[skip.get("message", "")] += 1
+    passed = len(cases) - len(failed) - sum(skipped.values())
+    return {"passed": passed, "failed": failed, "skipped": dict(skipped)}
+
+
+def run_tests(args: argparse.Namespace) -> dict[str, Any]:
+    """Every test file in a process of its own, several at a time, the slow ones first."""
+    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda file: ("triton" not in file.name, file.name))
+    runs = [(ROOT / "tests" / f"test_{name}.py", "cuda") for name in ANY_DEVICE] + [(file, "cpu") for file in files]
+
+    def one(file: Path, device: str) -> tuple[str, dict[str, Any]]:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.xml"
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                str(file),
+                f"--device={device}",
+                f"--junitxml={report}",
+            ]
+            status, output = run(command, args.limit, OMP_WAIT_POLICY="PASSIVE")
+            found = read_junit(report) if report.exists() else {"passed": 0, "failed": [file.name], "skipped": {}}
+        if status not in (0, 5) and not found["failed"]:  # 5: a file whose tests were all left out
+            found["failed"] = [f"{file.name}: exit status {status}"]
+        if found["failed"]:
+            print(f"-- {file.name} --device={device}\n{output}", flush=True)
+        return f"{file.name} --device={device}", found
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        results = dict(pool.map(one, *zip(*runs, strict=True)))
+    skipped = sum((Counter(found["skipped"]) for found in results.values()), Counter())
+    failed = [name for found in results.values() for name in found["failed"]]
+    counts = {"passed": sum(found["passed"] for found in results.values()), "failed": failed, "skipped": dict(skipped)}
+    for name, found in results.items():
+        left_out = sum(found["skipped"].values())
+        print(f"  {name}: {found['passed']} passed, {len(found['failed'])} failed, {left_out} skipped")
+    print(f"tests: {counts['passed']} passed, {len(failed)} failed, {sum(skipped.values())} skipped")
+    for reason, count in skipped.most_common():
+        print(f"  skipped {count}: {reason}")
+    return {"ok": not failed, **counts}
+
+
+def gpu_samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """The op tests' arguments on the GPU, for the kernel set that serves there."""
+    from .test_ops import samples
+
+    with torch.device("cuda"):
+        return samples(dtype)
+
+
+def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
+    """Schema, fake implementation and ahead-of-time tracing of every op on CUDA tensors."""
+    from .test_ops import overload
+
+    failed = {}
+    checked = gpu_samples(torch.float32)
+    for name, many in checked.items():
+        try:
+            for arguments in many:
+                torch.library.opcheck(overload(name), arguments)
+        except Exception as error:  # whatever the checker raises is this op's result
+            failed[name] = " ".join(str(error).split())
+            print(f"opcheck {name}: {failed[name]}")
+    print(f"opcheck: {len(checked) - len(failed)} of {len(checked)} ops")
+    return {"ok": not failed, "ops": sorted(checked), "failed": failed}
+
+
+def launch_samples() -> None:
+    """What runs under the memory checker: every op, then every op on indices that lie outside its tensors."""
+    from .test_ops import overload
+
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, many in gpu_samples(dtype).items():
+            for arguments in many:
+                overload(name)(*arguments)
+                names = [argument.name for argument in overload(name)._schema.arguments]
+                for far in FAR:
+                    overload(name)(*(hostile(n, x, far) for n, x in zip(names, arguments, strict=True)))
+                torch.cuda.synchronize()
+    print("every op was launched")
+
+
+def hostile(name: str, value: Any, far: int) -> Any:
+    """A block table, block pairs, lengths or slots with `far` in every second place; any other argument as it is.
+
+    Offsets of packed requests are not data of a request and are left alone.
+    """
+    if name not in HOSTILE:
+        return value
+    changed = value.clone()
+    changed.view(-1)[::2] = far
+    return changed
+
+
+def run_memcheck(args: argparse.Namespace) -> dict[str, Any]:
+    """`launch_samples` under compute-sanitizer, each tensor in an allocation of its own."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        print("memcheck: skipped, compute-sanitizer is not on PATH")
+        return {"ok": True, "skipped": "compute-sanitizer is not on PATH"}
+    code = "from tests.gpu_suite import launch_samples; launch_samples()"
+    status, output = run(
+        [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code],
+        args.limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+    )  # fmt: skip
+    summary = [line for line in output.splitlines() if "ERROR SUMMARY" in line or "every op was launched" in line]
+    if status:
+        print(output)
+    print(f"memcheck: {'; '.join(summary)}")
+    return {"ok": status == 0 and len(summary) == 2, "summary": summary}
+
+
+def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
+    """`python -m fast` on the GPU: parity op by op, and the tokens of fast, reference and transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        figures = Path(folder) / "figures.json"
+        options = ["--device", "cuda", "--dtype", "float32", "--json", str(figures), "--no-picture"]
+        status, output = run([sys.executable, "-m", "fast", *options], args.limit, Path(folder))
+        print(output)
+        if not figures.exists():
+            return {"ok": False, "status": status, "said": output[-2000:]}
+        found = json.loads(figures.read_text())
+    return {"ok": status == 0, "command": "python -m fast --device cuda --dtype float32", **{
+        key: found[key] for key in ("verdict", "parity", "speed")}}  # fmt: skip
+
+
+def run_benchmarks(args: argparse.Namespace) -> dict[str, Any]:
+    """The benchmarks one after another, nothing else on the card."""
+    reports, ok = {}, True
+    for name in BENCHMARKS:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "report.json"
+            command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--json", str(path)]
+            command += [] if args.peers is None else ["--peers", str(args.peers.resolve())]
+            status, output = run(command, args.limit)
+            print(output, flush=True)
+            ok = ok and status == 0
+            reports[name] = (
+                json.loads(path.read_text()) if path.exists() else {"status": status, "said": output[-2000:]}
+            )
+        for shared in ("hardware", "gpu", "capability", "multiprocessors", "driver", "processor", "threads", "versions",
+                       "date", "fast_sha256", "command"):  # fmt: skip
+            reports[name].pop(shared, None)  # the file says them once
+    return {"ok": ok, **reports}
+
+
+STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "tests": run_tests,
+    "opcheck": run_opcheck,
+    "memcheck": run_memcheck,
+    "main_job": run_main_job,
+    "benchmarks": run_benchmarks,
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu_suite",
+        description=__doc__.splitlines()[0],
+        epilog="Exit status: 0, 1 where a stage failed, 2 without a CUDA device.",
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR",
+                        help="where <gpu>.json goes (default: docs/results)")  # fmt: skip
+    parser.add_argument("--stages", nargs="+", choices=tuple(STAGES), default=list(STAGES), help="which (default: all)")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with peers.py, for the benchmarks")
+    parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), metavar="N",
+                        help="test files at a time (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--limit", type=float, default=1800.0, metavar="S",
+                        help="seconds after which one command is given up (default: %(default)s)")  # fmt: skip
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the stages and write the results file; the exit status."""
+    args = make_parser().parse_args(argv)
+    if args.peers is not None and not (args.peers / "peers.py").is_file():
+        print(f"error: --peers: expected a folder with peers.py, got {args.peers}", file=sys.stderr)
+        return 2
+    if not torch.cuda.is_available():
+        print("error: needs a CUDA device, and torch sees none", file=sys.stderr)
+        return 2
+    given = sys.argv[1:] if argv is None else list(argv)
+    head = provenance("", [], device="cuda", transformers=package_version("transformers"))
+    report: dict[str, Any] = {**head, "command": " ".join(["python -m tests.gpu_suite", *given]), "seconds": {}}
+    for stage in args.stages:
+        start = time.perf_counter()
+        print(f"== {stage}", flush=True)
+        report[stage] = STAGES[stage](args)
+        report["seconds"][stage] = round(time.perf_counter() - start, 1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / file_name(torch.cuda.get_device_name())
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    failed = [stage for stage in args.stages if not report[stage]["ok"]]
+    print(f"results: {path}\n" + (f"FAILED: {', '.join(failed)}" if failed else "all stages passed"))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Kernels compiled ahead: what `warmup` launches, what it tells, and that it leaves nothing to compile."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fast
+from fast import backends
+from fast.kernels import cpu
+from reference.interfaces import MLAConfig
+
+from .factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_cache, make_entries, make_layer, make_weights
+
+gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_kernel_of_a_set_is_launched(monkeypatch, config):
+    launched = set()
+
+    def told(name, launch):
+        def call(*args):
+            launched.add(name)
+            return launch(*args)
+
+        return call
+
+    kernels = {name: told(name, launch) for name, launch in cpu.KERNELS.items()}
+    monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", kernels),))
+    assert fast.warmup(config, device="cpu", dtype=torch.float32, block_size=16, decode_threshold=2) == []
+    assert launched == set(cpu.KERNELS)
+
+
+def test_refusals(plain_errors):
+    with pytest.raises(ValueError, match="^dtype: expected .*, got torch.int8$"):
+        fast.warmup(DIRECT, device="cpu", dtype=torch.int8)
+    with pytest.raises(ValueError, match="^decode_threshold: expected at least 1, got 0$"):
+        fast.warmup(DIRECT, device="cpu", decode_threshold=0)
+    with pytest.raises(fast.UnsupportedConfiguration, match="triton: serves device cuda, got cpu"):
+        fast.warmup(DIRECT, device="cpu", backend="triton")
+
+
+# What a cold start says.
+
+
+def facts(module: str) -> dict:
+    """What Triton hands to a hook about one kernel."""
+    signature = {"out": "*bf16", "lse": "*fp32", "table": "*i32", "tokens": "i32", "HEADS": "constexpr"}
+    return {
+        "fn": SimpleNamespace(module=module, name="_decode_kernel"), "key": "", "repr": "", "is_manual_warmup": False,
+        "already_compiled": False, "compile": {"signature": signature, "constants": {(4,): 16, (3,): 1}},
+    }  # fmt: skip
+
+
+def test_what_is_told(monkeypatch, caplog):
+    pytest.importorskip("triton")
+    from fast.kernels import compile_log
+
+    others = []
+    runtime = SimpleNamespace(jit_cache_hook=lambda **facts: others.append(facts) or True, jit_post_compile_hook=None)
+    monkeypatch.setattr(compile_log.knobs, "runtime", runtime)
+    compile_log.install()
+    caplog.set_level(logging.INFO, "fast.kernels")
+    assert runtime.jit_cache_hook(**facts("fast.kernels.triton.decode")) is True  # another's hook has its say
+    assert runtime.jit_post_compile_hook(**facts("fast.kernels.triton.decode")) is None
+    with compile_log.compiling_ahead() as lines:
+        runtime.jit_cache_hook(**facts("fast.kernels.triton.decode"))
+        runtime.jit_cache_hook(**facts("somebody.elses"))
+    kernel = "decode_kernel (bf16, fp32, HEADS 16)"
+    assert lines == [kernel] and len(others) == 3
+    assert [(record.levelname, record.getMessage()) for record in caplog.records if "compiled" not in record.msg] == [
+        ("WARNING", f"compiling {kernel} on first use; fast.warmup(config) does it ahead"),
+        ("INFO", f"compiling {kernel}"),
+    ]
+    assert "compiled decode_kernel in 0.0 s" in caplog.text
+
+
+# What a warm start does not compile: on a CPU by the rules that Triton specialises by, on a GPU by counting.
+
+STEPS = (
+    ([1], [17]), ([1] * 16, [33] * 16), ([2, 1, 3, 0], [500, 1, 70, 9]), ([3] * 48, [31] * 48),
+    ([1, 1, 16, 5], [97, 0, 33, 5]), ([64], [64]), ([4, 37, 9], [4, 100, 75]),
+)  # fmt: skip
+
+
+def serve(config, dtype, threshold):
+    """Steps of every kind and many sizes."""
+    layer = make_layer(fast, config, make_weights(config, dtype), dtype)
+    for query_lens, seq_lens in STEPS:
+        batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
+        cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)
+        plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold)
+        tokens = batch.common.slot_mapping.shape[0]
+        layer(torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache, plan)
+
+
+class Recorded:
+    """A kernel that is not launched: it notes what Triton would compile.
+
+    Integers count as 1, as multiples of 16 or as others, pointers by type and alignment, as far as the kernel's own
+    `do_not_specialize` lets them; constants by value.
+    """
+
+    def __init__(self, kernel, launches: dict):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        def launch(*args, **constants):
+            kinds = {p.name: self.kind(p, value) for p, value in zip(self.kernel.params, args, strict=False)}
+            key = (self.kernel.fn.__name__, *kinds.items(), *sorted((k, str(v)) for k, v in constants.items()))
+            self.launches[key] = (self.kernel, kinds, constants)
+
+        return launch
+
+    @staticmethod
+    def kind(parameter, value) -> tuple:
+        """Triton's type of an argument, and whether 16 divides it; or its value, where it becomes a constant."""
+        if isinstance(value, torch.Tensor):
+            aligned = not parameter.do_not_specialize_on_alignment and value.data_ptr() % 16 == 0
+            return "*" + TYPES[value.dtype], aligned
+        if value is None or (value == 1 and isinstance(value, int) and not parameter.do_not_specialize):
+            return "constexpr", value
+        if isinstance(value, int):
+            return "i32", not parameter.do_not_specialize and value % 16 == 0
+        if isinstance(value, float):
+            return "fp32", False
+        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}>", False
+
+
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int32: "i32",
+    torch.int64: "i64",
+}  # fmt: skip
+ROOMS = ("attention", "cache", "decode", "merge", "rope")
+KERNELS = {
+    "_copy_blocks_kernel", "_decode_kernel", "_flash_attn_varlen_kernel", "_gather_kernel", "_merge_kernel",
+    "_merge_splits_kernel", "_rope_kernel", "_rope_norm_cache_kernel", "_write_kernel",
+}  # fmt: skip
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What the Triton launchers would compile on a CPU's tensors; the launchers serve the CPU meanwhile."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("interpreted kernels are not compiled")
+    from fast.kernels import triton as kernels
+
+    found = {}
+    for name in ROOMS:
+        module = importlib.import_module(f"fast.kernels.triton.{name}")
+        for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
+            monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
+    monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", kernels.KERNELS),))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_warmup_specialises_for_every_step(launches, config, dtype):
+    fast.warmup(config, device="cpu", dtype=dtype, block_size=16, decode_threshold=3)
+    ahead = set(launches)
+    assert {key[0] for key in ahead} == KERNELS - ({"_rope_kernel"} if config.qk_rope_head_dim == 0 else set())
+    serve(config, dtype, 3)
+    assert set(launches) == ahead
+
+
+CHIPS = {  # multiprocessors, capability, bytes of shared memory that a program may have
+    "A100": (108, (8, 0), 166912),
+    "RTX 4090": (128, (8, 9), 101376),
+    "H200": (132, (9, 0), 232448),
+    "B200": (148, (10, 0), 232448),
+    "RTX 5090": (170, (12, 0), 101376),
+}
+
+
+def compiled(kernel, kinds: dict, constants: dict, capability: tuple[int, int]):
+    """A recorded launch, compiled for a chip that need not be here."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {key: constants[key] for key in ("num_warps", "num_stages") if key in constants}
+    values = {key: value for key, value in constants.items() if key not in options}
+    values |= {name: what for name, (kind, what) in kinds.items() if kind == "constexpr"}
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: "constexpr" if name in values else kinds[name][0] for name in names}
+    divided = {(names.index(n),): [["tt.divisibility", 16]] for n, (kind, what) in kinds.items()
+               if kind != "constexpr" and what}  # fmt: skip
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in values.items()}, divided)
+    return triton.compile(source, target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options=options)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_kernels_compile_for(chip, heads, launches, monkeypatch):
+    """Each kernel that a layer of DeepSeek's dims launches fits into the shared memory of a chip.
+
+    By default those that depend on the chip most: decode and attention, on the smallest of the chips and on Hopper.
+    """
+    from fast.kernels.triton import attention, decode
+    from fast.kernels.triton.device import DeviceFacts
+
+    facts = DeviceFacts(*CHIPS[chip])
+    deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+    if not deep and (chip, heads) not in (("RTX 4090", 128), ("H200", 128)):
+        pytest.skip("under HYPOTHESIS_PROFILE=deep")
+    for module in (attention, decode):
+        monkeypatch.setattr(module, "device_facts", lambda device: facts)
+    config = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=heads)
+    fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=64)
+    wanted = {key: launch for key, launch in launches.items() if deep or "decode" in key[0] or "attn" in key[0]}
+    assert len(wanted) >= 3
+    for launch in wanted.values():
+        kernel = compiled(*launch, facts.capability)
+        assert kernel.metadata.shared <= facts.shared, f"{launch[0].fn.__name__}: {kernel.metadata.shared} bytes"
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_warmup_leaves_nothing_to_compile(dtype):
+    from fast.kernels.compile_log import compiling_ahead
+
+    fast.warmup(LOW_RANK, device="cuda", dtype=dtype, block_size=16, decode_threshold=3)
+    with torch.device("cuda"), compiling_ahead() as compiled:
+        serve(LOW_RANK, dtype, 3)
+    assert compiled == []
+
+
+@gpu_only
+def test_first_use_is_told(caplog):
+    """A shape that nobody warmed up for is named as it is compiled."""
+    with torch.device("cuda"):
+        kv_c, k_pe = torch.randn(3, 56), torch.randn(3, 4)
+        cache = torch.empty(2, 19, 60)
+        fast.concat_and_cache_mla(kv_c, k_pe, cache, torch.arange(3))
+    assert "compiling write_kernel (" in caplog.text and "LATENT 56" in caplog.text
