@@ -50,6 +50,7 @@ def warmup(
     check_dtype("dtype", dtype)
     check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
     device = torch.device(device)
+    check(device.type != "cuda" or torch.cuda.is_available(), "device", "a device that torch sees", device)
     num_blocks = -(-LONG_CONTEXT // block_size) + 2
     kv_cache = allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, device).zero_()
     layer = MLAAttention(config, **_projections_of_zeros(config, dtype, device), backend=backend)

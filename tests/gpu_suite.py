@@ -4,6 +4,8 @@
     python -m tests.gpu_suite --peers .peers --out docs/results
     python -m tests.gpu_suite --stages tests opcheck --out build
 
+A run of some stages keeps the others' results in the file, if those are of the same sources of `fast/` and the same
+card.
 Stages: the test suite (one process a file, the kernels compiled; what compares the wings runs twice, its tensors on
 the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same
 ops on hostile indices under compute-sanitizer, where that is on PATH; the main job in float32, with three token streams
@@ -228,6 +230,18 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
+def with_earlier_stages(report: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The report with the stages that it lacks, from the file there, if that is of the same sources and card."""
+    if not path.exists():
+        return report
+    earlier = json.loads(path.read_text())
+    if any(earlier.get(key) != report[key] for key in ("fast_sha256", "hardware", "versions")):
+        return report
+    kept = {stage: earlier[stage] for stage in STAGES if stage in earlier and stage not in report}
+    command = " && ".join(dict.fromkeys([earlier["command"], report["command"]] if kept else [report["command"]]))
+    return {**report, **kept, "command": command, "seconds": {**earlier["seconds"], **report["seconds"]}}
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The options."""
     parser = argparse.ArgumentParser(
@@ -263,10 +277,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"== {stage}", flush=True)
         report[stage] = STAGES[stage](args)
         report["seconds"][stage] = round(time.perf_counter() - start, 1)
+    failed = [stage for stage in args.stages if not report[stage]["ok"]]
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / file_name(torch.cuda.get_device_name())
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    failed = [stage for stage in args.stages if not report[stage]["ok"]]
+    path.write_text(json.dumps(with_earlier_stages(report, path), indent=1) + "\n")
     print(f"results: {path}\n" + (f"FAILED: {', '.join(failed)}" if failed else "all stages passed"))
     return 1 if failed else 0
 

@@ -223,6 +223,22 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
         assert kernel.metadata.shared <= facts.shared, f"{launch[0].fn.__name__}: {kernel.metadata.shared} bytes"
 
 
+def test_too_wide_for_a_chip():
+    """Named before anything is launched, in one line."""
+    pytest.importorskip("triton")
+    from fast.kernels.triton.attention import _blocks
+    from fast.kernels.triton.decode import _launch_shape
+    from fast.kernels.triton.device import DeviceFacts
+
+    small = DeviceFacts(1, (8, 6), 101376)
+    wanted = "^triton: mla_decode has no tile of 2112 columns of torch.float32 for 101376 bytes of shared memory$"
+    with pytest.raises(fast.UnsupportedConfiguration, match=wanted):
+        _launch_shape(1, 64, 2048 + 64, torch.float32, small.capability, small.shared)
+    wanted = "^triton: flash_attn_varlen has no tile of 4096 and 4096 columns of torch.bfloat16 for 101376 bytes of"
+    with pytest.raises(fast.UnsupportedConfiguration, match=wanted):
+        _blocks(torch.bfloat16, small, 4096, 4096)
+
+
 @gpu_only
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_warmup_leaves_nothing_to_compile(dtype):

@@ -16,12 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .. import backends
+from ..compilation import warmup
 from ..serving import Request, StepReport
 from .job import Job
 from .op_parity import run_parity
 
 PARITY_TOKENS = 512
 WARMUP_TOKENS = 2
+LONGEST_DECODE = 3  # query tokens of a request in the parity table's decodes
 
 
 @torch.inference_mode()
@@ -52,6 +54,8 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
             task = progress.add_task(description, total=total)
             return lambda count: progress.advance(task, count)
 
+        if "fast" in job.wings and job.device.type == "cuda":
+            compile_ahead(job, console)
         for name, wing in job.wings.items():
             loop, reports = job.loops[name], []
             advance = bar(f"serving with {name}: tokens", sum(map(len, job.prompt_ids)) + sum(
@@ -99,6 +103,17 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
         "schedule": schedules,
     }
     return {**figures, "verdict": verdict(figures)}
+
+
+def compile_ahead(job: Job, console: Console) -> None:
+    """Kernels for the model and for the parity table, so that no time below holds a compilation."""
+    console.print("compiling kernels ...")
+    started = time.perf_counter()
+    compiled = warmup(
+        job.config, device=job.device, dtype=job.dtype, block_size=job.args.block_size,
+        decode_threshold=LONGEST_DECODE, backend=job.args.backend,
+    )  # fmt: skip
+    console.print(f"compiled {len(compiled)} kernels in {time.perf_counter() - started:.0f} s")
 
 
 @torch.inference_mode()

@@ -3,8 +3,10 @@
     python -m tests.benchmarks.prefill
     python -m tests.benchmarks.prefill --peers .peers --rows 1,16384,16384,128,causal --json prefill.json
 
-fast reads the rope part of the key, which all heads share, where it lies; peers are given keys that were repeated per
-head beforehand, outside the time. FLOPs are 2 B N Sq Skv (192 + 128), without the pairs above the diagonal.
+fast is given what a prefill has: keys and values stored head by head, as `expand_kv` leaves them, and the rope part of
+the key once for all heads. Peers are given packed keys, the rope part repeated per head, and packed values, on which
+they are fastest; making those is outside the time. FLOPs are 2 B N Sq Skv (192 + 128), without the pairs above the
+diagonal.
 """
 
 from __future__ import annotations
@@ -100,9 +102,9 @@ class Inputs:
 
     Attributes:
         q: [B Sq, N, 192].
-        k_nope: [B Skv, N, 128].
+        k_nope: [B Skv, N, 128], stored head by head.
         k_pe: [B Skv, 64].
-        v: [B Skv, N, 128].
+        v: [B Skv, N, 128], stored head by head.
         cu_q: [B + 1].
         cu_k: [B + 1].
     """
@@ -118,10 +120,14 @@ class Inputs:
 def make_inputs(row: Row, device: torch.device | str) -> Inputs:
     """Random values everywhere."""
     kind = dict(dtype=DTYPE, device=device)
+
+    def by_head() -> Tensor:
+        return torch.randn(row.N, row.B * row.Skv, NOPE, **kind).transpose(0, 1)
+
     steps = torch.arange(row.B + 1, dtype=torch.int32, device=device)
     return Inputs(
-        torch.randn(row.B * row.Sq, row.N, WIDTH, **kind), torch.randn(row.B * row.Skv, row.N, NOPE, **kind),
-        torch.randn(row.B * row.Skv, ROPE, **kind), torch.randn(row.B * row.Skv, row.N, VALUE, **kind),
+        torch.randn(row.B * row.Sq, row.N, WIDTH, **kind), by_head(), torch.randn(row.B * row.Skv, ROPE, **kind),
+        by_head(),
         row.Sq * steps, row.Skv * steps,
     )  # fmt: skip
 
@@ -177,11 +183,12 @@ def attend_by_torch(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal:
 
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
     """FlashAttention-3, and torch's cuDNN and FlashAttention-2 kernels; those that cannot, with the reason."""
-    k = torch.cat((inputs.k_nope, inputs.k_pe[:, None].expand(-1, row.N, -1)), dim=-1)
+    k = torch.cat((inputs.k_nope, inputs.k_pe[:, None].expand(-1, row.N, -1)), dim=-1).contiguous()
+    values = inputs.v.contiguous()
     contenders, absent = {}, {}
     if peers.available()["fa3"]:
         call = partial(
-            peers.fa3_prefill, inputs.q, k, inputs.v, inputs.cu_q, inputs.cu_k, row.Sq, row.Skv, SCALE, row.causal
+            peers.fa3_prefill, inputs.q, k, values, inputs.cu_q, inputs.cu_k, row.Sq, row.Skv, SCALE, row.causal
         )
         contenders["FA3"] = Contender([call], lambda output: output[0])
     else:
@@ -197,7 +204,7 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
         return out.transpose(1, 2).reshape(row.B * row.Sq, row.N, -1)[..., :VALUE]
 
     for who, kernel in torch_kernels.items():
-        v = inputs.v if kernel == SDPBackend.CUDNN_ATTENTION else pad(inputs.v, (0, WIDTH - VALUE))
+        v = values if kernel == SDPBackend.CUDNN_ATTENTION else pad(values, (0, WIDTH - VALUE))
         call = partial(attend_by_torch, kernel, *(per_head(t) for t in (inputs.q, k, v)), row.causal)
         contenders[who] = Contender([call], packed)
     return contenders, absent

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from reference.interfaces import UnsupportedConfiguration
+
 from .device import DeviceFacts, device_facts
 
 LOG2_E = 1.4426950408889634
@@ -215,7 +217,11 @@ INTERPRETER_BLOCKS = ((32, 32, 1, 1),)
 
 
 def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width: int) -> tuple[int, int, int, int]:
-    """Tile sizes for a dtype, the padded widths of key and value, and a device."""
+    """Tile sizes for a dtype, the padded widths of key and value, and a device; the first that fit.
+
+    Raises:
+        UnsupportedConfiguration: none fits.
+    """
     if device.interpreted:
         return INTERPRETER_BLOCKS[0]
     table = HOPPER_BLOCKS if device.capability[0] == 9 else PORTABLE_BLOCKS
@@ -225,8 +231,11 @@ def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width
         block_m, block_n, _, stages = blocks
         elements = block_m * key_width + stages * block_n * (key_width + value_width)
         if elements * dtype.itemsize + 4096 <= device.shared:
-            break
-    return blocks
+            return blocks
+    widths = f"{key_width} and {value_width} columns of {dtype}"
+    raise UnsupportedConfiguration(
+        [f"triton: flash_attn_varlen has no tile of {widths} for {device.shared} bytes of shared memory"]
+    )
 
 
 def _describable(x: Tensor) -> bool:
@@ -270,6 +279,9 @@ def flash_attn_varlen(
 
     Returns:
         out [T, N, V] and lse [N, T].
+
+    Raises:
+        UnsupportedConfiguration: heads too wide for the device's shared memory.
     """
     tokens, heads, _ = q.shape
     keys, _, nope = k_nope.shape

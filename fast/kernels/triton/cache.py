@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_BYTES = 8192  # of entries that a program of two warps holds: four or five 16-byte loads in flight a thread
+TILE_BYTES = 4096  # of entries that a program of one warp holds: four or five 16-byte loads in flight a thread
 MAX_ROWS = 128
-WARPS = 2
+WARPS = 1
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
 

@@ -16,14 +16,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from reference.interfaces import check
+from reference.interfaces import UnsupportedConfiguration, check
 
 from .device import device_facts
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_COST = 256  # what a program costs besides its keys, in keys: its start, its queries, its results
 ROWS_MERGED_PER_KEY = 64  # rows of splits that merge in the time that one key takes
-PIECE_COLUMNS = 128  # of a float32 product that are summed one after another
+FLOAT32_PIECE_COLUMNS = 16  # of a float32 product that are summed one after another
 MERGE_COLUMNS = 64
 MERGE_SPLITS = 32
 LN_2 = tl.constexpr(math.log(2))
@@ -43,11 +43,28 @@ def _softmax_step(scores, seen, largest, total, dtype: tl.constexpr):
 
 @triton.jit
 @no_type_check
+def _products(q, k, PIECE_COLUMNS: tl.constexpr):
+    """Scores [ROWS, TILE] of q [ROWS, D] and k [TILE, D]; with PIECE_COLUMNS as a sum of sums over so many columns.
+
+    One sum over all columns rounds by their number, as no float32 library does it.
+    """
+    if PIECE_COLUMNS == 0:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    else:
+        PIECES: tl.constexpr = q.shape[1] // PIECE_COLUMNS
+        q_pieces = tl.permute(q.reshape(q.shape[0], PIECES, PIECE_COLUMNS), (1, 0, 2))
+        k_pieces = tl.permute(k.reshape(k.shape[0], PIECES, PIECE_COLUMNS), (1, 2, 0))
+        scores = tl.sum(tl.dot(q_pieces, k_pieces, input_precision="ieee"), 0)
+    return scores
+
+
+@triton.jit
+@no_type_check
 def _attend_tile(
     largest, total, values, q_latent, q_rope, visible, key_end, tile, table_row, table_stride, num_blocks,
     kv_cache, latent_pages, rope_pages, block_stride, entry_stride, element_stride, scale_log2,
     LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PIECES: tl.constexpr, PAGED_COPY: tl.constexpr,
+    LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PIECE_COLUMNS: tl.constexpr, PAGED_COPY: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):  # fmt: skip
     """Take one tile of keys into the running softmax; a PARTIAL tile has keys that some row, or all, must not see."""
@@ -73,12 +90,7 @@ def _attend_tile(
         else:
             latent = tl.load(where, mask=held[:, None] & (columns < LATENT)[None, :], other=0.0)
 
-    if PIECES == 1:
-        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")  # [ROWS, TILE]
-    else:  # a sum of short sums: one float32 sum over all columns would round twice as much as the reference's
-        q_pieces = tl.permute(q_latent.reshape(q_latent.shape[0], PIECES, LATENT_PAD // PIECES), (1, 0, 2))
-        k_pieces = tl.permute(latent.reshape(TILE, PIECES, LATENT_PAD // PIECES), (1, 2, 0))
-        scores = tl.sum(tl.dot(q_pieces, k_pieces, input_precision="ieee"), 0)
+    scores = _products(q_latent, latent, PIECE_COLUMNS)
     if ROPE > 0:
         if PAGED_COPY:  # among keys NaN does no harm: their scores are masked
             rope = rope_pages.load([page, first, LATENT]).reshape(TILE, ROPE)
@@ -90,7 +102,9 @@ def _attend_tile(
             else:
                 rope = tl.load(where, mask=held[:, None] & (rope_columns < ROPE)[None, :], other=0.0)
         if ONE_WARPGROUP_ROWS:
-            scores = scores * scale_log2 + tl.dot(q_rope, tl.trans(rope), input_precision="ieee") * scale_log2
+            scores = scores * scale_log2 + _products(q_rope, rope, PIECE_COLUMNS) * scale_log2
+        elif PIECE_COLUMNS > 0:
+            scores = (scores + _products(q_rope, rope, PIECE_COLUMNS)) * scale_log2
         else:
             scores = tl.dot(q_rope, tl.trans(rope), acc=scores, input_precision="ieee") * scale_log2
     else:
@@ -125,8 +139,8 @@ def _decode_kernel(
     rope_token_stride, rope_head_stride, rope_element_stride,
     block_stride, entry_stride, element_stride, table_row_stride, table_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
-    PAGED_COPY: tl.constexpr, SPLIT: tl.constexpr,
+    LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PIECE_COLUMNS: tl.constexpr, PAGED_COPY: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """One split of one request for ROWS of its rows.
 
@@ -177,13 +191,13 @@ def _decode_kernel(
             largest, total, values = _attend_tile(
                 largest, total, values, q_latent, q_rope, visible, key_end, tile, table_row, table_stride, num_blocks,
                 kv_cache, latent_pages, rope_pages, block_stride, entry_stride, element_stride, scale_log2,
-                LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECES, PAGED_COPY, False,
+                LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY, False,
             )  # fmt: skip
         for tile in tl.range(tl.maximum(full_tiles, first_tile), last_tile, num_stages=1):
             largest, total, values = _attend_tile(
                 largest, total, values, q_latent, q_rope, visible, key_end, tile, table_row, table_stride, num_blocks,
                 kv_cache, latent_pages, rope_pages, block_stride, entry_stride, element_stride, scale_log2,
-                LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECES, PAGED_COPY, True,
+                LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY, True,
             )  # fmt: skip
 
         split_row = split.to(tl.int64) * num_tokens * HEADS
@@ -271,6 +285,7 @@ def mla_decode(
 
     Raises:
         ValueError: another dtype.
+        UnsupportedConfiguration: entries too wide for the device's shared memory.
     """
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
     tokens, heads, latent = ql_nope.shape
@@ -303,7 +318,7 @@ def mla_decode(
         *ql_nope.stride(), *q_pe.stride(), *kv_cache.stride(), *block_table.stride(),
         HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
         LATENT_PAD=latent_pad, ROPE_PAD=rope_pad,
-        PIECES=max(1, latent_pad // PIECE_COLUMNS) if ql_nope.dtype == torch.float32 else 1,
+        PIECE_COLUMNS=FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
         PAGED_COPY=latent_pages is not None, SPLIT=num_splits > 1, **shape,
     )  # fmt: skip
     if num_splits > 1:
@@ -327,6 +342,9 @@ def _launch_shape(
         dtype: of the queries.
         capability: of the device.
         shared: bytes of shared memory that a program may have.
+
+    Raises:
+        UnsupportedConfiguration: none fits.
     """
     if dtype == torch.float32:  # no matrix unit computes IEEE float32 products
         shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
@@ -338,11 +356,12 @@ def _launch_shape(
         shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
         if capability[0] == 9:
             shapes = ((64, 32 if block_size == 32 else 64, 8, 2), *shapes)
-    for shape in shapes:
-        rows, tile, _, stages = shape
+    for rows, tile, warps, stages in shapes:
         if ((rows + stages * tile) * width + rows * tile) * dtype.itemsize <= shared:
-            break
-    return dict(zip(("ROWS", "TILE", "num_warps", "num_stages"), shape, strict=True))
+            return {"ROWS": rows, "TILE": tile, "num_warps": warps, "num_stages": stages}
+    raise UnsupportedConfiguration(
+        [f"triton: mla_decode has no tile of {width} columns of {dtype} for {shared} bytes of shared memory"]
+    )
 
 
 @functools.lru_cache(maxsize=4096)

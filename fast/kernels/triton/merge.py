@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ELEMENTS = 8192  # of each side's out that a program holds
+TILE_ELEMENTS = 2048  # of each side's out that a program holds
 TOKENS = 8  # a program: eight float32 log-sum-exps of one head fill a 32-byte sector
 
 
@@ -29,7 +29,7 @@ def merge_attn_states(
         _merge_kernel[(triton.cdiv(tokens, TOKENS) * head_tiles,)](
             prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, tokens, heads, head_tiles,
             *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(),
-            VALUE=value_dim, VALUE_TILE=value_tile, HEADS=head_tile, TOKENS=TOKENS, num_warps=8,
+            VALUE=value_dim, VALUE_TILE=value_tile, HEADS=head_tile, TOKENS=TOKENS, num_warps=4,
         )  # fmt: skip
     return out, lse
 
