@@ -4,13 +4,17 @@ Tiers of the comparison: 1 bit-exact (test_cache, test_batch_schedule, test_diff
 (test_identities, test_rope, test_weights), 3 and 4 computed budgets for outputs and LSE (test_differential, test_rope,
 test_weights), 5 planted mistakes (test_mutations). `HYPOTHESIS_PROFILE=deep` runs the properties much longer.
 
+`--device cuda` makes the tensors of all of these on a GPU, and the kernel set of that device serves. The Triton kernels
+have files of their own besides (test_triton_*), which run in Triton's interpreter where there is no GPU.
+
 Which fault of real systems is held by which test (modules without their `test_`).
 Pitfall and fault; below it the tests that hold it.
 
 1   base-2 LSE fed to a natural-log merge
     identities: test_attention, test_merge; differential: test_prefill; mutations: base-2 LSE
 2   both partial states empty: NaN
-    identities: test_merge_identity; differential: test_merge; mutations: merge of empty rows
+    identities: test_merge_identity; differential: test_merge; triton_memory: test_merge_identity; mutations: merge of
+    empty rows
 3   empty rows as +inf or a finite number
     identities: test_attention, test_merge_refuses_to_hide; mutations: empty rows
 4   LSE stored in bf16
@@ -22,7 +26,7 @@ Pitfall and fault; below it the tests that hold it.
 7   NaN in the tail of the last page
     cache: test_gather; differential: test_unowned_bytes_reach_nothing; mutations: 0 x NaN
 8   int32 overflow in page x stride
-    cache: test_offsets_beyond_32_bit; batch_schedule: test_slot_mapping_is_64_bit
+    cache, triton_memory, triton_decode: test_offsets_beyond_32_bit; batch_schedule: test_slot_mapping_is_64_bit
 12  several query tokens read past seq_lens
     identities: test_several_queries; batch_schedule: test_plan; mutations: reads past its position
 14  YaRN mscale^2 missing or twice
