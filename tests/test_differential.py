@@ -433,3 +433,20 @@ def test_padding_rows_are_zero_whatever_they_hold(ops):
     assert out[1].eq(0).all() and out[-2:].eq(0).all()
     assert_same_bits(out, clean)
     assert_same_bits(left, clean_cache)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_device_that_is_not_current():
+    """Kernels run where their tensors lie."""
+    assert torch.cuda.current_device() == 0
+    with torch.device("cuda:1"):
+        check_decode_parity(fast, LOW_RANK, [1, 2, 1], [17, 40, 0], torch.bfloat16)
+        check_attention_parity(fast, [3, 17], [9, 17], 3, torch.bfloat16, True)
+        check_merge_parity(fast, torch.float32)
+        batch = make_batch([1, 1, 20, 9], [97, 1, 20, 50])
+        weights = make_weights(LOW_RANK, torch.float32)
+        inputs = layer_inputs(LOW_RANK, batch, torch.float32, 0)
+        outs = [layer_step(ops, LOW_RANK, weights, torch.float32, inputs, batch)[0] for ops in (fast, reference)]
+        gold, _ = layer_step(reference, LOW_RANK, weights, torch.float64, inputs, batch)
+    assert outs[0].device == torch.device("cuda:1")
+    assert compare("forward", *outs, gold).passed

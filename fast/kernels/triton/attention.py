@@ -305,12 +305,14 @@ def flash_attn_varlen(
         columns = (first, second or SMALLEST_DOT, rope_columns or SMALLEST_DOT, value_columns)
         sources = tuple(_describe(x, block_n, width) for x, width in zip(sources, columns, strict=True))
     num_tiles = tokens // block_m + requests
-    _flash_attn_varlen_kernel[(num_tiles * heads,)](
-        q, *sources, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), out, lse,
-        tokens, keys, heads, requests, num_tiles, softmax_scale, int(causal),
-        *q.stride(), *k_nope.stride(), *shared_strides, *v.stride(),
-        P=nope, R=rope, V=value,
-        FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns,
-        BLOCK_M=block_m, BLOCK_N=block_n, USE_TMA=use_tma, LOG2_E=LOG2_E, num_warps=num_warps, num_stages=num_stages,
-    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        _flash_attn_varlen_kernel[(num_tiles * heads,)](
+            q, *sources, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), out, lse,
+            tokens, keys, heads, requests, num_tiles, softmax_scale, int(causal),
+            *q.stride(), *k_nope.stride(), *shared_strides, *v.stride(),
+            P=nope, R=rope, V=value,
+            FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns,
+            BLOCK_M=block_m, BLOCK_N=block_n, USE_TMA=use_tma, LOG2_E=LOG2_E,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
     return out, lse

@@ -311,21 +311,22 @@ def mla_decode(
         split_out = torch.empty(num_splits, tokens, heads, latent, dtype=torch.float32, device=ql_nope.device)
         split_lse = torch.empty(2, num_splits, heads, tokens, dtype=torch.float32, device=ql_nope.device)
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
-    _decode_kernel[(requests * num_splits * row_blocks,)](
-        ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens.contiguous(),
-        query_start_loc.contiguous(), visible_lens.contiguous(), split_out, split_lse,
-        tokens, num_blocks, table_width, num_splits, row_blocks, softmax_scale / math.log(2),
-        *ql_nope.stride(), *q_pe.stride(), *kv_cache.stride(), *block_table.stride(),
-        HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
-        LATENT_PAD=latent_pad, ROPE_PAD=rope_pad,
-        PIECE_COLUMNS=FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
-        PAGED_COPY=latent_pages is not None, SPLIT=num_splits > 1, **shape,
-    )  # fmt: skip
-    if num_splits > 1:
-        _merge_splits_kernel[(tokens * heads, triton.cdiv(latent, MERGE_COLUMNS))](
-            split_out, split_lse, out, lse, tokens, num_splits,
-            HEADS=heads, LATENT=latent, COLUMNS=MERGE_COLUMNS, SPLITS=MERGE_SPLITS, num_warps=4,
+    with torch.cuda.device_of(ql_nope):
+        _decode_kernel[(requests * num_splits * row_blocks,)](
+            ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens.contiguous(),
+            query_start_loc.contiguous(), visible_lens.contiguous(), split_out, split_lse,
+            tokens, num_blocks, table_width, num_splits, row_blocks, softmax_scale / math.log(2),
+            *ql_nope.stride(), *q_pe.stride(), *kv_cache.stride(), *block_table.stride(),
+            HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
+            LATENT_PAD=latent_pad, ROPE_PAD=rope_pad,
+            PIECE_COLUMNS=FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
+            PAGED_COPY=latent_pages is not None, SPLIT=num_splits > 1, **shape,
         )  # fmt: skip
+        if num_splits > 1:
+            _merge_splits_kernel[(tokens * heads, triton.cdiv(latent, MERGE_COLUMNS))](
+                split_out, split_lse, out, lse, tokens, num_splits,
+                HEADS=heads, LATENT=latent, COLUMNS=MERGE_COLUMNS, SPLITS=MERGE_SPLITS, num_warps=4,
+            )  # fmt: skip
     return out, lse
 
 
