@@ -318,7 +318,8 @@ def swap_blocks(
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
     check_swap(source, target, block_mapping)
-    torch.ops.mla_twins.swap_blocks(source, target, block_mapping, _select("swap_blocks", source, backend))
+    served = target if source.device.type == "cpu" else source  # between a host and a GPU the GPU's kernel set serves
+    torch.ops.mla_twins.swap_blocks(source, target, block_mapping, _select("swap_blocks", served, backend))
 
 
 @torch.library.custom_op(

@@ -48,9 +48,11 @@ def warmup(
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
     check_dtype("dtype", dtype)
+    check(block_size >= 1, "block_size", "at least 1", block_size)
     check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
     device = torch.device(device)
-    check(device.type != "cuda" or torch.cuda.is_available(), "device", "a device that torch sees", device)
+    seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
+    check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)
     num_blocks = -(-LONG_CONTEXT // block_size) + 2
     kv_cache = allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, device).zero_()
     layer = MLAAttention(config, **_projections_of_zeros(config, dtype, device), backend=backend)

@@ -172,6 +172,7 @@ class MLAAttention(nn.Module):
         """
         weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
+        check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
         c, (q, kv_c, k_pe) = self.config, self._down_project(hidden_states)
         output = q.new_empty(q.shape[0], c.num_heads, c.v_head_dim)
         w_uk, w_uv = self.up_projections()
@@ -260,7 +261,7 @@ class MLAAttention(nn.Module):
         self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
 
     def _touch_largest(self, q: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
-        """The largest buffers of a step, for whoever measures memory."""
+        """The largest buffers of a prefill, for whoever measures memory."""
         context = q.new_zeros(self.workspace_tokens, self.config.head_size)
         expand_kv(context[:, : self.config.kv_lora_rank], w_uk, w_uv)
 

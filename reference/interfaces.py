@@ -736,6 +736,9 @@ def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.d
     check_tensor("metadata.block_table", metadata.block_table, (requests, "W"), int32, device)
     check_tensor("metadata.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
     check_tensor("metadata.visible_lens", metadata.visible_lens, (num_tokens,), int32, device)
+    longest = metadata.max_query_len
+    check(num_tokens <= requests * longest, "metadata.max_query_len",
+          f"a bound: {num_tokens} tokens of {requests} requests", longest)  # fmt: skip
 
 
 def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata,

@@ -114,6 +114,17 @@ def last_rows(batch: Batch, per_request: list[Tensor]) -> Tensor:
     return torch.cat(rows) if rows else torch.empty(0, 0)
 
 
+def far_heads(x: Tensor) -> Tensor:
+    """The same [T, N, D], 2^30 elements from head to head: three heads pass 2^31. What lies between is untouched."""
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        storage = torch.empty((x.shape[1] - 1) * 2**30 + x.shape[0] * x.shape[2], dtype=x.dtype, device=x.device)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+    return storage.as_strided(x.shape, (x.shape[2], 2**30, 1)).copy_(x)
+
+
 def make_up_projections(config: MLAConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """W_UK [Lkv, N, P] and W_UV [Lkv, N, V] that keep the latent's magnitude."""
 

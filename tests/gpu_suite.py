@@ -4,8 +4,7 @@
     python -m tests.gpu_suite --peers .peers --out docs/results
     python -m tests.gpu_suite --stages tests opcheck --out build
 
-A run of some stages keeps the others' results in the file, if those are of the same sources of `fast/` and the same
-card.
+A run of some stages keeps the others' results in the file, if those are of the same sources and the same card.
 Stages: the test suite (one process a file, the kernels compiled; what compares the wings runs twice, its tensors on
 the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same
 ops on hostile indices under compute-sanitizer, where that is on PATH; the main job in float32, with three token streams
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 
-from .benchmarks.report import package_version, provenance
+from .benchmarks.report import digest, package_version, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ("decode", "prefill", "bytes")
@@ -99,6 +98,8 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
             found = read_junit(report) if report.exists() else {"passed": 0, "failed": [file.name], "skipped": {}}
         if status not in (0, 5) and not found["failed"]:  # 5: a file whose tests were all left out
             found["failed"] = [f"{file.name}: exit status {status}"]
+        if device == "cuda" and not found["passed"] and not found["failed"]:
+            found["failed"] = [f"{file.name} --device=cuda: nothing ran"]
         if found["failed"]:
             print(f"-- {file.name} --device={device}\n{output}", flush=True)
         return f"{file.name} --device={device}", found
@@ -174,7 +175,7 @@ def run_memcheck(args: argparse.Namespace) -> dict[str, Any]:
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         print("memcheck: skipped, compute-sanitizer is not on PATH")
-        return {"ok": True, "skipped": "compute-sanitizer is not on PATH"}
+        return {"ok": True, "not_run": "compute-sanitizer is not on PATH"}
     code = "from tests.gpu_suite import launch_samples; launch_samples()"
     status, output = run(
         [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code],
@@ -235,7 +236,7 @@ def with_earlier_stages(report: dict[str, Any], path: Path) -> dict[str, Any]:
     if not path.exists():
         return report
     earlier = json.loads(path.read_text())
-    if any(earlier.get(key) != report[key] for key in ("fast_sha256", "hardware", "versions")):
+    if any(earlier.get(key) != report[key] for key in ("fast_sha256", "tests_sha256", "hardware", "versions")):
         return report
     kept = {stage: earlier[stage] for stage in STAGES if stage in earlier and stage not in report}
     command = " && ".join(dict.fromkeys([earlier["command"], report["command"]] if kept else [report["command"]]))
@@ -271,17 +272,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     given = sys.argv[1:] if argv is None else list(argv)
     head = provenance("", [], device="cuda", transformers=package_version("transformers"))
-    report: dict[str, Any] = {**head, "command": " ".join(["python -m tests.gpu_suite", *given]), "seconds": {}}
+    report: dict[str, Any] = {
+        **head,
+        "tests_sha256": digest(ROOT / "reference", ROOT / "tests"),
+        "command": " ".join(["python -m tests.gpu_suite", *given]),
+        "seconds": {},
+    }
     for stage in args.stages:
         start = time.perf_counter()
         print(f"== {stage}", flush=True)
         report[stage] = STAGES[stage](args)
         report["seconds"][stage] = round(time.perf_counter() - start, 1)
-    failed = [stage for stage in args.stages if not report[stage]["ok"]]
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / file_name(torch.cuda.get_device_name())
-    path.write_text(json.dumps(with_earlier_stages(report, path), indent=1) + "\n")
-    print(f"results: {path}\n" + (f"FAILED: {', '.join(failed)}" if failed else "all stages passed"))
+    report = with_earlier_stages(report, path)
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    failed = [stage for stage in STAGES if not report.get(stage, {"ok": True})["ok"]]
+    left_out = [stage for stage in STAGES if stage not in report or "not_run" in report[stage]]
+    print(f"results: {path}\n" + (f"FAILED: {', '.join(failed)}" if failed else "all stages that ran passed"))
+    if left_out:
+        print(f"not run: {', '.join(left_out)}")
     return 1 if failed else 0
 
 

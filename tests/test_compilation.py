@@ -41,6 +41,10 @@ def test_every_kernel_of_a_set_is_launched(monkeypatch, config):
 def test_refusals(plain_errors):
     with pytest.raises(ValueError, match="^dtype: expected .*, got torch.int8$"):
         fast.warmup(DIRECT, device="cpu", dtype=torch.int8)
+    with pytest.raises(ValueError, match="^block_size: expected at least 1, got 0$"):
+        fast.warmup(DIRECT, device="cpu", block_size=0)
+    with pytest.raises(ValueError, match="^device: expected one of the . CUDA devices that torch sees, got cuda:9$"):
+        fast.warmup(DIRECT, device="cuda:9")
     with pytest.raises(ValueError, match="^decode_threshold: expected at least 1, got 0$"):
         fast.warmup(DIRECT, device="cpu", decode_threshold=0)
     with pytest.raises(fast.UnsupportedConfiguration, match="triton: serves device cuda, got cpu"):

@@ -464,6 +464,8 @@ def test_memory_profile_run(ops):
     out = layer(random64(5, DIRECT.hidden_size), torch.arange(5), cache, None)
     assert out.shape == (5, DIRECT.hidden_size) and out.eq(0).all()
     assert_same_bits(cache, was)
+    with pytest.raises((ValueError, TypeError), match="positions|Type-check"):
+        layer(random64(5, DIRECT.hidden_size), torch.arange(4), cache, None)
 
 
 def test_layer_with_an_empty_batch(ops):

@@ -26,7 +26,8 @@ PROMPTS = (
     "def read(path):\n",
     "import os\n\n\nclass Tree:\n    def __init__(self, root):\n        self.root = root\n" * 2,
 )
-SMALL = ["--device", "cpu", "--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--max-new-tokens", "3", "--block-size", "8",
+SMALL = ["--device", "cpu", "--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--max-new-tokens", "3",
+         "--block-size", "8",
          "--workspace-tokens", "16", "--token-budget", "32"]  # fmt: skip
 EXACT = {"slot_mapping", "plan_context_chunks", "build_mla_metadata", "concat_and_cache_mla", "copy_blocks",
          "swap_blocks", "gather_and_maybe_dequant_cache"}  # fmt: skip

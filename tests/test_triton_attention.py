@@ -17,7 +17,7 @@ import reference
 from fast.parity import compare_states
 from reference.interfaces import AttentionState
 
-from .factories import assert_same_bits, offsets
+from .factories import assert_same_bits, far_heads, offsets
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -234,7 +234,7 @@ def test_hidden_keys_do_not_count():
 
 
 @runs
-@pytest.mark.parametrize("cu_seqlens", [[0, -5, 900], [0, 7, 2147480000], [-2147480000, 3, 9], [9, 4, 0]], ids=str)
+@pytest.mark.parametrize("cu_seqlens", [[0, -5, 900], [0, 7, 2**31 - 1], [-(2**31), 3, 9], [9, 4, 0]], ids=str)
 def test_offsets_out_of_range_stay_inside(cu_seqlens):
     """The memory law: offsets are clamped; nothing raises and nothing outside the tensors is touched."""
     inputs = make_inputs([9], [9], 2, (16, 16, 16), torch.float16)
@@ -243,6 +243,26 @@ def test_offsets_out_of_range_stay_inside(cu_seqlens):
     for cu_q, cu_k in ((bad, good), (good, bad), (bad, bad)):
         out, lse = attention.flash_attn_varlen(*inputs, cu_q, cu_k, 9, 9, SCALE, True, torch.float16)
         assert out.shape == (9, 2, 16) and lse.shape == (2, 9)
+
+
+@runs
+def test_strides_beyond_32_bit():
+    """Pitfall 8: heads further apart than 32 bits count."""
+    q, k, k_pe, v = make_inputs([9], [20], 3, (16, 16, 16), torch.float16)
+    near = attend((q, k, k_pe, v), [9], [20], True)
+    for far in ((far_heads(q), k, k_pe, v), (q, far_heads(k), k_pe, v), (q, k, k_pe, far_heads(v))):
+        state = attend(far, [9], [20], True)
+        assert_same_bits(state.out, near.out)
+        assert_same_bits(state.lse, near.lse)
+
+
+@runs
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_that_all_heads_share(causal):
+    """Keys and values expanded over the heads, with stride 0."""
+    dims = (128, 64, 128) if ON_GPU else (16, 16, 16)
+    q, k, k_pe, v = make_inputs([9], [200], 3, dims, torch.float16)
+    check_parity((q, k[:, :1].expand(-1, 3, -1), k_pe, v[:, :1].expand(-1, 3, -1)), [9], [200], causal)
 
 
 @runs

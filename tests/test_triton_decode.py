@@ -19,7 +19,17 @@ import reference
 from fast.parity import compare_states
 from reference.interfaces import AttentionState, DecodeMetadata
 
-from .factories import GARBAGE, HEADS, assert_same_bits, integers, make_batch, make_cache, make_entries, offsets
+from .factories import (
+    GARBAGE,
+    HEADS,
+    assert_same_bits,
+    far_heads,
+    integers,
+    make_batch,
+    make_cache,
+    make_entries,
+    offsets,
+)
 
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -31,8 +41,9 @@ if ON_GPU or INTERPRETED:
 runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="neither a GPU nor TRITON_INTERPRET=1")
 gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter's bfloat16 products are garbage
-WIDTHS = {"V3": (512, 64), "256+32": (256, 32), "no rope": (512, 0), "odd": (40, 24)} if ON_GPU else {
-    "64+16": (64, 16), "32+32": (32, 32), "no rope": (32, 0), "odd": (24, 8)
+NARROW = {"narrow rope": (32, 8), "narrow": (8, 16)}
+WIDTHS = {"V3": (512, 64), "256+32": (256, 32), "no rope": (512, 0), "odd": (40, 24), **NARROW} if ON_GPU else {
+    "64+16": (64, 16), "32+32": (32, 32), "no rope": (32, 0), "odd": (24, 8), **NARROW
 }  # fmt: skip
 WIDTH = next(iter(WIDTHS.values()))  # Lkv, R
 SCALE = 0.13
@@ -248,6 +259,24 @@ def test_strides(heads):
 def test_float64_is_refused_by_name():
     with pytest.raises(ValueError, match="ql_nope"):
         launch(*make_inputs([1], [4], dtype=torch.float64))
+
+
+@runs
+@pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
+def test_query_offsets_out_of_range(starts):
+    """They are clamped to the tokens: nothing outside the queries is read, nothing outside the result written."""
+    ql, q_pe, cache, plan = make_inputs([8], [40], 40)
+    assert launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts))).out.shape == ql.shape
+
+
+@runs
+def test_query_strides_beyond_32_bit():
+    """Pitfall 8: queries as `query_to_latent` leaves them, head by head, but further apart."""
+    ql, q_pe, cache, plan = make_inputs([2, 1], [40, 17], 3, torch.float16)
+    near = launch(ql, q_pe, cache, plan)
+    far = launch(far_heads(ql.to(DEVICE)), far_heads(q_pe.to(DEVICE)), cache, plan)
+    assert_same_bits(far.out, near.out)
+    assert_same_bits(far.lse, near.lse)
 
 
 @gpu_only

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fast
 import reference
 from fast.kernels.cpu import rope as cpu_rope
 from fast.parity import compare, compare_states
@@ -214,8 +215,16 @@ def test_swap_between_devices(mapping_device):
         target = torch.full((6, 4, 12), torch.nan, dtype=torch.bfloat16, device=target_device)
         wanted = target.clone()
         wanted[0], wanted[4] = source[3].to(target_device), source[0].to(target_device)
-        cache.swap_blocks(source, target, mapping)
+        with torch.device("cuda"):  # tensors that name no device are not made there
+            cache.swap_blocks(source, target, mapping)
         assert_same_bits(target, wanted)
+        for backend in (None, "triton"):
+            target.fill_(torch.nan)
+            wanted = target.clone()
+            wanted[0], wanted[4] = source[3].to(target_device), source[0].to(target_device)
+            pairs = torch.tensor([[3, 0], [0, 4]], device=mapping_device)
+            fast.swap_blocks(source, target, pairs, backend=backend)
+            assert_same_bits(target, wanted)
 
 
 @runs

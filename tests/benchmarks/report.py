@@ -17,13 +17,18 @@ import torch
 import fast
 
 
-def fast_digest() -> str:
-    """sha256 over the sources of `fast`, by sorted path."""
+def digest(*folders: pathlib.Path) -> str:
+    """sha256 over the Python sources of folders, by sorted path."""
     total = hashlib.sha256()
-    root = pathlib.Path(fast.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        total.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    for root in folders:
+        for path in sorted(root.rglob("*.py")):
+            total.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return total.hexdigest()
+
+
+def fast_digest() -> str:
+    """sha256 over the sources of `fast`."""
+    return digest(pathlib.Path(fast.__file__).parent)
 
 
 def processor() -> str:

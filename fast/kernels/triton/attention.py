@@ -24,7 +24,14 @@ SMALLEST_DOT = 16  # columns; narrower pieces are padded with zeros in registers
 
 @triton.jit
 @no_type_check
-def _find_request(cu_seqlens_q, num_requests, tile, BLOCK_M: tl.constexpr):
+def _offset(cu_seqlens, request, limit):
+    """Where a request begins, within [0, limit]: no value of an offset leads outside the tensors."""
+    return tl.minimum(tl.maximum(tl.load(cu_seqlens + request), 0), limit)
+
+
+@triton.jit
+@no_type_check
+def _find_request(cu_seqlens_q, num_requests, num_tokens, tile, BLOCK_M: tl.constexpr):
     """Which request a tile belongs to, and which of its tiles it is.
 
     Request b owns the tiles from cu_seqlens_q[b] // BLOCK_M + b on: at least as many as it needs, whatever its length,
@@ -34,11 +41,11 @@ def _find_request(cu_seqlens_q, num_requests, tile, BLOCK_M: tl.constexpr):
     high = num_requests - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if tl.load(cu_seqlens_q + middle) // BLOCK_M + middle <= tile:
+        if _offset(cu_seqlens_q, middle, num_tokens) // BLOCK_M + middle <= tile:
             low = middle
         else:
             high = middle - 1
-    return low, tile - (tl.load(cu_seqlens_q + low) // BLOCK_M + low)
+    return low, tile - (_offset(cu_seqlens_q, low, num_tokens) // BLOCK_M + low)
 
 
 @triton.jit
@@ -136,14 +143,16 @@ def _flash_attn_varlen_kernel(
     Heads are the slow axis of the grid, so that the programs in flight share the keys of one or two heads in L2; the
     tiles of a request run from its last to its first, the one that sees most keys first.
     """
-    # 1. where: head, request, rows; offsets are clamped, so that no value of theirs leads outside the tensors
+    # 1. where: head, request, rows
     program = tl.program_id(0)
     head = program // num_tiles
-    request, tile = _find_request(cu_seqlens_q, num_requests, num_tiles - 1 - program % num_tiles, BLOCK_M)
-    query_start = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + request), 0), num_tokens)
-    query_end = tl.minimum(tl.maximum(tl.load(cu_seqlens_q + request + 1), query_start), num_tokens)
-    key_start = tl.minimum(tl.maximum(tl.load(cu_seqlens_k + request), 0), num_keys)
-    key_end = tl.minimum(tl.maximum(tl.load(cu_seqlens_k + request + 1), key_start), num_keys)
+    request, tile = _find_request(
+        cu_seqlens_q, num_requests, num_tokens, num_tiles - 1 - program % num_tiles, BLOCK_M
+    )  # fmt: skip
+    query_start = _offset(cu_seqlens_q, request, num_tokens)
+    query_end = tl.maximum(_offset(cu_seqlens_q, request + 1, num_tokens), query_start)
+    key_start = _offset(cu_seqlens_k, request, num_keys)
+    key_end = tl.maximum(_offset(cu_seqlens_k, request + 1, num_keys), key_start)
     query_len = query_end - query_start
     key_len = key_end - key_start
     first_row = tile * BLOCK_M
@@ -154,15 +163,15 @@ def _flash_attn_varlen_kernel(
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = (rows < query_len)[:, None]
     q_rows = q + head.to(tl.int64) * q_stride_n + (query_start + rows)[:, None].to(tl.int64) * q_stride_t
-    columns = tl.arange(0, FIRST)[None, :]
+    columns = tl.arange(0, FIRST)[None, :].to(tl.int64)
     q_first = tl.load(q_rows + columns * q_stride_d, mask=inside & (columns < P), other=0.0)
     q_second = q_first
     q_pe = q_first
     if SECOND:
-        columns = FIRST + tl.arange(0, SECOND)[None, :]
+        columns = FIRST + tl.arange(0, SECOND)[None, :].to(tl.int64)
         q_second = tl.load(q_rows + columns * q_stride_d, mask=inside & (columns < P), other=0.0)
     if ROPE:
-        columns = tl.arange(0, ROPE)[None, :]
+        columns = tl.arange(0, ROPE)[None, :].to(tl.int64)
         q_pe = tl.load(q_rows + (P + columns) * q_stride_d, mask=inside & (columns < R), other=0.0)
     scale = softmax_scale * LOG2_E
 
@@ -241,7 +250,8 @@ def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width
 def _describable(x: Tensor) -> bool:
     """The copy engine takes it: 16-byte aligned start and strides, packed columns."""
     steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
-    return x.numel() > 0 and x.stride(-1) == 1 and all(step % 16 == 0 for step in steps)
+    own = all(stride > 0 for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+    return x.numel() > 0 and x.stride(-1) == 1 and own and all(step % 16 == 0 for step in steps)
 
 
 def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -78,7 +78,7 @@ def swap_blocks(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
     if source.device == target.device:
         return _copy_pairs(source, target, block_mapping)
     pairs = block_mapping.cpu()
-    limits = torch.tensor([source.shape[0], target.shape[0]])
+    limits = torch.tensor([source.shape[0], target.shape[0]], device="cpu")
     read, written = pairs[((pairs >= 0) & (pairs < limits)).all(1)].unbind(1)
     target[written.to(target.device)] = source[read.to(source.device)].to(target.device)
 
@@ -119,7 +119,7 @@ def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
 @no_type_check
 def row_pointers(base, rows, row_stride, column_stride, FIRST: tl.constexpr, TILE: tl.constexpr):
     """Pointers [ROWS, TILE] to columns FIRST.. of rows that begin at `rows` x `row_stride` elements (64 bit)."""
-    columns = FIRST + tl.arange(0, TILE)
+    columns = FIRST + tl.arange(0, TILE).to(tl.int64)
     return base + (rows * row_stride)[:, None] + columns[None, :] * column_stride
 
 

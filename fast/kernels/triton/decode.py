@@ -84,7 +84,7 @@ def _attend_tile(
         # [TILE] 64-bit offsets; unowned bytes are never loaded
         entries = page.to(tl.int64) * block_stride + (keys % BLOCK_SIZE).to(tl.int64) * entry_stride
         columns = tl.arange(0, LATENT_PAD)
-        where = kv_cache + entries[:, None] + columns[None, :] * element_stride
+        where = kv_cache + entries[:, None] + columns[None, :].to(tl.int64) * element_stride
         if LATENT == LATENT_PAD:
             latent = tl.load(where, mask=held[:, None], other=0.0)
         else:
@@ -96,7 +96,7 @@ def _attend_tile(
             rope = rope_pages.load([page, first, LATENT]).reshape(TILE, ROPE)
         else:
             rope_columns = tl.arange(0, ROPE_PAD)
-            where = kv_cache + entries[:, None] + (LATENT + rope_columns)[None, :] * element_stride
+            where = kv_cache + entries[:, None] + (LATENT + rope_columns)[None, :].to(tl.int64) * element_stride
             if ROPE == ROPE_PAD:
                 rope = tl.load(where, mask=held[:, None], other=0.0)
             else:
@@ -151,25 +151,25 @@ def _decode_kernel(
     program = tl.program_id(0)
     row_block, split = program % row_blocks, program // row_blocks % num_splits
     request = program // row_blocks // num_splits
-    query_start = tl.maximum(tl.load(query_start_loc + request), 0)
+    query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
     query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
     rows = row_block * ROWS + tl.arange(0, ROWS)
     token, head = query_start + rows // HEADS, rows % HEADS
     real = token < query_end
     if query_start + row_block * ROWS // HEADS < query_end:
         columns = tl.arange(0, LATENT_PAD)
-        offsets = token.to(tl.int64) * latent_token_stride + head * latent_head_stride
+        offsets = token.to(tl.int64) * latent_token_stride + head.to(tl.int64) * latent_head_stride
         q_latent = tl.load(
-            ql_nope + offsets[:, None] + (columns * latent_element_stride)[None, :],
+            ql_nope + offsets[:, None] + (columns.to(tl.int64) * latent_element_stride)[None, :],
             mask=real[:, None] & (columns < LATENT)[None, :],
             other=0.0,
         )
         q_rope = q_latent
         if ROPE > 0:
             rope_columns = tl.arange(0, ROPE_PAD)
-            offsets = token.to(tl.int64) * rope_token_stride + head * rope_head_stride
+            offsets = token.to(tl.int64) * rope_token_stride + head.to(tl.int64) * rope_head_stride
             q_rope = tl.load(
-                q_pe + offsets[:, None] + (rope_columns * rope_element_stride)[None, :],
+                q_pe + offsets[:, None] + (rope_columns.to(tl.int64) * rope_element_stride)[None, :],
                 mask=real[:, None] & (rope_columns < ROPE)[None, :],
                 other=0.0,
             )
@@ -389,7 +389,9 @@ def _page_descriptors(kv_cache: Tensor, latent: int, rope: int, tile: int) -> tu
     device, size = kv_cache.device, kv_cache.element_size()
     block_size = kv_cache.shape[1]
     aligned = kv_cache.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in kv_cache.stride()[:2])
-    widths = all(width & (width - 1) == 0 and width * size % 16 == 0 for width in (latent, rope))
+    # powers of two, none padded, whole 16-byte words
+    widths = all(width & (width - 1) == 0 and width * size % 16 == 0 and width not in range(1, 16)
+                 for width in (latent, rope))  # fmt: skip
     engine = device_facts(device).has_copy_engine
     strides = kv_cache.stride()
     plain = strides[2] == 1 and strides[0] > 0 and strides[1] > 0

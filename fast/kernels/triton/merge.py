@@ -47,7 +47,7 @@ def _merge_kernel(
     token = program // head_tiles * TOKENS + row // HEADS
     head = program % head_tiles * HEADS + row % HEADS
     inside = (token < num_tokens) & (head < num_heads)
-    column = tl.arange(0, VALUE_TILE)
+    column = tl.arange(0, VALUE_TILE).to(tl.int64)
     held = inside[:, None] & (column < VALUE)[None, :]
     prefix_rows = (token * prefix_token + head * prefix_head)[:, None] + column[None, :] * prefix_column
     suffix_rows = (token * suffix_token + head * suffix_head)[:, None] + column[None, :] * suffix_column

@@ -115,9 +115,9 @@ def _rotate(
     ROWS: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Turn rows first..first + ROWS, those below num_rows, of one token's [num_rows, ROPE]."""
-    row = first + tl.arange(0, ROWS)[:, None]
+    row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
     if INTERLEAVED:  # whole rows in and out, so that accesses stay wide; pairs part in registers
-        column = tl.arange(0, 2 * PAIRS)[None, :]
+        column = tl.arange(0, 2 * PAIRS)[None, :].to(tl.int64)
         held = (row < num_rows) & (column < ROPE)
         x = tl.load(source + row * source_row + column * source_column, held, 0.0)
         a, b = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
@@ -125,7 +125,7 @@ def _rotate(
         turned = tl.reshape(tl.join(a, b), [ROWS, 2 * PAIRS])
         tl.store(target + row * target_row + column * target_column, turned, held)
     else:
-        column = tl.arange(0, PAIRS)[None, :]
+        column = tl.arange(0, PAIRS)[None, :].to(tl.int64)
         held = (row < num_rows) & (column < ROPE // 2)
         source += row * source_row + column * source_column
         target += row * target_row + column * target_column
@@ -171,7 +171,7 @@ def _rope_norm_cache_kernel(
         slot = tl.load(slot_mapping + token * slot_stride, token < num_slots, -1)
         written = (slot >= 0) & (slot // BLOCK_SIZE < num_blocks)
         entry = kv_cache + slot_offsets(slot, block_stride, entry_stride, BLOCK_SIZE)
-        column = tl.arange(0, LATENT_TILE)
+        column = tl.arange(0, LATENT_TILE).to(tl.int64)
         held = column < LATENT
         x = tl.load(kv_c + token * kv_c_token + column * kv_c_column, held, 0.0).to(tl.float32)
         weight = tl.load(norm_weight + column * weight_stride, held, 0.0).to(tl.float32)
