@@ -263,7 +263,7 @@ def test_whole_program(name, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     stub = SimpleNamespace(not_captured={})
-    stub.flushed = stub.replayed = stub.host = lambda calls: {
+    stub.rested = stub.flushed = stub.replayed = stub.host = lambda calls: {
         who: timing.Spread(50.0, (49.0, 51.0), 8) for who in calls
     }
     monkeypatch.setattr(contest, "Clock", lambda milliseconds: stub)

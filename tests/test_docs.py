@@ -140,6 +140,36 @@ def test_bounds():
         assert (requirement.name == "triton") == (str(requirement.marker) == 'platform_system == "Linux"'), requirement
 
 
+GPU_ROWS = {
+    "decode, 128 requests of 4096 tokens, 128 heads": ("decode", {"B": 128, "S": 4096, "Sq": 1, "N": 128}),
+    "decode, 128 requests of 4096 tokens, 16 heads": ("decode", {"B": 128, "S": 4096, "Sq": 1, "N": 16}),
+    "decode, 1 request of 131072 tokens, 16 heads": ("decode", {"B": 1, "S": 131072, "Sq": 1, "N": 16}),
+    "prefill, 16384 tokens, 128 heads": ("prefill", {"B": 1, "Sq": 16384, "Skv": 16384, "N": 128, "mask": "causal"}),
+}
+
+
+def gpu_rows() -> list[str]:
+    """The README's table of ratios, from the results file."""
+    results = json.loads((ROOT / "docs" / "results" / "h200.json").read_text(encoding="utf-8"))
+    lines = []
+    for label, (benchmark, dims) in GPU_ROWS.items():
+        row = next(row for row in results["benchmarks"][benchmark]["rows"] if row["dims"] == dims)
+        against = row["fast_against"]["replayed" if benchmark == "decode" else "rested"]
+        cells = [f"{against[peer]:.2f}" if peer in against else "" for peer in ("FlashMLA", "FA3", "vLLM Triton")]
+        lines.append(f"| {' | '.join([label, *cells])} |".replace("|  |", "| |").replace("|  |", "| |"))
+    return lines
+
+
+def test_gpu_table():
+    """Each ratio of the README is that of the results file, which is whole and of a run that passed."""
+    results = json.loads((ROOT / "docs" / "results" / "h200.json").read_text(encoding="utf-8"))
+    assert all(results[stage]["ok"] for stage in ("tests", "opcheck", "memcheck", "main_job", "benchmarks"))
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for line in gpu_rows():
+        assert line in text.splitlines(), line
+    assert f"{results['date']}, medians; `make gpu" in text
+
+
 def test_results_table():
     """Each row of the README's table is what the results file says, to the digits shown."""
     results = json.loads((ROOT / "docs" / "results" / "cpu-2-cores.json").read_text(encoding="utf-8"))

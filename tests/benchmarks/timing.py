@@ -1,7 +1,9 @@
-"""Times on a CUDA device, two ways, and the ceilings they are held against.
+"""Times on a CUDA device, three ways, and the ceilings they are held against.
 
 *Flushed*: the L2 is overwritten before each call, so many times over that the host has launched the call before the
 overwriting ends; what the events enclose is the device's time alone. The host's own time is told beside it.
+*Rested*: the same after the card lay idle for a moment. Milliseconds of products bring a card to its power limit, and
+then the time of a call depends on what ran before it; rested calls all start from the same state.
 *Replayed*: the calls of several sets of inputs, together larger than the L2, are captured into one graph and replayed
 back to back; launch cost is out and the card is as warm as a server's. Contenders take turns in an order drawn anew
 each round, so that a drift of the card is shared by all.
@@ -26,6 +28,7 @@ MIN_ROUNDS, MAX_ROUNDS = 8, 200
 COPY_BYTES = 4 << 30
 MATMUL_SIZE = 8192
 BURSTS, BURST_REST_S = 3, 0.3
+REST_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,11 @@ class Clock:
         return {who: Spread.of([self._launch_us(calls[0]) for _ in range(HOST_RUNS)]) for who, calls in
                 contenders.items()}  # fmt: skip
 
-    def flushed(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Spread]:
+    def rested(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Spread]:
+        """As `flushed`, each call after a rest of the card."""
+        return self.flushed(contenders, REST_S)
+
+    def flushed(self, contenders: Mapping[str, Sequence[Call]], rest_s: float = 0.0) -> dict[str, Spread]:
         """One call at a time behind an overwritten L2; each contender goes round its sets of inputs."""
         host = self.host(contenders)
         leads = {who: 1 + math.ceil(2 * spread.quartiles_us[1] / self.flush_us) for who, spread in host.items()}
@@ -115,6 +122,9 @@ class Clock:
             events = {}
             for who in self._shuffled(contenders):
                 calls = contenders[who]
+                if rest_s:
+                    torch.cuda.synchronize()
+                    time.sleep(rest_s)
                 for _ in range(leads[who]):
                     self.flush.zero_()
                 events[who] = self._timed(calls[number % len(calls)])

@@ -351,9 +351,7 @@ def _launch_shape(
         shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
     elif request_rows <= 16:  # bound by the reads: small tiles, more of them in flight, two programs a processor
         shapes = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1))
-    elif request_rows <= 32:
-        shapes = ((32, 32, 4, 3), (32, 32, 4, 2), (32, 16, 4, 2), (32, 16, 4, 1))
-    else:  # 64 rows where products read both sides from shared memory, else as many as registers hold
+    else:  # 64 rows, even if half of them idle, where products read both sides from shared memory
         shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
         if capability[0] == 9:
             shapes = ((64, 32 if block_size == 32 else 64, 8, 2), *shapes)
