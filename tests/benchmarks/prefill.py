@@ -5,8 +5,8 @@
 
 fast is given what a prefill has: keys and values stored head by head, as `expand_kv` leaves them, and the rope part of
 the key once for all heads. Peers are given packed keys, the rope part repeated per head, and packed values, on which
-they are fastest; making those is outside the time. Times are taken rested, and one contender after another without rest, at
-the card's power limit. FLOPs are 2 B N Sq Skv (192 + 128), without the pairs above the diagonal.
+they are fastest; making those is outside the time. Times are taken rested, and one contender after another without
+rest, at the card's power limit. FLOPs are 2 B N Sq Skv (192 + 128), without the pairs above the diagonal.
 """
 
 from __future__ import annotations
