@@ -40,8 +40,8 @@ def mla_decode(
         backend: kernel set, or None for the choice by capability.
 
     Returns:
-        out [T, N, Lkv] in the dtype of `ql_nope` (apply `latent_to_value` next), lse [N, T]. On a GPU, where offsets are
-        not read to be checked, rows that `query_start_loc` gives to no request are undefined.
+        out [T, N, Lkv] in the dtype of `ql_nope` (apply `latent_to_value` next), lse [N, T]. On a GPU, where offsets
+        are not read to be checked, rows that `query_start_loc` gives to no request are undefined.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall, rows that see more keys
