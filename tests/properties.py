@@ -10,10 +10,13 @@ try:
 except ModuleNotFoundError:
 
     class _Strategies:
-        """Any strategy, called with anything."""
+        """Any strategy, called with anything, mapped and filtered."""
 
         def __getattr__(self, name):
-            return lambda *args, **kwargs: None
+            return self
+
+        def __call__(self, *args, **kwargs):
+            return self
 
     st = _Strategies()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -197,3 +198,30 @@ def test_shapes_are_checked():
         reference.AttentionState(torch.zeros(3, 2, 4), torch.zeros(3, 2))
     with pytest.raises(TypeError, match="Type-check error"):
         fast.expand_kv(torch.zeros(3, 4), torch.zeros(5, 2, 4), torch.zeros(5, 2, 4))
+
+
+WITHOUT_HYPOTHESIS = """
+import importlib.machinery, sys
+find_spec = importlib.machinery.PathFinder.find_spec.__func__
+def hiding(cls, name, path=None, target=None):
+    hidden = name.split(".")[0] in ("hypothesis", "_hypothesis_pytestplugin")
+    return None if hidden else find_spec(cls, name, path, target)
+importlib.machinery.PathFinder.find_spec = classmethod(hiding)
+import pytest
+sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "tests/test_batch_schedule.py"]))
+"""
+
+
+def test_without_hypothesis():
+    """A missing test package leaves out its own tests, with the reason, and no others."""
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HYPOTHESIS],
+        cwd=ROOT,
+        env=environment,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hypothesis is not installed" in done.stdout and " passed, " in done.stdout
