@@ -19,7 +19,7 @@ from reference.interfaces import UnsupportedConfiguration
 
 try:
     import hypothesis
-except ModuleNotFoundError:  # the files that use it are left out, with the reason
+except ModuleNotFoundError:  # the tests that use it are left out, with the reason
     hypothesis = None
 
 torch.set_num_threads(2)

@@ -5,10 +5,11 @@
     python -m tests.gpu_suite --stages tests opcheck --out build
 
 A run of some stages keeps the others' results in the file, if those are of the same sources and the same card.
+
 Stages: the test suite (one process a file, the kernels compiled; what compares the wings runs twice, its tensors on
-the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same
-ops on hostile indices under compute-sanitizer, where that is on PATH; the main job in float32, with three token streams
-compared; the benchmarks. What a missing package leaves out is skipped with the reason and listed in the file.
+the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same ops on hostile indices under
+compute-sanitizer, where that is on PATH; the main job in float32, with three token streams compared; the benchmarks.
+What a missing package leaves out is skipped with the reason and listed in the file.
 """
 
 from __future__ import annotations

@@ -155,8 +155,8 @@ def gpu_rows() -> list[str]:
     for label, (benchmark, dims) in GPU_ROWS.items():
         row = next(row for row in results["benchmarks"][benchmark]["rows"] if row["dims"] == dims)
         against = row["fast_against"]["replayed" if benchmark == "decode" else "rested"]
-        cells = [f"{against[peer]:.2f}" if peer in against else "" for peer in ("FlashMLA", "FA3", "vLLM Triton")]
-        lines.append(f"| {' | '.join([label, *cells])} |".replace("|  |", "| |").replace("|  |", "| |"))
+        cells = [f" {against[peer]:.2f} " if peer in against else " " for peer in ("FlashMLA", "FA3", "vLLM Triton")]
+        lines.append(f"| {label} |{'|'.join(cells)}|")
     return lines
 
 

@@ -5,11 +5,6 @@ On a GPU it runs compiled; without one this file runs itself again in Triton's i
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,16 +13,11 @@ from fast.parity import compare_states
 from reference.interfaces import AttentionState
 
 from .factories import assert_same_bits, far_heads, offsets
+from .triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
 
-pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 if ON_GPU or INTERPRETED:
     from fast.kernels.triton import attention
 
-runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="neither a GPU nor TRITON_INTERPRET=1")
-gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 RAGGED = ([1, 0, 5, 31, 33], [1, 4, 0, 31, 67])  # blocks of 32 in the interpreter: one less, one more
 ACROSS_BLOCKS = ([127, 1, 129, 64, 200, 13], [127, 1009, 64, 65, 331, 128])  # S < Sq too
@@ -36,15 +26,9 @@ PRESET_DIMS = [(128, 64, 128), (64, 32, 64), (192, 64, 256), (192, 0, 128)]
 SCALE = 0.17
 
 
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernel runs here itself")
+@starts_interpreter
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        command, cwd=root, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__)
 
 
 def noise(*shape: int, dtype=torch.float32) -> torch.Tensor:

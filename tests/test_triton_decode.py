@@ -6,11 +6,7 @@ ones.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -30,16 +26,11 @@ from .factories import (
     make_entries,
     offsets,
 )
+from .triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
 
-pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 if ON_GPU or INTERPRETED:
     from fast.kernels.triton import decode
 
-runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="neither a GPU nor TRITON_INTERPRET=1")
-gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter's bfloat16 products are garbage
 NARROW = {"narrow rope": (32, 8), "narrow": (8, 16)}
 WIDTHS = {"V3": (512, 64), "256+32": (256, 32), "no rope": (512, 0), "odd": (40, 24), **NARROW} if ON_GPU else {
@@ -57,15 +48,9 @@ LENS = {  # query lengths and lengths; 0 with a query is a padding row
 }
 
 
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernel runs here itself")
+@starts_interpreter
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        command, cwd=root, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__)
 
 
 def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=WIDTH, block_size=64):

@@ -5,11 +5,6 @@ On a GPU they run compiled; without one this file runs itself again in Triton's 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -20,16 +15,11 @@ from fast.parity import compare, compare_states
 from reference.interfaces import AttentionState, RopeConfig, YarnConfig
 
 from .factories import GARBAGE, assert_same_bits, integers, offsets
+from .triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
 
-pytest.importorskip("triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_GPU = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 if ON_GPU or INTERPRETED:
     from fast.kernels.triton import cache, merge, rope
 
-runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="neither a GPU nor TRITON_INTERPRET=1")
-gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 MOVED = [torch.float32, torch.bfloat16, torch.float16] + [torch.float64] * ON_GPU  # bytes move in any type
 COMPUTED = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 SHAPES = {"rope 64": (16, 64, 64), "rope 32": (64, 32, 32), "no rope": (1, 32, 0), "odd": (7, 21, 6)}  # block, Lkv, R
@@ -40,15 +30,9 @@ PAIRINGS = {"interleaved": RopeConfig(10000.0, True), "half-split": RopeConfig(1
 FAR = 2**31 - 100  # an id that a product with a stride carries far outside any cache
 
 
-@pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run here themselves")
+@starts_interpreter
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        command, cwd=root, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_in_interpreter(__file__)
 
 
 def noise(*shape: int, dtype=torch.float32) -> torch.Tensor:
