@@ -6,12 +6,15 @@ Functions may take keyword-only parameters besides, such as `backend=` (see `fas
 from reference.interfaces import (
     PRESETS,
     AttentionState,
+    CascadeMetadata,
     CommonAttentionMetadata,
     ContextChunk,
     DecodeMetadata,
     DecodeSchedule,
+    GlobalHyperparameters,
     MLAConfig,
     MLAMetadata,
+    PathCosts,
     PrefillMetadata,
     QueryLenSupport,
     RopeConfig,
@@ -20,34 +23,51 @@ from reference.interfaces import (
 )
 
 from .attention import flash_attn_varlen
-from .batch import slot_mapping, split_decodes_and_prefills
+from .batch import (
+    make_local_attention_virtual_batches,
+    reorder_batch_to_split_decodes_and_prefills,
+    slot_mapping,
+    split_decodes_and_prefills,
+)
+from .builder import MLAMetadataBuilder, build_mla_metadata
 from .cache import (
     allocate_kv_cache,
     concat_and_cache_mla,
     copy_blocks,
     gather_and_maybe_dequant_cache,
+    infer_global_hyperparameters,
     kv_cache_shape,
+    stride_order,
     swap_blocks,
 )
+from .cascade import cascade_attention, common_prefix_len, split_shared_prefix, use_cascade_attention
 from .compilation import warmup as warmup  # fast alone: the reference compiles nothing
 from .decode import mla_decode
+from .graphs import DecodeGraph
 from .layer import MLAAttention, rms_norm
 from .merge import merge_attn_states
+from .path import choose_path, choose_paths
 from .prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
 from .rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
-from .schedule import build_mla_metadata, chunked_prefill_workspace_size, plan_context_chunks
+from .schedule import chunked_prefill_workspace_size, plan_context_chunks, plan_decode, reorder_batch_threshold
+from .schedule import decode_programs as decode_programs  # fast alone, as warmup
 from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
 
 __all__ = [
     "PRESETS",
     "AttentionState",
+    "CascadeMetadata",
     "CommonAttentionMetadata",
     "ContextChunk",
+    "DecodeGraph",
     "DecodeMetadata",
     "DecodeSchedule",
+    "GlobalHyperparameters",
     "MLAAttention",
     "MLAConfig",
     "MLAMetadata",
+    "MLAMetadataBuilder",
+    "PathCosts",
     "PrefillMetadata",
     "QueryLenSupport",
     "RopeConfig",
@@ -57,7 +77,11 @@ __all__ = [
     "allocate_kv_cache",
     "apply_rope",
     "build_mla_metadata",
+    "cascade_attention",
+    "choose_path",
+    "choose_paths",
     "chunked_prefill_workspace_size",
+    "common_prefix_len",
     "concat_and_cache_mla",
     "copy_blocks",
     "dense_weight",
@@ -66,13 +90,18 @@ __all__ = [
     "forward_prefill",
     "gather_and_maybe_dequant_cache",
     "gather_context",
+    "infer_global_hyperparameters",
     "is_plain_linear",
     "kv_cache_shape",
     "latent_to_value",
+    "make_local_attention_virtual_batches",
     "merge_attn_states",
     "mla_decode",
     "plan_context_chunks",
+    "plan_decode",
     "query_to_latent",
+    "reorder_batch_threshold",
+    "reorder_batch_to_split_decodes_and_prefills",
     "rms_norm",
     "rotary_cos_sin",
     "rotary_frequencies",
@@ -82,5 +111,8 @@ __all__ = [
     "slot_mapping",
     "split_decodes_and_prefills",
     "split_kv_b_proj",
+    "split_shared_prefix",
+    "stride_order",
     "swap_blocks",
+    "use_cascade_attention",
 ]

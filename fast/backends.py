@@ -30,7 +30,7 @@ class KernelRequest:
     Attributes:
         op: name of the op, such as "mla_decode".
         device: where the tensors lie.
-        dtype: of queries, keys and cache.
+        dtype: of queries, keys and cache; None where the op has integers only.
         head_dims: widths that matter to the op, as (name, size) pairs: Lkv, P, R, V.
         block_size: tokens a block, or None where the op has no cache.
         query_lens: what the op needs of query lengths.
@@ -38,7 +38,7 @@ class KernelRequest:
 
     op: str
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype | None = None
     head_dims: tuple[tuple[str, int], ...] = ()
     block_size: int | None = None
     query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
@@ -115,7 +115,7 @@ class Backend:
                 f"{self.name}: needs compute capability {self.capability}, "
                 f"got {torch.cuda.get_device_capability(request.device)}"
             )
-        if request.dtype not in self.dtypes:
+        if request.dtype is not None and request.dtype not in self.dtypes:
             reasons.append(f"{self.name}: serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
         for dim, size in request.head_dims:
             allowed = None if self.head_dims is None else self.head_dims.get(dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor, nn
 
 from reference.interfaces import CommonAttentionMetadata, MLAConfig, check, check_dtype
 
+from .builder import build_mla_metadata
 from .cache import allocate_kv_cache, copy_blocks, swap_blocks
 from .layer import MLAAttention
-from .schedule import build_mla_metadata
+from .schedule import decode_programs, plan_decode
 
 LONG_CONTEXT = 16384  # tokens: enough that a decode splits them and merges the parts
 MANY_REQUESTS = 512  # enough to fill any card, so that a short decode is not split
@@ -25,6 +27,7 @@ def warmup(
     dtype: torch.dtype = torch.bfloat16,
     block_size: int = 64,
     decode_threshold: int = 1,
+    batch_invariant: bool = False,
     backend: str | None = None,
 ) -> list[str]:
     """Compile every kernel that a layer of these dims will launch, so that no request waits for it.
@@ -38,13 +41,14 @@ def warmup(
         dtype: in which type.
         block_size: tokens a cache block.
         decode_threshold: longest query that decodes.
+        batch_invariant: of the schedules that decodes will have.
         backend: kernel set, or None for the choice by capability.
 
     Returns:
         A line for each kernel that was compiled (or read from Triton's cache on disk); none where all were there.
 
     Raises:
-        ValueError: a size below 1, or another dtype.
+        ValueError: a size below 1, another dtype, or a CUDA device that is not there.
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
     check_dtype("dtype", dtype)
@@ -64,6 +68,14 @@ def warmup(
         hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         layer(hidden_states, positions, kv_cache, plan)
+        if plan.num_decodes:
+            programs = decode_programs(
+                config, device=device, dtype=dtype, block_size=block_size, query_len=max(query_lens), backend=backend
+            )
+            schedule = plan_decode(
+                plan.decode.seq_lens, programs, config.num_heads, batch_invariant=batch_invariant, backend=backend
+            )
+            layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         # an engine with projections of its own calls the parts
         projected = layer.project(hidden_states, positions)
         output = hidden_states.new_empty(tokens, config.num_heads, config.v_head_dim)

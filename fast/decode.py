@@ -12,6 +12,7 @@ from reference.interfaces import (
     DecodeSchedule,
     check_decode,
     check_decode_values,
+    check_dtype,
     wide_dtype,
 )
 
@@ -25,6 +26,7 @@ def mla_decode(
     metadata: DecodeMetadata,
     softmax_scale: float,
     schedule: DecodeSchedule | None = None,
+    out_dtype: torch.dtype | None = None,
     *,
     backend: str | None = None,
 ) -> AttentionState:
@@ -36,11 +38,13 @@ def mla_decode(
         kv_cache: the cache; the new tokens are already in it.
         metadata: the requests; row t sees the first `visible_lens[t]` keys of its request.
         softmax_scale: (P + R)^-1/2, with YaRN's factor; never (Lkv + R)^-1/2.
-        schedule: how the work is cut, for kernel sets that take it; no value depends on it, and `cpu` does not look.
+        schedule: how the work is cut over programs (`plan_decode`); None leaves it to the kernel. It changes results by
+            rounding alone; the `cpu` kernels, which cut nothing, do not look at it.
+        out_dtype: dtype of `out`; that of `ql_nope` where None.
         backend: kernel set, or None for the choice by capability.
 
     Returns:
-        out [T, N, Lkv] in the dtype of `ql_nope` (apply `latent_to_value` next), lse [N, T]. On a GPU, where offsets
+        out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]. On a GPU, where offsets
         are not read to be checked, rows that `query_start_loc` gives to no request are undefined.
 
     Raises:
@@ -48,7 +52,8 @@ def mla_decode(
             than their request has, or a block outside the cache.
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata)
+    check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
+    check_dtype("out_dtype", out_dtype or ql_nope.dtype)
     query_lens = backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len)
     request = backends.decode_request(
         ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens
@@ -56,7 +61,9 @@ def mla_decode(
     chosen = backends.select(request, backend)
     out, lse = torch.ops.mla_twins.mla_decode(
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-        metadata.visible_lens, metadata.max_query_len, softmax_scale, chosen.name,
+        metadata.visible_lens, metadata.max_query_len, softmax_scale, out_dtype or ql_nope.dtype,
+        None if schedule is None else schedule.tile_ranges, None if schedule is None else schedule.split_offsets,
+        schedule is not None and schedule.batch_invariant, chosen.name,
     )  # fmt: skip
     return AttentionState(out, lse)
 
@@ -65,23 +72,27 @@ def mla_decode(
     "mla_twins::mla_decode",
     mutates_args=(),
     schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
-    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, float softmax_scale, str backend)"
-    " -> (Tensor, Tensor)",
+    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, float softmax_scale, ScalarType out_dtype,"
+    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, str backend) -> (Tensor, Tensor)",
 )
 def _mla_decode(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale, backend
-):
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
+    out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
+):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(block_table, seq_lens, query_start_loc, max_query_len, visible_lens)
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale
-    )
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
+        out_dtype, tile_ranges, split_offsets, batch_invariant,
+    )  # fmt: skip
 
 
 @_mla_decode.register_fake
 def _(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale, backend
-):
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
+    out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
+):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
-    return ql_nope.new_empty(ql_nope.shape), ql_nope.new_empty(heads, tokens, dtype=wide_dtype(ql_nope.dtype))
+    out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
+    return out, ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))

@@ -26,6 +26,7 @@ from reference.interfaces import (
 
 from . import backends
 from .cache import concat_and_cache_mla, rope_norm_and_cache
+from .cascade import cascade_attention
 from .decode import mla_decode
 from .prefill import forward_prefill
 from .rope import apply_rope, rotary_frequencies
@@ -272,7 +273,14 @@ class MLAAttention(nn.Module):
             w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
             q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
             ql_nope = query_to_latent(q_nope, w_uk_t)
-            state = mla_decode(ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, backend=self.backend)
+            if metadata.cascade is not None:
+                state = cascade_attention(
+                    ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, backend=self.backend
+                )
+            else:
+                state = mla_decode(
+                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule, backend=self.backend
+                )
             output[:split] = latent_to_value(state.out, w_uv_absorbed)
         if end > split:
             rows = slice(split, end)

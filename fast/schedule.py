@@ -1,4 +1,4 @@
-"""What runs when: the plan of one step, in integers. Vectorised; bit-exact with the reference."""
+"""What runs when: context cut into chunks, decodes cut over programs. Vectorised; bit-exact with the reference."""
 
 from __future__ import annotations
 
@@ -7,114 +7,197 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from reference.interfaces import (
-    CommonAttentionMetadata,
     ContextChunk,
-    DecodeMetadata,
-    MLAMetadata,
-    PrefillMetadata,
+    DecodeSchedule,
+    MLAConfig,
+    QueryLenSupport,
     check,
-    check_prefill_lengths,
     check_tensor,
     chunked_prefill_workspace_size,
+    context_unit,
+    reorder_batch_threshold,
 )
 
-from .batch import split_decodes_and_prefills
+from . import backends
 
-__all__ = ["build_mla_metadata", "chunked_prefill_workspace_size", "plan_context_chunks"]
+__all__ = [
+    "chunked_prefill_workspace_size",
+    "plan_context_chunks",
+    "plan_decode",
+    "reorder_batch_threshold",
+]
 
 
 def plan_context_chunks(
-    context_lens: Int32[Tensor, " B"], workspace_tokens: int, block_size: int, policy: str = "even"
+    context_lens: Int32[Tensor, " B"],
+    workspace_tokens: int,
+    block_size: int,
+    policy: str = "packed",
+    context_parallel_size: int = 1,
+    interleave: int = 1,
 ) -> tuple[ContextChunk, ...]:
     """Cut the cached context of some requests into chunks that fit the workspace.
 
-    Every context token lies in exactly one chunk, and every piece starts on a block boundary. Policy "even" (vLLM's):
-    each request with context gets an equal share of the workspace, rounded down to whole blocks, in every chunk.
+    Every context token lies in exactly one chunk, and every piece starts on a unit (`context_unit`: a block, and under
+    context parallelism whole turns of the ranks). A piece takes whole units of the workspace.
+
+    "packed" fills one chunk after another in the order of the requests: only the first request of a chunk continues
+    from the chunk before, and there are ceil(units of all contexts / units of the workspace) chunks. "even" (vLLM's
+    first planner) gives each request with context an equal share of the workspace, in whole units, in every chunk.
 
     Args:
         context_lens: [B], on the CPU; 0 = no context.
         workspace_tokens: most tokens in one chunk.
         block_size: tokens a block.
-        policy: "even".
+        policy: "packed" or "even".
+        context_parallel_size: D, ranks that share each context.
+        interleave: I, tokens that lie on one rank in a row.
 
     Returns:
         The chunks, on the CPU; none where no request has context.
 
     Raises:
-        ValueError: a workspace smaller than one block per request with context; a negative length; another policy.
+        ValueError: a workspace smaller than one unit (for "even": one unit for each request with context); a negative
+            length; another policy.
     """
     check_tensor("context_lens", context_lens, ("B",), (torch.int32,), torch.device("cpu"))
-    check(policy == "even", "policy", '"even"', repr(policy))
-    check(block_size >= 1, "block_size", "at least 1", block_size)
-    check(workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}", workspace_tokens)
+    check(policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
+    unit = context_unit(block_size, context_parallel_size, interleave)
+    check(workspace_tokens >= unit, "workspace_tokens", f"at least one unit of {unit} tokens", workspace_tokens)
     if context_lens.numel() == 0:
         return ()
     shortest, longest = (int(length) for length in context_lens.aminmax())
-    check(shortest >= 0, "context_lens", "values >= 0", shortest)
+    if shortest < 0:
+        request = int(context_lens.argmin())
+        check(False, "context_lens", "values >= 0", f"{shortest} at request {request}")
     if longest == 0:
         return ()
-    with_context = int(context_lens.count_nonzero())
-    share = workspace_tokens // with_context // block_size * block_size
-    check(share > 0, "workspace_tokens", f"at least a block of {block_size} for each of {with_context} requests",
-          workspace_tokens)  # fmt: skip
-    share = min(share, -(-longest // block_size) * block_size)  # fits int32 whatever the workspace
-    starts = torch.arange(0, longest, share, dtype=torch.int32, device="cpu")[:, None]  # [chunks, 1]
-    pieces = (context_lens - starts).clamp_(0, share)  # [chunks, B]
+    if policy == "packed":
+        units = ((context_lens.long() + (unit - 1)) // unit).cumsum(0)
+        if int(units[-1]) * unit <= workspace_tokens:  # one chunk holds it all: most steps
+            offsets = torch.zeros(context_lens.shape[0] + 1, dtype=torch.int32, device="cpu")
+            torch.cumsum(context_lens, 0, dtype=torch.int32, out=offsets[1:])
+            return (ContextChunk(torch.zeros_like(context_lens), offsets, int(offsets[-1]), longest),)
+        starts, pieces = _pack(context_lens, units, workspace_tokens // unit, unit)
+    else:
+        starts, pieces = _share_evenly(context_lens, workspace_tokens, unit, longest)
     offsets = torch.nn.functional.pad(pieces.cumsum(1, dtype=torch.int32), (1, 0))
-    starts = torch.where(pieces > 0, starts, 0)
     totals, longest_pieces = offsets[:, -1].tolist(), pieces.amax(1).tolist()
     return tuple(map(ContextChunk, starts.unbind(), offsets.unbind(), totals, longest_pieces))
 
 
-def build_mla_metadata(
-    common: CommonAttentionMetadata, block_size: int, workspace_tokens: int, decode_threshold: int = 1
-) -> MLAMetadata:
-    """Plan one step: the leading requests with short queries decode (absorbed), the rest prefill (expanded).
+def _pack(context_lens: Tensor, ends: Tensor, room: int, unit: int) -> tuple[Tensor, Tensor]:
+    """Starts and lengths [chunks, B] of the pieces: contexts end to end in units, cut every `room` of them."""
+    lens = context_lens.long()
+    starts = torch.nn.functional.pad(ends, (1, 0))[:-1]
+    cuts = torch.arange(0, int(ends[-1]), room, device="cpu")[:, None]  # [chunks, 1]
+    first = (cuts - starts).clamp_(min=0).mul_(unit)  # [chunks, B], tokens of each request before the chunk
+    end = torch.minimum((cuts + room - starts).clamp_(min=0).mul_(unit), lens)
+    pieces = (end - first).clamp_(min=0)
+    return (first * (pieces > 0)).to(torch.int32), pieces.to(torch.int32)
+
+
+def _share_evenly(context_lens: Tensor, workspace_tokens: int, unit: int, longest: int) -> tuple[Tensor, Tensor]:
+    """Starts and lengths [chunks, B] of the pieces: an equal share of the workspace for each request with context."""
+    with_context = int(context_lens.count_nonzero())
+    share = workspace_tokens // with_context // unit * unit
+    check(share > 0, "workspace_tokens", f"at least a unit of {unit} tokens for each of {with_context} requests",
+          workspace_tokens)  # fmt: skip
+    share = min(share, -(-longest // unit) * unit)  # fits int32 whatever the workspace
+    starts = torch.arange(0, longest, share, dtype=torch.int32, device="cpu")[:, None]  # [chunks, 1]
+    pieces = (context_lens - starts).clamp_(0, share)
+    return torch.where(pieces > 0, starts, 0), pieces
+
+
+def plan_decode(
+    seq_lens: Int32[Tensor, " B"],
+    num_programs: int,
+    num_heads: int,
+    fixed_overhead: int = 5,
+    batch_invariant: bool = False,
+    *,
+    backend: str | None = None,
+) -> DecodeSchedule:
+    """Cut the keys of a decode over programs, so that all take about as long.
+
+    Lay the requests end to end, each as long as its tiles and the overhead of starting on it, and cut the line into
+    pieces of Q = ceil(length / programs): program p takes the tiles in [p Q, (p + 1) Q). It pays the overhead of a
+    request that it continues once more, so that none carries more than Q and one overhead. A request without keys lies
+    nowhere and has no split; the combine writes its empty row.
+
+    With `batch_invariant` a request is cut every `invariant_split_tiles` tiles, by its own length and N alone, whatever
+    stands beside it. Splits are laid end to end, each with its overhead, and a program takes those that start in its
+    piece of the line.
 
     Args:
-        common: the batch.
-        block_size: tokens a block.
-        workspace_tokens: most context tokens that are expanded at once.
-        decode_threshold: longest query that may decode.
+        seq_lens: [B], keys of each request.
+        num_programs: that run at once.
+        num_heads: N.
+        fixed_overhead: what starting on a request costs, in tiles.
+        batch_invariant: see above.
+        backend: kernel set, or None for the choice by capability.
 
     Returns:
-        The plan, its tensors on the device of `common`.
+        The schedule, on the device of `seq_lens`.
 
     Raises:
-        ValueError: `decode_threshold` below 1; a workspace that is too small; a padding row (S = 0 < Sq) that
-            does not stand among the decodes.
+        ValueError: a number below its least value; on a CPU a negative length (a GPU takes it for 0).
+        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
-    decodes, _, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold)
-    check_prefill_lengths(common, decodes)
-    device = common.block_table.device
-    query_lens = common.query_start_loc_cpu.diff()
-    chunks = plan_context_chunks(common.num_computed_tokens_cpu[decodes:], workspace_tokens, block_size)
-
-    starts, lengths = common.query_start_loc[: decodes + 1], common.seq_lens[:decodes]
-    rows = torch.arange(decode_tokens, dtype=torch.int32, device=device)
-    request = torch.searchsorted(starts[1:], rows, right=True)
-    visible = (lengths - starts[1:])[request] + rows + 1  # S - Sq + i + 1
-    visible.masked_fill_(lengths[request] == 0, 0)
-    return MLAMetadata(
-        slot_mapping=common.slot_mapping,
-        num_actual_tokens=common.num_actual_tokens,
-        num_decodes=decodes,
-        num_decode_tokens=decode_tokens,
-        decode=DecodeMetadata(
-            block_table=common.block_table[:decodes],
-            seq_lens=lengths,
-            query_start_loc=starts,
-            max_query_len=_longest(query_lens[:decodes]),
-            visible_lens=visible,
-        ),
-        prefill=PrefillMetadata(
-            block_table=common.block_table[decodes:],
-            query_start_loc=common.query_start_loc[decodes:] - decode_tokens,
-            max_query_len=_longest(query_lens[decodes:]),
-            context_chunks=tuple(chunk.to(device) for chunk in chunks),
-        ),
+    check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
+    check(num_programs >= 1, "num_programs", "at least 1", num_programs)
+    check(num_heads >= 1, "num_heads", "at least 1", num_heads)
+    check(fixed_overhead >= 0, "fixed_overhead", "an int >= 0", fixed_overhead)
+    chosen = backends.select(backends.KernelRequest("plan_decode", seq_lens.device), backend)
+    tile_ranges, split_offsets = torch.ops.mla_twins.plan_decode(
+        seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant, chosen.name
     )
+    return DecodeSchedule(tile_ranges, split_offsets, batch_invariant)
 
 
-def _longest(query_lens: Tensor) -> int:
-    return int(query_lens.max()) if query_lens.numel() else 0
+def decode_programs(
+    config: MLAConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    block_size: int,
+    query_len: int = 1,
+    backend: str | None = None,
+) -> int:
+    """How many programs `plan_decode` should cut a decode over: as many as run at once on a device.
+
+    Args:
+        config: the layer.
+        device: where it runs.
+        dtype: of queries and cache.
+        block_size: tokens a cache block.
+        query_len: longest query of a decode.
+        backend: kernel set, or None for the choice by capability.
+
+    Raises:
+        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+    """
+    c, device = config, torch.device(device)
+    widths = c.kv_lora_rank, c.qk_rope_head_dim
+    request = backends.decode_request(device, dtype, *widths, block_size, QueryLenSupport.VARLEN)
+    launch = backends.kernel(backends.select(request, backend).name, "decode_programs")
+    return launch(device, dtype, c.num_heads, *widths, block_size, query_len)
+
+
+@torch.library.custom_op(
+    "mla_twins::plan_decode",
+    mutates_args=(),
+    schema="(Tensor seq_lens, SymInt num_programs, SymInt num_heads, SymInt fixed_overhead, bool batch_invariant,"
+    " str backend) -> (Tensor, Tensor)",
+)
+def _plan_decode(seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant, backend):
+    if seq_lens.device.type == "cpu" and seq_lens.numel() and int(seq_lens.min()) < 0:
+        request = int(seq_lens.argmin())
+        check(False, "seq_lens", "lengths >= 0", f"{int(seq_lens[request])} at request {request}")
+    launch = backends.kernel(backend, "plan_decode")
+    return launch(seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant)
+
+
+@_plan_decode.register_fake
+def _(seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant, backend):
+    return seq_lens.new_empty(num_programs, 5), seq_lens.new_empty(seq_lens.shape[0] + 1)

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from reference.interfaces import CommonAttentionMetadata, MLAConfig, MLAMetadata, check
+from reference.interfaces import CommonAttentionMetadata, MLAConfig, MLAMetadata, PathCosts, check
 
 UNOWNED = torch.iinfo(torch.int32).max  # a block-table entry past a request's last block: no block has this id
 
@@ -158,9 +158,10 @@ class ServingLoop:
         max_num_seqs: most requests that run at once.
         token_budget: most tokens in one step; not below `max_num_seqs`, so that every running request can decode.
         workspace_tokens: context tokens expanded at once; not below one block.
-        decode_threshold: longest query on the absorbed path.
+        decode_threshold: longest query that always takes the absorbed path.
         eos: token or tokens that end a request, or None.
         block_order: order in which blocks are first used; ascending where None.
+        costs: by which requests with several new tokens choose their path (`ops.choose_path`); None counts.
 
     Raises:
         ValueError: a number that is too small; nothing has been allocated then.
@@ -179,6 +180,7 @@ class ServingLoop:
         decode_threshold: int = 1,
         eos: int | Collection[int] | None = None,
         block_order: Sequence[int] | None = None,
+        costs: PathCosts | None = None,
     ):
         check(block_size >= 1, "block_size", "at least 1", block_size)
         check(max_num_seqs >= 1, "max_num_seqs", "at least 1", max_num_seqs)
@@ -189,7 +191,7 @@ class ServingLoop:
         self.allocator = BlockAllocator(num_blocks, block_order)
         self.model, self.config, self.ops = model, config, ops
         self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
-        self.workspace_tokens, self.decode_threshold = workspace_tokens, decode_threshold
+        self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs
         self.eos = frozenset() if eos is None else frozenset((eos,) if isinstance(eos, int) else eos)
         self.device, dtype = model.device, model.dtype
         self.kv_caches = [
@@ -338,7 +340,9 @@ class ServingLoop:
         table = torch.tensor([r.blocks + [UNOWNED] * (width - len(r.blocks)) for r in plan], dtype=torch.int32)
         slots = self.ops.slot_mapping(query_start_loc, seq_lens, table, self.block_size, starts[-1])
         common = CommonAttentionMetadata.make(query_start_loc, seq_lens, table.to(self.device), slots.to(self.device))
-        return self.ops.build_mla_metadata(common, self.block_size, self.workspace_tokens, self.decode_threshold)
+        return self.ops.build_mla_metadata(
+            common, self.block_size, self.workspace_tokens, self.decode_threshold, self.config, self.costs
+        )
 
     @torch.inference_mode()
     def _forward(self, plan: dict[Request, int]) -> tuple[MLAMetadata, dict[Request, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int32, Int64
+from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
 from .interfaces import CommonAttentionMetadata, check, check_blocks, check_lengths, check_tensor
@@ -19,7 +19,7 @@ def split_decodes_and_prefills(
 
     Args:
         common: the batch.
-        decode_threshold: longest query that may decode, at least 1.
+        decode_threshold: longest query that may decode, at least 1 (`reorder_batch_threshold`).
         require_uniform: the first row of another (non-zero) length starts the prefills.
 
     Returns:
@@ -42,6 +42,30 @@ def split_decodes_and_prefills(
         num_decodes += 1
     num_decode_tokens = starts[num_decodes]
     return num_decodes, common.num_reqs - num_decodes, num_decode_tokens, starts[-1] - num_decode_tokens
+
+
+def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> tuple[tuple[int, int], ...]:
+    """The fewest swaps of two requests after which all decodes lead the batch.
+
+    The decodes will fill the first places. Every prefill that stands there must leave, a swap removes one of them at
+    most, and exchanging it with a decode from behind removes one each time: as many swaps as misplaced prefills, and no
+    fewer. Requests in their right part stay where they are.
+
+    Args:
+        decodes: [B], on the CPU: which requests decode (query_lens <= threshold, or what `choose_paths` says).
+
+    Returns:
+        Pairs of places (i, j), i < j, to be swapped one after another; empty where the order stands.
+
+    Raises:
+        ValueError: not a bool tensor on the CPU.
+    """
+    check_tensor("decodes", decodes, ("B",), (torch.bool,), torch.device("cpu"))
+    flags = decodes.tolist()
+    num_decodes = sum(flags)
+    misplaced_prefills = [place for place in range(num_decodes) if not flags[place]]
+    misplaced_decodes = [place for place in range(num_decodes, len(flags)) if flags[place]]
+    return tuple(zip(misplaced_prefills, misplaced_decodes, strict=True))
 
 
 def slot_mapping(
@@ -82,3 +106,49 @@ def slot_mapping(
             if length > 0:
                 slots[token] = tables[request][position // block_size] * block_size + position % block_size
     return torch.tensor(slots, dtype=torch.int64, device=block_table.device)
+
+
+def make_local_attention_virtual_batches(
+    common: CommonAttentionMetadata, attention_chunk_size: int, block_size: int
+) -> CommonAttentionMetadata:
+    """Chunked local attention as ordinary attention of virtual requests.
+
+    A token at position i attends the positions from i // chunk x chunk to i. So the part of a request's query that lies
+    in one chunk is a request of its own, whose keys are that chunk's: it starts on a block boundary and takes those
+    columns of the block table. Tokens keep their order and their slots.
+
+    Args:
+        common: the batch.
+        attention_chunk_size: positions in a chunk; a multiple of `block_size`.
+        block_size: tokens a block.
+
+    Returns:
+        The virtual batch; a padding row (S = 0) stays one row, a request without new tokens has none.
+
+    Raises:
+        ValueError: a size below 1, or a chunk that is not made of whole blocks.
+    """
+    check(block_size >= 1, "block_size", "at least 1", block_size)
+    whole = attention_chunk_size >= 1 and attention_chunk_size % block_size == 0
+    check(whole, "attention_chunk_size", f"a multiple of the block size {block_size}", attention_chunk_size)
+    starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
+    columns, width = attention_chunk_size // block_size, common.block_table.shape[1]
+    virtual_starts, virtual_lens, tables = [0], [], []
+    for request, length in enumerate(lengths):
+        query_len = starts[request + 1] - starts[request]
+        position = max(0, length - query_len)
+        while query_len > 0:
+            first = position // attention_chunk_size * attention_chunk_size
+            taken = min(query_len, first + attention_chunk_size - position) if length > 0 else query_len
+            virtual_starts.append(virtual_starts[-1] + taken)
+            virtual_lens.append(position + taken - first if length > 0 else 0)
+            tables.append([(request, min(first // block_size + i, width - 1)) for i in range(columns if width else 0)])
+            position, query_len = position + taken, query_len - taken
+    device = common.block_table.device
+    where = torch.tensor(tables, dtype=torch.int64, device=device).view(len(tables), columns if width else 0, 2)
+    return CommonAttentionMetadata.make(
+        torch.tensor(virtual_starts, dtype=torch.int32, device="cpu"),
+        torch.tensor(virtual_lens, dtype=torch.int32, device="cpu"),
+        common.block_table[where[..., 0], where[..., 1]],
+        common.slot_mapping,
+    )

@@ -23,7 +23,9 @@ from .interfaces import (
     check_slots,
     check_swap,
     check_tensor,
+    infer_global_hyperparameters,
     kv_cache_shape,
+    stride_order,
 )
 
 __all__ = [
@@ -31,14 +33,22 @@ __all__ = [
     "concat_and_cache_mla",
     "copy_blocks",
     "gather_and_maybe_dequant_cache",
+    "infer_global_hyperparameters",
     "kv_cache_shape",
+    "stride_order",
     "swap_blocks",
 ]
 
 
 def allocate_kv_cache(
-    num_blocks: int, block_size: int, head_size: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Float[Tensor, "num_blocks block_size head_size"]:
+    num_blocks: int,
+    block_size: int,
+    head_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    num_layers: int | None = None,
+    layout: str = "layers_first",
+) -> Float[Tensor, "*layers num_blocks block_size head_size"]:
     """An empty cache; its bytes are undefined until written (they may be NaN and reach nothing).
 
     Args:
@@ -47,12 +57,20 @@ def allocate_kv_cache(
         head_size: Lkv + R.
         dtype: float32, float64, bfloat16 or float16.
         device: where.
+        num_layers: of one tensor for all layers, whose index gives a layer's cache; None for one layer.
+        layout: how that tensor lies in memory (`stride_order`); every op takes a layer's cache with any strides.
+
+    Returns:
+        [num_blocks, block_size, Lkv + R], with `num_layers` in front where given.
 
     Raises:
-        ValueError: a size below 1, or another dtype.
+        ValueError: a size below 1, or another dtype or layout.
     """
     check_dtype("dtype", dtype)
-    return torch.empty(kv_cache_shape(num_blocks, block_size, head_size), dtype=dtype, device=device)
+    shape = kv_cache_shape(num_blocks, block_size, head_size, num_layers)
+    order = stride_order(num_layers is not None, layout)
+    stored = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
+    return stored.permute([order.index(axis) for axis in range(len(shape))])
 
 
 def concat_and_cache_mla(

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from .attention import _attend
 from .cache import gather_and_maybe_dequant_cache
-from .interfaces import AttentionState, DecodeMetadata, DecodeSchedule, check_decode, check_decode_values, wide_dtype
+from .interfaces import (
+    AttentionState,
+    DecodeMetadata,
+    DecodeSchedule,
+    check_decode,
+    check_decode_values,
+    check_dtype,
+    wide_dtype,
+)
 
 
 def mla_decode(
@@ -23,6 +31,7 @@ def mla_decode(
     metadata: DecodeMetadata,
     softmax_scale: float,
     schedule: DecodeSchedule | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> AttentionState:
     """Absorbed attention of one or several query tokens a request over its cached latents.
 
@@ -33,19 +42,22 @@ def mla_decode(
         metadata: the requests; row t sees the first `visible_lens[t]` keys of its request.
         softmax_scale: (P + R)^-1/2, with YaRN's factor; never (Lkv + R)^-1/2.
         schedule: how a kernel cuts the work; it changes no value, so the specification does not look at it.
+        out_dtype: dtype of `out`; that of `ql_nope` where None.
 
     Returns:
-        out [T, N, Lkv] in the dtype of `ql_nope` (apply `latent_to_value` next), lse [N, T].
+        out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T].
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; offsets that fall; rows that see more
             keys than their request has; a block outside the cache.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata)
+    check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
+    out_dtype = out_dtype or ql_nope.dtype
+    check_dtype("out_dtype", out_dtype)
     tokens, heads, latent = ql_nope.shape
     check_decode_values(metadata, tokens, kv_cache.shape[1], kv_cache.shape[0])
-    out = torch.empty_like(ql_nope)
-    lse = torch.empty(heads, tokens, dtype=wide_dtype(ql_nope.dtype), device=ql_nope.device)
+    out = torch.empty_like(ql_nope, dtype=out_dtype)
+    lse = torch.empty(heads, tokens, dtype=wide_dtype(out_dtype), device=ql_nope.device)
     q = torch.cat((ql_nope, q_pe), dim=-1)
     offsets = metadata.query_start_loc.tolist()
     for request, length in enumerate(metadata.seq_lens.tolist()):

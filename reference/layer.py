@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .cache import concat_and_cache_mla
+from .cascade import cascade_attention
 from .decode import mla_decode
 from .interfaces import (
     MLAConfig,
@@ -226,7 +227,10 @@ class MLAAttention(nn.Module):
             w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
             q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
             ql_nope = query_to_latent(q_nope, w_uk_t)
-            state = mla_decode(ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale)
+            if metadata.cascade is not None:
+                state = cascade_attention(ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale)
+            else:
+                state = mla_decode(ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule)
             output[:split] = latent_to_value(state.out, w_uv_absorbed)
         if end > split:
             rows = slice(split, end)

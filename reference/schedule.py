@@ -1,124 +1,187 @@
-"""What runs when: the plan of one step, in integers. Plain loops that can be followed by hand."""
+"""What runs when: context cut into chunks, decodes cut over programs. Plain loops that can be followed by hand."""
 
 from __future__ import annotations
-
-import itertools
 
 import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from .batch import split_decodes_and_prefills
 from .interfaces import (
-    CommonAttentionMetadata,
+    DECODE_TILE,
     ContextChunk,
-    DecodeMetadata,
-    MLAMetadata,
-    PrefillMetadata,
+    DecodeSchedule,
     check,
-    check_prefill_lengths,
     check_tensor,
     chunked_prefill_workspace_size,
+    context_unit,
+    invariant_split_tiles,
+    reorder_batch_threshold,
 )
 
-__all__ = ["build_mla_metadata", "chunked_prefill_workspace_size", "plan_context_chunks"]
+__all__ = [
+    "chunked_prefill_workspace_size",
+    "plan_context_chunks",
+    "plan_decode",
+    "reorder_batch_threshold",
+]
 
 
 def plan_context_chunks(
-    context_lens: Int32[Tensor, " B"], workspace_tokens: int, block_size: int, policy: str = "even"
+    context_lens: Int32[Tensor, " B"],
+    workspace_tokens: int,
+    block_size: int,
+    policy: str = "packed",
+    context_parallel_size: int = 1,
+    interleave: int = 1,
 ) -> tuple[ContextChunk, ...]:
     """Cut the cached context of some requests into chunks that fit the workspace.
 
-    Every context token lies in exactly one chunk, and every piece starts on a block boundary. Policy "even" (vLLM's):
-    each request with context gets an equal share of the workspace, rounded down to whole blocks, in every chunk.
+    Every context token lies in exactly one chunk, and every piece starts on a unit (`context_unit`: a block, and under
+    context parallelism whole turns of the ranks). A piece takes whole units of the workspace.
+
+    "packed" fills one chunk after another in the order of the requests: only the first request of a chunk continues
+    from the chunk before, and there are ceil(units of all contexts / units of the workspace) chunks. "even" (vLLM's
+    first planner) gives each request with context an equal share of the workspace, in whole units, in every chunk.
 
     Args:
         context_lens: [B], on the CPU; 0 = no context.
         workspace_tokens: most tokens in one chunk.
         block_size: tokens a block.
-        policy: "even".
+        policy: "packed" or "even".
+        context_parallel_size: D, ranks that share each context.
+        interleave: I, tokens that lie on one rank in a row.
 
     Returns:
         The chunks, on the CPU; none where no request has context.
 
     Raises:
-        ValueError: a workspace smaller than one block per request with context; a negative length; another policy.
+        ValueError: a workspace smaller than one unit (for "even": one unit for each request with context); a negative
+            length; another policy.
     """
     check_tensor("context_lens", context_lens, ("B",), (torch.int32,), torch.device("cpu"))
-    check(policy == "even", "policy", '"even"', repr(policy))
-    check(block_size >= 1, "block_size", "at least 1", block_size)
-    check(workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}", workspace_tokens)
+    check(policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
+    unit = context_unit(block_size, context_parallel_size, interleave)
+    check(workspace_tokens >= unit, "workspace_tokens", f"at least one unit of {unit} tokens", workspace_tokens)
     lens = context_lens.tolist()
-    check(min(lens, default=0) >= 0, "context_lens", "values >= 0", min(lens, default=0))
+    for request, length in enumerate(lens):
+        check(length >= 0, "context_lens", "values >= 0", f"{length} at request {request}")
+    cut = _pack if policy == "packed" else _share_evenly
+    return tuple(_chunk(pieces, len(lens)) for pieces in cut(lens, workspace_tokens, unit))
+
+
+def _pack(lens: list[int], workspace_tokens: int, unit: int) -> list[dict[int, tuple[int, int]]]:
+    """Chunks as {request: (start, length)}, filled one after another."""
+    chunks: list[dict[int, tuple[int, int]]] = []
+    room = 0  # units left in the last chunk
+    for request, length in enumerate(lens):
+        start = 0
+        while start < length:
+            if room == 0:
+                chunks.append({})
+                room = workspace_tokens // unit
+            taken = min(length - start, room * unit)
+            chunks[-1][request] = (start, taken)
+            room -= -(-taken // unit)
+            start += taken
+    return chunks
+
+
+def _share_evenly(lens: list[int], workspace_tokens: int, unit: int) -> list[dict[int, tuple[int, int]]]:
+    """Chunks as {request: (start, length)}, an equal share for each request with context in all of them."""
     with_context = sum(length > 0 for length in lens)
     if with_context == 0:
-        return ()
-    share = workspace_tokens // with_context // block_size * block_size
-    check(share > 0, "workspace_tokens", f"at least a block of {block_size} for each of {with_context} requests",
+        return []
+    share = workspace_tokens // with_context // unit * unit
+    check(share > 0, "workspace_tokens", f"at least a unit of {unit} tokens for each of {with_context} requests",
           workspace_tokens)  # fmt: skip
-    chunks = []
-    for start in range(0, max(lens), share):
-        pieces = [max(0, min(length - start, share)) for length in lens]
-        offsets = [sum(pieces[:request]) for request in range(len(pieces) + 1)]
-        starts = [start if piece else 0 for piece in pieces]
-        chunks.append(
-            ContextChunk(
-                starts=torch.tensor(starts, dtype=torch.int32, device="cpu"),
-                cu_seq_lens=torch.tensor(offsets, dtype=torch.int32, device="cpu"),
-                num_tokens=offsets[-1],
-                max_seq_len=max(pieces),
-            )
-        )
-    return tuple(chunks)
+    return [
+        {request: (start, min(length - start, share)) for request, length in enumerate(lens) if length > start}
+        for start in range(0, max(lens), share)
+    ]
 
 
-def build_mla_metadata(
-    common: CommonAttentionMetadata, block_size: int, workspace_tokens: int, decode_threshold: int = 1
-) -> MLAMetadata:
-    """Plan one step: the leading requests with short queries decode (absorbed), the rest prefill (expanded).
+def _chunk(pieces: dict[int, tuple[int, int]], num_requests: int) -> ContextChunk:
+    starts = [pieces.get(request, (0, 0))[0] for request in range(num_requests)]
+    offsets = [0]
+    for request in range(num_requests):
+        offsets.append(offsets[-1] + pieces.get(request, (0, 0))[1])
+    return ContextChunk(
+        starts=torch.tensor(starts, dtype=torch.int32, device="cpu"),
+        cu_seq_lens=torch.tensor(offsets, dtype=torch.int32, device="cpu"),
+        num_tokens=offsets[-1],
+        max_seq_len=max(length for _, length in pieces.values()),
+    )
+
+
+def plan_decode(
+    seq_lens: Int32[Tensor, " B"],
+    num_programs: int,
+    num_heads: int,
+    fixed_overhead: int = 5,
+    batch_invariant: bool = False,
+) -> DecodeSchedule:
+    """Cut the keys of a decode over programs, so that all take about as long.
+
+    Lay the requests end to end, each as long as its tiles and the overhead of starting on it, and cut the line into
+    pieces of Q = ceil(length / programs): program p takes the tiles in [p Q, (p + 1) Q). It pays the overhead of a
+    request that it continues once more, so that none carries more than Q and one overhead. A request without keys lies
+    nowhere and has no split; the combine writes its empty row.
+
+    With `batch_invariant` a request is cut every `invariant_split_tiles` tiles, by its own length and N alone, whatever
+    stands beside it. Splits are laid end to end, each with its overhead, and a program takes those that start in its
+    piece of the line.
 
     Args:
-        common: the batch.
-        block_size: tokens a block.
-        workspace_tokens: most context tokens that are expanded at once.
-        decode_threshold: longest query that may decode.
+        seq_lens: [B], keys of each request.
+        num_programs: that run at once.
+        num_heads: N.
+        fixed_overhead: what starting on a request costs, in tiles.
+        batch_invariant: see above.
 
     Returns:
-        The plan, its tensors on the device of `common`.
+        The schedule, on the device of `seq_lens`.
 
     Raises:
-        ValueError: `decode_threshold` below 1; a workspace that is too small; a padding row (S = 0 < Sq) that
-            does not stand among the decodes.
+        ValueError: a number below its least value; a negative length.
     """
-    decodes, _, decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold)
-    check_prefill_lengths(common, decodes)
-    device = common.block_table.device
-    starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
-    query_lens = [end - start for start, end in itertools.pairwise(starts)]
+    check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
+    check(num_programs >= 1, "num_programs", "at least 1", num_programs)
+    check(num_heads >= 1, "num_heads", "at least 1", num_heads)
+    check(fixed_overhead >= 0, "fixed_overhead", "an int >= 0", fixed_overhead)
+    lens = seq_lens.tolist()
+    for request, length in enumerate(lens):
+        check(length >= 0, "seq_lens", "lengths >= 0", f"{length} at request {request}")
 
-    visible = []
-    for query_len, length in zip(query_lens[:decodes], lengths[:decodes], strict=True):
-        visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
+    line = []  # what stands at each place of the line: (request, tile, split by its own length, where that starts)
+    for request, length in enumerate(lens):
+        tiles = -(-length // DECODE_TILE)
+        split_tiles = invariant_split_tiles(tiles, num_heads) if batch_invariant else max(1, tiles)
+        for tile in range(tiles):
+            if tile % split_tiles == 0:
+                split_start = len(line)
+                line += [None] * fixed_overhead
+            line.append((request, tile, tile // split_tiles, split_start))
+    piece = max(1, -(-len(line) // num_programs))
+    taken: list[list[tuple[int, int, int]]] = [[] for _ in range(num_programs)]
+    for place, item in enumerate(line):
+        if item is not None:
+            *tile, split_start = item
+            taken[(split_start if batch_invariant else place) // piece].append(tuple(tile))
 
-    context = common.num_computed_tokens_cpu[decodes:]
-    chunks = plan_context_chunks(context, workspace_tokens, block_size)
-    prefill_starts = [start - decode_tokens for start in starts[decodes:]]
-    return MLAMetadata(
-        slot_mapping=common.slot_mapping,
-        num_actual_tokens=common.num_actual_tokens,
-        num_decodes=decodes,
-        num_decode_tokens=decode_tokens,
-        decode=DecodeMetadata(
-            block_table=common.block_table[:decodes],
-            seq_lens=common.seq_lens[:decodes],
-            query_start_loc=common.query_start_loc[: decodes + 1],
-            max_query_len=max(query_lens[:decodes], default=0),
-            visible_lens=torch.tensor(visible, dtype=torch.int32, device=device),
-        ),
-        prefill=PrefillMetadata(
-            block_table=common.block_table[decodes:],
-            query_start_loc=torch.tensor(prefill_starts, dtype=torch.int32, device=device),
-            max_query_len=max(query_lens[decodes:], default=0),
-            context_chunks=tuple(chunk.to(device) for chunk in chunks),
-        ),
+    ranges, splits = [], [0] * len(lens)
+    for items in taken:
+        if not items:
+            ranges.append([len(lens), len(lens) - 1, 0, 0, 0])
+            continue
+        (first, first_tile, own_split), (last, last_tile, _) = items[0], items[-1]
+        ranges.append([first, last, first_tile, last_tile + 1, own_split if batch_invariant else splits[first]])
+        for request in sorted({request for request, _, _ in items}):
+            own = {split for other, _, split in items if other == request}
+            splits[request] += len(own) if batch_invariant else 1
+    offsets = [sum(splits[:request]) for request in range(len(lens) + 1)]
+    device = seq_lens.device
+    return DecodeSchedule(
+        tile_ranges=torch.tensor(ranges, dtype=torch.int32, device=device),
+        split_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
+        batch_invariant=batch_invariant,
     )

@@ -37,10 +37,11 @@ from .benchmarks.report import digest, package_version, provenance
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ("decode", "prefill", "bytes")
 FAR = (2147480000, -2147480000, -1, 1 << 20)  # block ids, lengths and slots that no tensor of a sample has
-HOSTILE = ("block_table", "block_mapping", "slot_mapping", "seq_lens", "visible_lens")
+HOSTILE = ("block_table", "block_mapping", "slot_mapping", "seq_lens", "visible_lens", "tile_ranges", "split_offsets")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # files whose tests make all their tensors on the device that `--device` names
-ANY_DEVICE = ("batch_schedule", "cache", "differential", "identities", "mutations", "ops", "rope", "weights")
+ANY_DEVICE = ("batch", "builder", "cache", "cascade", "differential", "identities", "mutations", "ops", "rope",
+              "schedule", "weights")  # fmt: skip
 
 
 def file_name(gpu: str) -> str:
@@ -168,7 +169,7 @@ def hostile(name: str, value: Any, far: int) -> Any:
 
     Offsets of packed requests are not data of a request and are left alone.
     """
-    if name not in HOSTILE:
+    if name not in HOSTILE or value is None:
         return value
     changed = value.clone()
     changed.view(-1)[::2] = far

@@ -89,7 +89,9 @@ def arguments():
         "apply_rope": dict(
             positions=torch.arange(6), q_pe=torch.randn(6, 3, 8), k_pe=torch.randn(6, 8), rope=DIRECT.rope
         ),
-        "plan_context_chunks": dict(context_lens=integers(20, 0, 33), workspace_tokens=64, block_size=16),
+        "plan_context_chunks": dict(
+            context_lens=integers(20, 0, 33), workspace_tokens=64, block_size=16, policy="even"
+        ),
         "split_decodes_and_prefills": dict(common=common),
         "build_mla_metadata": dict(common=common, block_size=16, workspace_tokens=64),
         "absorb": dict(w_uk=w_uk, w_uv=w_uv),

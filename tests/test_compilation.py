@@ -102,7 +102,9 @@ def serve(config, dtype, threshold):
         cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)
         plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold)
         tokens = batch.common.slot_mapping.shape[0]
-        layer(torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache, plan)
+        inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
+        layer(*inputs, plan)
+        layer(*inputs, replace(plan, schedule=fast.plan_decode(plan.decode.seq_lens, 9, config.num_heads)))
 
 
 class Recorded:
@@ -142,10 +144,11 @@ TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int32: "i32",
     torch.int64: "i64",
 }  # fmt: skip
-ROOMS = ("attention", "cache", "decode", "merge", "rope")
+ROOMS = ("attention", "cache", "decode", "merge", "rope", "schedule", "scheduled_decode")
 KERNELS = {
     "_copy_blocks_kernel", "_decode_kernel", "_flash_attn_varlen_kernel", "_gather_kernel", "_merge_kernel",
-    "_merge_splits_kernel", "_rope_kernel", "_rope_norm_cache_kernel", "_write_kernel",
+    "_merge_scheduled_kernel", "_merge_splits_kernel", "_plan_decode_kernel", "_rope_kernel", "_rope_norm_cache_kernel",
+    "_scheduled_decode_kernel", "_write_kernel",
 }  # fmt: skip
 
 
@@ -231,13 +234,13 @@ def test_too_wide_for_a_chip():
     """Named before anything is launched, in one line."""
     pytest.importorskip("triton")
     from fast.kernels.triton.attention import _blocks
-    from fast.kernels.triton.decode import _launch_shape
+    from fast.kernels.triton.decode import launch_shape
     from fast.kernels.triton.device import DeviceFacts
 
     small = DeviceFacts(1, (8, 6), 101376)
     wanted = "^triton: mla_decode has no tile of 2112 columns of torch.float32 for 101376 bytes of shared memory$"
     with pytest.raises(fast.UnsupportedConfiguration, match=wanted):
-        _launch_shape(1, 64, 2048 + 64, torch.float32, small.capability, small.shared)
+        launch_shape(1, 64, 2048 + 64, torch.float32, small.capability, small.shared)
     wanted = "^triton: flash_attn_varlen has no tile of 4096 and 4096 columns of torch.bfloat16 for 101376 bytes of"
     with pytest.raises(fast.UnsupportedConfiguration, match=wanted):
         _blocks(torch.bfloat16, small, 4096, 4096)

@@ -297,7 +297,7 @@ def test_chunked_is_whole(lens, extra, block_size):
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32])
 def test_chunked_is_whole_in_many_chunks(ops, dtype):
-    assert check_chunked_is_whole(ops, LOW_RANK, [3, 1, 7], [97, 0, 31], 32, 16, dtype) == 7
+    assert check_chunked_is_whole(ops, LOW_RANK, [3, 1, 7], [97, 0, 31], 32, 16, dtype) == 5
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4))

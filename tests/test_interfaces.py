@@ -208,7 +208,10 @@ def test_cache_shape():
 
 def test_make_derives_the_rest():
     common = CommonAttentionMetadata.make(
-        integers(0, 3, 3, 7), integers(5, 0, 4), torch.zeros(3, 2, dtype=torch.int32), torch.arange(9)
+        integers(0, 3, 3, 7),
+        integers(5, 0, 4),
+        torch.zeros(3, 2, dtype=torch.int32),
+        torch.tensor([0, 1, 2, 3, 4, 5, 6, -1, -1]),
     )
     assert (common.num_reqs, common.max_query_len, common.num_actual_tokens) == (3, 4, 7)
     assert common.num_computed_tokens_cpu.tolist() == [2, 0, 0]

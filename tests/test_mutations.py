@@ -16,7 +16,8 @@ import fast.layer
 from reference.interfaces import AttentionState, MLAConfig, YarnConfig
 
 from .factories import DIRECT, LOW_RANK, make_batch
-from .test_batch_schedule import check_chunks, check_plan, check_slots, check_split
+from .test_batch import check_slots, check_split
+from .test_builder import check_plan
 from .test_cache import check_gather, check_write
 from .test_differential import (
     check_attention_parity,
@@ -39,6 +40,7 @@ from .test_identities import (
 )
 from .test_interfaces import check_scale_law
 from .test_rope import ROPES, check_rope
+from .test_schedule import check_chunks
 
 
 def altered(ops, **functions) -> SimpleNamespace:

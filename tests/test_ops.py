@@ -30,6 +30,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     entries = make_entries(batch, DIRECT.head_size, dtype)
     cache = make_cache(batch, entries, DIRECT.head_size, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
+    schedule = fast.plan_decode(plan.seq_lens, 4, 3)
     table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
 
     def rand(*shape):
@@ -62,7 +63,11 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         ],
         "mla_twins::mla_decode": [
             (rand(3, 3, 24), rand(3, 3, 8), cache, plan.block_table, plan.seq_lens, plan.query_start_loc,
-             plan.visible_lens, 2, 0.3, backend)
+             plan.visible_lens, 2, 0.3, dtype, *cut, backend)
+            for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False))
+        ],
+        "mla_twins::plan_decode": [
+            (integers(20, 0, 3000), 4, 16, 5, batch_invariant, backend) for batch_invariant in (False, True)
         ],
     }  # fmt: skip
 

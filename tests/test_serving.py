@@ -13,6 +13,7 @@ import torch
 
 import reference
 from fast.serving import BlockAllocator, ServingLoop
+from reference.interfaces import PathCosts
 
 transformers = pytest.importorskip("transformers", reason="the serving loop runs a transformers model")
 from fast.integrations.transformers import restore, use_mla  # noqa: E402  (needs transformers)
@@ -144,10 +145,21 @@ def test_mixed_batch_gives_transformers_tokens(make_loop, ops, prompts, wanted):
 def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts, wanted):
     """Pieces of 3 tokens at most; a workspace of one block: one prefill with context a step, in many chunks."""
     order = [5, 3, 0]
-    loop = make_loop(ops, block_size=4, token_budget=3, max_num_seqs=3, workspace_tokens=4)
+    loop = make_loop(ops, block_size=4, token_budget=3, max_num_seqs=3, workspace_tokens=4,
+                     costs=PathCosts(absorbed_request=1e15))  # fmt: skip
     tokens, reports = serve(loop, [prompts[i] for i in order])
     assert tokens == [wanted[i] for i in order]
     assert max(report.num_context_chunks for report in reports) >= 11
+
+
+def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wanted):
+    """A few tokens over a longer context decode, beside the decodes; only short contexts are expanded."""
+    order = [5, 3, 0]
+    loop = make_loop(ops, block_size=4, token_budget=5, max_num_seqs=3, workspace_tokens=4)
+    tokens, reports = serve(loop, [prompts[i] for i in order])
+    assert tokens == [wanted[i] for i in order]
+    assert max(report.num_context_chunks for report in reports) <= 3
+    assert any(report.num_tokens > report.num_decodes + report.num_prefills for report in reports)
 
 
 def test_every_decode_leads_the_batch(make_loop, ops, prompts, wanted):

@@ -68,12 +68,15 @@ def on_device(plan: DecodeMetadata) -> DecodeMetadata:
     return replace(plan, **tensors)
 
 
-def launch(ql, q_pe, cache, plan, scale=SCALE) -> AttentionState:
+def launch(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> AttentionState:
     """The kernel on the device; the state comes back to the CPU."""
     p = on_device(plan)
+    cut = (None, None, False)
+    if schedule is not None:
+        cut = (schedule.tile_ranges.to(DEVICE), schedule.split_offsets.to(DEVICE), schedule.batch_invariant)
     out, lse = decode.mla_decode(
         ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
-        p.max_query_len, scale,
+        p.max_query_len, scale, out_dtype or ql.dtype, *cut,
     )  # fmt: skip
     assert out.is_contiguous() and lse.is_contiguous()
     return AttentionState(out.cpu(), lse.cpu())
@@ -140,6 +143,69 @@ def test_splits(splits, monkeypatch):
     monkeypatch.setattr(decode, "_num_splits", lambda *bounds: splits)
     for heads in (4, 40):
         check_parity([1, 0, 2, 1], [90, 9, 67, 0], heads, DTYPES[-1])
+
+
+def schedule_of(plan, heads, programs, batch_invariant=False, overhead=5):
+    return reference.plan_decode(plan.seq_lens, programs, heads, overhead, batch_invariant)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("programs", [1, 3, 40])
+def test_scheduled(programs, batch_invariant, dtype):
+    """Requests cut anywhere, whole requests between two cuts, idle programs, rows without keys or without queries."""
+    lens = [0, 1100, 70, 9, 0, 300, 64, 33, 0], [1, 1, 2, 3, 2, 1, 0, 1, 1]
+    for heads, overhead in ((4, 0), (40, 5)):
+        inputs = make_inputs(lens[1], lens[0], heads, dtype)
+        schedule = schedule_of(inputs[3], heads, programs, batch_invariant, overhead)
+        verdict(launch(*inputs, schedule=schedule), *inputs)
+
+
+@runs
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+def test_scheduled_shapes(widths, block_size):
+    inputs = make_inputs([1, 2], [300, 131], 4, DTYPES[-1], widths, block_size=block_size)
+    verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, 3, overhead=1)), *inputs)
+
+
+@runs
+def test_nothing_but_padding_is_scheduled():
+    inputs = make_inputs([1, 2], [0, 0], 4, DTYPES[-1])
+    for batch_invariant in (False, True):
+        verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, 3, batch_invariant)), *inputs)
+
+
+@runs
+def test_batch_invariance():
+    """Pitfall 19: what stands beside a request changes no bit of its result, under that schedule."""
+    lens = [1100, 70, 1300, 64]
+    ql, q_pe, cache, plan = make_inputs([1] * 4, lens, 4, DTYPES[-1])
+    alone = []
+    for request in range(4):
+        rows = slice(request, request + 1)
+        one = replace(
+            plan, block_table=plan.block_table[rows], seq_lens=plan.seq_lens[rows],
+            query_start_loc=plan.query_start_loc[:2], visible_lens=plan.visible_lens[rows],
+        )  # fmt: skip
+        alone.append(launch(ql[rows], q_pe[rows], cache, one, schedule=schedule_of(one, 4, 7, True)))
+    for programs in (1, 5):
+        state = launch(ql, q_pe, cache, plan, schedule=schedule_of(plan, 4, programs, True))
+        for request, own in enumerate(alone):
+            assert torch.equal(state.out[request], own.out[0])
+            assert torch.equal(state.lse[:, request], own.lse[:, 0])
+
+
+@runs
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_wide_output(scheduled):
+    """States that are merged later keep float32."""
+    inputs = make_inputs([1, 2], [300, 131], 4, DTYPES[-1])
+    schedule = schedule_of(inputs[3], 4, 3) if scheduled else None
+    wide = launch(*inputs, schedule=schedule, out_dtype=torch.float32)
+    assert wide.out.dtype == torch.float32
+    assert torch.equal(wide.out.to(DTYPES[-1]), launch(*inputs, schedule=schedule).out)
 
 
 @runs

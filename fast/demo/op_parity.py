@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAMetadata, check
+from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAConfig, MLAMetadata, check
 
 from ..parity import Parity, compare, compare_exact, compare_states
 
 GARBAGE = 2147480000  # block-table entries past a request's last block: never dereferenced
+PROGRAMS = 3  # that a decode is cut over: fewer than its requests, so that some are cut and some are not
 WEIGHTS = (4, 3, 2, 1)  # how the tokens are shared out over the requests: two that decode, then those that prefill
 
 
@@ -98,7 +99,7 @@ def flatten(value: Any) -> Tensor:
         parts = [flatten(each) for each in value]
         counts = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
         return torch.cat([counts, *(part.cpu() for part in parts)])
-    return torch.tensor([value])
+    return torch.empty(0) if value is None else torch.tensor([value])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,7 +194,7 @@ def run_parity(
     compared = Comparison(WithBackend(ops, backend), oracle)
     layer = oracle.MLAAttention.from_hf(attention)
 
-    plans(compared, batch, workspace_tokens)
+    plans(compared, batch, workspace_tokens, layer.config)
     q, kv_c_normed, k_pe = projections(compared, layer, hidden_states, batch)
     kv_cache = caches(compared, kv_c_normed, k_pe, batch)
     metadata = oracle.build_mla_metadata(batch.common(oracle, batch.query_lens), block_size, workspace_tokens)
@@ -211,8 +212,8 @@ def run_parity(
     return compared.rows
 
 
-def plans(compared: Comparison, batch: Batch, workspace_tokens: int) -> None:
-    """Slots, context chunks and the plan of a mixed step."""
+def plans(compared: Comparison, batch: Batch, workspace_tokens: int, config: MLAConfig) -> None:
+    """Slots, context chunks, paths, the decode schedule and the plan of a mixed step."""
     lens, table = torch.tensor(batch.lens, dtype=torch.int32), batch.block_table.cpu()
     starts, tokens = batch.offsets(batch.lens), sum(batch.lens)
     compared.exact("slot_mapping", lambda m: m.slot_mapping(starts, lens, table, batch.block_size, tokens + 3))
@@ -220,6 +221,9 @@ def plans(compared: Comparison, batch: Batch, workspace_tokens: int) -> None:
     context = common.num_computed_tokens_cpu[batch.num_decodes :]
     compared.exact("plan_context_chunks", lambda m: m.plan_context_chunks(context, workspace_tokens, batch.block_size))
     compared.exact("build_mla_metadata", lambda m: m.build_mla_metadata(common, batch.block_size, workspace_tokens))
+    query_lens = common.query_start_loc_cpu.diff()
+    compared.exact("choose_paths", lambda m: m.choose_paths(query_lens, common.num_computed_tokens_cpu, 1, config))
+    compared.exact("plan_decode", lambda m: m.plan_decode(common.seq_lens, PROGRAMS, config.num_heads))
 
 
 def projections(
@@ -335,6 +339,11 @@ def attentions(
         compared.within_budget(
             op, lambda m, *tensors, plan=plan: m.mla_decode(*tensors, plan, scale), ql_nope, q_pe, kv_cache
         )
+    schedule = oracle.plan_decode(plan.seq_lens, PROGRAMS, c.num_heads)
+    compared.within_budget(
+        "mla_decode (scheduled)", lambda m, *tensors: m.mla_decode(*tensors, plan, scale, schedule),
+        ql_nope, q_pe, kv_cache,
+    )  # fmt: skip
     latent = oracle.mla_decode(ql_nope, q_pe, kv_cache, plan, scale).out
     compared.within_budget("latent_to_value", lambda m, *tensors: m.latent_to_value(*tensors), latent, w_uv_absorbed)
 

@@ -1,13 +1,16 @@
 """Absorbed decode over a paged latent cache, bfloat16, DeepSeek-V3's dims: fast beside its peers.
 
     python -m tests.benchmarks.decode
-    python -m tests.benchmarks.decode --peers .peers --rows 128,4096,1,128 128,4096,1,16 --json decode.json
+    python -m tests.benchmarks.decode --peers .peers --rows 128,4096,1,128,equal 128,4096,1,16,mixed --json decode.json
 
-Split and combine are both inside the time. FLOPs are 2 B Sq N S (576 + 512), bytes are the cache, q and out.
+Split and combine are both inside the time. FLOPs are 2 Sq N S (576 + 512) a request, bytes are the cache, q and out.
+"fast, scheduled" is fast with a schedule of `plan_decode`, which a step plans once for all its layers; it is not in the
+time, as FlashMLA's is not.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from torch import Tensor
 import fast
 import reference
 from fast.parity import Parity, compare, compare_states
-from reference.interfaces import AttentionState, DecodeMetadata
+from reference.interfaces import AttentionState, DecodeMetadata, MLAConfig
 
 from .contest import OURS, Case, Contender, finite, run_benchmark
 from .timing import input_sets
@@ -31,6 +34,7 @@ BLOCK_SIZE = 64
 SCALE = 192**-0.5
 DTYPE = torch.bfloat16
 CHECKED_HEADS = CHECKED_REQUESTS = 3
+SCHEDULED = f"{OURS}, scheduled"
 
 
 @dataclass(frozen=True)
@@ -42,34 +46,45 @@ class Row:
         S: keys of each, new tokens included.
         Sq: new tokens of each.
         N: heads.
+        lens: "equal", or "mixed" where S is the longest and the others go down to a sixteenth of it.
     """
 
     B: int
     S: int
     Sq: int
     N: int
+    lens: str = "equal"
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """From four sizes.
+        """From four sizes and a word.
 
         Raises:
             ValueError: what is wrong with them.
         """
-        batch, keys, queries, heads = (int(text) for text in texts)
-        if min(batch, keys, queries, heads) < 1 or queries > keys:
-            raise ValueError("sizes from 1, and Sq at most S")
-        return cls(batch, keys, queries, heads)
+        *sizes, lens = texts
+        batch, keys, queries, heads = (int(text) for text in sizes)
+        if min(batch, keys, queries, heads) < 1 or queries > keys or lens not in ("equal", "mixed"):
+            raise ValueError("sizes from 1, Sq at most S, and equal or mixed")
+        return cls(batch, keys, queries, heads, lens)
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Of each request; mixed ones evenly between on a logarithmic scale, in an order drawn once."""
+        if self.lens == "equal" or self.B == 1:
+            return [self.S] * self.B
+        lens = [max(self.Sq, round(self.S * 16 ** -(place / (self.B - 1)))) for place in range(self.B)]
+        return random.Random(0).sample(lens, self.B)
 
     @property
     def flops(self) -> int:
         """Of both products, mask not deducted."""
-        return 2 * self.B * self.Sq * self.N * self.S * (WIDTH + LATENT)
+        return 2 * self.Sq * self.N * sum(self.seq_lens) * (WIDTH + LATENT)
 
     @property
     def bytes(self) -> int:
         """Cache once, q once, out once."""
-        return DTYPE.itemsize * (self.B * self.S * WIDTH + self.B * self.Sq * self.N * (WIDTH + LATENT))
+        return DTYPE.itemsize * (sum(self.seq_lens) * WIDTH + self.B * self.Sq * self.N * (WIDTH + LATENT))
 
 
 ROWS = tuple(
@@ -80,6 +95,7 @@ ROWS = tuple(
         (128, 4096, 1, 64), (64, 16384, 1, 64), (128, 4096, 1, 32), (128, 16384, 1, 32),
         (1, 8192, 1, 16), (16, 4096, 1, 16), (128, 4096, 1, 16), (128, 16384, 1, 16), (1, 131072, 1, 16),
         (128, 4096, 2, 16),
+        (128, 16384, 1, 128, "mixed"), (128, 16384, 1, 16, "mixed"), (16, 65536, 1, 128, "mixed"),
     )
 )  # fmt: skip
 
@@ -109,9 +125,9 @@ def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
     cache = torch.randn(blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device=device)
     tables = torch.randperm(blocks, device=device).to(torch.int32).view(sets, row.B, width)
     index = dict(dtype=torch.int32, device=device)
-    seq_lens = torch.full((row.B,), row.S, **index)
+    seq_lens = torch.tensor(row.seq_lens, **index)
     starts = row.Sq * torch.arange(row.B + 1, **index)
-    visible = (row.S - row.Sq + 1 + torch.arange(row.Sq, **index)).repeat(row.B)
+    visible = (seq_lens[:, None] - row.Sq + 1 + torch.arange(row.Sq, **index)).flatten()
     return Inputs(ql_nope, q_pe, cache, [DecodeMetadata(t, seq_lens, starts, row.Sq, visible) for t in tables])
 
 
@@ -197,9 +213,22 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
         lambda m=m: fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, m, SCALE, backend=backend)
         for m in inputs.metadata
     ]
+    config = MLAConfig.from_preset("deepseek-v3", num_heads=row.N)
+    programs = fast.decode_programs(
+        config, device=device, dtype=DTYPE, block_size=BLOCK_SIZE, query_len=row.Sq, backend=backend
+    )
+    schedule = fast.plan_decode(inputs.metadata[0].seq_lens, programs, row.N, backend=backend)
+    scheduled = [
+        lambda m=m: fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, m, SCALE, schedule, backend=backend)
+        for m in inputs.metadata
+    ]
     others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)
     return Case(
-        row.flops, row.bytes, {OURS: Contender(ours), **others}, lambda value: check(row, inputs, value), absent
+        row.flops,
+        row.bytes,
+        {OURS: Contender(ours), SCHEDULED: Contender(scheduled), **others},
+        lambda value: check(row, inputs, value),
+        absent,
     )
 
 
@@ -207,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check and time the rows; the exit status."""
     return run_benchmark(
         "decode", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"), bandwidth="read_gb_s",
-        epilog="A row is B requests of S keys with Sq new tokens each and N heads.",
+        epilog="A row is B requests of S keys (the longest, where mixed) with Sq new tokens each and N heads.",
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3Model
 
 import fast
-from reference.interfaces import MLAMetadata, UnsupportedConfiguration, check, check_tensor
+from reference.interfaces import MLAConfig, MLAMetadata, PathCosts, UnsupportedConfiguration, check, check_tensor
 
 from .cache import BatchRecord, LatentCacheLayer, latent_layers
 
@@ -36,6 +36,8 @@ class Options:
     block_size: int
     workspace_tokens: int | None
     decode_threshold: int
+    config: MLAConfig
+    costs: PathCosts | None
 
     def __deepcopy__(self, memo: dict) -> Options:
         return self
@@ -246,7 +248,9 @@ class ModelAdapter:
         workspace = options.workspace_tokens or ops.chunked_prefill_workspace_size(
             self.base.config.max_position_embeddings, max(rows, 1), record.block_size
         )
-        metadata = ops.build_mla_metadata(common, record.block_size, workspace, options.decode_threshold)
+        metadata = ops.build_mla_metadata(
+            common, record.block_size, workspace, options.decode_threshold, options.config, options.costs
+        )
 
         entries = [entry_of(layer.self_attn) for layer in self.base.layers]
         if layers is None:
@@ -322,6 +326,7 @@ def use_mla(
     block_size: int = 64,
     workspace_tokens: int | None = None,
     decode_threshold: int = 1,
+    costs: PathCosts | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Make a DeepSeek model of transformers use the twins' attention, in place; inference only.
@@ -337,7 +342,8 @@ def use_mla(
         block_size: tokens a block of the cache.
         workspace_tokens: context tokens that a prefill expands at once; None is `ops.chunked_prefill_workspace_size`.
             A forward needs at least a block for each row that prefills with context.
-        decode_threshold: longest query that takes the absorbed path.
+        decode_threshold: longest query that always takes the absorbed path.
+        costs: by which longer ones choose their path (`ops.choose_path`); None counts.
         options: keyword arguments for `ops.MLAAttention.from_hf` (`backend` of `fast`).
 
     Returns:
@@ -364,8 +370,8 @@ def use_mla(
     check(workspace_tokens is None or workspace_tokens >= block_size, "workspace_tokens",
           f"at least one block of {block_size}", workspace_tokens)  # fmt: skip
 
-    served = Options(ops, block_size, workspace_tokens, decode_threshold)
     adapters = [AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options)) for module in modules]
+    served = Options(ops, block_size, workspace_tokens, decode_threshold, adapters[0].attention.config, costs)
     for module, adapter in zip(modules, adapters, strict=True):
         module.forward = adapter
     base.forward = ModelAdapter(base, served)

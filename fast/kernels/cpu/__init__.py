@@ -2,18 +2,21 @@
 
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, rope_norm_and_cache, swap_blocks
-from .decode import mla_decode
+from .decode import decode_programs, mla_decode
 from .merge import merge_attn_states
 from .rope import apply_rope
+from .schedule import plan_decode
 
 KERNELS = {
     "apply_rope": apply_rope,
     "concat_and_cache_mla": concat_and_cache_mla,
     "copy_blocks": copy_blocks,
+    "decode_programs": decode_programs,
     "flash_attn_varlen": flash_attn_varlen,
     "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache,
     "merge_attn_states": merge_attn_states,
     "mla_decode": mla_decode,
+    "plan_decode": plan_decode,
     "rope_norm_and_cache": rope_norm_and_cache,
     "swap_blocks": swap_blocks,
 }

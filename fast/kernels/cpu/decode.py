@@ -22,6 +22,10 @@ def mla_decode(
     visible_lens: Tensor,
     max_query_len: int,
     softmax_scale: float,
+    out_dtype: torch.dtype,
+    tile_ranges: Tensor | None,
+    split_offsets: Tensor | None,
+    batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few query tokens a request over its cached latents.
 
@@ -35,6 +39,10 @@ def mla_decode(
         visible_lens: [T].
         max_query_len: a bound for launches; not looked at here.
         softmax_scale: multiplies the scores.
+        out_dtype: of out.
+        tile_ranges: of a schedule; nothing is cut here, so this and the next two are not looked at.
+        split_offsets: likewise.
+        batch_invariant: likewise; requests are attended one by one.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -42,8 +50,8 @@ def mla_decode(
     wide = wide_dtype(ql_nope.dtype)
     tokens, heads, latent = ql_nope.shape
     block_size, width = kv_cache.shape[1:]
-    out = torch.empty_like(ql_nope, memory_format=torch.contiguous_format)
-    lse = torch.empty(heads, tokens, dtype=wide, device=ql_nope.device)
+    out = torch.empty_like(ql_nope, dtype=out_dtype, memory_format=torch.contiguous_format)
+    lse = torch.empty(heads, tokens, dtype=wide_dtype(out_dtype), device=ql_nope.device)
     q = torch.cat((ql_nope, q_pe), dim=-1).to(wide)
 
     offsets, visible, lengths = query_start_loc.tolist(), visible_lens.tolist(), seq_lens.tolist()
@@ -72,6 +80,19 @@ def mla_decode(
         out[start:end] = row_out.view(end - start, heads, latent).to(out.dtype)
         lse[:, start:end] = row_lse.view(end - start, heads).T
     return out, lse
+
+
+def decode_programs(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_size: int,
+    query_len: int,
+) -> int:
+    """How many programs of a schedule run at once: one, for nothing is cut here."""
+    return 1
 
 
 class _PageReader:

@@ -1,7 +1,6 @@
 """Absorbed decode over the pages themselves: keys split among programs (flash-decoding), then one merge of the parts.
 
-A program holds the query rows of one request, or 64 of them (a row is one head of one query token), and walks its
-share of the request's keys in tiles. One loaded tile serves as key and, without its rope part, as value.
+Every request is cut into equally many parts here; `scheduled_decode` cuts as a schedule says.
 """
 
 from __future__ import annotations
@@ -18,113 +17,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reference.interfaces import UnsupportedConfiguration, check
 
+from .decode_tiles import LN_2, attend_tiles, load_queries
 from .device import device_facts
+from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_COST = 256  # what a program costs besides its keys, in keys: its start, its queries, its results
 ROWS_MERGED_PER_KEY = 64  # rows of splits that merge in the time that one key takes
 FLOAT32_PIECE_COLUMNS = 16  # of a float32 product that are summed one after another
+TURN_COST = 0.03  # of a whole decode: what each further turn of programs adds in starts and parts to merge
+MOST_TURNS = 4
 MERGE_COLUMNS = 64
 MERGE_SPLITS = 32
-LN_2 = tl.constexpr(math.log(2))
-
-
-@triton.jit
-@no_type_check  # the interpreter needs the source and globals of the kernels themselves
-def _softmax_step(scores, seen, largest, total, dtype: tl.constexpr):
-    """Running maximum, what older values shrink by, running sum, and the probabilities [ROWS, TILE] in a dtype."""
-    scores = tl.where(seen, scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, 1))
-    shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # nothing seen yet: exp2(-inf - 0) = 0
-    weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(largest - shift)
-    return new_largest, decay, total * decay + tl.sum(weights, 1), weights.to(dtype)
-
-
-@triton.jit
-@no_type_check
-def _products(q, k, PIECE_COLUMNS: tl.constexpr):
-    """Scores [ROWS, TILE] of q [ROWS, D] and k [TILE, D]; with PIECE_COLUMNS as a sum of sums over so many columns.
-
-    One sum over all columns rounds by their number, as no float32 library does it.
-    """
-    if PIECE_COLUMNS == 0:
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    else:
-        PIECES: tl.constexpr = q.shape[1] // PIECE_COLUMNS
-        q_pieces = tl.permute(q.reshape(q.shape[0], PIECES, PIECE_COLUMNS), (1, 0, 2))
-        k_pieces = tl.permute(k.reshape(k.shape[0], PIECES, PIECE_COLUMNS), (1, 2, 0))
-        scores = tl.sum(tl.dot(q_pieces, k_pieces, input_precision="ieee"), 0)
-    return scores
-
-
-@triton.jit
-@no_type_check
-def _attend_tile(
-    largest, total, values, q_latent, q_rope, visible, key_end, tile, table_row, table_stride, num_blocks,
-    kv_cache, latent_pages, rope_pages, block_stride, entry_stride, element_stride, scale_log2,
-    LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, PIECE_COLUMNS: tl.constexpr, PAGED_COPY: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):  # fmt: skip
-    """Take one tile of keys into the running softmax; a PARTIAL tile has keys that some row, or all, must not see."""
-    ONE_WARPGROUP_ROWS: tl.constexpr = q_latent.shape[0] == 64
-    keys = tile * TILE + tl.arange(0, TILE)
-    if BLOCK_SIZE % TILE == 0:  # one page holds the tile, and its first key is there
-        page = tl.load(table_row + (tile * TILE // BLOCK_SIZE) * table_stride)
-    else:
-        page = tl.load(table_row + (keys // BLOCK_SIZE) * table_stride, mask=keys < key_end, other=-1)
-    held = (keys < key_end) & (page >= 0) & (page < num_blocks)
-    if PAGED_COPY:  # the copy engine fills what lies outside the cache with 0
-        first = (tile * TILE) % BLOCK_SIZE
-        latent = latent_pages.load([page, first, 0]).reshape(TILE, LATENT)
-        if PARTIAL:  # unowned bytes may be NaN, and 0 * NaN is NaN
-            latent = tl.where(held[:, None], latent, 0.0)
-    else:
-        # [TILE] 64-bit offsets; unowned bytes are never loaded
-        entries = page.to(tl.int64) * block_stride + (keys % BLOCK_SIZE).to(tl.int64) * entry_stride
-        columns = tl.arange(0, LATENT_PAD)
-        where = kv_cache + entries[:, None] + columns[None, :].to(tl.int64) * element_stride
-        if LATENT == LATENT_PAD:
-            latent = tl.load(where, mask=held[:, None], other=0.0)
-        else:
-            latent = tl.load(where, mask=held[:, None] & (columns < LATENT)[None, :], other=0.0)
-
-    scores = _products(q_latent, latent, PIECE_COLUMNS)
-    if ROPE > 0:
-        if PAGED_COPY:  # among keys NaN does no harm: their scores are masked
-            rope = rope_pages.load([page, first, LATENT]).reshape(TILE, ROPE)
-        else:
-            rope_columns = tl.arange(0, ROPE_PAD)
-            where = kv_cache + entries[:, None] + (LATENT + rope_columns)[None, :].to(tl.int64) * element_stride
-            if ROPE == ROPE_PAD:
-                rope = tl.load(where, mask=held[:, None], other=0.0)
-            else:
-                rope = tl.load(where, mask=held[:, None] & (rope_columns < ROPE)[None, :], other=0.0)
-        if ONE_WARPGROUP_ROWS:
-            scores = scores * scale_log2 + _products(q_rope, rope, PIECE_COLUMNS) * scale_log2
-        elif PIECE_COLUMNS > 0:
-            scores = (scores + _products(q_rope, rope, PIECE_COLUMNS)) * scale_log2
-        else:
-            scores = tl.dot(q_rope, tl.trans(rope), acc=scores, input_precision="ieee") * scale_log2
-    else:
-        scores *= scale_log2
-
-    seen = held[None, :]
-    if PARTIAL:
-        seen = seen & (keys[None, :] < visible[:, None])
-    if ONE_WARPGROUP_ROWS:
-        # Where one product feeds another, the compiler gives all warps to rows; two warpgroups on 64 rows then compute
-        # the same scores twice. It does not see one feed the other through a branch. This one is always taken.
-        new_largest, decay, new_total = largest, largest, total
-        probabilities = tl.zeros(scores.shape, latent.dtype)
-        if tile >= 0:
-            new_largest, decay, new_total, probabilities = _softmax_step(scores, seen, largest, total, latent.dtype)
-    else:
-        new_largest, decay, new_total, probabilities = _softmax_step(scores, seen, largest, total, latent.dtype)
-    values = values * decay[:, None]
-    values = tl.dot(probabilities, latent, acc=values, input_precision="ieee")
-    return new_largest, new_total, values
 
 
 @triton.jit(
@@ -157,23 +61,10 @@ def _decode_kernel(
     token, head = query_start + rows // HEADS, rows % HEADS
     real = token < query_end
     if query_start + row_block * ROWS // HEADS < query_end:
-        columns = tl.arange(0, LATENT_PAD)
-        offsets = token.to(tl.int64) * latent_token_stride + head.to(tl.int64) * latent_head_stride
-        q_latent = tl.load(
-            ql_nope + offsets[:, None] + (columns.to(tl.int64) * latent_element_stride)[None, :],
-            mask=real[:, None] & (columns < LATENT)[None, :],
-            other=0.0,
-        )
-        q_rope = q_latent
-        if ROPE > 0:
-            rope_columns = tl.arange(0, ROPE_PAD)
-            offsets = token.to(tl.int64) * rope_token_stride + head.to(tl.int64) * rope_head_stride
-            q_rope = tl.load(
-                q_pe + offsets[:, None] + (rope_columns.to(tl.int64) * rope_element_stride)[None, :],
-                mask=real[:, None] & (rope_columns < ROPE)[None, :],
-                other=0.0,
-            )
-
+        q_latent, q_rope = load_queries(
+            ql_nope, q_pe, token, head, real, latent_token_stride, latent_head_stride, latent_element_stride,
+            rope_token_stride, rope_head_stride, rope_element_stride, LATENT, ROPE, LATENT_PAD, ROPE_PAD,
+        )  # fmt: skip
         length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), table_width * BLOCK_SIZE))
         visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), length)
         key_end = tl.maximum(tl.max(visible, 0), 0)
@@ -183,23 +74,14 @@ def _decode_kernel(
         first_tile = tl.minimum(split * split_tiles, tiles)
         last_tile = tl.minimum(first_tile + split_tiles, tiles)
 
-        largest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        values = tl.zeros([ROWS, LATENT_PAD], tl.float32)
         table_row = block_table + request.to(tl.int64) * table_row_stride
-        for tile in tl.range(first_tile, tl.minimum(full_tiles, last_tile)):
-            largest, total, values = _attend_tile(
-                largest, total, values, q_latent, q_rope, visible, key_end, tile, table_row, table_stride, num_blocks,
-                kv_cache, latent_pages, rope_pages, block_stride, entry_stride, element_stride, scale_log2,
-                LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY, False,
-            )  # fmt: skip
-        for tile in tl.range(tl.maximum(full_tiles, first_tile), last_tile, num_stages=1):
-            largest, total, values = _attend_tile(
-                largest, total, values, q_latent, q_rope, visible, key_end, tile, table_row, table_stride, num_blocks,
-                kv_cache, latent_pages, rope_pages, block_stride, entry_stride, element_stride, scale_log2,
-                LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY, True,
-            )  # fmt: skip
+        largest, total, values = attend_tiles(
+            q_latent, q_rope, visible, key_end, full_tiles, first_tile, last_tile, table_row, table_stride, num_blocks,
+            kv_cache, latent_pages, rope_pages, block_stride, entry_stride, element_stride, scale_log2,
+            LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY,
+        )  # fmt: skip
 
+        columns = tl.arange(0, LATENT_PAD)
         split_row = split.to(tl.int64) * num_tokens * HEADS
         lse_row = lse + split_row + head.to(tl.int64) * num_tokens + token
         if SPLIT:  # the parts of the sum themselves: a log-sum-exp would round, and the merge would raise that by exp
@@ -266,6 +148,10 @@ def mla_decode(
     visible_lens: Tensor,
     max_query_len: int,
     softmax_scale: float,
+    out_dtype: torch.dtype,
+    tile_ranges: Tensor | None,
+    split_offsets: Tensor | None,
+    batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few query tokens a request over its cached latents.
 
@@ -279,6 +165,11 @@ def mla_decode(
         visible_lens: [T].
         max_query_len: bounds the rows of a request.
         softmax_scale: multiplies the scores.
+        out_dtype: of out.
+        tile_ranges: [programs, 5] of a schedule, or None: every request is then cut into equally many parts, as many as
+            suit the width of the block table.
+        split_offsets: [B + 1] of that schedule.
+        batch_invariant: it cuts requests by their own length.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -288,11 +179,12 @@ def mla_decode(
         UnsupportedConfiguration: entries too wide for the device's shared memory.
     """
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
+    check(out_dtype in DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     tokens, heads, latent = ql_nope.shape
     rope = q_pe.shape[2]
     num_blocks, block_size, _ = kv_cache.shape
     requests, table_width = block_table.shape
-    out = torch.empty_like(ql_nope, memory_format=torch.contiguous_format)
+    out = torch.empty_like(ql_nope, dtype=out_dtype, memory_format=torch.contiguous_format)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=ql_nope.device)
     if tokens == 0 or requests == 0 or heads == 0:
         return out, lse
@@ -301,26 +193,34 @@ def mla_decode(
     latent_pad = max(16, triton.next_power_of_2(latent))
     rope_pad = max(16, triton.next_power_of_2(rope))
     facts = device_facts(ql_nope.device)
-    shape = _launch_shape(
-        request_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, facts.capability, facts.shared
-    )
+    shape = launch_shape(request_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, facts.capability, facts.shared)
     row_blocks = triton.cdiv(request_rows, shape["ROWS"])
+    latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
+    inputs = (
+        ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens.contiguous(),
+        query_start_loc.contiguous(), visible_lens.contiguous(),
+    )  # fmt: skip
+    strides = (*ql_nope.stride(), *q_pe.stride(), *kv_cache.stride(), *block_table.stride())
+    constants = {
+        "HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size, "LATENT_PAD": latent_pad,
+        "ROPE_PAD": rope_pad, "PIECE_COLUMNS": FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
+        "PAGED_COPY": latent_pages is not None, **shape,
+    }  # fmt: skip
+    if tile_ranges is not None:
+        launch_scheduled(
+            inputs, strides, constants, tile_ranges.contiguous(), split_offsets.contiguous(), batch_invariant, out, lse,
+            request_rows, row_blocks, softmax_scale,
+        )  # fmt: skip
+        return out, lse
     num_splits = _num_splits(requests * row_blocks, requests * request_rows, table_width * block_size, facts.processors)
     split_out, split_lse = out, lse
     if num_splits > 1:
         split_out = torch.empty(num_splits, tokens, heads, latent, dtype=torch.float32, device=ql_nope.device)
         split_lse = torch.empty(2, num_splits, heads, tokens, dtype=torch.float32, device=ql_nope.device)
-    latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
     with torch.cuda.device_of(ql_nope):
         _decode_kernel[(requests * num_splits * row_blocks,)](
-            ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens.contiguous(),
-            query_start_loc.contiguous(), visible_lens.contiguous(), split_out, split_lse,
-            tokens, num_blocks, table_width, num_splits, row_blocks, softmax_scale / math.log(2),
-            *ql_nope.stride(), *q_pe.stride(), *kv_cache.stride(), *block_table.stride(),
-            HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
-            LATENT_PAD=latent_pad, ROPE_PAD=rope_pad,
-            PIECE_COLUMNS=FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
-            PAGED_COPY=latent_pages is not None, SPLIT=num_splits > 1, **shape,
+            *inputs, split_out, split_lse, tokens, num_blocks, table_width, num_splits, row_blocks,
+            softmax_scale / math.log(2), *strides, **constants, SPLIT=num_splits > 1,
         )  # fmt: skip
         if num_splits > 1:
             _merge_splits_kernel[(tokens * heads, triton.cdiv(latent, MERGE_COLUMNS))](
@@ -330,8 +230,35 @@ def mla_decode(
     return out, lse
 
 
+def decode_programs(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_size: int,
+    query_len: int,
+) -> int:
+    """How many programs of a schedule fill a device: each has one program of the kernel for each block of rows.
+
+    Where the blocks of rows alone leave the last turn of the device half empty, more and shorter programs fill it.
+    """
+    facts = device_facts(device)
+    width = max(16, triton.next_power_of_2(kv_lora_rank)) + max(16, triton.next_power_of_2(qk_rope_head_dim))
+    rows = num_heads * query_len
+    shape = launch_shape(rows, block_size, width, dtype, facts.capability, facts.shared)
+    places = (2 if shape["ROWS"] == 16 else 1) * facts.processors
+    row_blocks = triton.cdiv(rows, shape["ROWS"])
+
+    def time(programs: int) -> float:
+        turns = triton.cdiv(programs * row_blocks, places)
+        return turns / programs * (1 + TURN_COST * turns)
+
+    return min(range(1, max(1, MOST_TURNS * places // row_blocks) + 1), key=time)
+
+
 @functools.lru_cache(maxsize=1024)
-def _launch_shape(
+def launch_shape(
     request_rows: int, block_size: int, width: int, dtype: torch.dtype, capability: tuple[int, int], shared: int
 ) -> dict[str, int]:
     """Rows and tokens a program works on at a time, with how many warps and stages: the first that fits.

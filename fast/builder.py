@@ -1,0 +1,331 @@
+"""From a scheduler's batch to the plan of a step: one function, and a builder for engines that ask step by step.
+
+Plans are made on the CPU from the CPU twins of a batch; nothing is read back from a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from reference.interfaces import (
+    CommonAttentionMetadata,
+    ContextChunk,
+    DecodeMetadata,
+    MLAConfig,
+    MLAMetadata,
+    PathCosts,
+    PrefillMetadata,
+    QueryLenSupport,
+    check,
+    check_prefill_lengths,
+    check_table_width,
+    check_threshold,
+    chunked_prefill_workspace_size,
+    reorder_batch_threshold,
+)
+
+from .batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
+from .cascade import split_shared_prefix, use_cascade_attention
+from .path import choose_path, choose_paths
+from .schedule import plan_context_chunks, plan_decode
+
+
+def build_mla_metadata(
+    common: CommonAttentionMetadata,
+    block_size: int,
+    workspace_tokens: int,
+    decode_threshold: int = 1,
+    config: MLAConfig | None = None,
+    costs: PathCosts | None = None,
+    query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+    policy: str = "packed",
+    require_order: bool = False,
+    *,
+    staging: StagingBuffer | None = None,
+) -> MLAMetadata:
+    """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
+
+    Which may: queries up to `decode_threshold`; with a `config` and a kernel for any lengths (VARLEN) every request for
+    which `choose_path` says so besides; under UNIFORM only rows as long as the first. One that stands behind an
+    expanded request is expanded as well: correct, but slower (`reorder_batch_to_split_decodes_and_prefills` says how to
+    avoid it).
+
+    Args:
+        common: the batch.
+        block_size: tokens a block.
+        workspace_tokens: most context tokens that are expanded at once.
+        decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
+        config: the layer, for `choose_path`; None leaves the choice to the threshold.
+        costs: of `choose_path`.
+        query_len_support: of the decode kernel.
+        policy: of `plan_context_chunks`.
+        require_order: an absorbed request behind an expanded one is an error.
+        staging: pinned memory through which plans go to a GPU; None takes it from PyTorch's allocator each time.
+
+    Returns:
+        The plan, its tensors on the device of `common`.
+
+    Raises:
+        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; a block table narrower than the longest
+            request; a workspace that is too small; a padding row (S = 0 < Sq) that does not stand among the decodes; an
+            order that is not as required.
+    """
+    check_threshold(decode_threshold, query_len_support)
+    check_table_width(common, block_size)
+    requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
+    decodes, query_lens = requests, None
+    if common.max_query_len > decode_threshold:
+        query_lens = starts_cpu.diff()
+        decodes = _first_expanded(common, query_lens, decode_threshold, config, costs, query_len_support)
+        if require_order and decodes < requests:
+            _check_order(common, query_lens, decodes, decode_threshold, config, costs, query_len_support)
+    if query_len_support is QueryLenSupport.UNIFORM:
+        decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
+    decode_tokens = common.num_actual_tokens if decodes == requests else int(starts_cpu[decodes])
+    one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
+    if query_lens is None and not (one_each and decodes == requests):
+        query_lens = starts_cpu.diff()
+    if one_each and query_lens is not None and config is not None:  # longer ones may have chosen this path
+        one_each = _longest(query_lens[:decodes]) <= 1
+
+    # what neither the batch nor a view of it holds is computed here on the CPU, and goes to the device in one copy
+    pieces: list[Tensor] = []
+    if not one_each:
+        before = common.seq_lens_cpu[:decodes] - starts_cpu[1 : decodes + 1]
+        rows = torch.arange(1, decode_tokens + 1, dtype=torch.int32, device="cpu")
+        visible = torch.repeat_interleave(before, query_lens[:decodes], output_size=decode_tokens)
+        pieces.append(visible.add_(rows).clamp_(min=0))  # S - Sq + i + 1; below 1 where S = 0
+    chunks: tuple[ContextChunk, ...] = ()
+    if decodes < requests:
+        check_prefill_lengths(common, decodes)
+        pieces.append(starts_cpu[decodes:] - decode_tokens)
+        contexts = (common.seq_lens_cpu[decodes:] - query_lens[decodes:]).clamp_(min=0)
+        chunks = plan_context_chunks(contexts, workspace_tokens, block_size, policy)
+        pieces += [piece for chunk in chunks for piece in (chunk.starts, chunk.cu_seq_lens)]
+    pieces = _to_device(pieces, common.block_table.device, staging)
+    visible_lens = common.seq_lens[:decodes] if one_each else pieces.pop(0)
+    prefill_starts = pieces.pop(0) if decodes < requests else common.query_start_loc[:1]
+    if common.block_table.is_cuda:
+        chunks = tuple(
+            dataclasses.replace(chunk, starts=starts, cu_seq_lens=offsets)
+            for chunk, starts, offsets in zip(chunks, pieces[::2], pieces[1::2], strict=True)
+        )
+
+    seq_lens, block_table, query_start_loc = common.seq_lens, common.block_table, common.query_start_loc
+    if decodes < requests:
+        seq_lens, block_table = seq_lens[:decodes], block_table[:decodes]
+        query_start_loc = query_start_loc[: decodes + 1]
+    return MLAMetadata(
+        slot_mapping=common.slot_mapping,
+        num_actual_tokens=common.num_actual_tokens,
+        num_decodes=decodes,
+        num_decode_tokens=decode_tokens,
+        decode=DecodeMetadata(
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            max_query_len=min(1, decode_tokens) if one_each else _longest(query_lens[:decodes]),
+            visible_lens=visible_lens,
+        ),
+        prefill=PrefillMetadata(
+            block_table=common.block_table[decodes:],
+            query_start_loc=prefill_starts,
+            max_query_len=_longest(query_lens[decodes:]) if decodes < requests else 0,
+            context_chunks=chunks,
+        ),
+    )
+
+
+def _first_expanded(common, query_lens, decode_threshold, config, costs, query_len_support) -> int:
+    """The first request that does not take the absorbed path; the number of requests where all do."""
+    longer = (query_lens > decode_threshold).nonzero().flatten()
+    if longer.numel() == 0:
+        return common.num_reqs
+    first = int(longer[0])
+    if config is None or query_len_support is not QueryLenSupport.VARLEN:
+        return first
+    query_len = int(query_lens[first])
+    if choose_path(query_len, max(0, int(common.seq_lens_cpu[first]) - query_len), config, costs) == "expanded":
+        return first  # as it is most of the time: nobody else need be asked
+    contexts = common.num_computed_tokens_cpu[longer]
+    expanded = longer[~choose_paths(query_lens[longer], contexts, decode_threshold, config, costs)]
+    return int(expanded[0]) if expanded.numel() else common.num_reqs
+
+
+def _check_order(common, query_lens, decodes, decode_threshold, config, costs, query_len_support) -> None:
+    """Raise where an absorbed request stands behind the first expanded one."""
+    contexts = common.num_computed_tokens_cpu[decodes:]
+    absorbed = choose_paths(query_lens[decodes:], contexts, decode_threshold, config, costs, query_len_support)
+    if bool(absorbed.any()):
+        late = decodes + int(absorbed.int().argmax())
+        check(False, "common", f"absorbed requests before the expanded one at request {decodes}", f"one at {late}")
+
+
+def _longest(query_lens: Tensor) -> int:
+    return int(query_lens.max()) if query_lens.numel() else 0
+
+
+def _to_device(pieces: list[Tensor], device: torch.device, staging: StagingBuffer | None) -> list[Tensor]:
+    """Vectors of int32 on the device, by one copy that nobody waits for; on a CPU as they are."""
+    if device.type == "cpu" or not pieces:
+        return pieces
+    sizes = [piece.shape[0] for piece in pieces]
+    if staging is not None:
+        moved = staging.send(pieces, device)
+    else:  # the allocator keeps pinned memory from being handed out again before its copy has run
+        pinned = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
+        moved = torch.cat(pieces, out=pinned).to(device, non_blocking=True)
+    return list(moved.split(sizes))
+
+
+class StagingBuffer:
+    """Pinned memory that is used again and again to send plans to a GPU, two steps at a time.
+
+    An event guards each half: it is written again only after the copy out of it has run. So the next step is planned
+    while this one runs, and nobody waits unless two plans are under way.
+    """
+
+    def __init__(self):
+        self._halves: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    def send(self, pieces: list[Tensor], device: torch.device) -> Tensor:
+        """The pieces one after another in one int32 vector on a CUDA device.
+
+        Args:
+            pieces: vectors of int32 on the CPU.
+            device: where to.
+        """
+        total = sum(piece.shape[0] for piece in pieces)
+        if len(self._halves) < 2:
+            half, event = torch.empty(0, dtype=torch.int32, device="cpu"), torch.cuda.Event()
+        else:
+            half, event = self._halves.pop(0)
+            event.synchronize()
+        if half.shape[0] < total:
+            half = torch.empty(2 * total, dtype=torch.int32, device="cpu", pin_memory=True)
+        sent = torch.cat(pieces, out=half[:total]).to(device, non_blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        self._halves.append((half, event))
+        return sent
+
+
+class MLAMetadataBuilder:
+    """Plans steps for an engine that asks as vLLM's asks its builders.
+
+    Args:
+        config: the layers' (`infer_global_hyperparameters` says whether they share one).
+        block_size: tokens a block.
+        max_model_len: longest sequence.
+        max_num_seqs: most requests in a batch.
+        query_len_support: of the decode kernel.
+        num_speculative_tokens: drafted tokens a request and step.
+        costs: of `choose_path`.
+        num_programs: that the decode is cut over; 0 leaves it to the kernel.
+        batch_invariant: results of a request do not depend on its neighbours; needs `num_programs`.
+        workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
+
+    Raises:
+        ValueError: a number below its least value.
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+        num_speculative_tokens: int = 0,
+        costs: PathCosts | None = None,
+        num_programs: int = 0,
+        batch_invariant: bool = False,
+        workspace_tokens: int | None = None,
+    ):
+        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size)
+        check(num_programs >= 0, "num_programs", "an int >= 0", num_programs)
+        check(num_programs > 0 or not batch_invariant, "num_programs", "at least 1 with batch_invariant", num_programs)
+        self.config, self.block_size, self.costs = config, block_size, costs
+        self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
+        self.query_len_support = query_len_support
+        self.num_programs, self.batch_invariant = num_programs, batch_invariant
+        self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
+        check(self.workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}",
+              self.workspace_tokens)  # fmt: skip
+        self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
+        self._staging = StagingBuffer()
+
+    def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
+        """The plan of one step.
+
+        Args:
+            common_prefix_len: shared context (`common_prefix_len`), 0 for none; attended once where that is faster.
+            common: the batch, ordered as `reorder_batch` says.
+            fast_build: leave out what only speeds the kernels up: the decode schedule and the cascade.
+
+        Raises:
+            ValueError: as `build_mla_metadata`; an order other than absorbed before expanded; more requests or longer
+                ones than the builder was made for.
+        """
+        check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
+        metadata = build_mla_metadata(
+            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self.config, self.costs,
+            self.query_len_support, require_order=True, staging=self._staging,
+        )  # fmt: skip
+        if fast_build or metadata.num_decode_tokens == 0:
+            return metadata
+        return self._with_hints(metadata, common_prefix_len, common)
+
+    def _with_hints(
+        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
+    ) -> MLAMetadata:
+        """The plan with the cascade or the schedule of its decode."""
+        lengths = common.seq_lens_cpu[: metadata.num_decodes]
+        query_lens = common.query_start_loc_cpu.diff()[: metadata.num_decodes]
+        if use_cascade_attention(common_prefix_len, query_lens, lengths, self.config) and not self.batch_invariant:
+            row = int((lengths > 0).int().argmax())
+            cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
+            return dataclasses.replace(metadata, cascade=cascade)
+        if self.num_programs > 0:
+            schedule = plan_decode(
+                metadata.decode.seq_lens, self.num_programs, self.config.num_heads, batch_invariant=self.batch_invariant
+            )
+            return dataclasses.replace(metadata, schedule=schedule)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
+        """The plan of a batch that is captured.
+
+        Raises:
+            ValueError: a batch that `can_run_in_cudagraph` refuses.
+        """
+        check(self.can_run_in_cudagraph(common), "common",
+              f"decodes of one query length up to {self.reorder_batch_threshold}",
+              f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
+              )  # fmt: skip
+        return self.build(0, common)
+
+    def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a batch is of the captured kind: decodes only, queries of one length, those of padding included."""
+        uniform = common.num_actual_tokens == common.num_reqs * common.max_query_len
+        return uniform and common.num_reqs > 0 and 1 <= common.max_query_len <= self.reorder_batch_threshold
+
+    def reorder_batch(
+        self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
+    ) -> tuple[tuple[int, int], ...]:
+        """The fewest swaps of two requests that bring the absorbed ones to the front.
+
+        Args:
+            query_lens: [B], on the CPU.
+            context_lens: [B], on the CPU.
+
+        Raises:
+            ValueError: tensors that do not fit; a length below 0.
+        """
+        absorbed = choose_paths(
+            query_lens, context_lens, self.reorder_batch_threshold, self.config, self.costs, self.query_len_support
+        )
+        return reorder_batch_to_split_decodes_and_prefills(absorbed)

@@ -1,0 +1,158 @@
+"""Cascade decode: blocks that all requests share are attended once, by all rows together; each one's rest follows."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from reference.interfaces import (
+    FLOPS_PER_BYTE,
+    AttentionState,
+    CascadeMetadata,
+    CommonAttentionMetadata,
+    DecodeMetadata,
+    MLAConfig,
+    check,
+    check_tensor,
+    wide_dtype,
+)
+
+from .decode import mla_decode
+from .merge import merge_attn_states
+
+
+def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
+    """Context tokens, in whole blocks, that every request of a batch has in the same blocks of the cache.
+
+    No more than the shortest context: the new tokens see all of it, so that it needs no mask. Padding rows (S = 0) are
+    left out. Reads the block table.
+
+    Args:
+        common: the batch.
+        block_size: tokens a block.
+
+    Raises:
+        ValueError: `block_size` below 1.
+    """
+    check(block_size >= 1, "block_size", "at least 1", block_size)
+    real = (common.seq_lens_cpu > 0).nonzero().flatten()
+    if real.numel() == 0:
+        return 0
+    blocks = int(common.num_computed_tokens_cpu[real].min()) // block_size
+    if blocks == 0:
+        return 0
+    table = common.block_table[real.to(common.block_table.device), :blocks]
+    differs = (table != table[:1]).any(0)
+    return block_size * (int(differs.int().argmax()) if bool(differs.any()) else blocks)
+
+
+def use_cascade_attention(
+    common_prefix_len: int,
+    query_lens: Int32[Tensor, " B"],
+    seq_lens: Int32[Tensor, " B"],
+    config: MLAConfig,
+) -> bool:
+    """Whether a decode is faster with the shared prefix apart, by counted FLOPs and bytes.
+
+    The FLOPs are the same either way. Apart, the prefix is read once and not once a request, but the states of both
+    parts are written and read again to be merged. So it pays where reading is what a decode waits for, and the prefix
+    is long beside the states.
+
+    Args:
+        common_prefix_len: what the function of that name says.
+        query_lens: [B], on the CPU.
+        seq_lens: [B], on the CPU; 0 for padding rows.
+        config: the layer.
+
+    Raises:
+        ValueError: tensors that do not fit; a negative prefix.
+    """
+    check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
+    check_tensor("seq_lens", seq_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
+    check(common_prefix_len >= 0, "common_prefix_len", "an int >= 0", common_prefix_len)
+    if common_prefix_len == 0 or seq_lens.numel() == 0:
+        return False
+    c, lengths = config, seq_lens.long()
+    real = lengths > 0
+    requests, keys = int(real.count_nonzero()), int(lengths.sum())
+    if requests == 0:
+        return False
+    tokens, pairs = int(query_lens[real].sum()), int((query_lens * lengths).sum())
+    flops = 2 * c.num_heads * pairs * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
+    whole_bytes = 2 * keys * c.head_size
+    apart_bytes = whole_bytes - 2 * (requests - 1) * common_prefix_len * c.head_size
+    state_bytes = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)
+    apart = max(flops, FLOPS_PER_BYTE * apart_bytes) + FLOPS_PER_BYTE * 4 * state_bytes
+    return apart < max(flops, FLOPS_PER_BYTE * whole_bytes)
+
+
+def split_shared_prefix(
+    metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
+) -> CascadeMetadata:
+    """A decode in two: all rows over the shared blocks, then every request over what follows them.
+
+    Args:
+        metadata: the decode.
+        common_prefix_len: shared tokens, whole blocks, within the context of every request that is no padding.
+        block_size: tokens a block.
+        row: a request that is no padding; its blocks are read for all.
+
+    Raises:
+        ValueError: a prefix below one block, not of whole blocks, or wider than the block table; no such row.
+    """
+    whole = common_prefix_len >= block_size >= 1 and common_prefix_len % block_size == 0
+    check(whole, "common_prefix_len", f"a positive multiple of the block size {block_size}", common_prefix_len)
+    blocks, requests = common_prefix_len // block_size, metadata.seq_lens.shape[0]
+    check(blocks <= metadata.block_table.shape[1], "common_prefix_len",
+          f"at most the {metadata.block_table.shape[1]} blocks of the table", f"{blocks} blocks")  # fmt: skip
+    check(0 <= row < requests, "row", f"a request in [0, {requests})", row)
+    tokens, device = metadata.visible_lens.shape[0], metadata.seq_lens.device
+    prefix = DecodeMetadata(
+        block_table=metadata.block_table[row : row + 1, :blocks],
+        seq_lens=torch.full((1,), common_prefix_len, dtype=torch.int32, device=device),
+        query_start_loc=tokens * torch.arange(2, dtype=torch.int32, device=device),
+        max_query_len=tokens,
+        visible_lens=metadata.visible_lens.clamp(max=common_prefix_len),
+    )
+    suffix = DecodeMetadata(
+        block_table=metadata.block_table[:, blocks:],
+        seq_lens=(metadata.seq_lens - common_prefix_len).clamp(min=0),
+        query_start_loc=metadata.query_start_loc,
+        max_query_len=metadata.max_query_len,
+        visible_lens=(metadata.visible_lens - common_prefix_len).clamp(min=0),
+    )
+    return CascadeMetadata(prefix, suffix)
+
+
+def cascade_attention(
+    ql_nope: Float[Tensor, "T N Lkv"],
+    q_pe: Float[Tensor, "T N R"],
+    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
+    metadata: CascadeMetadata,
+    softmax_scale: float,
+    *,
+    backend: str | None = None,
+) -> AttentionState:
+    """`mla_decode` with the shared prefix attended once: equal to it, for attention over parts of the keys merges.
+
+    Args:
+        ql_nope: [T, N, Lkv].
+        q_pe: [T, N, R], rotated.
+        kv_cache: the cache; the new tokens are already in it.
+        metadata: of `split_shared_prefix`.
+        softmax_scale: (P + R)^-1/2, with YaRN's factor.
+        backend: kernel set, or None for the choice by capability.
+
+    Returns:
+        out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
+
+    Raises:
+        ValueError: as `mla_decode`.
+        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+    """
+    wide = wide_dtype(ql_nope.dtype)
+    prefix = mla_decode(ql_nope, q_pe, kv_cache, metadata.prefix, softmax_scale, out_dtype=wide, backend=backend)
+    suffix = mla_decode(ql_nope, q_pe, kv_cache, metadata.suffix, softmax_scale, out_dtype=wide, backend=backend)
+    state = merge_attn_states(prefix, suffix, backend=backend)
+    return AttentionState(state.out.to(ql_nope.dtype), state.lse)

@@ -1,0 +1,69 @@
+"""The decode schedule: where programs begin and end on the line of all requests, by search."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from reference.interfaces import DECODE_TILE, max_invariant_splits
+
+
+def plan_decode(
+    seq_lens: Tensor, num_programs: int, num_heads: int, fixed_overhead: int, batch_invariant: bool
+) -> tuple[Tensor, Tensor]:
+    """Tile ranges [programs, 5] and split offsets [B + 1] of `DecodeSchedule`."""
+    requests = seq_lens.shape[0]
+    tiles = (seq_lens.long() + (DECODE_TILE - 1)) // DECODE_TILE
+    cut = _cut_by_length if batch_invariant else _cut_by_program
+    limit = max_invariant_splits(num_heads)
+    columns, splits = cut(tiles, num_programs, fixed_overhead, limit) if requests else (None, tiles)
+    idle = torch.tensor([requests, requests - 1, 0, 0, 0], device=seq_lens.device).expand(num_programs, 5)
+    if columns is None:
+        ranges = idle
+    else:
+        works, *columns = columns
+        ranges = torch.where(works[:, None], torch.stack(columns, 1), idle)
+    offsets = torch.nn.functional.pad(splits.cumsum(0), (1, 0))
+    return ranges.to(torch.int32).contiguous(), offsets.to(torch.int32)
+
+
+def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: int):
+    """Programs cut the line where it falls. Returns (works, five columns), and the splits of each request."""
+    ends = torch.where(tiles > 0, tiles + overhead, 0).cumsum(0)
+    first_tile_at = ends - tiles  # place of each request's first tile; an empty one has that of the next request's
+    first_tile_at += (tiles == 0) * overhead
+    total = int(ends[-1])
+    piece = max(1, -(-total // num_programs))
+    program = torch.arange(num_programs, device=tiles.device)
+    low, high = program * piece, (program * piece + piece).clamp_(max=total)
+    first = torch.searchsorted(ends, low, right=True).clamp_(max=tiles.shape[0] - 1)
+    last = torch.searchsorted(first_tile_at, high) - 1
+    works = (low < total) & (first <= last)
+    last = last.clamp_(min=0)
+    first_tile = (low - first_tile_at[first]).clamp_(min=0)
+    last_tile = torch.minimum(high, ends[last]) - first_tile_at[last]
+    first_split = program - first_tile_at[first] // piece
+    splits = (ends - 1) // piece - first_tile_at // piece + 1
+    return (works, first, last, first_tile, last_tile, first_split), splits * (tiles > 0)
+
+
+def _cut_by_length(tiles: Tensor, num_programs: int, overhead: int, most_splits: int):
+    """Requests are cut by their own length; a program takes the splits that start in its piece of the line."""
+    split_tiles = ((tiles + (most_splits - 1)) // most_splits).clamp_(min=16)
+    splits = (tiles + split_tiles - 1) // split_tiles
+    lengths = tiles + splits * overhead
+    ends, split_ends = lengths.cumsum(0), splits.cumsum(0)
+    starts, split_starts = ends - lengths, split_ends - splits
+    total, last_request = int(ends[-1]), tiles.shape[0] - 1
+    piece = max(1, -(-total // num_programs))
+    bounds = torch.arange(num_programs + 1, device=tiles.device) * piece
+    request = torch.searchsorted(ends, bounds, right=True).clamp_(max=last_request)
+    stride = split_tiles[request] + overhead
+    number = ((bounds - starts[request] + stride - 1) // stride).clamp_(min=0)
+    first_splits = split_starts[request] + torch.minimum(number, splits[request])  # of all, that start from there on
+    low, high = first_splits[:-1], first_splits[1:]
+    first = torch.searchsorted(split_ends, low, right=True).clamp_(max=last_request)
+    last = torch.searchsorted(split_ends, high - 1, right=True).clamp_(max=last_request)
+    first_split = low - split_starts[first]
+    last_tile = torch.minimum((high - split_starts[last]) * split_tiles[last], tiles[last])
+    return (low < high, first, last, first_split * split_tiles[first], last_tile, first_split), splits

@@ -1,0 +1,202 @@
+"""The decode schedule on the device: each program here finds where a few programs of the decode begin and end.
+
+Nobody walks the requests one by one: sums over all of them say where a place of the line falls. One launch, no value
+read back, so that it runs inside a captured graph.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from reference.interfaces import DECODE_TILE, max_invariant_splits
+
+PROGRAMS = 4  # of the decode, that one program of this kernel places
+SHAPES = ((256, 1), (1024, 4))  # requests at a time, and warps
+
+
+@triton.jit
+@no_type_check  # the interpreter needs the source and globals of the kernels themselves
+def _sizes(seq_lens, seq_stride, first, num_requests, overhead, max_splits, CHUNK: tl.constexpr, TILE: tl.constexpr,
+           BATCH_INVARIANT: tl.constexpr):  # fmt: skip
+    """Of CHUNK requests [CHUNK] each: tiles, tiles of a split, splits by own length, and length on the line."""
+    request = first + tl.arange(0, CHUNK)
+    lens = tl.load(seq_lens + request * seq_stride, mask=request < num_requests, other=0)
+    tiles = (tl.maximum(lens, 0) - 1 + TILE) // TILE  # the longest length does not overflow
+    split_tiles = tl.maximum(tiles, 1)
+    splits = tl.minimum(tiles, 1)
+    if BATCH_INVARIANT:
+        split_tiles = tl.maximum((tiles + max_splits - 1) // max_splits, 16)
+        splits = (tiles + split_tiles - 1) // split_tiles
+    return tiles, split_tiles, splits, tiles + splits * overhead
+
+
+@triton.jit
+@no_type_check
+def _place(tiles, length, before, splits_before, first, num_requests, low, high, piece, overhead, placed,
+           split_offsets, CHUNK: tl.constexpr):  # fmt: skip
+    """Count CHUNK requests into what each program [PROGRAMS] finds before its ends of the line, and write their splits.
+
+    `placed` is the first request (the one that `low` lies in) and its place, the last request and both its ends.
+    """
+    first_request, first_start, last_request, last_start, last_end = placed
+    request = first + tl.arange(0, CHUNK)
+    real = request < num_requests
+    ends = before + tl.cumsum(length, 0)
+    starts = ends - length
+    passed = real[None, :] & (ends[None, :] <= low[:, None])
+    first_request += tl.sum(passed.to(tl.int32), 1)
+    first_start = tl.maximum(first_start, tl.max(tl.where(passed, ends[None, :], 0), 1))
+    begun = real[None, :] & (starts[None, :] + overhead < high[:, None])
+    last_request += tl.sum(begun.to(tl.int32), 1)
+    last_start = tl.maximum(last_start, tl.max(tl.where(begun, starts[None, :], 0), 1))
+    last_end = tl.maximum(last_end, tl.max(tl.where(begun, ends[None, :], 0), 1))
+    if tl.program_id(0) == 0:
+        splits = tl.where(tiles > 0, (ends - 1) // piece - (starts + overhead) // piece + 1, 0)
+        tl.store(split_offsets + 1 + request, splits_before + tl.cumsum(splits, 0), mask=real)
+        splits_before += tl.sum(splits)
+    return before + tl.sum(length), splits_before, (first_request, first_start, last_request, last_start, last_end)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead", "max_splits", "seq_stride"])
+@no_type_check
+def _plan_decode_kernel(
+    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, max_splits, seq_stride,
+    CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Programs cut the line where it falls."""
+    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    zeros = tl.zeros([PROGRAMS], tl.int32)
+    placed = (zeros, zeros, zeros - 1, zeros, zeros)
+    zero = tl.zeros([], tl.int32)
+    if tl.program_id(0) == 0:
+        tl.store(split_offsets, 0)
+    if ONE_CHUNK:
+        tiles, _, _, length = _sizes(seq_lens, seq_stride, 0, num_requests, overhead, 1, CHUNK, TILE, False)
+        total = tl.sum(length)
+        piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
+        low = program * piece
+        high = tl.minimum(low + piece, total)
+        _, _, placed = _place(tiles, length, zero, zero, 0, num_requests, low, high, piece, overhead, placed,
+                              split_offsets, CHUNK)  # fmt: skip
+    else:
+        total = zero
+        for first in range(0, num_requests, CHUNK):
+            _, _, _, length = _sizes(seq_lens, seq_stride, first, num_requests, overhead, 1, CHUNK, TILE, False)
+            total += tl.sum(length)
+        piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
+        low = program * piece
+        high = tl.minimum(low + piece, total)
+        before, splits_before = zero, zero
+        for first in range(0, num_requests, CHUNK):
+            tiles, _, _, length = _sizes(seq_lens, seq_stride, first, num_requests, overhead, 1, CHUNK, TILE, False)
+            before, splits_before, placed = _place(
+                tiles, length, before, splits_before, first, num_requests, low, high, piece, overhead, placed,
+                split_offsets, CHUNK,
+            )  # fmt: skip
+    first_request, first_start, last_request, last_start, last_end = placed
+    works = (low < total) & (first_request <= last_request)
+    first_tile = tl.maximum(low - first_start - overhead, 0)
+    last_tile = tl.minimum(high, last_end) - last_start - overhead
+    first_split = program - (first_start + overhead) // piece
+    _write_ranges(tile_ranges, program, num_programs, num_requests, works, first_request, last_request, first_tile,
+                  last_tile, first_split)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead", "max_splits", "seq_stride"])
+@no_type_check
+def _plan_invariant_kernel(
+    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, max_splits, seq_stride,
+    CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Requests are cut by their own length, and programs take the splits that start in their piece of the line."""
+    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    total = tl.zeros([], tl.int32)
+    for first in range(0, num_requests, CHUNK):
+        _, _, _, length = _sizes(seq_lens, seq_stride, first, num_requests, overhead, max_splits, CHUNK, TILE, True)
+        total += tl.sum(length)
+    piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
+    low = program * piece
+    low_split = tl.zeros([PROGRAMS], tl.int32)  # splits of all requests that start before the program's piece
+    high_split = tl.zeros([PROGRAMS], tl.int32)  # and before the next one's
+    before, splits_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    if tl.program_id(0) == 0:
+        tl.store(split_offsets, 0)
+    for first in range(0, num_requests, CHUNK):
+        _, split_tiles, splits, length = _sizes(
+            seq_lens, seq_stride, first, num_requests, overhead, max_splits, CHUNK, TILE, True
+        )
+        request = first + tl.arange(0, CHUNK)
+        starts = before + tl.cumsum(length, 0) - length
+        stride = split_tiles + overhead
+        passed = (low[:, None] - starts[None, :] + stride[None, :] - 1) // stride[None, :]
+        low_split += tl.sum(tl.minimum(tl.maximum(passed, 0), splits[None, :]), 1)
+        passed = (low[:, None] + piece - starts[None, :] + stride[None, :] - 1) // stride[None, :]
+        high_split += tl.sum(tl.minimum(tl.maximum(passed, 0), splits[None, :]), 1)
+        if tl.program_id(0) == 0:
+            tl.store(split_offsets + 1 + request, splits_before + tl.cumsum(splits, 0), mask=request < num_requests)
+        before += tl.sum(length)
+        splits_before += tl.sum(splits)
+
+    first_request, last_request = tl.zeros([PROGRAMS], tl.int32), tl.zeros([PROGRAMS], tl.int32)
+    first_split, first_tile = tl.zeros([PROGRAMS], tl.int32), tl.zeros([PROGRAMS], tl.int32)
+    last_tile = tl.zeros([PROGRAMS], tl.int32)
+    splits_before = tl.zeros([], tl.int32)
+    for first in range(0, num_requests, CHUNK):  # from the numbers of the first and the last split to their requests
+        tiles, split_tiles, splits, _ = _sizes(
+            seq_lens, seq_stride, first, num_requests, overhead, max_splits, CHUNK, TILE, True
+        )
+        request = first + tl.arange(0, CHUNK)
+        split_ends = splits_before + tl.cumsum(splits, 0)
+        split_starts = split_ends - splits
+        own = (split_starts[None, :] <= low_split[:, None]) & (low_split[:, None] < split_ends[None, :])
+        number = low_split[:, None] - split_starts[None, :]
+        first_request += tl.sum(tl.where(own, request[None, :], 0), 1)
+        first_split += tl.sum(tl.where(own, number, 0), 1)
+        first_tile += tl.sum(tl.where(own, number * split_tiles[None, :], 0), 1)
+        own = (split_starts[None, :] < high_split[:, None]) & (high_split[:, None] <= split_ends[None, :])
+        number = high_split[:, None] - split_starts[None, :]
+        last_request += tl.sum(tl.where(own, request[None, :], 0), 1)
+        last_tile += tl.sum(tl.where(own, tl.minimum(number * split_tiles[None, :], tiles[None, :]), 0), 1)
+        splits_before += tl.sum(splits)
+    _write_ranges(tile_ranges, program, num_programs, num_requests, low_split < high_split, first_request,
+                  last_request, first_tile, last_tile, first_split)  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _write_ranges(tile_ranges, program, num_programs, num_requests, works, first_request, last_request, first_tile,
+                  last_tile, first_split):  # fmt: skip
+    """Rows of `DecodeSchedule.tile_ranges`; those of programs without work say so."""
+    row = tile_ranges + program * 5
+    inside = program < num_programs
+    tl.store(row, tl.where(works, first_request, num_requests), mask=inside)
+    tl.store(row + 1, tl.where(works, last_request, num_requests - 1), mask=inside)
+    tl.store(row + 2, tl.where(works, first_tile, 0), mask=inside)
+    tl.store(row + 3, tl.where(works, last_tile, 0), mask=inside)
+    tl.store(row + 4, tl.where(works, first_split, 0), mask=inside)
+
+
+def plan_decode(
+    seq_lens: Tensor, num_programs: int, num_heads: int, fixed_overhead: int, batch_invariant: bool
+) -> tuple[Tensor, Tensor]:
+    """Tile ranges [programs, 5] and split offsets [B + 1] of `DecodeSchedule`.
+
+    A negative length counts as 0. Places on the line are 32-bit: 2^31 tiles, 137e9 keys in all.
+    """
+    requests = seq_lens.shape[0]
+    tile_ranges = torch.empty(num_programs, 5, dtype=torch.int32, device=seq_lens.device)
+    split_offsets = torch.empty(requests + 1, dtype=torch.int32, device=seq_lens.device)
+    kernel = _plan_invariant_kernel if batch_invariant else _plan_decode_kernel
+    chunk, warps = SHAPES[requests > SHAPES[0][0]]
+    with torch.cuda.device_of(seq_lens):
+        kernel[(triton.cdiv(num_programs, PROGRAMS),)](
+            seq_lens, tile_ranges, split_offsets, requests, num_programs, fixed_overhead,
+            max_invariant_splits(num_heads), seq_lens.stride(0),
+            CHUNK=chunk, ONE_CHUNK=requests <= chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps,
+        )  # fmt: skip
+    return tile_ranges, split_offsets

@@ -1,0 +1,228 @@
+"""From a scheduler's batch to the plan of a step: one function, and a builder for engines that ask step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from .batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
+from .cascade import split_shared_prefix, use_cascade_attention
+from .interfaces import (
+    CommonAttentionMetadata,
+    DecodeMetadata,
+    MLAConfig,
+    MLAMetadata,
+    PathCosts,
+    PrefillMetadata,
+    QueryLenSupport,
+    check,
+    check_prefill_lengths,
+    check_table_width,
+    check_threshold,
+    chunked_prefill_workspace_size,
+    reorder_batch_threshold,
+)
+from .path import choose_paths
+from .schedule import plan_context_chunks, plan_decode
+
+
+def build_mla_metadata(
+    common: CommonAttentionMetadata,
+    block_size: int,
+    workspace_tokens: int,
+    decode_threshold: int = 1,
+    config: MLAConfig | None = None,
+    costs: PathCosts | None = None,
+    query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+    policy: str = "packed",
+    require_order: bool = False,
+) -> MLAMetadata:
+    """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
+
+    Which may: queries up to `decode_threshold`; with a `config` and a kernel for any lengths (VARLEN) every request for
+    which `choose_path` says so besides; under UNIFORM only rows as long as the first. One that stands behind an
+    expanded request is expanded as well: correct, but slower (`reorder_batch_to_split_decodes_and_prefills` says how to
+    avoid it).
+
+    Args:
+        common: the batch.
+        block_size: tokens a block.
+        workspace_tokens: most context tokens that are expanded at once.
+        decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
+        config: the layer, for `choose_path`; None leaves the choice to the threshold.
+        costs: of `choose_path`.
+        query_len_support: of the decode kernel.
+        policy: of `plan_context_chunks`.
+        require_order: an absorbed request behind an expanded one is an error.
+
+    Returns:
+        The plan, its tensors on the device of `common`.
+
+    Raises:
+        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; a block table narrower than the longest
+            request; a workspace that is too small; a padding row (S = 0 < Sq) that does not stand among the decodes; an
+            order that is not as required.
+    """
+    check_threshold(decode_threshold, query_len_support)
+    check_table_width(common, block_size)
+    starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
+    query_lens = [end - start for start, end in itertools.pairwise(starts)]
+    contexts = common.num_computed_tokens_cpu
+
+    absorbed = choose_paths(
+        common.query_start_loc_cpu.diff(), contexts, decode_threshold, config, costs, query_len_support
+    ).tolist()
+    decodes = [*absorbed, False].index(False)
+    if require_order and any(absorbed[decodes:]):
+        late = absorbed.index(True, decodes)
+        check(False, "common", f"absorbed requests before the expanded one at request {decodes}", f"one at {late}")
+    if query_len_support is QueryLenSupport.UNIFORM:
+        decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
+    check_prefill_lengths(common, decodes)
+    decode_tokens, device = starts[decodes], common.block_table.device
+
+    visible = []
+    for query_len, length in zip(query_lens[:decodes], lengths[:decodes], strict=True):
+        visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
+    chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, policy)
+    prefill_starts = [start - decode_tokens for start in starts[decodes:]]
+    return MLAMetadata(
+        slot_mapping=common.slot_mapping,
+        num_actual_tokens=common.num_actual_tokens,
+        num_decodes=decodes,
+        num_decode_tokens=decode_tokens,
+        decode=DecodeMetadata(
+            block_table=common.block_table[:decodes],
+            seq_lens=common.seq_lens[:decodes],
+            query_start_loc=common.query_start_loc[: decodes + 1],
+            max_query_len=max(query_lens[:decodes], default=0),
+            visible_lens=torch.tensor(visible, dtype=torch.int32, device=device),
+        ),
+        prefill=PrefillMetadata(
+            block_table=common.block_table[decodes:],
+            query_start_loc=torch.tensor(prefill_starts, dtype=torch.int32, device=device),
+            max_query_len=max(query_lens[decodes:], default=0),
+            context_chunks=tuple(chunk.to(device) for chunk in chunks),
+        ),
+    )
+
+
+class MLAMetadataBuilder:
+    """Plans steps for an engine that asks as vLLM's asks its builders.
+
+    Args:
+        config: the layers' (`infer_global_hyperparameters` says whether they share one).
+        block_size: tokens a block.
+        max_model_len: longest sequence.
+        max_num_seqs: most requests in a batch.
+        query_len_support: of the decode kernel.
+        num_speculative_tokens: drafted tokens a request and step.
+        costs: of `choose_path`.
+        num_programs: that the decode is cut over; 0 leaves it to the kernel.
+        batch_invariant: results of a request do not depend on its neighbours; needs `num_programs`.
+        workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
+
+    Raises:
+        ValueError: a number below its least value.
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+        num_speculative_tokens: int = 0,
+        costs: PathCosts | None = None,
+        num_programs: int = 0,
+        batch_invariant: bool = False,
+        workspace_tokens: int | None = None,
+    ):
+        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size)
+        check(num_programs >= 0, "num_programs", "an int >= 0", num_programs)
+        check(num_programs > 0 or not batch_invariant, "num_programs", "at least 1 with batch_invariant", num_programs)
+        self.config, self.block_size, self.costs = config, block_size, costs
+        self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
+        self.query_len_support = query_len_support
+        self.num_programs, self.batch_invariant = num_programs, batch_invariant
+        self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
+        check(self.workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}",
+              self.workspace_tokens)  # fmt: skip
+        self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
+
+    def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
+        """The plan of one step.
+
+        Args:
+            common_prefix_len: shared context (`common_prefix_len`), 0 for none; attended once where that is faster.
+            common: the batch, ordered as `reorder_batch` says.
+            fast_build: leave out what only speeds the kernels up: the decode schedule and the cascade.
+
+        Raises:
+            ValueError: as `build_mla_metadata`; an order other than absorbed before expanded; more requests or longer
+                ones than the builder was made for.
+        """
+        check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
+        metadata = build_mla_metadata(
+            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self.config, self.costs,
+            self.query_len_support, require_order=True,
+        )  # fmt: skip
+        if fast_build or metadata.num_decode_tokens == 0:
+            return metadata
+        return self._with_hints(metadata, common_prefix_len, common)
+
+    def _with_hints(
+        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
+    ) -> MLAMetadata:
+        """The plan with the cascade or the schedule of its decode."""
+        lengths = common.seq_lens_cpu[: metadata.num_decodes]
+        query_lens = common.query_start_loc_cpu.diff()[: metadata.num_decodes]
+        if use_cascade_attention(common_prefix_len, query_lens, lengths, self.config) and not self.batch_invariant:
+            row = next(request for request, length in enumerate(lengths.tolist()) if length > 0)
+            cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
+            return dataclasses.replace(metadata, cascade=cascade)
+        if self.num_programs > 0:
+            schedule = plan_decode(
+                metadata.decode.seq_lens, self.num_programs, self.config.num_heads, batch_invariant=self.batch_invariant
+            )
+            return dataclasses.replace(metadata, schedule=schedule)
+        return metadata
+
+    def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
+        """The plan of a batch that is captured.
+
+        Raises:
+            ValueError: a batch that `can_run_in_cudagraph` refuses.
+        """
+        check(self.can_run_in_cudagraph(common), "common",
+              f"decodes of one query length up to {self.reorder_batch_threshold}",
+              f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
+              )  # fmt: skip
+        return self.build(0, common)
+
+    def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a batch is of the captured kind: decodes only, queries of one length, those of padding included."""
+        uniform = common.num_actual_tokens == common.num_reqs * common.max_query_len
+        return uniform and common.num_reqs > 0 and 1 <= common.max_query_len <= self.reorder_batch_threshold
+
+    def reorder_batch(
+        self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
+    ) -> tuple[tuple[int, int], ...]:
+        """The fewest swaps of two requests that bring the absorbed ones to the front.
+
+        Args:
+            query_lens: [B], on the CPU.
+            context_lens: [B], on the CPU.
+
+        Raises:
+            ValueError: tensors that do not fit; a length below 0.
+        """
+        absorbed = choose_paths(
+            query_lens, context_lens, self.reorder_batch_threshold, self.config, self.costs, self.query_len_support
+        )
+        return reorder_batch_to_split_decodes_and_prefills(absorbed)

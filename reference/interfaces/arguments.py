@@ -1,0 +1,321 @@
+"""What each op asks of its arguments together: shapes, dtypes and devices; values where they lie on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    FLOAT_DTYPES,
+    check,
+    check_blocks,
+    check_offsets,
+    check_slots,
+    check_tensor,
+    is_positive_int,
+    wide_dtype,
+)
+from .config import MLAConfig, QueryLenSupport
+from .metadata import (
+    AttentionState,
+    CommonAttentionMetadata,
+    DecodeMetadata,
+    DecodeSchedule,
+    MLAMetadata,
+    PrefillMetadata,
+)
+
+
+def check_prefill_lengths(common: CommonAttentionMetadata, num_decodes: int) -> None:
+    """Check on the CPU that no padding row with query tokens stands among the prefills."""
+    if num_decodes == common.num_reqs or int(common.seq_lens_cpu[num_decodes:].min()) > 0:
+        return
+    query_lens = common.query_start_loc_cpu.diff()[num_decodes:]
+    wrong = ((query_lens > 0) & (common.seq_lens_cpu[num_decodes:] == 0)).nonzero()
+    if wrong.numel():
+        check(False, "seq_lens", "padding rows among the decodes only", f"0 at request {num_decodes + int(wrong[0])}")
+
+
+def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -> None:
+    """Check that queries up to a threshold are what the decode kernel takes."""
+    check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
+    single = query_len_support is QueryLenSupport.SINGLE_ONLY
+    check(decode_threshold == 1 or not single, "decode_threshold", "1 with SINGLE_ONLY", decode_threshold)
+
+
+def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
+    """Check on the CPU that the block table has a column for every block of every request."""
+    check(is_positive_int(block_size), "block_size", "a positive int", block_size)
+    width = common.block_table.shape[1]
+    if common.num_reqs and int(common.seq_lens_cpu.max()) > width * block_size:
+        request = int((common.seq_lens_cpu > width * block_size).nonzero()[0])
+        needed = -(-int(common.seq_lens_cpu[request]) // block_size)
+        check(False, "block_table", f"at least {needed} columns for request {request}", width)
+
+
+def check_cache(kv_cache: Tensor, head_size: int | str = "Lkv + R", dtype: torch.dtype | None = None,
+                device: torch.device | None = None) -> None:  # fmt: skip
+    """Check a paged latent cache's rank, entry width, dtype and device."""
+    check_tensor("kv_cache", kv_cache, ("num_blocks", "block_size", head_size),
+                 FLOAT_DTYPES if dtype is None else (dtype,), device)  # fmt: skip
+    check(kv_cache.shape[1] >= 1, "kv_cache", "a block size of at least 1", kv_cache.shape[1])
+
+
+def check_cache_write(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Shapes, dtypes and devices of a cache write; reads no values."""
+    check_tensor("kv_c_normed", kv_c_normed, ("T", "Lkv"))
+    device = kv_c_normed.device
+    tokens, latent = kv_c_normed.shape
+    check_tensor("k_pe", k_pe, (tokens, "R"), (kv_c_normed.dtype,), device)
+    check_cache(kv_cache, latent + k_pe.shape[1], kv_c_normed.dtype, device)
+    check_tensor("slot_mapping", slot_mapping, ("slots",), (torch.int64,), device)
+    check(slot_mapping.shape[0] >= tokens, "slot_mapping", f"at least {tokens} slots", slot_mapping.shape[0])
+
+
+def check_gather(kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, starts: Tensor, num_tokens: int) -> None:
+    """Shapes, dtypes and devices of a gather; reads no values."""
+    check_cache(kv_cache)
+    device = kv_cache.device
+    check_tensor("block_table", block_table, ("B", "W"), (torch.int32,), device)
+    requests = block_table.shape[0]
+    check_tensor("cu_seq_lens", cu_seq_lens, (requests + 1,), (torch.int32,), device)
+    check_tensor("starts", starts, (requests,), (torch.int32,), device)
+    check(num_tokens >= 0, "num_tokens", "an int >= 0", num_tokens)
+
+
+def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
+    """Shapes, dtypes and storage of two caches between which blocks are copied; reads no values."""
+    check_tensor("source", source, ("source_blocks", "block_size", "head_size"))
+    check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
+    check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    shared = source.numel() and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+    alike = (source.data_ptr(), source.shape, source.stride()) == (target.data_ptr(), target.shape, target.stride())
+    check(alike or not shared, "target", "the very cache of source, or one with its own storage", "an overlapping view")
+
+
+def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> None:
+    """Check that exactly the query projections are given that the config's q_lora_rank asks for."""
+    given = ["q_proj"] * (direct is not None)
+    names = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+    given += [name for name, module in zip(names, low_rank, strict=True) if module is not None]
+    wanted = ["q_proj"] if config.q_lora_rank is None else list(names)
+    wanted_names = f"{', '.join(wanted)} for q_lora_rank {config.q_lora_rank}"
+    check(given == wanted, "q_proj", wanted_names, ", ".join(given) or None)
+
+
+def check_norm(argument: str, norm: object, width: int) -> None:
+    """Check a latent norm: a module with a weight and no hooks, for its weight is read, its forward not called."""
+    weight = getattr(norm, "weight", None)
+    check(weight is not None, argument, "a module with a weight", type(norm).__name__)
+    check_tensor(f"{argument}.weight", weight, (width,))
+    hooked = norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__
+    check(not hooked, argument, "a module without hooks", "one with a forward hook")
+
+
+def check_block_mapping(block_mapping: Tensor, source_blocks: int, target_blocks: int, same_cache: bool) -> None:
+    """Check the values of (source, target) block pairs on the CPU; none written twice or read and written."""
+    pairs = block_mapping.tolist()
+    for source, target in pairs:
+        check(0 <= source < source_blocks, "block_mapping", f"source blocks in [0, {source_blocks})", source)
+        check(0 <= target < target_blocks, "block_mapping", f"target blocks in [0, {target_blocks})", target)
+    targets = [target for _, target in pairs]
+    check(len(set(targets)) == len(targets), "block_mapping", "distinct target blocks", targets)
+    overlap = set(targets) & {source for source, _ in pairs}
+    check(not (same_cache and overlap), "block_mapping", "no block that is both source and target", sorted(overlap))
+
+
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, k_pe: Tensor | None = None
+) -> None:
+    """Shapes, dtypes and devices of varlen attention, the shared rope key apart or not; reads no values."""
+    check_tensor("q", q, ("T", "N", "P + R"))
+    _, heads, width = q.shape
+    check_tensor("k", k, ("S", heads, width if k_pe is None else width - k_pe.shape[-1]), (q.dtype,), q.device)
+    if k_pe is not None:
+        check_tensor("k_pe", k_pe, (k.shape[0], "R"), (q.dtype,), q.device)
+    check_tensor("v", v, (k.shape[0], heads, "V"), (q.dtype,), q.device)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, ("B + 1",), (torch.int32,), q.device)
+    check_tensor("cu_seqlens_k", cu_seqlens_k, (cu_seqlens_q.shape[0],), (torch.int32,), q.device)
+
+
+def check_state(argument: str, state: AttentionState) -> None:
+    """Shapes, dtypes and devices of an attention state; reads no values."""
+    check_tensor(f"{argument}.out", state.out, ("T", "N", "Dv"))
+    tokens, heads, _ = state.out.shape
+    check_tensor(f"{argument}.lse", state.lse, (heads, tokens), (wide_dtype(state.out.dtype),), state.out.device)
+
+
+def check_merge(prefix: AttentionState, suffix: AttentionState) -> None:
+    """Shapes, dtypes and devices of two states to merge; reads no values."""
+    check_state("prefix", prefix)
+    check_state("suffix", suffix)
+    check_tensor("suffix.out", suffix.out, tuple(prefix.out.shape), (prefix.out.dtype,), prefix.out.device)
+
+
+def check_decode(
+    ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, metadata: DecodeMetadata, schedule: DecodeSchedule | None = None
+) -> None:
+    """Shapes, dtypes and devices of absorbed decode; reads no values."""
+    check_tensor("ql_nope", ql_nope, ("T", "N", "Lkv"))
+    tokens, heads, latent = ql_nope.shape
+    check_tensor("q_pe", q_pe, (tokens, heads, "R"), (ql_nope.dtype,), ql_nope.device)
+    check_cache(kv_cache, latent + q_pe.shape[2], ql_nope.dtype, ql_nope.device)
+    check_decode_plan(metadata, tokens, ql_nope.device)
+    if schedule is not None:
+        check_schedule(schedule, metadata.seq_lens.shape[0], ql_nope.device)
+
+
+def check_schedule(schedule: DecodeSchedule, num_requests: int, device: torch.device) -> None:
+    """Shapes, dtypes and devices of a decode schedule; reads no values."""
+    int32 = (torch.int32,)
+    check_tensor("schedule.tile_ranges", schedule.tile_ranges, ("programs", 5), int32, device)
+    check(schedule.tile_ranges.shape[0] >= 1, "schedule.tile_ranges", "at least one program", 0)
+    check_tensor("schedule.split_offsets", schedule.split_offsets, (num_requests + 1,), int32, device)
+
+
+def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.device) -> None:
+    """Shapes, dtypes and devices of the tensors of a decode plan; reads no values."""
+    int32 = (torch.int32,)
+    check_tensor("metadata.seq_lens", metadata.seq_lens, ("B",), int32, device)
+    requests = metadata.seq_lens.shape[0]
+    check_tensor("metadata.block_table", metadata.block_table, (requests, "W"), int32, device)
+    check_tensor("metadata.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
+    check_tensor("metadata.visible_lens", metadata.visible_lens, (num_tokens,), int32, device)
+    longest = metadata.max_query_len
+    check(num_tokens <= requests * longest, "metadata.max_query_len",
+          f"a bound: {num_tokens} tokens of {requests} requests", longest)  # fmt: skip
+
+
+def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata,
+                  w_uk: Tensor, w_uv: Tensor) -> None:  # fmt: skip
+    """Shapes, dtypes and devices of a prefill; reads no values."""
+    check_tensor("q", q, ("T", "N", "P + R"))
+    tokens, heads, width = q.shape
+    check_tensor("k_pe", k_pe, (tokens, "R"), (q.dtype,), q.device)
+    rope = k_pe.shape[1]
+    check_tensor("kv_c_normed", kv_c_normed, (tokens, "Lkv"), (q.dtype,), q.device)
+    latent = kv_c_normed.shape[1]
+    check_tensor("w_uk", w_uk, (latent, heads, width - rope), (q.dtype,), q.device)
+    check_tensor("w_uv", w_uv, (latent, heads, "V"), (q.dtype,), q.device)
+    check_cache(kv_cache, latent + rope, q.dtype, q.device)
+    requests = metadata.block_table.shape[0]
+    check_tensor("metadata.query_start_loc", metadata.query_start_loc, (requests + 1,), (torch.int32,), q.device)
+
+
+def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: int, num_blocks: int) -> None:
+    """Check on the CPU the values of a decode plan: offsets, lengths, visible lengths and blocks.
+
+    Lengths are those of the keys that lie here (under context parallelism a rank holds fewer than the query is long),
+    so only the mask bounds them.
+    """
+    check_offsets("metadata.query_start_loc", metadata.query_start_loc, num_tokens)
+    lengths = metadata.seq_lens.tolist()
+    check(min(lengths, default=0) >= 0, "metadata.seq_lens", "lengths >= 0", min(lengths, default=0))
+    check_blocks(metadata.block_table, lengths, block_size, num_blocks, "metadata.block_table")
+    bounds = torch.repeat_interleave(metadata.seq_lens, metadata.query_start_loc.diff())
+    wrong = ((metadata.visible_lens < 0) | (metadata.visible_lens > bounds)).nonzero()
+    if wrong.numel():
+        row = int(wrong[0])
+        check(False, "metadata.visible_lens", f"a value in [0, {int(bounds[row])}] at row {row}",
+              int(metadata.visible_lens[row]))  # fmt: skip
+
+
+def check_forward_attention(
+    config: MLAConfig, weight: Tensor, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, output: Tensor
+) -> None:
+    """Shapes, dtypes and devices of a layer's attention, all tied to its up-projection; reads no values."""
+    dtypes, device = (weight.dtype,), weight.device
+    check_tensor("q", q, ("T", config.num_heads, config.qk_head_dim), dtypes, device)
+    tokens = q.shape[0]
+    check_tensor("kv_c_normed", kv_c_normed, (tokens, config.kv_lora_rank), dtypes, device)
+    check_tensor("k_pe", k_pe, (tokens, config.qk_rope_head_dim), dtypes, device)
+    check_cache(kv_cache, config.head_size, weight.dtype, device)
+    check_tensor("output", output, (tokens, config.num_heads, config.v_head_dim), dtypes, device)
+
+
+def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor) -> None:
+    """Check a whole step's plan before its first write: counts everywhere, values where they lie on the CPU.
+
+    Compiled code has no place for reading values here; there each op checks its own before it writes.
+    """
+    check(isinstance(metadata, MLAMetadata), "metadata", "an MLAMetadata or None", type(metadata).__name__)
+    end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
+    check(0 <= split <= end <= num_tokens, "metadata", f"0 <= num_decode_tokens <= num_actual_tokens <= {num_tokens}",
+          f"{split} and {end}")  # fmt: skip
+    device, prefill, int32 = kv_cache.device, metadata.prefill, (torch.int32,)
+    check_tensor("metadata.slot_mapping", metadata.slot_mapping, ("slots",), (torch.int64,), device)
+    check(metadata.slot_mapping.shape[0] >= end, "metadata.slot_mapping", f"at least {end} slots",
+          metadata.slot_mapping.shape[0])  # fmt: skip
+    check_decode_plan(metadata.decode, split, device)
+    check(metadata.num_decodes == metadata.decode.seq_lens.shape[0], "metadata.num_decodes",
+          f"the {metadata.decode.seq_lens.shape[0]} requests of metadata.decode", metadata.num_decodes)  # fmt: skip
+    if metadata.schedule is not None:
+        check_schedule(metadata.schedule, metadata.num_decodes, device)
+    if metadata.cascade is not None:
+        check_decode_plan(metadata.cascade.prefix, split, device)
+        check_decode_plan(metadata.cascade.suffix, split, device)
+    check_tensor("metadata.prefill.block_table", prefill.block_table, ("B", "W"), int32, device)
+    requests = prefill.block_table.shape[0]
+    check_tensor("metadata.prefill.query_start_loc", prefill.query_start_loc, (requests + 1,), int32, device)
+    for chunk in prefill.context_chunks:
+        check_tensor("metadata.prefill.context_chunks.starts", chunk.starts, (requests,), int32, device)
+        check_tensor("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, (requests + 1,), int32, device)
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    num_blocks, block_size, _ = kv_cache.shape
+    check_slots(metadata.slot_mapping[:end], num_blocks * block_size, "metadata.slot_mapping")
+    check_decode_values(metadata.decode, split, block_size, num_blocks)
+    if metadata.cascade is not None:
+        check_decode_values(metadata.cascade.prefix, split, block_size, num_blocks)
+        check_decode_values(metadata.cascade.suffix, split, block_size, num_blocks)
+    check_offsets("metadata.prefill.query_start_loc", prefill.query_start_loc, end - split)
+    for chunk in prefill.context_chunks:
+        check_offsets("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
+        first, lengths = chunk.starts.tolist(), chunk.cu_seq_lens.diff().tolist()
+        earliest = min(first, default=0)
+        check(earliest >= 0, "metadata.prefill.context_chunks.starts", "values >= 0", earliest)
+        ends = (start + length if length else 0 for start, length in zip(first, lengths, strict=True))
+        check_blocks(prefill.block_table, ends, block_size, num_blocks, "metadata.prefill.block_table")
+
+
+def check_graph_sizes(
+    batch_sizes: Sequence[int],
+    block_size: int,
+    max_blocks: int,
+    query_len: int,
+    num_programs: int,
+    batch_invariant: bool,
+) -> None:
+    """Check what a decode graph is made for."""
+    sizes = list(batch_sizes)
+    check(bool(sizes) and all(is_positive_int(size) for size in sizes), "batch_sizes", "positive ints, at least one",
+          sizes)  # fmt: skip
+    for name, value in (("block_size", block_size), ("max_blocks", max_blocks), ("query_len", query_len)):
+        check(is_positive_int(value), name, "a positive int", value)
+    check(num_programs >= (1 if batch_invariant else 0), "num_programs",
+          "at least 1 with batch_invariant" if batch_invariant else "an int >= 0", num_programs)  # fmt: skip
+
+
+def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
+    """Check that a batch fits a decode graph, whose buffers never grow; reads no values of the device."""
+    largest, q = graph.batch_sizes[-1], graph.query_len
+    requests, tokens = common.num_reqs, common.num_actual_tokens
+    check(requests <= largest, "common", f"at most {largest} requests, the largest of batch_sizes", requests)
+    wrong = (common.query_start_loc_cpu.diff() != q).nonzero()
+    if wrong.numel():
+        request = int(wrong[0])
+        got = int(common.query_start_loc_cpu[request + 1] - common.query_start_loc_cpu[request])
+        check(False, "common", f"{q} tokens of each request, as captured", f"{got} at request {request}")
+    width = common.block_table.shape[1]
+    check(width <= graph.max_blocks, "common.block_table", f"at most {graph.max_blocks} columns, as captured", width)
+    check_table_width(common, graph.block_size)
+    check_tensor("hidden_states", hidden_states, (tokens, graph.config.hidden_size), (graph.dtype,), graph.device)
+    check_tensor("positions", positions, (tokens,), (torch.int64,), graph.device)
+    check_tensor("common.block_table", common.block_table, (requests, "W"), (torch.int32,), graph.device)
+    check_tensor("common.seq_lens", common.seq_lens, (requests,), (torch.int32,), graph.device)
+    check_tensor("common.slot_mapping", common.slot_mapping, ("slots",), (torch.int64,), graph.device)
+    check(common.slot_mapping.shape[0] >= tokens, "common.slot_mapping", f"at least {tokens} slots",
+          common.slot_mapping.shape[0])  # fmt: skip

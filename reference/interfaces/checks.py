@@ -1,0 +1,111 @@
+"""Checks of one value or tensor at a time. Each raises one line: the argument, what was expected, what came."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def check(condition: bool, argument: str, expected: object, got: object) -> None:
+    """Raise one line that names the argument, what was expected and what came."""
+    if not condition:
+        raise ValueError(f"{argument}: expected {expected}, got {got}")
+
+
+def is_positive_int(value: object) -> bool:
+    """An int above 0; True is none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums, scores and LSE: float64 for float64, float32 otherwise."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_tensor(
+    argument: str,
+    tensor: Tensor,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
+    device: torch.device | None = None,
+) -> None:
+    """Check rank, sizes (an int is exact, a str is only a name), dtype and device. Reads no values.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: anything else; one line.
+    """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{argument}: expected a tensor, got {type(tensor).__name__}")
+    fits = len(shape) == tensor.dim() and all(
+        isinstance(want, str) or want == got for want, got in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{argument}: expected shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{argument}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{argument}: expected device {device}, got {tensor.device}")
+
+
+def check_dtype(argument: str, dtype: torch.dtype) -> None:
+    """Check that a dtype is one of the floating types that are served."""
+    check(dtype in FLOAT_DTYPES, argument, f"one of {', '.join(map(str, FLOAT_DTYPES))}", dtype)
+
+
+def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> None:
+    """Check values of a prefix sum on the CPU: starts at 0, never falls, ends at `total` where given."""
+    values = offsets.tolist()
+    check(bool(values) and values[0] == 0, argument, "a first element of 0", values[0] if values else "no element")
+    for request, (low, high) in enumerate(itertools.pairwise(values)):
+        check(high >= low, argument, "values that never fall", f"{low} then {high} at request {request}")
+    if total is not None:
+        check(values[-1] == total, argument, f"a last element of {total}", values[-1])
+
+
+def check_lengths(
+    query_start_loc: Tensor, seq_lens: Tensor, names: tuple[str, str] = ("query_start_loc", "seq_lens")
+) -> None:
+    """Check the values of a batch on the CPU; 0 < S < Sq raises, S = 0 is a padding row."""
+    check_offsets(names[0], query_start_loc)
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    for request, length in enumerate(lengths):
+        query_len = starts[request + 1] - starts[request]
+        check(length >= 0, names[1], "lengths >= 0", f"{length} at request {request}")
+        check(length == 0 or length >= query_len, names[1], f"at least the query length {query_len}",
+              f"{length} at request {request}")  # fmt: skip
+
+
+def check_slots(slot_mapping: Tensor, num_slots: int, argument: str = "slot_mapping") -> None:
+    """Check the values of a slot mapping on the CPU: -1 (padding) up to num_slots - 1."""
+    if slot_mapping.numel():
+        low, high = int(slot_mapping.min()), int(slot_mapping.max())
+        check(low >= -1 and high < num_slots, argument, f"slots in [-1, {num_slots})",
+              low if low < -1 else high)  # fmt: skip
+
+
+def check_blocks(
+    block_table: Tensor,
+    num_tokens: Iterable[int],
+    block_size: int,
+    num_blocks: int,
+    argument: str = "block_table",
+) -> None:
+    """Check by value (on the CPU) that the first `num_tokens[b]` tokens of each request lie in blocks of the cache."""
+    width = block_table.shape[1]
+    used = [-(-tokens // block_size) for tokens in num_tokens]
+    for request, columns in enumerate(used):
+        check(columns <= width, argument, f"at least {columns} columns for request {request}", width)
+    owned = torch.arange(width, device="cpu") < torch.tensor(used, device="cpu")[:, None]
+    block_table = block_table.cpu()
+    wrong = owned & ((block_table < 0) | (block_table > num_blocks - 1))
+    if wrong.any():
+        request = int(wrong.any(1).nonzero()[0])
+        block = int(block_table[request][wrong[request]][0])
+        check(False, argument, f"blocks in [0, {num_blocks}) at request {request}", block)

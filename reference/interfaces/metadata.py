@@ -1,0 +1,232 @@
+"""What travels between rooms: attention states, the batch of a step, and its plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from .checks import check, check_lengths, check_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionState:
+    """Softmax attention over some set of keys, in the form that merges.
+
+    Attributes:
+        out: [T, N, Dv], normalised; Dv is V on the expanded path, Lkv on the absorbed one.
+        lse: [N, T], natural log of the sum of exponentials; float32, or float64 where `out` is float64.
+            A row that attended nothing has out = 0 and lse = -inf.
+    """
+
+    out: Float[Tensor, "T N Dv"]
+    lse: Float[Tensor, "N T"]
+
+
+@dataclass(frozen=True, eq=False)
+class CommonAttentionMetadata:
+    """One step's batch, as a scheduler knows it. The `_cpu` twins hold the same values on the CPU.
+
+    Constructing it directly checks nothing (the hot path); `make` validates.
+
+    Attributes:
+        seq_lens: [B], tokens of each request after this step (context + query).
+        query_start_loc: [B + 1], prefix sum of the query lengths; a query length of 0 is legal.
+        seq_lens_cpu: the same on the CPU; plans are made from it, so that nothing is read back from a device.
+        query_start_loc_cpu: likewise.
+        block_table: [B, W], block ids; entries past a request's last block are garbage.
+        slot_mapping: [T], cache slot of each token; -1 from `num_actual_tokens` on, and wherever nothing is written.
+        max_query_len: an upper bound on the query lengths.
+        num_actual_tokens: query_start_loc[-1]; tokens past it are padding.
+    """
+
+    seq_lens: Int32[Tensor, " B"]
+    query_start_loc: Int32[Tensor, " B+1"]
+    seq_lens_cpu: Int32[Tensor, " B"]
+    query_start_loc_cpu: Int32[Tensor, " B+1"]
+    block_table: Int32[Tensor, "B W"]
+    slot_mapping: Int64[Tensor, " T"]
+    max_query_len: int
+    num_actual_tokens: int
+
+    @property
+    def num_reqs(self) -> int:
+        """B."""
+        return self.seq_lens_cpu.shape[0]
+
+    @property
+    def num_computed_tokens(self) -> Int32[Tensor, " B"]:
+        """Context lengths on the device: tokens that were in the cache before this step; 0 for padding rows."""
+        return (self.seq_lens - self.query_start_loc.diff()).clamp_(min=0)
+
+    @property
+    def num_computed_tokens_cpu(self) -> Int32[Tensor, " B"]:
+        """Context lengths on the CPU."""
+        return (self.seq_lens_cpu - self.query_start_loc_cpu.diff()).clamp_(min=0)
+
+    @classmethod
+    def make(
+        cls,
+        query_start_loc_cpu: Int32[Tensor, " offsets"],
+        seq_lens_cpu: Int32[Tensor, " B"],
+        block_table: Int32[Tensor, "B W"],
+        slot_mapping: Int64[Tensor, " T"],
+    ) -> CommonAttentionMetadata:
+        """Validate a batch and put it on the device of `block_table`.
+
+        Raises:
+            ValueError: wrong shape or dtype, a `query_start_loc` that falls, 0 < S < Sq, fewer slots than tokens, or
+                (on a CPU) a slot other than -1 past the last token; the message names the argument and the request.
+        """
+        check_tensor("query_start_loc_cpu", query_start_loc_cpu, ("B + 1",), (torch.int32,), torch.device("cpu"))
+        num_reqs = query_start_loc_cpu.shape[0] - 1
+        check(num_reqs >= 0, "query_start_loc_cpu", "at least one element", 0)
+        check_tensor("seq_lens_cpu", seq_lens_cpu, (num_reqs,), (torch.int32,), torch.device("cpu"))
+        check_tensor("block_table", block_table, (num_reqs, "W"), (torch.int32,))
+        check_tensor("slot_mapping", slot_mapping, ("T",), (torch.int64,), block_table.device)
+        check_lengths(query_start_loc_cpu, seq_lens_cpu, ("query_start_loc_cpu", "seq_lens_cpu"))
+        num_tokens = int(query_start_loc_cpu[-1])
+        check(
+            slot_mapping.shape[0] >= num_tokens, "slot_mapping", f"at least {num_tokens} slots", slot_mapping.shape[0]
+        )
+        device = block_table.device
+        if device.type == "cpu":
+            written = (slot_mapping[num_tokens:] != -1).nonzero()
+            if written.numel():
+                token = num_tokens + int(written[0])
+                check(False, "slot_mapping", f"-1 past the {num_tokens} tokens", f"{slot_mapping[token]} at {token}")
+        return cls(
+            seq_lens=seq_lens_cpu.to(device, non_blocking=True),
+            query_start_loc=query_start_loc_cpu.to(device, non_blocking=True),
+            seq_lens_cpu=seq_lens_cpu,
+            query_start_loc_cpu=query_start_loc_cpu,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            max_query_len=int(query_start_loc_cpu.diff().max()) if num_reqs else 0,
+            num_actual_tokens=num_tokens,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class ContextChunk:
+    """A piece of the cached context of some requests, small enough for the workspace.
+
+    Attributes:
+        starts: [B], first context token of each request's piece.
+        cu_seq_lens: [B + 1], prefix sum of the pieces' lengths (a length may be 0).
+        num_tokens: cu_seq_lens[-1].
+        max_seq_len: the longest piece.
+    """
+
+    starts: Int32[Tensor, " B"]
+    cu_seq_lens: Int32[Tensor, " B+1"]
+    num_tokens: int
+    max_seq_len: int
+
+    def to(self, device: torch.device) -> ContextChunk:
+        """The same chunk with its tensors on `device`."""
+        return replace(self, starts=self.starts.to(device, non_blocking=True),
+                       cu_seq_lens=self.cu_seq_lens.to(device, non_blocking=True))  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillMetadata:
+    """The requests that take the expanded path.
+
+    Attributes:
+        block_table: [B, W].
+        query_start_loc: [B + 1], from 0.
+        max_query_len: the longest query.
+        context_chunks: the cached context, in pieces; empty where no request has any.
+    """
+
+    block_table: Int32[Tensor, "B W"]
+    query_start_loc: Int32[Tensor, " B+1"]
+    max_query_len: int
+    context_chunks: tuple[ContextChunk, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeMetadata:
+    """The requests that take the absorbed path. The mask is data: row t sees `visible_lens[t]` keys.
+
+    Attributes:
+        block_table: [B, W].
+        seq_lens: [B], keys in the cache, the new tokens included; 0 for padding rows.
+        query_start_loc: [B + 1], from 0.
+        max_query_len: an upper bound on the query lengths.
+        visible_lens: [T], keys of its request that each row sees (S - Sq + i + 1); 0 = an empty row.
+    """
+
+    block_table: Int32[Tensor, "B W"]
+    seq_lens: Int32[Tensor, " B"]
+    query_start_loc: Int32[Tensor, " B+1"]
+    max_query_len: int
+    visible_lens: Int32[Tensor, " T"]
+
+
+@dataclass(frozen=True, eq=False)
+class CascadeMetadata:
+    """A decode whose requests share their first blocks: the shared prefix attended once, then each one's rest.
+
+    Attributes:
+        prefix: one request with all rows, over the shared blocks.
+        suffix: the requests without the shared blocks.
+    """
+
+    prefix: DecodeMetadata
+    suffix: DecodeMetadata
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeSchedule:
+    """How decode work is cut over programs: a plan of time, never of values (FlashMLA's tile schedule).
+
+    A tile is `DECODE_TILE` keys of one request, whatever the page. A program takes the tiles from its first to its
+    last, request after request; what it takes of one request is one split of it, or, with `batch_invariant`, several.
+
+    Attributes:
+        tile_ranges: [programs, 5]; first request, last request (inclusive), first tile in the first request, last tile
+            in the last one (exclusive), first split in the first one. A program without work has (B, B - 1, 0, 0, 0).
+        split_offsets: [B + 1], prefix sum of the splits of each request; a request without keys has none.
+        batch_invariant: requests are cut every `invariant_split_tiles` tiles, not where programs change.
+    """
+
+    tile_ranges: Int32[Tensor, "programs 5"]
+    split_offsets: Int32[Tensor, " offsets"]
+    batch_invariant: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class MLAMetadata:
+    """One step for one layer: rows [0, num_decode_tokens) decode, the rest up to num_actual_tokens prefill.
+
+    Either part may hold no request.
+
+    Attributes:
+        slot_mapping: [T], of the whole batch, padding included.
+        num_actual_tokens: rows that belong to requests; rows past it are padding and get output 0.
+        num_decodes: requests on the absorbed path; they come first.
+        num_decode_tokens: their rows.
+        decode: plan of the absorbed path.
+        prefill: plan of the expanded path.
+        schedule: how the decode is cut over programs; None leaves it to the kernel.
+        cascade: the decode once more, its shared prefix apart; None where that is not worth it. Without it the layer
+            attends `decode`.
+    """
+
+    slot_mapping: Int64[Tensor, " T"]
+    num_actual_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    decode: DecodeMetadata
+    prefill: PrefillMetadata
+    schedule: DecodeSchedule | None = None
+    cascade: CascadeMetadata | None = None
+
+    @property
+    def num_prefills(self) -> int:
+        """Requests on the expanded path."""
+        return self.prefill.block_table.shape[0]

@@ -1,0 +1,251 @@
+"""Where the absorbed path stops being the faster one: both paths over a grid of lengths, and constants fitted to it.
+
+    python -m tests.benchmarks.crossover --costs costs.json
+    python -m tests.benchmarks.crossover --heads 16 128 --json crossover.json
+
+Each point is a batch of equal requests through attention alone, up-projections included: `query_to_latent`,
+`mla_decode` and `latent_to_value`, or `forward_prefill`. The constants of `PathCosts` are those by which `choose_path`
+loses least, first to the points where the paths lie close together. What it loses is in the results, point by point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import fast
+from reference.interfaces import CommonAttentionMetadata, MLAConfig, PathCosts, PrefillMetadata
+
+from .report import provenance
+from .timing import Clock
+
+QUERY_LENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512)
+CONTEXT_LENS = (0, 128, 512, 2048, 8192, 32768)
+REQUESTS = 8
+BLOCK_SIZE, WORKSPACE = 64, 65536
+MOST_LOST = 0.10
+SLOWER = 8.0  # a path this many times slower at a smaller query is not timed any more
+CONSTANTS = tuple(asdict(PathCosts()))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One batch and what it took.
+
+    Attributes:
+        N: heads.
+        query_len: new tokens of each request.
+        context_len: cached tokens of each.
+        absorbed_us: of one request, on a device that the batch fills.
+        expanded_us: likewise; infinity where it was left out.
+    """
+
+    N: int
+    query_len: int
+    context_len: int
+    absorbed_us: float
+    expanded_us: float
+
+
+class Paths:
+    """Both paths over one batch of equal requests, random values.
+
+    Args:
+        config: the layer.
+        query_len: new tokens of each request.
+        context_len: cached tokens of each.
+        dtype: of everything.
+        device: where.
+    """
+
+    def __init__(self, config: MLAConfig, query_len: int, context_len: int, dtype: torch.dtype, device: str):
+        c, length = config, query_len + context_len
+        tokens, width = REQUESTS * query_len, -(-length // BLOCK_SIZE)
+
+        def rand(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=dtype, device=device)
+
+        self.config = config
+        self.q = rand(tokens, c.num_heads, c.qk_head_dim)
+        self.latents, self.k_pe = rand(tokens, c.kv_lora_rank), rand(tokens, c.qk_rope_head_dim)
+        self.w_uk = rand(c.kv_lora_rank, c.num_heads, c.qk_nope_head_dim) * c.kv_lora_rank**-0.5
+        self.w_uv = rand(c.kv_lora_rank, c.num_heads, c.v_head_dim) * c.kv_lora_rank**-0.5
+        self.cache = rand(REQUESTS * width, BLOCK_SIZE, c.head_size)
+        table = torch.randperm(REQUESTS * width, device=device).to(torch.int32).view(REQUESTS, width)
+        starts = query_len * torch.arange(REQUESTS + 1, dtype=torch.int32)
+        lens = torch.full((REQUESTS,), length, dtype=torch.int32)
+        slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+        common = CommonAttentionMetadata.make(starts, lens, table, slots)
+        self.decode = fast.build_mla_metadata(common, BLOCK_SIZE, WORKSPACE, decode_threshold=query_len).decode
+        programs = fast.decode_programs(config, device=device, dtype=dtype, block_size=BLOCK_SIZE, query_len=query_len)
+        self.schedule = fast.plan_decode(self.decode.seq_lens, programs, c.num_heads)
+        contexts = torch.full((REQUESTS,), context_len, dtype=torch.int32)
+        chunks = fast.plan_context_chunks(contexts, WORKSPACE, BLOCK_SIZE)
+        self.prefill = PrefillMetadata(
+            table, common.query_start_loc, query_len, tuple(chunk.to(table.device) for chunk in chunks)
+        )
+
+    def absorbed(self) -> Tensor:
+        """[T, N, V] by the latents themselves."""
+        c = self.config
+        w_uk_t, w_uv = fast.absorb(self.w_uk, self.w_uv)
+        q_nope, q_pe = self.q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        ql_nope = fast.query_to_latent(q_nope, w_uk_t)
+        state = fast.mla_decode(ql_nope, q_pe, self.cache, self.decode, c.softmax_scale, self.schedule)
+        return fast.latent_to_value(state.out, w_uv)
+
+    def expanded(self) -> Tensor:
+        """[T, N, V] by expanded keys and values."""
+        return fast.forward_prefill(
+            self.q, self.latents, self.k_pe, self.cache, self.prefill, self.w_uk, self.w_uv, self.config.softmax_scale
+        ).out
+
+
+def measure(config: MLAConfig, clock: Clock) -> list[Point]:
+    """The grid of one number of heads."""
+    points = []
+    for context_len in CONTEXT_LENS:
+        hopeless: set[str] = set()
+        for query_len in QUERY_LENS:
+            paths = Paths(config, query_len, context_len, torch.bfloat16, "cuda")
+            calls = {who: [getattr(paths, who)] for who in ("absorbed", "expanded") if who not in hopeless}
+            found = {who: spread.median_us / REQUESTS for who, spread in clock.flushed(calls).items()}
+            times = [found.get(who, float("inf")) for who in ("absorbed", "expanded")]
+            points.append(Point(config.num_heads, query_len, context_len, *times))
+            if times[0] > SLOWER * times[1]:
+                hopeless.add("absorbed")  # and more so with every token
+            del paths, calls
+            torch.cuda.empty_cache()
+    return points
+
+
+def features(points: Sequence[Point], config: MLAConfig) -> tuple[Tensor, Tensor]:
+    """What the constants multiply, [points, 6] for each path, in the arithmetic of `choose_path`'s docstring."""
+    rows: tuple[list[list[float]], list[list[float]]] = ([], [])
+    for point in points:
+        c, n, q, s = config, point.N, point.query_len, point.query_len + point.context_len
+        pairs = q * point.context_len + q * (q + 1) / 2
+        both, wide = c.qk_nope_head_dim + c.v_head_dim, 2 * c.kv_lora_rank + c.qk_rope_head_dim
+        rows[0].append([1, 0, 2 * n * pairs * wide, 0, 2 * n * q * c.kv_lora_rank * both,
+                        2 * (s * c.head_size + 2 * n * q * wide)])  # fmt: skip
+        rows[1].append([0, 1, 0, 2 * n * pairs * (both + c.qk_rope_head_dim), 2 * n * s * c.kv_lora_rank * both,
+                        2 * (s * c.head_size + 2 * n * s * both)])  # fmt: skip
+    return torch.tensor(rows[0], dtype=torch.float64), torch.tensor(rows[1], dtype=torch.float64)
+
+
+def model(constants: Tensor, work: Tensor) -> Tensor:
+    """What the constants say that points cost, [points]."""
+    fixed = work[:, :2] @ constants[:2]
+    return fixed + torch.maximum(work[:, 2:5] @ constants[2:5], work[:, 5] * constants[5])
+
+
+def fit(points: Sequence[Point], config: MLAConfig, steps: int = 3000, trials: int = 20_000) -> PathCosts:
+    """The constants that lose least.
+
+    First by descent on the logarithm of the paths' ratio, weighted where it is small, and of their times; then small
+    random changes are kept that lower the worst loss, or the sum of losses where that stays.
+    """
+    work = features(points, config)
+    times = torch.tensor([(p.absorbed_us, p.expanded_us) for p in points], dtype=torch.float64)
+    timed = times.isfinite()
+    both = timed.all(1)
+    ratio = (times[both, 0] / times[both, 1]).log()
+    weight = 1 / (0.05 + ratio.abs())
+    start = torch.tensor([5.0, 10.0, 4e-9, 3e-9, 2e-9, 4e-7], dtype=torch.float64)
+    logs = start.log().requires_grad_()
+    optimiser = torch.optim.Adam([logs], lr=0.02)
+    for _ in range(steps):
+        costs = torch.stack([model(logs.exp(), part) for part in work], 1).log()
+        error = ((costs[both, 0] - costs[both, 1] - ratio) ** 2 * weight).mean()
+        error = error + 0.1 * ((costs - times.log())[timed] ** 2).mean()
+        optimiser.zero_grad()
+        error.backward()
+        optimiser.step()
+
+    def losses(constants: Tensor) -> tuple[float, float]:
+        absorbed = model(constants, work[0]) <= model(constants, work[1])
+        chosen = torch.where(absorbed, times[:, 0], times[:, 1]) / times.amin(1) - 1
+        return float(chosen.max()), float(chosen.sum())
+
+    best = logs.detach().exp()
+    least, random = losses(best), torch.Generator().manual_seed(0)
+    for _ in range(trials):
+        trial = best * (0.05 * torch.randn(len(best), generator=random, dtype=torch.float64)).exp()
+        found = losses(trial)
+        if found < least:
+            best, least = trial, found
+    return PathCosts(**dict(zip(CONSTANTS, best.tolist(), strict=True)))
+
+
+def lost(point: Point, config: MLAConfig, costs: PathCosts | None) -> float:
+    """How much slower the chosen path is than the better one, as a part of that one's time."""
+    path = fast.choose_path(point.query_len, point.context_len, config, costs)
+    return getattr(point, f"{path}_us") / min(point.absorbed_us, point.expanded_us) - 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, fit, write; the exit status: 1 where a choice loses more than it may."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.crossover", description=__doc__.splitlines()[0])
+    parser.add_argument("--heads", type=int, nargs="+", default=[16, 128], metavar="N", help="heads (default: 16 128)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write hardware, versions, points and costs here")
+    parser.add_argument("--costs", type=Path, metavar="PATH", help="write the constants here, one file for each number "
+                        "of heads: PATH with -N before its suffix")  # fmt: skip
+    parser.add_argument("--time", type=float, default=20.0, metavar="MS", help="how long each path is timed at each "
+                        "point (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="accepted beside the other benchmarks; has no peers")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("error: needs a CUDA device, and torch sees none", file=sys.stderr)
+        return 2
+    console, worst, results = Console(width=120), 0.0, []
+    clock = Clock(arguments.time)
+    for heads in arguments.heads:
+        config = MLAConfig.from_preset("deepseek-v3", num_heads=heads)
+        points = measure(config, clock)
+        costs = fit(points, config)
+        losses = {
+            "measured": [lost(p, config, costs) for p in points],
+            "counted": [lost(p, config, None) for p in points],
+        }
+        table = Table(title=f"{heads} heads: us a request, absorbed / expanded; the choice")
+        for column in ("new tokens", *(f"{length} cached" for length in CONTEXT_LENS)):
+            table.add_column(column, justify="right")
+        for query_len in QUERY_LENS:
+            cells = []
+            for p, loss in zip(points, losses["measured"], strict=True):
+                if p.query_len == query_len:
+                    choice = fast.choose_path(p.query_len, p.context_len, config, costs)
+                    cells.append(
+                        f"{p.absorbed_us:.0f} / {p.expanded_us:.0f} {choice[0]}" + (f" +{loss:.0%}" if loss else "")
+                    )
+            table.add_row(str(query_len), *cells)
+        console.print(table)
+        console.print(
+            f"lost at worst: measured {max(losses['measured']):.1%}, counted {max(losses['counted']):.1%}; {costs}"
+        )
+        worst = max(worst, *losses["measured"])
+        results.append({
+            "N": heads, "costs": asdict(costs), "lost": {who: max(found) for who, found in losses.items()},
+            "points": [asdict(p) | {"lost": loss} for p, loss in zip(points, losses["measured"], strict=True)],
+        })  # fmt: skip
+        if arguments.costs is not None:
+            costs.save(arguments.costs.with_name(f"{arguments.costs.stem}-{heads}{arguments.costs.suffix}"))
+    if arguments.json is not None:
+        head = provenance("crossover", argv, device="cuda")
+        grid = {"requests": REQUESTS, "block_size": BLOCK_SIZE, "workspace_tokens": WORKSPACE}
+        arguments.json.write_text(json.dumps({**head, "grid": grid, "heads": results}, indent=1) + "\n")
+    return int(worst > MOST_LOST)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

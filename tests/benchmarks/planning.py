@@ -1,0 +1,253 @@
+"""What planning a step costs the host, and on a GPU what the schedule costs the device and a captured step wastes.
+
+    python -m tests.benchmarks.planning
+    python -m tests.benchmarks.planning --device cuda --json planning.json
+
+Host times are medians on one core. On a GPU: the builder's own time (copies sent, nothing waited for); `plan_decode`
+replayed from a graph; and for a replayed decode step of one layer its kernels, the time between the first and the last,
+and the gaps between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import fast
+import reference
+from reference.interfaces import CommonAttentionMetadata, MLAConfig
+
+from .report import provenance
+from .timing import Clock, Spread
+
+BLOCK_SIZE, WORKSPACE = 16, 65536
+PROMPT, CONTEXT = 512, 1024
+V3 = MLAConfig.from_preset("deepseek-v3")
+SCHEDULED_REQUESTS = (1, 16, 64, 128, 256, 1024, 8192)
+STEP = {"B": 64, "S": 4096, "N": 16}
+REPLAYS = 50
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch to plan.
+
+    Attributes:
+        decodes: requests with one new token and a context of 1 to 4096.
+        prefills: requests with 512 new tokens over 1024.
+        target_us: what planning it may cost on one core, or None.
+    """
+
+    decodes: int
+    prefills: int
+    target_us: float | None = None
+
+
+BATCHES = (
+    Batch(256, 0, 60.0), Batch(960, 64, 400.0), Batch(1920, 128), Batch(3840, 256), Batch(7680, 512),
+)  # fmt: skip
+
+
+def make_common(batch: Batch, device: str) -> CommonAttentionMetadata:
+    """The batch with pages that nobody looks at."""
+    query_lens = [1] * batch.decodes + [PROMPT] * batch.prefills
+    seq_lens = [2 + 37 * i % 4095 for i in range(batch.decodes)] + [PROMPT + CONTEXT] * batch.prefills
+    starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    table = torch.zeros(len(query_lens), -(-4096 // BLOCK_SIZE), dtype=torch.int32, device=device)
+    slots = torch.zeros(sum(query_lens), dtype=torch.int64, device=device)
+    return CommonAttentionMetadata.make(starts, torch.tensor(seq_lens, dtype=torch.int32), table, slots)
+
+
+def time_host(call: Callable[[], object], seconds: float) -> Spread:
+    """Median and quartiles of one call, on a warm host, without collections of garbage in between."""
+    for _ in range(3):
+        call()
+    times: list[float] = []
+    gc.collect()
+    gc.disable()
+    try:
+        stop = time.perf_counter() + seconds
+        while len(times) < 10 or time.perf_counter() < stop:
+            start = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - start))
+    finally:
+        gc.enable()
+    return Spread.of(times)
+
+
+def time_batches(device: str, seconds: float) -> list[dict[str, Any]]:
+    """Every batch through `build_mla_metadata`, and on a GPU through a builder."""
+    rows = []
+    for batch in BATCHES:
+        common = make_common(batch, device)
+        calls = {"fast": lambda c=common: fast.build_mla_metadata(c, BLOCK_SIZE, WORKSPACE, config=V3)}
+        if device == "cpu":
+            calls["reference"] = lambda c=common: reference.build_mla_metadata(c, BLOCK_SIZE, WORKSPACE, config=V3)
+        else:
+            builder = fast.MLAMetadataBuilder(
+                V3, BLOCK_SIZE, 4096, common.num_reqs, workspace_tokens=WORKSPACE, num_programs=66
+            )
+            calls["builder"] = lambda c=common, b=builder: b.build(0, c)
+        found = {}
+        for who, call in calls.items():
+            found[who] = time_host(call, seconds)
+            if device != "cpu":
+                torch.cuda.synchronize()
+        rows.append({"dims": asdict(batch), "host_us": {who: asdict(spread) for who, spread in found.items()}})
+    return rows
+
+
+def time_schedule() -> list[dict[str, Any]]:
+    """`plan_decode` back to back out of a graph, beside an empty kernel's share of that."""
+    clock, rows = Clock(50.0), []
+    one = torch.zeros(1, device="cuda")
+    for requests in SCHEDULED_REQUESTS:
+        lens = torch.randint(0, 8192, (requests,), dtype=torch.int32, device="cuda")
+        expected = reference.plan_decode(lens.cpu(), 132, 16)
+        got = fast.plan_decode(lens, 132, 16)
+        if not (got.tile_ranges.cpu().equal(expected.tile_ranges) and
+                got.split_offsets.cpu().equal(expected.split_offsets)):  # fmt: skip
+            raise AssertionError(f"plan_decode of {requests} requests is not the reference's")
+        calls = {
+            "plan_decode": [lambda lens=lens: fast.plan_decode(lens, 132, 16)],
+            "batch_invariant": [lambda lens=lens: fast.plan_decode(lens, 132, 16, batch_invariant=True)],
+            "fill of one element": [one.zero_],
+        }
+        found = clock.replayed(calls)
+        rows.append({"B": requests, "replayed": {who: asdict(spread) for who, spread in found.items()}})
+    return rows
+
+
+def make_layer(config: MLAConfig, dtype: torch.dtype) -> fast.MLAAttention:
+    """A layer with random weights on the GPU."""
+    c, kind = config, {"dtype": dtype, "device": "cuda"}
+
+    def linear(width: int, out: int) -> nn.Linear:
+        return nn.Linear(width, out, bias=False, **kind)
+
+    return fast.MLAAttention(
+        c,
+        kv_a_proj_with_mqa=linear(c.hidden_size, c.head_size),
+        kv_a_layernorm=nn.RMSNorm(c.kv_lora_rank, **kind),
+        kv_b_proj=linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)),
+        o_proj=linear(c.num_heads * c.v_head_dim, c.hidden_size),
+        q_proj=linear(c.hidden_size, c.num_heads * c.qk_head_dim),
+    )
+
+
+def profile_step() -> dict[str, Any]:
+    """A decode step of one layer, captured, its schedule planned inside: what runs, and what lies between."""
+    from torch.profiler import ProfilerActivity, profile
+
+    config = MLAConfig.from_preset("deepseek-v2-lite", num_heads=STEP["N"])
+    requests, length, dtype, block = STEP["B"], STEP["S"], torch.bfloat16, 64
+    layer = make_layer(config, dtype)
+    width = length // block
+    cache = fast.allocate_kv_cache(requests * width, block, config.head_size, dtype, "cuda").normal_()
+    programs = fast.decode_programs(config, device="cuda", dtype=dtype, block_size=block)
+    starts = torch.arange(requests + 1, dtype=torch.int32)
+    table = torch.randperm(requests * width, device="cuda").to(torch.int32).view(requests, width)
+    lens = torch.full((requests,), length, dtype=torch.int32)
+    slots = table[:, -1].long() * block + block - 1
+    common = CommonAttentionMetadata.make(starts, lens, table, slots)
+    hidden = torch.randn(requests, config.hidden_size, dtype=dtype, device="cuda")
+    positions = torch.full((requests,), length - 1, dtype=torch.int64, device="cuda")
+    found = {}
+    for name, count in (("scheduled", programs), ("kernel's own split", 0)):
+        graph = fast.DecodeGraph(
+            lambda h, p, m: layer(h, p, cache, m), config, [requests], block, width, dtype, "cuda", num_programs=count
+        )
+        graph.run(hidden, positions, common)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            for _ in range(REPLAYS):
+                graph.replay(requests)
+                torch.cuda.synchronize()
+        kernels = sorted(
+            (e.time_range.start, e.time_range.end, e.name) for e in trace.events()
+            if e.device_type == torch.autograd.DeviceType.CUDA
+        )  # fmt: skip
+        each = len(kernels) // REPLAYS
+        steps = [kernels[n * each : (n + 1) * each] for n in range(REPLAYS)]
+        gaps, spans = [], []
+        for step in steps:
+            end, gap = step[0][1], 0.0
+            for start, stop, _ in step[1:]:
+                gap, end = gap + max(0.0, start - end), max(end, stop)
+            gaps.append(gap)
+            spans.append(end - step[0][0])
+        middle = steps[REPLAYS // 2]
+        found[name] = {
+            "kernels": [(label.split("<")[0][-60:], round(stop - start, 2)) for start, stop, label in middle],
+            "gaps_us": asdict(Spread.of(gaps)), "span_us": asdict(Spread.of(spans)),
+        }  # fmt: skip
+    return {"dims": STEP, "programs": programs, **found}
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Tables of what was measured."""
+    table = Table(title="Planning a step, host time (us)")
+    for column in ("decodes", "prefills", "", "median", "quartiles", "at most"):
+        table.add_column(column, justify="right")
+    for row in report["batches"]:
+        for who, spread in row["host_us"].items():
+            low, high = spread["quartiles_us"]
+            target = row["dims"]["target_us"] if who != "reference" else None
+            table.add_row(str(row["dims"]["decodes"]), str(row["dims"]["prefills"]), who, f"{spread['median_us']:.1f}",
+                          f"{low:.1f} - {high:.1f}", "" if target is None else f"{target:.0f}")  # fmt: skip
+    console.print(table)
+    for row in report.get("schedule", ()):
+        times = ", ".join(f"{who} {spread['median_us']:.2f} us" for who, spread in row["replayed"].items())
+        console.print(f"B {row['B']}: {times}", markup=False)
+    for name, step in report.get("step", {}).items():
+        if name not in ("dims", "programs"):
+            span, gaps = step["span_us"]["median_us"], step["gaps_us"]["median_us"]
+            said = f"{len(step['kernels'])} kernels, {span:.1f} us from first to last, {gaps:.1f} us of gaps"
+            console.print(f"step, {name}: {said}", markup=False)
+            for label, duration in step["kernels"]:
+                console.print(f"    {duration:8.2f}  {label}", markup=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, show, write; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.planning", description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where plans go (default: cpu)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write hardware, versions and times here")
+    parser.add_argument("--time", type=float, default=1.0, metavar="S", help="how long each row is timed (default: 1)")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="accepted beside the other benchmarks; has no peers")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("error: needs a CUDA device, and torch sees none", file=sys.stderr)
+        return 2
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        report = {**provenance("planning", argv, device=arguments.device),
+                  "batches": time_batches(arguments.device, arguments.time)}  # fmt: skip
+    finally:
+        torch.set_num_threads(threads)
+    if arguments.device == "cuda":
+        report |= {"schedule": time_schedule(), "step": profile_step()}
+    console = Console()
+    show(report, console if console.is_terminal else Console(width=120))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,315 @@
+"""The plan of a step, integer by integer, against brute force over tokens; both wings, bit-exact with each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fast
+import reference
+from reference.interfaces import CommonAttentionMetadata, MLAConfig, PathCosts, QueryLenSupport
+
+from .factories import DIRECT, GARBAGE, assert_same_bits, integers, make_batch, offsets
+from .planning import batches, same
+from .properties import assume, given, st
+from .test_batch import brute_split
+
+V3 = MLAConfig.from_preset("deepseek-v3")
+SINGLE, UNIFORM, VARLEN = QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN
+
+
+def check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold):
+    """Pitfall 12: row by row, a decode sees the keys up to and with itself, and never past its sequence."""
+    batch = make_batch(query_lens, seq_lens, block_size, padding=2)
+    plan = ops.build_mla_metadata(batch.common, block_size, workspace, threshold)
+    decodes, prefills, decode_tokens, _ = brute_split(query_lens, threshold, False)
+    assert (plan.num_decodes, plan.num_prefills, plan.num_decode_tokens) == (decodes, prefills, decode_tokens)
+    assert plan.num_actual_tokens == batch.num_tokens and plan.slot_mapping is batch.common.slot_mapping
+    visible = []
+    for query_len, length in zip(query_lens[:decodes], seq_lens[:decodes], strict=True):
+        positions = range(length)[length - query_len :] if length else [-1] * query_len
+        visible += [position + 1 for position in positions]  # positions up to and with its own
+    assert plan.decode.visible_lens.dtype == torch.int32 and plan.decode.visible_lens.tolist() == visible
+    assert plan.decode.seq_lens.tolist() == list(seq_lens[:decodes])
+    assert plan.decode.query_start_loc.tolist() == offsets(query_lens[:decodes]).tolist()
+    assert plan.decode.max_query_len == max(query_lens[:decodes], default=0)
+    assert plan.prefill.query_start_loc.tolist() == offsets(query_lens[decodes:]).tolist()
+    assert plan.prefill.max_query_len == max(query_lens[decodes:], default=0)
+    for part, rows in ((plan.decode, slice(decodes)), (plan.prefill, slice(decodes, None))):
+        assert_same_bits(part.block_table, batch.common.block_table[rows])
+    context = list(batch.context_lens[decodes:])
+    covered = [sum(c.cu_seq_lens.diff()[r].item() for c in plan.prefill.context_chunks) for r in range(prefills)]
+    assert covered == context
+    return plan
+
+
+@given(batches(), st.sampled_from([2, 16]), st.integers(0, 60), st.sampled_from([1, 2, 3]))
+def test_plan(lens, block_size, extra, threshold):
+    """Both wings against brute force, and every field of one against the other."""
+    query_lens, seq_lens = lens
+    workspace = max(1, len(query_lens)) * block_size + extra
+    common = make_batch(query_lens, seq_lens, block_size).common
+    decodes = reference.split_decodes_and_prefills(common, threshold)[0]
+    if any(new > 0 and length == 0 for new, length in zip(query_lens[decodes:], seq_lens[decodes:], strict=True)):
+        for ops in (reference, fast):  # padding computed as a prefill would not come out as zero
+            with pytest.raises(ValueError, match="^seq_lens: expected padding rows among the decodes only"):
+                ops.build_mla_metadata(common, block_size, workspace, threshold)
+        return
+    plans = []
+    for ops in (reference, fast):
+        torch.manual_seed(0)
+        plans.append(check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold))
+    same(*plans)
+
+
+@given(batches(), st.sampled_from([2, 16]), st.booleans())
+def test_parts_agree(lens, block_size, uniform):
+    """Tier 1, one by one."""
+    query_lens, seq_lens = lens
+    common = make_batch(query_lens, seq_lens, block_size).common
+    for threshold in (1, 3):
+        same(*(ops.split_decodes_and_prefills(common, threshold, uniform) for ops in (reference, fast)))
+    same(common.num_computed_tokens.cpu(), common.num_computed_tokens_cpu)
+    arguments = (common.query_start_loc, common.seq_lens, common.block_table, block_size, sum(query_lens) + 2)
+    same(*(ops.slot_mapping(*arguments) for ops in (reference, fast)))
+
+
+def test_graph_padding_rows_are_inert(ops):
+    """Pitfalls 6 and 16: rows added after planning began still get seq_len 0, slot -1 and see nothing."""
+    batch = make_batch((1, 1, 1, 1), (20, 7, 0, 0))
+    plan = ops.build_mla_metadata(batch.common, 16, 64)
+    assert plan.num_decodes == 4
+    assert plan.decode.visible_lens.tolist() == [20, 7, 0, 0]
+    assert batch.common.slot_mapping[2:].tolist() == [-1, -1]
+    assert (batch.common.block_table[2:] == GARBAGE).all()
+    padded_queries = make_batch((2, 2), (9, 0))
+    assert ops.build_mla_metadata(padded_queries.common, 16, 64, 2).decode.visible_lens.tolist() == [8, 9, 0, 0]
+
+
+def test_empty_batch(ops):
+    plan = ops.build_mla_metadata(make_batch((), ()).common, 16, 64)
+    assert (plan.num_decodes, plan.num_prefills, plan.num_actual_tokens) == (0, 0, 0)
+    assert plan.prefill.context_chunks == ()
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+def test_make_accepts_what_it_derives(query_lens):
+    """`make` and the plain constructor agree on the derived fields."""
+    assume(sum(query_lens) < 30)
+    common = make_batch(query_lens, [q + 3 for q in query_lens]).common
+    again = CommonAttentionMetadata(
+        common.seq_lens, common.query_start_loc, common.seq_lens_cpu, common.query_start_loc_cpu, common.block_table,
+        common.slot_mapping, max(query_lens), sum(query_lens),
+    )  # fmt: skip
+    same(common, again)
+
+
+@pytest.mark.parametrize("wing", ["reference", "fast"])
+def test_planning_does_not_write_its_input(wing):
+    ops = {"reference": reference, "fast": fast}[wing]
+    common = make_batch((1, 4, 9), (17, 40, 9)).common
+    before = [t.clone() for t in (common.seq_lens, common.query_start_loc, common.block_table, common.slot_mapping)]
+    ops.build_mla_metadata(common, 16, 64)
+    after = (common.seq_lens, common.query_start_loc, common.block_table, common.slot_mapping)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# Who decodes: the threshold, the kernel's support, the choice of the path.
+
+
+def decodes_of(ops, query_lens, seq_lens, **options):
+    return ops.build_mla_metadata(make_batch(query_lens, seq_lens).common, 16, 1024, **options).num_decodes
+
+
+@given(batches(), st.sampled_from([1, 2, 5]), st.sampled_from([UNIFORM, VARLEN]), st.booleans(), st.booleans())
+def test_choices_agree(lens, threshold, support, asked, ordered):
+    """Every way to say who decodes, order required or not: the same plan or the same refusal."""
+    query_lens, seq_lens = lens
+    common, found = make_batch(query_lens, seq_lens).common, []
+    costs = PathCosts(expanded_request=2e6)  # so that short queries choose the absorbed path even without context
+    for ops in (reference, fast):
+        try:
+            found.append(
+                ops.build_mla_metadata(common, 16, 256, threshold, DIRECT if asked else None, costs, support, "even"
+                                       if threshold == 2 and len(lens[0]) < 8 else "packed", ordered)
+            )  # fmt: skip
+        except ValueError as error:
+            found.append(str(error))
+    same(*found)
+
+
+def test_path_choice_makes_decodes(ops):
+    """The absorbed requests lead, whatever their query lengths, and the first expanded one ends them."""
+    lens = [8, 1, 20, 600, 1], [5000, 30, 4000, 900, 77]
+    assert decodes_of(ops, *lens) == 0
+    assert decodes_of(ops, *lens, config=V3) == 3
+    assert decodes_of(ops, *lens, config=V3, costs=PathCosts(absorbed_request=1e15)) == 0
+    assert decodes_of(ops, *lens, config=V3, costs=PathCosts(expanded_request=1e15)) == 5
+    assert decodes_of(ops, [1, 8, 3], [40, 9000, 7], config=V3, query_len_support=SINGLE) == 1
+    assert decodes_of(ops, [1, 8, 3], [40, 9000, 700], config=V3, query_len_support=UNIFORM, decode_threshold=8) == 1
+    plan = ops.build_mla_metadata(make_batch(*lens).common, 16, 8192, config=V3)
+    assert plan.num_decode_tokens == 29 and plan.decode.max_query_len == 20
+    assert plan.decode.visible_lens[:8].tolist() == list(range(4993, 5001))
+
+
+def test_order_required(ops, plain_errors):
+    """The request is named, for expanded requests that stand before absorbed ones."""
+    common = make_batch([1, 30, 2, 1], [40, 90, 9, 8]).common
+    wanted = "^common: expected absorbed requests before the expanded one at request 1, got one at"
+    with pytest.raises(ValueError, match=f"{wanted} 3$"):
+        ops.build_mla_metadata(common, 16, 256, require_order=True)
+    with pytest.raises(ValueError, match=f"{wanted} 2$"):
+        ops.build_mla_metadata(common, 16, 256, 2, require_order=True)
+    assert ops.build_mla_metadata(common, 16, 256).num_decodes == 1
+
+
+def test_thresholds(ops, plain_errors):
+    assert [ops.reorder_batch_threshold(support) for support in QueryLenSupport] == [1, 1, 1]
+    assert [ops.reorder_batch_threshold(support, 3) for support in (SINGLE, UNIFORM, VARLEN)] == [1, 4, 4]
+    with pytest.raises(ValueError, match="^num_speculative_tokens: expected an int >= 0, got -1$"):
+        ops.reorder_batch_threshold(VARLEN, -1)
+    common = make_batch([1], [4]).common
+    with pytest.raises(ValueError, match="^decode_threshold: expected 1 with SINGLE_ONLY, got 2$"):
+        ops.build_mla_metadata(common, 16, 64, 2, query_len_support=SINGLE)
+    with pytest.raises(ValueError, match="^decode_threshold: expected at least 1, got 0$"):
+        ops.build_mla_metadata(common, 16, 64, 0)
+
+
+def test_narrow_block_table(ops, plain_errors):
+    common = make_batch([1, 1, 1], [20, 33, 50]).common
+    narrow = CommonAttentionMetadata.make(
+        common.query_start_loc_cpu, common.seq_lens_cpu, common.block_table[:, :2], common.slot_mapping
+    )
+    with pytest.raises(ValueError, match="^block_table: expected at least 3 columns for request 1, got 2$"):
+        ops.build_mla_metadata(narrow, 16, 64)
+    with pytest.raises(ValueError, match="^block_size: expected a positive int, got 0$"):
+        ops.build_mla_metadata(narrow, 0, 64)
+
+
+def test_slots_past_the_tokens(plain_errors):
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    slots = torch.tensor([3, -1, 5])
+    if slots.device.type == "cpu":
+        with pytest.raises(ValueError, match="^slot_mapping: expected -1 past the 1 tokens, got 5 at 2$"):
+            CommonAttentionMetadata.make(offsets([1]).cpu(), integers(4).cpu(), table, slots)
+
+
+# The builder of engines.
+
+
+def make_builder(ops, **options):
+    given = {"block_size": 16, "max_model_len": 512, "max_num_seqs": 8, "workspace_tokens": 64} | options
+    return ops.MLAMetadataBuilder(DIRECT, **given)
+
+
+@given(batches(), st.sampled_from([0, 3]), st.booleans(), st.sampled_from([0, 5]), st.booleans())
+def test_builders_agree(lens, drafted, fast_build, programs, batch_invariant):
+    """After reordering as it says, a builder accepts any batch whose padding decodes; both wings plan the same."""
+    query_lens, seq_lens = (list(values) for values in lens)
+    assume(all(q <= 1 + drafted or s > 0 for q, s in zip(query_lens, seq_lens, strict=True)))
+    builders = [
+        make_builder(ops, num_speculative_tokens=drafted, num_programs=programs,
+                     batch_invariant=batch_invariant and programs > 0)
+        for ops in (reference, fast)
+    ]  # fmt: skip
+    contexts = [max(0, s - q) for q, s in zip(query_lens, seq_lens, strict=True)]
+    swaps = [b.reorder_batch(integers(*query_lens).cpu(), integers(*contexts).cpu()) for b in builders]
+    same(*swaps)
+    for i, j in swaps[0]:
+        for values in (query_lens, seq_lens):
+            values[i], values[j] = values[j], values[i]
+    common = make_batch(query_lens, seq_lens, 16).common
+    plans = [b.build(0, common, fast_build) for b in builders]
+    same(*plans)
+    assert (plans[0].schedule is not None) == (programs > 0 and not fast_build and plans[0].num_decode_tokens > 0)
+    same(*(b.can_run_in_cudagraph(common) for b in builders))
+    absorbed = [fast.choose_path(q, c, DIRECT) == "absorbed" or q <= 1 + drafted
+                for q, c in zip(query_lens, [max(0, s - q) for q, s in zip(query_lens, seq_lens, strict=True)],
+                                strict=True)]  # fmt: skip
+    assert plans[0].num_decodes == sum(absorbed)
+
+
+def test_builder_for_graphs(ops, plain_errors):
+    """What is captured: decodes of one length up to the threshold, padding rows among them."""
+    builder = make_builder(ops, num_speculative_tokens=1, num_programs=3)
+    assert builder.reorder_batch_threshold == 2
+    kinds = {((2, 2, 2), (9, 40, 0)): True, ((1, 1), (9, 3)): True, ((1, 2), (9, 9)): False, ((), ()): False,
+             ((3, 3), (9, 9)): False, ((2, 0), (9, 9)): False}  # fmt: skip
+    for lens, captured in kinds.items():
+        common = make_batch(*lens).common
+        assert builder.can_run_in_cudagraph(common) == captured
+        if captured:
+            plan = builder.build_for_cudagraph_capture(common)
+            assert plan.num_decodes == common.num_reqs and plan.schedule.tile_ranges.shape == (3, 5)
+        else:
+            with pytest.raises(ValueError, match="^common: expected decodes of one query length up to 2, got"):
+                builder.build_for_cudagraph_capture(common)
+
+
+def test_builder_refuses(ops, plain_errors):
+    with pytest.raises(ValueError, match="^num_programs: expected at least 1 with batch_invariant, got 0$"):
+        make_builder(ops, batch_invariant=True)
+    with pytest.raises(ValueError, match="^num_programs: expected an int >= 0, got -1$"):
+        make_builder(ops, num_programs=-1)
+    with pytest.raises(ValueError, match="^workspace_tokens: expected at least one block of 16, got 15$"):
+        make_builder(ops, workspace_tokens=15)
+    with pytest.raises(ValueError, match="^max_num_seqs: expected a positive int, got 0$"):
+        make_builder(ops, max_num_seqs=0)
+    with pytest.raises(ValueError, match="^common: expected at most 2 requests, got 3$"):
+        make_builder(ops, max_num_seqs=2).build(0, make_batch([1] * 3, [4] * 3).common)
+    with pytest.raises(ValueError, match="^common: expected absorbed requests before the expanded one at request 0"):
+        make_builder(ops).build(0, make_batch([9, 1], [9, 30]).common)
+
+
+# On a GPU: nothing is read back, and buffers are not written while a copy reads them.
+
+
+@pytest.fixture
+def no_syncs():
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def on_gpu(common):
+    return CommonAttentionMetadata(
+        common.seq_lens.cuda(), common.query_start_loc.cuda(), common.seq_lens_cpu, common.query_start_loc_cpu,
+        common.block_table.cuda(), common.slot_mapping.cuda(), common.max_query_len, common.num_actual_tokens,
+    )  # fmt: skip
+
+
+def test_planning_does_not_wait(request):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    builder = make_builder(fast, num_programs=7, num_speculative_tokens=2)
+    lens = [([1] * 4, [20, 7, 0, 40]), ([3, 1, 9, 30], [50, 0, 40, 100]), ([9], [200])]
+    expected = [reference.build_mla_metadata(make_batch(*own).common, 16, 64, 3) for own in lens]
+    batches = [(own, on_gpu(make_batch(*own).common)) for own in lens]
+    builder.build(0, batches[0][1])  # compiles and allocates
+    request.getfixturevalue("no_syncs")
+    plans = [builder.build(0, common) for _ in range(5) for _, common in batches]
+    bare = [fast.build_mla_metadata(common, 16, 64, 3) for _, common in batches]
+    torch.cuda.set_sync_debug_mode("default")
+    for number, plan in enumerate(plans + bare):
+        wanted = expected[number % 3]
+        if number >= 15:
+            assert plan.decode.visible_lens.tolist() == wanted.decode.visible_lens.tolist()
+            chunks = plan.prefill.context_chunks, wanted.prefill.context_chunks
+            assert [c.cu_seq_lens.tolist() for c in chunks[0]] == [c.cu_seq_lens.tolist() for c in chunks[1]]
+        assert plan.prefill.query_start_loc.is_cuda and plan.decode.visible_lens.is_cuda
+
+
+def test_staging_survives_many_plans():
+    """Hundreds of plans sent without a wait, behind a busy stream: each arrives as it was."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    from fast.builder import StagingBuffer
+
+    staging, busy, sent = StagingBuffer(), torch.randn(2048, 2048, device="cuda"), []
+    for number in range(300):
+        if number % 10 == 0:
+            busy = (busy @ busy).clamp_(-1, 1)
+        pieces = [torch.full((3 + number % 7,), number, dtype=torch.int32, device="cpu"), integers(number).cpu()]
+        sent.append(staging.send(pieces, torch.device("cuda")))
+    for number, found in enumerate(sent):
+        assert found.tolist() == [number] * (4 + number % 7)
