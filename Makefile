@@ -1,4 +1,4 @@
-.PHONY: check test docs bench gpu
+.PHONY: check check-deep test docs bench gpu
 
 check:
 	ruff check .
@@ -6,6 +6,11 @@ check:
 
 test:
 	pytest
+
+# what runs at night: every property test of the planners with 2000 examples, 42,000 in all
+check-deep:
+	HYPOTHESIS_PROFILE=deep pytest tests/test_batch.py tests/test_schedule.py tests/test_path.py tests/test_builder.py \
+	  tests/test_cascade.py
 
 docs:
 	mkdocs build --strict

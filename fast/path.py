@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from jaxtyping import Bool, Int32
@@ -11,6 +14,7 @@ from torch import Tensor
 from reference.interfaces import MLAConfig, PathCosts, QueryLenSupport, check, check_tensor
 
 COUNTED = PathCosts()
+COSTS = Path(__file__).parent / "assets" / "costs"
 
 
 def choose_path(query_len: int, context_len: int, config: MLAConfig, costs: PathCosts | None = None) -> str:
@@ -109,3 +113,29 @@ def _absorbed_costs_least(q, context, config: MLAConfig, costs: PathCosts | None
     moved = costs.byte * (2.0 * (latents + 2.0 * heads * keys * both))
     expanded = costs.expanded_request + maximum(computed, moved)
     return absorbed <= expanded
+
+
+def costs_file(gpu: str, num_heads: int) -> str:
+    """Name of the file of constants of a GPU and a number of heads: "NVIDIA H200", 16 gives "h200-16.json"."""
+    words = [word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word and word != "nvidia"]
+    return f"{'-'.join(words)}-{num_heads}.json"
+
+
+def measured_costs(config: MLAConfig, device: torch.device | str) -> PathCosts | None:
+    """The constants that were measured on a device of this kind, for the number of heads next to the layer's.
+
+    Args:
+        config: the layer.
+        device: a CUDA device.
+
+    Returns:
+        What `choose_path` takes as `costs`; None for a device that nobody has measured, where counts decide.
+    """
+    if torch.device(device).type != "cuda":
+        return None
+    pattern = costs_file(torch.cuda.get_device_name(device), 0).replace("-0.json", "-*.json")
+    found = {int(path.stem.rsplit("-", 1)[1]): path for path in COSTS.glob(pattern)}
+    if not found:
+        return None
+    nearest = min(sorted(found), key=lambda heads: abs(math.log(heads / config.num_heads)))
+    return PathCosts.load(found[nearest])

@@ -1,6 +1,6 @@
 """The tests: contract, identities, twins compared, mistakes planted, bad input, ops.
 
-Tiers of the comparison: 1 bit-exact (test_cache, test_batch_schedule, test_differential), 2 float64 identities
+Tiers of the comparison: 1 bit-exact (test_cache, the planners' files, test_differential), 2 float64 identities
 (test_identities, test_rope, test_weights), 3 and 4 computed budgets for outputs and LSE (test_differential, test_rope,
 test_weights), 5 planted mistakes (test_mutations). `HYPOTHESIS_PROFILE=deep` runs the properties much longer.
 
@@ -26,20 +26,27 @@ Pitfall and fault; below it the tests that hold it.
 7   NaN in the tail of the last page
     cache: test_gather; differential: test_unowned_bytes_reach_nothing; mutations: 0 x NaN
 8   int32 overflow in page x stride
-    cache, triton_memory, triton_decode: test_offsets_beyond_32_bit; batch_schedule: test_slot_mapping_is_64_bit
+    cache, triton_memory, triton_decode: test_offsets_beyond_32_bit; batch: test_slot_mapping_is_64_bit
+10  even-split chunks that are no multiple of D x I
+    schedule: test_context_chunks_of_ranks
+11  an equal share of the workspace for a short context
+    schedule: test_one_long_context_among_short_ones
 12  several query tokens read past seq_lens
-    identities: test_several_queries; batch_schedule: test_plan; mutations: reads past its position
+    identities: test_several_queries; builder: test_plan; mutations: reads past its position
 14  YaRN mscale^2 missing or twice
     interfaces: test_scale_law, test_yarn_scales; rope: test_yarn_against_transformers; mutations: mscale^2
 15  interleaved against half-split rope
     rope: test_against_complex_numbers, test_pairings_differ_by_a_permutation; interfaces; mutations: other rope pairs
 16  metadata built before graph padding
-    batch_schedule: test_graph_padding_rows_are_inert
+    builder: test_graph_padding_rows_are_inert; graphs: test_a_run_leaves_nothing_behind
+17  buffers that grow inside a captured graph
+    graphs: test_refusals, test_captured_memory_stands_still
 18  merge assumes equal strides
     identities: test_merge_strides; ops: test_fake_results; mutations: merge assumes strides
+19  results change with the batch
+    triton_decode: test_batch_invariance
 21  degenerate inputs, so every output matched
     identities: test_inputs_were_not_degenerate; every control of mutations
 
-9, 10 and 13 belong to context parallelism, 11 to the packed chunk planner, 17 to graph capture, 19 and 20 to split and
-Hopper kernels; those rooms bring their tests with them.
+9 and 13 belong to context parallelism, 20 to Hopper kernels; those rooms bring their tests with them.
 """

@@ -35,7 +35,11 @@ import torch
 from .benchmarks.report import digest, package_version, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
-BENCHMARKS = ("decode", "prefill", "bytes")
+BENCHMARKS = {  # and what each is given besides --json
+    "decode": (), "prefill": (), "bytes": (), "planning": ("--device", "cuda"),
+    "crossover": ("--costs", "fast/assets/costs"),
+}  # fmt: skip
+BESIDE_PEERS = ("decode", "prefill", "bytes")
 FAR = (2147480000, -2147480000, -1, 1 << 20)  # block ids, lengths and slots that no tensor of a sample has
 HOSTILE = ("block_table", "block_mapping", "slot_mapping", "seq_lens", "visible_lens", "tile_ranges", "split_offsets")
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -211,11 +215,12 @@ def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
 def run_benchmarks(args: argparse.Namespace) -> dict[str, Any]:
     """The benchmarks one after another, nothing else on the card."""
     reports, ok = {}, True
-    for name in BENCHMARKS:
+    for name, options in BENCHMARKS.items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "report.json"
-            command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--json", str(path)]
-            command += [] if args.peers is None else ["--peers", str(args.peers.resolve())]
+            command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--json", str(path), *options]
+            if args.peers is not None and name in BESIDE_PEERS:
+                command += ["--peers", str(args.peers.resolve())]
             status, output = run(command, args.limit)
             print(output, flush=True)
             ok = ok and status == 0

@@ -67,7 +67,7 @@ def test_bytes_counts():
 
 
 def test_rows_are_the_published_ones():
-    assert len(set(decode.ROWS)) == 18 and len(set(prefill.ROWS)) == 6 and len(set(moves.ROWS)) == 5
+    assert len(set(decode.ROWS)) == 21 and len(set(prefill.ROWS)) == 6 and len(set(moves.ROWS)) == 5
     assert {row.N for row in decode.ROWS} == {128, 64, 32, 16}
     assert decode.Row(1, 131072, 1, 16) in decode.ROWS and decode.Row(128, 4096, 2, 16) in decode.ROWS
 
@@ -320,9 +320,10 @@ def test_errors(name, argv, message, no_gpu, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("decode", "1,2,3", "expected B,S,Sq,N, such as 1,8192,1,128, got 1,2,3"),
-        ("decode", "1,2,3,4", "Sq at most S"),
-        ("decode", "1,2,x,4", "invalid literal"),
+        ("decode", "1,2,3", "expected B,S,Sq,N,LENS, such as 1,8192,1,128,equal, got 1,2,3"),
+        ("decode", "1,2,3,4,equal", "Sq at most S"),
+        ("decode", "1,2,x,4,equal", "invalid literal"),
+        ("decode", "1,8,1,4,sorted", "equal or mixed"),
         ("prefill", "1,4,4,1,maybe", "causal or full"),
         ("bytes", "gather,100", "a multiple of 1024 tokens"),
         ("bytes", "swap,1024", "one of gather, cache_write"),

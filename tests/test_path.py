@@ -57,7 +57,8 @@ def test_against_a_count(preset, query_len, context_len, costs):
 
 @given(
     st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 10**6)), max_size=20),
-    st.sampled_from([V3, *CONFIGS.values()]), st.sampled_from([None, MEASURED]), st.sampled_from([0, 1, 4]), st.sampled_from(list(QueryLenSupport)),
+    st.sampled_from([V3, *CONFIGS.values()]), st.sampled_from([None, MEASURED]), st.sampled_from([0, 1, 4]),
+    st.sampled_from(list(QueryLenSupport)),
 )  # fmt: skip
 def test_wings_agree(lens, config, costs, threshold, support):
     """Bit by bit, whatever the lengths, and one by one as together."""
@@ -88,6 +89,33 @@ def test_ends(ops):
     assert ops.choose_path(1, 4096, V3) == "absorbed"
     assert ops.choose_path(4096, 0, V3) == "expanded"
     assert ops.choose_path(0, 0, V3) == "absorbed"
+
+
+def test_measured_costs(monkeypatch, tmp_path):
+    """Of the card's name and the nearest number of heads, on a logarithmic scale; of no other card."""
+    from fast import path
+
+    assert path.costs_file("NVIDIA H200", 16) == "h200-16.json"
+    assert path.measured_costs(V3, "cpu") is None
+    monkeypatch.setattr(path, "COSTS", tmp_path)
+    for heads in (16, 128):
+        PathCosts(byte=float(heads)).save(tmp_path / f"h200-{heads}.json")
+    for name, heads, expected in (("NVIDIA H200", 128, 128), ("NVIDIA H200", 64, 128), ("NVIDIA H200", 8, 16),
+                                  ("NVIDIA H200 NVL", 16, None), ("NVIDIA H20", 16, None)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found = path.measured_costs(MLAConfig.from_preset("deepseek-v3", num_heads=heads), "cuda")
+        assert (found and found.byte) == expected
+
+
+def test_shipped_costs():
+    """Every file that ships is one that `choose_path` takes, and still chooses as the ends demand."""
+    from fast.path import COSTS
+
+    for path in COSTS.glob("*.json"):
+        costs = PathCosts.load(path)
+        config = MLAConfig.from_preset("deepseek-v3", num_heads=int(path.stem.rsplit("-", 1)[1]))
+        assert fast.choose_path(1, 4096, config, costs) == "absorbed"
+        assert fast.choose_path(4096, 0, config, costs) == "expanded"
 
 
 def test_costs(tmp_path, plain_errors):

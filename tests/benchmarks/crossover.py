@@ -1,6 +1,6 @@
 """Where the absorbed path stops being the faster one: both paths over a grid of lengths, and constants fitted to it.
 
-    python -m tests.benchmarks.crossover --costs costs.json
+    python -m tests.benchmarks.crossover --costs fast/assets/costs
     python -m tests.benchmarks.crossover --heads 16 128 --json crossover.json
 
 Each point is a batch of equal requests through attention alone, up-projections included: `query_to_latent`,
@@ -23,6 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 import fast
+from fast.path import costs_file
 from reference.interfaces import CommonAttentionMetadata, MLAConfig, PathCosts, PrefillMetadata
 
 from .report import provenance
@@ -197,11 +198,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.crossover", description=__doc__.splitlines()[0])
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128], metavar="N", help="heads (default: 16 128)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write hardware, versions, points and costs here")
-    parser.add_argument("--costs", type=Path, metavar="PATH", help="write the constants here, one file for each number "
-                        "of heads: PATH with -N before its suffix")  # fmt: skip
+    parser.add_argument("--costs", type=Path, metavar="DIR", help="write the constants here, one file for each number "
+                        "of heads, as fast.path.measured_costs reads them from fast/assets/costs")  # fmt: skip
     parser.add_argument("--time", type=float, default=20.0, metavar="MS", help="how long each path is timed at each "
                         "point (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="accepted beside the other benchmarks; has no peers")
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -239,7 +239,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "points": [asdict(p) | {"lost": loss} for p, loss in zip(points, losses["measured"], strict=True)],
         })  # fmt: skip
         if arguments.costs is not None:
-            costs.save(arguments.costs.with_name(f"{arguments.costs.stem}-{heads}{arguments.costs.suffix}"))
+            arguments.costs.mkdir(parents=True, exist_ok=True)
+            costs.save(arguments.costs / costs_file(torch.cuda.get_device_name(), heads))
     if arguments.json is not None:
         head = provenance("crossover", argv, device="cuda")
         grid = {"requests": REQUESTS, "block_size": BLOCK_SIZE, "workspace_tokens": WORKSPACE}

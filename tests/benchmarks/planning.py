@@ -227,7 +227,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where plans go (default: cpu)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write hardware, versions and times here")
     parser.add_argument("--time", type=float, default=1.0, metavar="S", help="how long each row is timed (default: 1)")
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="accepted beside the other benchmarks; has no peers")
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():

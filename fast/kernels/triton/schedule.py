@@ -26,7 +26,7 @@ def _sizes(seq_lens, seq_stride, first, num_requests, overhead, max_splits, CHUN
     """Of CHUNK requests [CHUNK] each: tiles, tiles of a split, splits by own length, and length on the line."""
     request = first + tl.arange(0, CHUNK)
     lens = tl.load(seq_lens + request * seq_stride, mask=request < num_requests, other=0)
-    tiles = (tl.maximum(lens, 0) - 1 + TILE) // TILE  # the longest length does not overflow
+    tiles = (tl.maximum(lens, 1) - 1) // TILE + (lens > 0).to(tl.int32)  # the longest length does not overflow
     split_tiles = tl.maximum(tiles, 1)
     splits = tl.minimum(tiles, 1)
     if BATCH_INVARIANT:
