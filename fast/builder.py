@@ -6,6 +6,7 @@ Plans are made on the CPU from the CPU twins of a batch; nothing is read back fr
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Int32
@@ -186,11 +187,11 @@ class StagingBuffer:
     """Pinned memory that is used again and again to send plans to a GPU, two steps at a time.
 
     An event guards each half: it is written again only after the copy out of it has run. So the next step is planned
-    while this one runs, and nobody waits unless two plans are under way.
+    while this one runs, and nobody waits unless two plans are under way. For one thread.
     """
 
     def __init__(self):
-        self._halves: list[tuple[Tensor, torch.cuda.Event]] = []
+        self._halves: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def send(self, pieces: list[Tensor], device: torch.device) -> Tensor:
         """The pieces one after another in one int32 vector on a CUDA device.
@@ -200,17 +201,18 @@ class StagingBuffer:
             device: where to.
         """
         total = sum(piece.shape[0] for piece in pieces)
-        if len(self._halves) < 2:
-            half, event = torch.empty(0, dtype=torch.int32, device="cpu"), torch.cuda.Event()
-        else:
-            half, event = self._halves.pop(0)
+        halves = self._halves.setdefault(device, [])
+        half, event = torch.empty(0, dtype=torch.int32, device="cpu"), torch.cuda.Event()
+        if len(halves) == 2:
+            half, event = halves.pop(0)
             event.synchronize()
         if half.shape[0] < total:
             half = torch.empty(2 * total, dtype=torch.int32, device="cpu", pin_memory=True)
-        sent = torch.cat(pieces, out=half[:total]).to(device, non_blocking=True)
-        event.record(torch.cuda.current_stream(device))
-        self._halves.append((half, event))
-        return sent
+        try:
+            return torch.cat(pieces, out=half[:total]).to(device, non_blocking=True)
+        finally:
+            event.record(torch.cuda.current_stream(device))
+            halves.append((half, event))
 
 
 class MLAMetadataBuilder:
@@ -224,8 +226,11 @@ class MLAMetadataBuilder:
         query_len_support: of the decode kernel.
         num_speculative_tokens: drafted tokens a request and step.
         costs: of `choose_path`.
-        num_programs: that the decode is cut over; 0 leaves it to the kernel.
-        batch_invariant: results of a request do not depend on its neighbours; needs `num_programs`.
+        num_programs: that a decode is cut over, 0 leaves it to the kernel. Or a function of its longest query: the rows
+            of long ones fill the device, and many parts of many rows would take much memory. A number holds for queries
+            up to the threshold; longer ones are left to the kernel.
+        batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit; needs
+            `num_programs`. `choose_path` is not asked then: queries beyond the threshold are expanded.
         workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
 
     Raises:
@@ -241,22 +246,25 @@ class MLAMetadataBuilder:
         query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
         num_speculative_tokens: int = 0,
         costs: PathCosts | None = None,
-        num_programs: int = 0,
+        num_programs: int | Callable[[int], int] = 0,
         batch_invariant: bool = False,
         workspace_tokens: int | None = None,
     ):
         smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size)
-        check(num_programs >= 0, "num_programs", "an int >= 0", num_programs)
-        check(num_programs > 0 or not batch_invariant, "num_programs", "at least 1 with batch_invariant", num_programs)
+        least = 1 if batch_invariant else 0
+        check(callable(num_programs) or num_programs >= least, "num_programs",
+              "at least 1 with batch_invariant" if least else "an int >= 0 or a function", num_programs)  # fmt: skip
         self.config, self.block_size, self.costs = config, block_size, costs
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
+        self._asked = None if batch_invariant else config  # by whom paths are chosen
         self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
         check(self.workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}",
               self.workspace_tokens)  # fmt: skip
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
         self._staging = StagingBuffer()
+        self._captured: dict[tuple[int, int], MLAMetadata] = {}
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
         """The plan of one step.
@@ -264,40 +272,72 @@ class MLAMetadataBuilder:
         Args:
             common_prefix_len: shared context (`common_prefix_len`), 0 for none; attended once where that is faster.
             common: the batch, ordered as `reorder_batch` says.
-            fast_build: leave out what only speeds the kernels up: the decode schedule and the cascade.
+            fast_build: leave out what only speeds the kernels up: the cascade, and the decode's schedule where nothing
+                else rests on it.
 
         Raises:
             ValueError: as `build_mla_metadata`; an order other than absorbed before expanded; more requests or longer
                 ones than the builder was made for.
         """
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
+        if common.num_reqs and int(common.seq_lens_cpu.max()) > self.max_model_len:
+            request = int(common.seq_lens_cpu.argmax())
+            check(False, "common", f"at most {self.max_model_len} tokens a request",
+                  f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
         metadata = build_mla_metadata(
-            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self.config, self.costs,
-            self.query_len_support, require_order=True, staging=self._staging,
+            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._asked,
+            self.costs, self.query_len_support, require_order=True, staging=self._staging,
         )  # fmt: skip
-        if fast_build or metadata.num_decode_tokens == 0:
+        captured = self._captured.get((common.num_reqs, common.max_query_len))
+        if captured is not None and self.can_run_in_cudagraph(common):
+            return self._into_captured(captured, metadata)
+        if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
         return self._with_hints(metadata, common_prefix_len, common)
 
+    def _into_captured(self, captured: MLAMetadata, metadata: MLAMetadata) -> MLAMetadata:
+        """The plan in the tensors that a captured graph reads, where those are not the batch's own."""
+        visible_lens, schedule = metadata.decode.visible_lens, captured.schedule
+        if captured.decode.max_query_len > 1:
+            visible_lens = captured.decode.visible_lens.copy_(visible_lens)
+        if schedule is not None:
+            planned = self._with_hints(metadata, 0, None).schedule
+            schedule.tile_ranges.copy_(planned.tile_ranges)
+            schedule.split_offsets.copy_(planned.split_offsets)
+        decode = dataclasses.replace(metadata.decode, visible_lens=visible_lens)
+        return dataclasses.replace(metadata, decode=decode, schedule=schedule)
+
     def _with_hints(
-        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
+        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata | None
     ) -> MLAMetadata:
         """The plan with the cascade or the schedule of its decode."""
-        lengths = common.seq_lens_cpu[: metadata.num_decodes]
-        query_lens = common.query_start_loc_cpu.diff()[: metadata.num_decodes]
-        if use_cascade_attention(common_prefix_len, query_lens, lengths, self.config) and not self.batch_invariant:
-            row = int((lengths > 0).int().argmax())
-            cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
-            return dataclasses.replace(metadata, cascade=cascade)
-        if self.num_programs > 0:
+        if common_prefix_len > 0 and not self.batch_invariant:
+            lengths = common.seq_lens_cpu[: metadata.num_decodes]
+            query_lens = common.query_start_loc_cpu[: metadata.num_decodes + 1].diff()
+            if use_cascade_attention(common_prefix_len, query_lens, lengths, self.config):
+                row = int((lengths > 0).int().argmax())
+                cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
+                return dataclasses.replace(metadata, cascade=cascade)
+        programs = self._programs_for(metadata.decode.max_query_len)
+        if programs > 0:
             schedule = plan_decode(
-                metadata.decode.seq_lens, self.num_programs, self.config.num_heads, batch_invariant=self.batch_invariant
+                metadata.decode.seq_lens, programs, self.config.num_heads, batch_invariant=self.batch_invariant
             )
             return dataclasses.replace(metadata, schedule=schedule)
         return metadata
 
+    def _programs_for(self, query_len: int) -> int:
+        """Over how many programs a decode is cut, from its longest query; 0 leaves it to the kernel."""
+        if callable(self.num_programs):
+            return self.num_programs(query_len)
+        return self.num_programs if query_len <= self.reorder_batch_threshold else 0
+
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
         """The plan of a batch that is captured.
+
+        Its schedule and visible lengths stay where they are: every later `build` of a batch of this size writes them
+        there. The batch's own tensors (lengths, block table, slots) are the caller's to keep in place. `DecodeGraph`
+        needs none of this: it plans inside the graph.
 
         Raises:
             ValueError: a batch that `can_run_in_cudagraph` refuses.
@@ -306,7 +346,9 @@ class MLAMetadataBuilder:
               f"decodes of one query length up to {self.reorder_batch_threshold}",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
               )  # fmt: skip
-        return self.build(0, common)
+        metadata = self.build(0, common)
+        self._captured[common.num_reqs, common.max_query_len] = metadata
+        return metadata
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         """Whether a batch is of the captured kind: decodes only, queries of one length, those of padding included."""
@@ -326,6 +368,6 @@ class MLAMetadataBuilder:
             ValueError: tensors that do not fit; a length below 0.
         """
         absorbed = choose_paths(
-            query_lens, context_lens, self.reorder_batch_threshold, self.config, self.costs, self.query_len_support
+            query_lens, context_lens, self.reorder_batch_threshold, self._asked, self.costs, self.query_len_support
         )
         return reorder_batch_to_split_decodes_and_prefills(absorbed)

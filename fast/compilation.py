@@ -32,8 +32,8 @@ def warmup(
 ) -> list[str]:
     """Compile every kernel that a layer of these dims will launch, so that no request waits for it.
 
-    It runs steps of a layer with projections of zeros: decodes of 1 to `decode_threshold` tokens, split and whole;
-    prefills with and without context; copies of blocks. Triton keeps what it compiled on disk besides.
+    It runs steps of a layer with projections of zeros: decodes of 1 to `decode_threshold` tokens and of more, split and
+    whole, with a schedule and without; prefills with and without context; copies of blocks. Triton keeps what it compiled on disk besides.
 
     Args:
         config: the layer.
@@ -61,9 +61,9 @@ def warmup(
     kv_cache = allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, device).zero_()
     layer = MLAAttention(config, **_projections_of_zeros(config, dtype, device), backend=backend)
 
-    def step(query_lens: list[int], seq_lens: list[int]) -> None:
+    def step(query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold) -> None:
         common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), device)
-        plan = build_mla_metadata(common, block_size, 4 * block_size * len(query_lens), decode_threshold)
+        plan = build_mla_metadata(common, block_size, 4 * block_size * len(query_lens), threshold)
         tokens = sum(query_lens)
         hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
@@ -88,6 +88,14 @@ def warmup(
                 step([query_len] * requests, [LONG_CONTEXT] * requests)
             for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
                 step([query_len] * requests, [query_len] * requests)
+        longer = max(
+            decode_threshold + 1, 17
+        )  # what `choose_path` may absorb: with any heads more rows than one token has
+        for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
+            step([longer] * requests, [length] * requests, longer)
+        for requests in (300, 1100):
+            lens = torch.zeros(requests, dtype=torch.int32, device=device)
+            plan_decode(lens, 1, config.num_heads, batch_invariant=batch_invariant, backend=backend)
         for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):
             for context in (0, 16 * block_size, 3):
                 step([long_query], [long_query + context])

@@ -19,7 +19,7 @@ from reference.interfaces import (
     check_graph_sizes,
 )
 
-from .schedule import plan_decode
+from .schedule import decode_programs, plan_decode
 
 Step = Callable[[Tensor, Tensor, MLAMetadata], Tensor]
 WARM_UP_RUNS = 2  # before capture: kernels are compiled, libraries allocate what they keep
@@ -32,11 +32,13 @@ class DecodeGraph:
     them 0. The schedule of the decode is planned anew in each run, from the lengths of that run.
 
     On a CUDA device each batch size is captured once, here, into a graph; all share their memory and the buffers that a
-    run copies its batch into. Nothing is allocated later, so a batch that is larger than any captured is an error. On a
-    CPU there are no graphs, and the step runs over the same buffers.
+    run copies its batch into; the step runs a few times for that, over nothing but padding. Nothing is allocated later,
+    so a batch that is larger than any captured is an error. On a CPU there are no graphs, and the step runs over the
+    same buffers.
 
     Args:
-        step: (hidden_states [T, H], positions [T], metadata) -> [T, H]: a layer over its cache, or all of a model's.
+        step: (hidden_states [T, H], positions [T], metadata) -> [T, H]: a layer over its cache, or all of a model's. It
+            leaves its arguments as they are.
         config: the layers'.
         batch_sizes: requests that a batch is padded to.
         block_size: tokens a block.
@@ -44,7 +46,8 @@ class DecodeGraph:
         dtype: of the hidden states.
         device: of the step.
         query_len: tokens of each request; with speculation one and the drafted ones.
-        num_programs: that the decode is cut over; 0 leaves it to the kernel.
+        num_programs: that the decode is cut over, 0 leaves it to the kernel; None for as many as suit the device
+            (`decode_programs`).
         batch_invariant: of `plan_decode`.
         backend: kernel set of `plan_decode`, or None for the choice by capability.
 
@@ -62,11 +65,15 @@ class DecodeGraph:
         dtype: torch.dtype,
         device: torch.device | str,
         query_len: int = 1,
-        num_programs: int = 0,
+        num_programs: int | None = None,
         batch_invariant: bool = False,
         *,
         backend: str | None = None,
     ):
+        if num_programs is None:
+            num_programs = decode_programs(
+                config, device=device, dtype=dtype, block_size=block_size, query_len=query_len, backend=backend
+            )
         check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs, batch_invariant)
         self.step, self.config, self.backend = step, config, backend
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
@@ -74,14 +81,15 @@ class DecodeGraph:
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         requests, tokens = self.batch_sizes[-1], self.batch_sizes[-1] * query_len
-        kind = {"device": self.device}
-        self._hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, **kind)
-        self._positions = torch.zeros(tokens, dtype=torch.int64, **kind)
-        self._seq_lens = torch.zeros(requests, dtype=torch.int32, **kind)
-        self._block_table = torch.zeros(requests, max_blocks, dtype=torch.int32, **kind)
-        self._slot_mapping = torch.full((tokens,), -1, dtype=torch.int64, **kind)
-        self._query_start_loc = query_len * torch.arange(requests + 1, dtype=torch.int32, **kind)
-        self._new_tokens = torch.arange(1 - query_len, 1, dtype=torch.int32, **kind)
+        with torch.inference_mode(False):  # buffers that any mode may write
+            kind = {"device": self.device}
+            self._hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, **kind)
+            self._positions = torch.zeros(tokens, dtype=torch.int64, **kind)
+            self._seq_lens = torch.zeros(requests, dtype=torch.int32, **kind)
+            self._block_table = torch.zeros(requests, max_blocks, dtype=torch.int32, **kind)
+            self._slot_mapping = torch.full((tokens,), -1, dtype=torch.int64, **kind)
+            self._query_start_loc = query_len * torch.arange(requests + 1, dtype=torch.int32, **kind)
+            self._new_tokens = torch.arange(1 - query_len, 1, dtype=torch.int32, **kind)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):

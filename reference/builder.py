@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Int32
@@ -122,8 +123,11 @@ class MLAMetadataBuilder:
         query_len_support: of the decode kernel.
         num_speculative_tokens: drafted tokens a request and step.
         costs: of `choose_path`.
-        num_programs: that the decode is cut over; 0 leaves it to the kernel.
-        batch_invariant: results of a request do not depend on its neighbours; needs `num_programs`.
+        num_programs: that a decode is cut over, 0 leaves it to the kernel. Or a function of its longest query: the rows
+            of long ones fill the device, and many parts of many rows would take much memory. A number holds for queries
+            up to the threshold; longer ones are left to the kernel.
+        batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit; needs
+            `num_programs`. `choose_path` is not asked then: queries beyond the threshold are expanded.
         workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
 
     Raises:
@@ -139,17 +143,19 @@ class MLAMetadataBuilder:
         query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
         num_speculative_tokens: int = 0,
         costs: PathCosts | None = None,
-        num_programs: int = 0,
+        num_programs: int | Callable[[int], int] = 0,
         batch_invariant: bool = False,
         workspace_tokens: int | None = None,
     ):
         smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size)
-        check(num_programs >= 0, "num_programs", "an int >= 0", num_programs)
-        check(num_programs > 0 or not batch_invariant, "num_programs", "at least 1 with batch_invariant", num_programs)
+        least = 1 if batch_invariant else 0
+        check(callable(num_programs) or num_programs >= least, "num_programs",
+              "at least 1 with batch_invariant" if least else "an int >= 0 or a function", num_programs)  # fmt: skip
         self.config, self.block_size, self.costs = config, block_size, costs
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
+        self._asked = None if batch_invariant else config  # by whom paths are chosen
         self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
         check(self.workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}",
               self.workspace_tokens)  # fmt: skip
@@ -161,18 +167,23 @@ class MLAMetadataBuilder:
         Args:
             common_prefix_len: shared context (`common_prefix_len`), 0 for none; attended once where that is faster.
             common: the batch, ordered as `reorder_batch` says.
-            fast_build: leave out what only speeds the kernels up: the decode schedule and the cascade.
+            fast_build: leave out what only speeds the kernels up: the cascade, and the decode's schedule where nothing
+                else rests on it.
 
         Raises:
             ValueError: as `build_mla_metadata`; an order other than absorbed before expanded; more requests or longer
                 ones than the builder was made for.
         """
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
+        if common.num_reqs and int(common.seq_lens_cpu.max()) > self.max_model_len:
+            request = int(common.seq_lens_cpu.argmax())
+            check(False, "common", f"at most {self.max_model_len} tokens a request",
+                  f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
         metadata = build_mla_metadata(
-            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self.config, self.costs,
-            self.query_len_support, require_order=True,
+            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._asked,
+            self.costs, self.query_len_support, require_order=True,
         )  # fmt: skip
-        if fast_build or metadata.num_decode_tokens == 0:
+        if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
         return self._with_hints(metadata, common_prefix_len, common)
 
@@ -180,18 +191,26 @@ class MLAMetadataBuilder:
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
         """The plan with the cascade or the schedule of its decode."""
-        lengths = common.seq_lens_cpu[: metadata.num_decodes]
-        query_lens = common.query_start_loc_cpu.diff()[: metadata.num_decodes]
-        if use_cascade_attention(common_prefix_len, query_lens, lengths, self.config) and not self.batch_invariant:
-            row = next(request for request, length in enumerate(lengths.tolist()) if length > 0)
-            cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
-            return dataclasses.replace(metadata, cascade=cascade)
-        if self.num_programs > 0:
+        if common_prefix_len > 0 and not self.batch_invariant:
+            lengths = common.seq_lens_cpu[: metadata.num_decodes]
+            query_lens = common.query_start_loc_cpu.diff()[: metadata.num_decodes]
+            if use_cascade_attention(common_prefix_len, query_lens, lengths, self.config):
+                row = next(request for request, length in enumerate(lengths.tolist()) if length > 0)
+                cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
+                return dataclasses.replace(metadata, cascade=cascade)
+        programs = self._programs_for(metadata.decode.max_query_len)
+        if programs > 0:
             schedule = plan_decode(
-                metadata.decode.seq_lens, self.num_programs, self.config.num_heads, batch_invariant=self.batch_invariant
+                metadata.decode.seq_lens, programs, self.config.num_heads, batch_invariant=self.batch_invariant
             )
             return dataclasses.replace(metadata, schedule=schedule)
         return metadata
+
+    def _programs_for(self, query_len: int) -> int:
+        """Over how many programs a decode is cut, from its longest query; 0 leaves it to the kernel."""
+        if callable(self.num_programs):
+            return self.num_programs(query_len)
+        return self.num_programs if query_len <= self.reorder_batch_threshold else 0
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
         """The plan of a batch that is captured.
@@ -223,6 +242,6 @@ class MLAMetadataBuilder:
             ValueError: tensors that do not fit; a length below 0.
         """
         absorbed = choose_paths(
-            query_lens, context_lens, self.reorder_batch_threshold, self.config, self.costs, self.query_len_support
+            query_lens, context_lens, self.reorder_batch_threshold, self._asked, self.costs, self.query_len_support
         )
         return reorder_batch_to_split_decodes_and_prefills(absorbed)

@@ -29,16 +29,12 @@ class DecodeGraph:
     them 0. The schedule of the decode is planned anew in each run, from the lengths of that run.
 
     Args:
-        step: (hidden_states [T, H], positions [T], metadata) -> [T, H]: a layer over its cache, or all of a model's.
-        config: the layers'.
-        batch_sizes: requests that a batch is padded to.
-        block_size: tokens a block.
-        max_blocks: widest block table, in columns.
-        dtype: of the hidden states.
-        device: of the step.
-        query_len: tokens of each request; with speculation one and the drafted ones.
-        num_programs: that the decode is cut over; 0 leaves it to the kernel.
-        batch_invariant: of `plan_decode`.
+        step: (hidden_states [T, H], positions [T], metadata) -> [T, H]: a layer over its cache, or all of a model's. It
+            leaves its arguments as they are.
+        config: the layers'. batch_sizes: requests that a batch is padded to. block_size: tokens a block. max_blocks:
+        widest block table, in columns. dtype: of the hidden states. device: of the step. query_len: tokens of each
+        request; with speculation one and the drafted ones. num_programs: that the decode is cut over, 0 leaves it to
+        the kernel; None for as many as suit the device, here 1. batch_invariant: of `plan_decode`.
 
     Raises:
         ValueError: no batch size, or a number below 1.
@@ -54,9 +50,10 @@ class DecodeGraph:
         dtype: torch.dtype,
         device: torch.device | str,
         query_len: int = 1,
-        num_programs: int = 0,
+        num_programs: int | None = None,
         batch_invariant: bool = False,
     ):
+        num_programs = 1 if num_programs is None else num_programs
         check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs, batch_invariant)
         self.step, self.config = step, config
         self.batch_sizes = tuple(sorted(set(batch_sizes)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -221,12 +223,16 @@ def test_builders_agree(lens, drafted, fast_build, programs, batch_invariant):
     common = make_batch(query_lens, seq_lens, 16).common
     plans = [b.build(0, common, fast_build) for b in builders]
     same(*plans)
-    assert (plans[0].schedule is not None) == (programs > 0 and not fast_build and plans[0].num_decode_tokens > 0)
     same(*(b.can_run_in_cudagraph(common) for b in builders))
-    absorbed = [fast.choose_path(q, c, DIRECT) == "absorbed" or q <= 1 + drafted
-                for q, c in zip(query_lens, [max(0, s - q) for q, s in zip(query_lens, seq_lens, strict=True)],
-                                strict=True)]  # fmt: skip
+    invariant = batch_invariant and programs > 0
+    contexts = [max(0, s - q) for q, s in zip(query_lens, seq_lens, strict=True)]
+    absorbed = [
+        q <= 1 + drafted or (not invariant and fast.choose_path(q, c, DIRECT) == "absorbed")
+        for q, c in zip(query_lens, contexts, strict=True)
+    ]
     assert plans[0].num_decodes == sum(absorbed)
+    short = 0 < plans[0].num_decode_tokens and plans[0].decode.max_query_len <= 1 + drafted
+    assert (plans[0].schedule is not None) == (programs > 0 and short and (invariant or not fast_build))
 
 
 def test_builder_for_graphs(ops, plain_errors):
@@ -246,10 +252,36 @@ def test_builder_for_graphs(ops, plain_errors):
                 builder.build_for_cudagraph_capture(common)
 
 
+def test_programs_by_query_length(ops):
+    """A number holds up to the threshold; a function is asked with the longest query."""
+    common = make_batch([1, 6], [40, 300]).common
+    costs = PathCosts(expanded_request=1e15)
+    assert make_builder(ops, num_programs=9, costs=costs).build(0, common).schedule is None
+    for number in (0, 1, 5):
+        plan = make_builder(ops, num_programs=lambda q, n=number: n * (q == 6), costs=costs).build(0, common)
+        assert (0 if plan.schedule is None else plan.schedule.tile_ranges.shape[0]) == number
+
+
+def test_captured_plans_stay_where_they_are():
+    """Pitfalls 16 and 17: after capture, plans of a batch of that size are written where the graph reads them."""
+    builder = make_builder(fast, num_speculative_tokens=1, num_programs=3)
+    captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0] * 3).common)
+    for lens in ([20, 70, 0], [2, 300, 9]):
+        common = make_batch([2] * 3, lens).common
+        plan, fresh = (
+            builder.build(0, common),
+            make_builder(fast, num_speculative_tokens=1, num_programs=3).build(0, common),
+        )
+        assert plan.decode.visible_lens is captured.decode.visible_lens
+        assert plan.schedule is captured.schedule
+        same(plan, fresh)
+    assert builder.build(0, make_batch([2] * 2, [8, 9]).common).schedule is not captured.schedule
+
+
 def test_builder_refuses(ops, plain_errors):
     with pytest.raises(ValueError, match="^num_programs: expected at least 1 with batch_invariant, got 0$"):
         make_builder(ops, batch_invariant=True)
-    with pytest.raises(ValueError, match="^num_programs: expected an int >= 0, got -1$"):
+    with pytest.raises(ValueError, match="^num_programs: expected an int >= 0 or a function, got -1$"):
         make_builder(ops, num_programs=-1)
     with pytest.raises(ValueError, match="^workspace_tokens: expected at least one block of 16, got 15$"):
         make_builder(ops, workspace_tokens=15)
@@ -257,6 +289,8 @@ def test_builder_refuses(ops, plain_errors):
         make_builder(ops, max_num_seqs=0)
     with pytest.raises(ValueError, match="^common: expected at most 2 requests, got 3$"):
         make_builder(ops, max_num_seqs=2).build(0, make_batch([1] * 3, [4] * 3).common)
+    with pytest.raises(ValueError, match="^common: expected at most 32 tokens a request, got 40 at request 1$"):
+        make_builder(ops, max_model_len=32).build(0, make_batch([1] * 3, [4, 40, 33]).common)
     with pytest.raises(ValueError, match="^common: expected absorbed requests before the expanded one at request 0"):
         make_builder(ops).build(0, make_batch([9, 1], [9, 30]).common)
 
@@ -281,22 +315,41 @@ def on_gpu(common):
 def test_planning_does_not_wait(request):
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    builder = make_builder(fast, num_programs=7, num_speculative_tokens=2)
-    lens = [([1] * 4, [20, 7, 0, 40]), ([3, 1, 9, 30], [50, 0, 40, 100]), ([9], [200])]
-    expected = [reference.build_mla_metadata(make_batch(*own).common, 16, 64, 3) for own in lens]
-    batches = [(own, on_gpu(make_batch(*own).common)) for own in lens]
-    builder.build(0, batches[0][1])  # compiles and allocates
+    builders = [
+        make_builder(fast, num_programs=7, num_speculative_tokens=2, batch_invariant=own) for own in (False, True)
+    ]
+    twins = [
+        make_builder(reference, num_programs=7, num_speculative_tokens=2, batch_invariant=own) for own in (False, True)
+    ]
+    lens = [([1] * 4, [20, 7, 0, 40]), ([3, 1, 9, 30], [50, 0, 40, 100]), ([9], [200]), ([1] * 8, [400] * 8)]
+    batches = [make_batch(*own).common for own in lens]
+    prefixes = [0, 0, 0, 320]
+    expected = [twin.build(prefix, own) for twin in twins for prefix, own in zip(prefixes, batches, strict=True)]
+    assert expected[3].cascade is not None and expected[7].schedule.batch_invariant
+    there = [on_gpu(own) for own in batches]
+    for builder in builders:  # compiles and allocates
+        builder.build(0, there[0])
     request.getfixturevalue("no_syncs")
-    plans = [builder.build(0, common) for _ in range(5) for _, common in batches]
-    bare = [fast.build_mla_metadata(common, 16, 64, 3) for _, common in batches]
+    plans = [
+        builder.build(prefix, own) for _ in range(5) for builder in builders
+        for prefix, own in zip(prefixes, there, strict=True)
+    ]  # fmt: skip
     torch.cuda.set_sync_debug_mode("default")
-    for number, plan in enumerate(plans + bare):
-        wanted = expected[number % 3]
-        if number >= 15:
-            assert plan.decode.visible_lens.tolist() == wanted.decode.visible_lens.tolist()
-            chunks = plan.prefill.context_chunks, wanted.prefill.context_chunks
-            assert [c.cu_seq_lens.tolist() for c in chunks[0]] == [c.cu_seq_lens.tolist() for c in chunks[1]]
+    for number, plan in enumerate(plans):
         assert plan.prefill.query_start_loc.is_cuda and plan.decode.visible_lens.is_cuda
+        same(to_cpu(plan), to_cpu(expected[number % 8]))
+
+
+def to_cpu(value):
+    """A plan with its tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, tuple):
+        return tuple(map(to_cpu, value))
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: to_cpu(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
 
 
 def test_staging_survives_many_plans():

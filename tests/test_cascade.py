@@ -25,7 +25,7 @@ def shared_batch(query_lens, seq_lens, shared_blocks, block_size=4):
     table = common.block_table.clone()
     real = [request for request, length in enumerate(seq_lens) if length]
     for request in real:
-        blocks = min(shared_blocks, -(-seq_lens[request] // block_size))
+        blocks = min(shared_blocks, *(-(-seq_lens[owner] // block_size) for owner in (request, real[0])))
         table[request, :blocks] = table[real[0], :blocks]
     for request in range(len(seq_lens)):
         table[request, -(-seq_lens[request] // block_size) :] = GARBAGE

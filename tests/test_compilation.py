@@ -90,7 +90,7 @@ def test_what_is_told(monkeypatch, caplog):
 
 STEPS = (
     ([1], [17]), ([1] * 16, [33] * 16), ([2, 1, 3, 0], [500, 1, 70, 9]), ([3] * 48, [31] * 48),
-    ([1, 1, 16, 5], [97, 0, 33, 5]), ([64], [64]), ([4, 37, 9], [4, 100, 75]),
+    ([1, 1, 16, 5], [97, 0, 33, 5]), ([64], [64]), ([4, 37, 9], [4, 100, 75]), ([1, 20, 17], [9, 2000, 900]),
 )  # fmt: skip
 
 
@@ -100,7 +100,8 @@ def serve(config, dtype, threshold):
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
         cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)
-        plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold)
+        asked = None if sum(query_lens) % 2 else config
+        plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold, asked)
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
         layer(*inputs, plan)

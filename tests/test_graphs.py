@@ -78,6 +78,8 @@ def test_replays(config, query_len, programs, invariant):
         torch.testing.assert_close(eager, low, rtol=1e-5, atol=1e-5)
         parity = compare("graph", value, low, gold)
         assert parity.passed, parity
+        size = next(size for size in graph.batch_sizes if size >= len(batch.query_lens))
+        assert graph.replay(size)[batch.num_tokens :].eq(0).all(), "the rows that the batch was padded with"
         padding = (batch.common.seq_lens == 0).repeat_interleave(query_len).cpu()
         assert value[padding].eq(0).all()
         assert held.cpu().isnan().equal(ref_held.isnan()), "written where the reference writes, and nowhere else"
@@ -109,6 +111,19 @@ def test_a_run_leaves_nothing_behind():
         assert plan.schedule.split_offsets.tolist() == [0, 1, 1]
         assert (plan.num_decodes, plan.num_prefills, plan.num_actual_tokens) == (2, 0, 2)
     assert weights and GARBAGE  # the batch's own garbage tails stay where they are
+
+
+def test_in_any_grad_mode():
+    """Made under inference mode, run outside it, and the other way round."""
+    for make_mode, run_mode in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        with torch.device("cpu"):
+            with make_mode():
+                graph = fast.DecodeGraph(lambda h, p, m: h + 1, DIRECT, [2], BLOCK, WIDTH, torch.float32, "cpu")
+            with run_mode():
+                hidden = torch.randn(1, DIRECT.hidden_size)
+                assert graph.run(hidden, torch.tensor([4]), make_batch([1], [5]).common).equal(hidden + 1)
+    with pytest.raises(ValueError, match=r"^size: expected one of \(2,\), got 3$"):
+        graph.replay(3)
 
 
 def test_nothing_to_do(ops):
@@ -159,7 +174,7 @@ def test_refusals(ops, plain_errors):
     with pytest.raises(ValueError, match="^query_len: expected a positive int, got 0$"):
         make(query_len=0)
     with pytest.raises(ValueError, match="^num_programs: expected at least 1 with batch_invariant, got 0$"):
-        make(batch_invariant=True)
+        make(num_programs=0, batch_invariant=True)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")

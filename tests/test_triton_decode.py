@@ -180,22 +180,34 @@ def test_nothing_but_padding_is_scheduled():
 
 @runs
 def test_batch_invariance():
-    """Pitfall 19: what stands beside a request changes no bit of its result, under that schedule."""
-    lens = [1100, 70, 1300, 64]
-    ql, q_pe, cache, plan = make_inputs([1] * 4, lens, 4, DTYPES[-1])
-    alone = []
+    """Pitfall 19: what stands beside a request changes no bit of its result, under that schedule.
+
+    Few and many parts, few and many programs for them, and neighbours with more query tokens.
+    """
+    lens, query_lens = [1100, 70, 5200, 64], [1, 1, 1, 2]
+    ql, q_pe, cache, plan = make_inputs(query_lens, lens, 16, DTYPES[-1], next(iter(NARROW.values())))
     for request in range(4):
-        rows = slice(request, request + 1)
+        first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
         one = replace(
-            plan, block_table=plan.block_table[rows], seq_lens=plan.seq_lens[rows],
-            query_start_loc=plan.query_start_loc[:2], visible_lens=plan.visible_lens[rows],
+            plan, block_table=plan.block_table[request : request + 1], seq_lens=plan.seq_lens[request : request + 1],
+            query_start_loc=integers(0, last - first), max_query_len=query_lens[request],
+            visible_lens=plan.visible_lens[first:last],
         )  # fmt: skip
-        alone.append(launch(ql[rows], q_pe[rows], cache, one, schedule=schedule_of(one, 4, 7, True)))
-    for programs in (1, 5):
-        state = launch(ql, q_pe, cache, plan, schedule=schedule_of(plan, 4, programs, True))
-        for request, own in enumerate(alone):
-            assert torch.equal(state.out[request], own.out[0])
-            assert torch.equal(state.lse[:, request], own.lse[:, 0])
+        for programs in (3, 40):
+            alone = launch(ql[first:last], q_pe[first:last], cache, one, schedule=schedule_of(one, 16, programs, True))
+            beside = launch(ql, q_pe, cache, plan, schedule=schedule_of(plan, 16, programs - 1, True))
+            assert torch.equal(beside.out[first:last], alone.out)
+            assert torch.equal(beside.lse[:, first:last], alone.lse)
+
+
+@runs
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_lengths_beyond_the_table(batch_invariant):
+    """A length that the table cannot hold is read as far as the table goes, and harms no neighbour."""
+    ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
+    far = replace(plan, seq_lens=integers(1100, 5000, 70))
+    state = launch(ql, q_pe, cache, far, schedule=schedule_of(far, 4, 5, batch_invariant))
+    verdict(state, ql, q_pe, cache, plan)  # that request still sees 64 keys, as `visible_lens` says
 
 
 @runs

@@ -193,7 +193,10 @@ def mla_decode(
     latent_pad = max(16, triton.next_power_of_2(latent))
     rope_pad = max(16, triton.next_power_of_2(rope))
     facts = device_facts(ql_nope.device)
-    shape = launch_shape(request_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, facts.capability, facts.shared)
+    shape_rows = (
+        heads if batch_invariant else request_rows
+    )  # a neighbour's query length must not change a request's tiles
+    shape = launch_shape(shape_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, facts.capability, facts.shared)
     row_blocks = triton.cdiv(request_rows, shape["ROWS"])
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
     inputs = (

@@ -21,11 +21,11 @@ SHAPES = ((256, 1), (1024, 4))  # requests at a time, and warps
 
 @triton.jit
 @no_type_check  # the interpreter needs the source and globals of the kernels themselves
-def _sizes(seq_lens, seq_stride, first, num_requests, overhead, max_splits, CHUNK: tl.constexpr, TILE: tl.constexpr,
+def _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK: tl.constexpr, TILE: tl.constexpr,
            BATCH_INVARIANT: tl.constexpr):  # fmt: skip
     """Of CHUNK requests [CHUNK] each: tiles, tiles of a split, splits by own length, and length on the line."""
     request = first + tl.arange(0, CHUNK)
-    lens = tl.load(seq_lens + request * seq_stride, mask=request < num_requests, other=0)
+    lens = tl.load(seq_lens + request, mask=request < num_requests, other=0)
     tiles = (tl.maximum(lens, 1) - 1) // TILE + (lens > 0).to(tl.int32)  # the longest length does not overflow
     split_tiles = tl.maximum(tiles, 1)
     splits = tl.minimum(tiles, 1)
@@ -62,10 +62,10 @@ def _place(tiles, length, before, splits_before, first, num_requests, low, high,
     return before + tl.sum(length), splits_before, (first_request, first_start, last_request, last_start, last_end)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead", "max_splits", "seq_stride"])
+@triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead", "max_splits"])
 @no_type_check
 def _plan_decode_kernel(
-    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, max_splits, seq_stride,
+    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, max_splits,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Programs cut the line where it falls."""
@@ -76,7 +76,7 @@ def _plan_decode_kernel(
     if tl.program_id(0) == 0:
         tl.store(split_offsets, 0)
     if ONE_CHUNK:
-        tiles, _, _, length = _sizes(seq_lens, seq_stride, 0, num_requests, overhead, 1, CHUNK, TILE, False)
+        tiles, _, _, length = _sizes(seq_lens, 0, num_requests, overhead, 1, CHUNK, TILE, False)
         total = tl.sum(length)
         piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
         low = program * piece
@@ -86,14 +86,14 @@ def _plan_decode_kernel(
     else:
         total = zero
         for first in range(0, num_requests, CHUNK):
-            _, _, _, length = _sizes(seq_lens, seq_stride, first, num_requests, overhead, 1, CHUNK, TILE, False)
+            _, _, _, length = _sizes(seq_lens, first, num_requests, overhead, 1, CHUNK, TILE, False)
             total += tl.sum(length)
         piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
         low = program * piece
         high = tl.minimum(low + piece, total)
         before, splits_before = zero, zero
         for first in range(0, num_requests, CHUNK):
-            tiles, _, _, length = _sizes(seq_lens, seq_stride, first, num_requests, overhead, 1, CHUNK, TILE, False)
+            tiles, _, _, length = _sizes(seq_lens, first, num_requests, overhead, 1, CHUNK, TILE, False)
             before, splits_before, placed = _place(
                 tiles, length, before, splits_before, first, num_requests, low, high, piece, overhead, placed,
                 split_offsets, CHUNK,
@@ -107,17 +107,17 @@ def _plan_decode_kernel(
                   last_tile, first_split)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead", "max_splits", "seq_stride"])
+@triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead", "max_splits"])
 @no_type_check
 def _plan_invariant_kernel(
-    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, max_splits, seq_stride,
-    CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, max_splits,
+    CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Requests are cut by their own length, and programs take the splits that start in their piece of the line."""
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     total = tl.zeros([], tl.int32)
     for first in range(0, num_requests, CHUNK):
-        _, _, _, length = _sizes(seq_lens, seq_stride, first, num_requests, overhead, max_splits, CHUNK, TILE, True)
+        _, _, _, length = _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK, TILE, True)
         total += tl.sum(length)
     piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
     low = program * piece
@@ -127,9 +127,7 @@ def _plan_invariant_kernel(
     if tl.program_id(0) == 0:
         tl.store(split_offsets, 0)
     for first in range(0, num_requests, CHUNK):
-        _, split_tiles, splits, length = _sizes(
-            seq_lens, seq_stride, first, num_requests, overhead, max_splits, CHUNK, TILE, True
-        )
+        _, split_tiles, splits, length = _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK, TILE, True)
         request = first + tl.arange(0, CHUNK)
         starts = before + tl.cumsum(length, 0) - length
         stride = split_tiles + overhead
@@ -147,9 +145,7 @@ def _plan_invariant_kernel(
     last_tile = tl.zeros([PROGRAMS], tl.int32)
     splits_before = tl.zeros([], tl.int32)
     for first in range(0, num_requests, CHUNK):  # from the numbers of the first and the last split to their requests
-        tiles, split_tiles, splits, _ = _sizes(
-            seq_lens, seq_stride, first, num_requests, overhead, max_splits, CHUNK, TILE, True
-        )
+        tiles, split_tiles, splits, _ = _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK, TILE, True)
         request = first + tl.arange(0, CHUNK)
         split_ends = splits_before + tl.cumsum(splits, 0)
         split_starts = split_ends - splits
@@ -191,12 +187,14 @@ def plan_decode(
     requests = seq_lens.shape[0]
     tile_ranges = torch.empty(num_programs, 5, dtype=torch.int32, device=seq_lens.device)
     split_offsets = torch.empty(requests + 1, dtype=torch.int32, device=seq_lens.device)
-    kernel = _plan_invariant_kernel if batch_invariant else _plan_decode_kernel
+    kernel, constants = _plan_invariant_kernel, {}
     chunk, warps = SHAPES[requests > SHAPES[0][0]]
+    if not batch_invariant:
+        kernel, constants = _plan_decode_kernel, {"ONE_CHUNK": requests <= chunk}
     with torch.cuda.device_of(seq_lens):
         kernel[(triton.cdiv(num_programs, PROGRAMS),)](
-            seq_lens, tile_ranges, split_offsets, requests, num_programs, fixed_overhead,
-            max_invariant_splits(num_heads), seq_lens.stride(0),
-            CHUNK=chunk, ONE_CHUNK=requests <= chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps,
+            seq_lens.contiguous(), tile_ranges, split_offsets, requests, num_programs, fixed_overhead,
+            max_invariant_splits(num_heads),
+            CHUNK=chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps, **constants,
         )  # fmt: skip
     return tile_ranges, split_offsets

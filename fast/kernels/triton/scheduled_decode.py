@@ -19,12 +19,13 @@ from reference.interfaces import DECODE_TILE, max_invariant_splits
 from .decode_tiles import LN_2, attend_tiles, load_queries
 
 MANY_PARTS = 8  # of a request, on average
+FEW_PROGRAMS = 1024  # one compilation serves schedules up to so many
 
 
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "table_width", "row_blocks", "request_rows", "num_slots",
-        "table_row_stride",
+        "request_slots", "table_row_stride",
     ],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
 )  # fmt: skip
@@ -32,7 +33,7 @@ MANY_PARTS = 8  # of a request, on average
 def _scheduled_decode_kernel(
     ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, part_out, part_lse,
-    num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, num_slots, scale_log2,
+    num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, num_slots, request_slots, scale_log2,
     latent_token_stride, latent_head_stride, latent_element_stride,
     rope_token_stride, rope_head_stride, rope_element_stride,
     block_stride, entry_stride, element_stride, table_row_stride, table_stride,
@@ -45,7 +46,7 @@ def _scheduled_decode_kernel(
     part_out [slots, rows of a request, Lkv] is a sum of values by exp2(score - largest), not divided yet; part_lse
     [2, slots, rows] has `largest`, in base 2, and the sum of those weights. A program has two slots: 2 p for the end of
     a request that it continues, 2 p + 1 for the beginning of one that it leaves. With MAX_SPLITS (requests cut by their
-    own length) every split has the slot of its number.
+    own length) a request has `request_slots`, one for each split.
     """
     program, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     request = tl.maximum(tl.load(tile_ranges + program * 5), 0)
@@ -62,8 +63,9 @@ def _scheduled_decode_kernel(
         query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
         token = query_start + request_row // HEADS
         real = (token < query_end) & (request_row < request_rows)
-        length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), table_width * BLOCK_SIZE))
-        request_tiles = tl.cdiv(length, SCHEDULE_TILE)
+        length = tl.maximum(tl.load(seq_lens + request), 0)
+        request_tiles = (tl.maximum(length, 1) - 1) // SCHEDULE_TILE + (length > 0).to(tl.int32)  # as it was planned
+        length = tl.minimum(length, table_width * BLOCK_SIZE)  # as it can be read
         own_end = request_tiles
         if request == last_request:
             own_end = tl.minimum(range_end, request_tiles)
@@ -101,7 +103,7 @@ def _scheduled_decode_kernel(
             else:
                 slot = 2 * program + (first_tile == 0).to(tl.int32)
                 if MAX_SPLITS > 0:
-                    slot = tl.minimum(tl.maximum(first_split + split, 0), num_slots - 1)
+                    slot = request * request_slots + tl.minimum(split, request_slots - 1)
                 part_row = slot.to(tl.int64) * request_rows + request_row
                 tl.store(part_lse + part_row, largest, mask=real)
                 tl.store(part_lse + num_slots.to(tl.int64) * request_rows + part_row, total, mask=real)
@@ -120,11 +122,11 @@ def _scheduled_decode_kernel(
             request += 1
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_programs", "request_rows", "num_slots", "row_tiles"])
+@triton.jit(do_not_specialize=["num_tokens", "num_programs", "request_rows", "num_slots", "request_slots", "row_tiles"])
 @no_type_check
 def _merge_scheduled_kernel(
     tile_ranges, split_offsets, query_start_loc, part_out, part_lse, out, lse,
-    num_tokens, num_programs, request_rows, num_slots, row_tiles,
+    num_tokens, num_programs, request_rows, num_slots, request_slots, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -133,13 +135,14 @@ def _merge_scheduled_kernel(
     number = tl.program_id(0)
     request = number // (row_tiles * column_tiles)
     row_tile, column_tile = number // column_tiles % row_tiles, number % column_tiles
-    first_slot = tl.load(split_offsets + request)
-    splits = tl.load(split_offsets + request + 1) - first_slot
+    first_slot = 0
+    splits = tl.load(split_offsets + request + 1) - tl.load(split_offsets + request)
     if splits != 1:
         query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
         query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
         if MAX_SPLITS > 0:
-            splits = tl.minimum(splits, MAX_SPLITS)
+            first_slot = request * request_slots
+            splits = tl.minimum(splits, request_slots)
         else:  # the first program that has some of it; the parts lie with that one and those that follow
             program = tl.arange(0, PROGRAMS)
             there = program < num_programs
@@ -216,26 +219,29 @@ def launch_scheduled(
     tokens, heads, latent = out.shape
     requests, table_width = block_table.shape
     programs, block_size = tile_ranges.shape[0], kv_cache.shape[1]
-    max_splits, slots = 0, 2 * programs
+    max_splits, request_slots, slots = 0, 0, 2 * programs
     if batch_invariant:
         max_splits = max_invariant_splits(heads)
         widest = triton.cdiv(table_width * block_size, DECODE_TILE)
-        slots = max(1, requests * min(max_splits, triton.cdiv(widest, 16)))
+        request_slots = max(1, min(max_splits, triton.cdiv(widest, 16)))
+        slots = requests * request_slots
     part_out = torch.empty(slots, request_rows, latent, dtype=torch.float32, device=out.device)
     part_lse = torch.empty(2, slots, request_rows, dtype=torch.float32, device=out.device)
-    # few requests have many parts each and leave most of the device idle: then small tiles, many parts at a time
-    rows, columns, splits = (1, 128, 32) if programs > MANY_PARTS * requests else (4, 512, 4)
+    # few requests have many parts each and leave most of the device idle: then small tiles, many parts at a time, but
+    # not where the order of a sum may depend on nothing but the request
+    many = programs > MANY_PARTS * requests and not batch_invariant
+    rows, columns, splits = (1, 128, 32) if many else (4, 512, 4)
     columns = min(columns, triton.next_power_of_2(latent))
     row_tiles = triton.cdiv(request_rows, rows)
     with torch.cuda.device_of(out):
         _scheduled_decode_kernel[(programs * row_blocks,)](
             *inputs, tile_ranges, split_offsets, out, lse, part_out, part_lse,
-            tokens, kv_cache.shape[0], requests, table_width, row_blocks, request_rows, slots,
+            tokens, kv_cache.shape[0], requests, table_width, row_blocks, request_rows, slots, request_slots,
             softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE, MAX_SPLITS=max_splits,
         )  # fmt: skip
         _merge_scheduled_kernel[(requests * row_tiles * triton.cdiv(latent, columns),)](
             tile_ranges, split_offsets, query_start_loc, part_out, part_lse, out, lse,
-            tokens, programs, request_rows, slots, row_tiles,
+            tokens, programs, request_rows, slots, request_slots, row_tiles,
             HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=splits,
-            PROGRAMS=triton.next_power_of_2(programs), MAX_SPLITS=max_splits, num_warps=4,
+            PROGRAMS=max(FEW_PROGRAMS, triton.next_power_of_2(programs)), MAX_SPLITS=max_splits, num_warps=4,
         )  # fmt: skip
