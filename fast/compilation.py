@@ -33,7 +33,8 @@ def warmup(
     """Compile every kernel that a layer of these dims will launch, so that no request waits for it.
 
     It runs steps of a layer with projections of zeros: decodes of 1 to `decode_threshold` tokens and of more, split and
-    whole, with a schedule and without; prefills with and without context; copies of blocks. Triton keeps what it compiled on disk besides.
+    whole, with a schedule and without; prefills with and without context; copies of blocks. Triton keeps what it
+    compiled on disk besides.
 
     Args:
         config: the layer.
@@ -72,10 +73,11 @@ def warmup(
             programs = decode_programs(
                 config, device=device, dtype=dtype, block_size=block_size, query_len=max(query_lens), backend=backend
             )
-            schedule = plan_decode(
-                plan.decode.seq_lens, programs, config.num_heads, batch_invariant=batch_invariant, backend=backend
-            )
-            layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
+            for cut in {programs, *((1, 16) if len(query_lens) == 1 else ())}:  # few and many parts to merge
+                schedule = plan_decode(
+                    plan.decode.seq_lens, cut, config.num_heads, batch_invariant=batch_invariant, backend=backend
+                )
+                layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         # an engine with projections of its own calls the parts
         projected = layer.project(hidden_states, positions)
         output = hidden_states.new_empty(tokens, config.num_heads, config.v_head_dim)

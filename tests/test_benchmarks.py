@@ -320,7 +320,7 @@ def test_errors(name, argv, message, no_gpu, capsys):
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("decode", "1,2,3", "expected B,S,Sq,N,LENS, such as 1,8192,1,128,equal, got 1,2,3"),
+        ("decode", "1,2,3", "expected B,S,Sq,N,lens, such as 1,8192,1,128,equal, got 1,2,3"),
         ("decode", "1,2,3,4,equal", "Sq at most S"),
         ("decode", "1,2,x,4,equal", "invalid literal"),
         ("decode", "1,8,1,4,sorted", "equal or mixed"),

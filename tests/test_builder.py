@@ -231,7 +231,7 @@ def test_builders_agree(lens, drafted, fast_build, programs, batch_invariant):
         for q, c in zip(query_lens, contexts, strict=True)
     ]
     assert plans[0].num_decodes == sum(absorbed)
-    short = 0 < plans[0].num_decode_tokens and plans[0].decode.max_query_len <= 1 + drafted
+    short = plans[0].num_decode_tokens > 0 and plans[0].decode.max_query_len <= 1 + drafted
     assert (plans[0].schedule is not None) == (programs > 0 and short and (invariant or not fast_build))
 
 

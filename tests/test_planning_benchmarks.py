@@ -80,6 +80,6 @@ def test_planning_on_a_cpu(tmp_path, capsys):
     assert {"hardware", "versions", "date", "fast_sha256", "command"} <= report.keys()
     assert [row["dims"]["decodes"] for row in report["batches"]] == [256, 960, 1920, 3840, 7680]
     for row in report["batches"]:
-        assert set(row["host_us"]) == {"fast", "reference"}
+        assert set(row["host_us"]) == {"fast", "builder", "reference"}
         assert all(spread["median_us"] > 0 for spread in row["host_us"].values())
     assert "Planning a step" in capsys.readouterr().out
