@@ -6,7 +6,14 @@ import torch
 from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
-from reference.interfaces import CommonAttentionMetadata, check, check_blocks, check_lengths, check_tensor
+from reference.interfaces import (
+    CommonAttentionMetadata,
+    check,
+    check_blocks,
+    check_lengths,
+    check_table_width,
+    check_tensor,
+)
 
 
 def split_decodes_and_prefills(
@@ -19,7 +26,7 @@ def split_decodes_and_prefills(
 
     Args:
         common: the batch.
-        decode_threshold: longest query that may decode, at least 1.
+        decode_threshold: longest query that may decode, at least 1 (`reorder_batch_threshold`).
         require_uniform: the first row of another (non-zero) length starts the prefills.
 
     Returns:
@@ -127,9 +134,10 @@ def make_local_attention_virtual_batches(
         The virtual batch; a padding row (S = 0) stays one row, a request without new tokens has none.
 
     Raises:
-        ValueError: a size below 1, or a chunk that is not made of whole blocks.
+        ValueError: a size below 1, a chunk that is not made of whole blocks, or a block table narrower than the longest
+            request.
     """
-    check(block_size >= 1, "block_size", "at least 1", block_size)
+    check_table_width(common, block_size)
     chunk = attention_chunk_size
     check(chunk >= 1 and chunk % block_size == 0, "attention_chunk_size", f"a multiple of the block size {block_size}",
           chunk)  # fmt: skip

@@ -22,7 +22,8 @@ from reference.interfaces import (
     PrefillMetadata,
     QueryLenSupport,
     check,
-    check_prefill_lengths,
+    check_common_prefix,
+    check_no_prefill_padding,
     check_table_width,
     check_threshold,
     chunked_prefill_workspace_size,
@@ -78,14 +79,21 @@ def build_mla_metadata(
     check_threshold(decode_threshold, query_len_support)
     check_table_width(common, block_size)
     requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
+    check(policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
+    check(
+        workspace_tokens >= block_size,
+        "workspace_tokens",
+        f"at least one unit of {block_size} tokens",
+        workspace_tokens,
+    )
     decodes, query_lens = requests, None
-    if common.max_query_len > decode_threshold:
-        query_lens = starts_cpu.diff()
-        decodes = _first_expanded(common, query_lens, decode_threshold, config, costs, query_len_support)
-        if require_order and decodes < requests:
-            _check_order(common, query_lens, decodes, decode_threshold, config, costs, query_len_support)
     if query_len_support is QueryLenSupport.UNIFORM:
         decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
+    elif common.max_query_len > decode_threshold:
+        query_lens = starts_cpu.diff()
+        decodes = _first_expanded(common, query_lens, decode_threshold, config, costs, query_len_support)
+    if require_order and decodes < requests:
+        _check_order(common, decodes, decode_threshold, config, costs, query_len_support)
     decode_tokens = common.num_actual_tokens if decodes == requests else int(starts_cpu[decodes])
     one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
     if query_lens is None and not (one_each and decodes == requests):
@@ -102,7 +110,7 @@ def build_mla_metadata(
         pieces.append(visible.add_(rows).clamp_(min=0))  # S - Sq + i + 1; below 1 where S = 0
     chunks: tuple[ContextChunk, ...] = ()
     if decodes < requests:
-        check_prefill_lengths(common, decodes)
+        check_no_prefill_padding(common, decodes)
         pieces.append(starts_cpu[decodes:] - decode_tokens)
         contexts = (common.seq_lens_cpu[decodes:] - query_lens[decodes:]).clamp_(min=0)
         chunks = plan_context_chunks(contexts, workspace_tokens, block_size, policy)
@@ -157,10 +165,16 @@ def _first_expanded(common, query_lens, decode_threshold, config, costs, query_l
     return int(expanded[0]) if expanded.numel() else common.num_reqs
 
 
-def _check_order(common, query_lens, decodes, decode_threshold, config, costs, query_len_support) -> None:
+def _check_order(common, decodes, decode_threshold, config, costs, query_len_support) -> None:
     """Raise where an absorbed request stands behind the first expanded one."""
-    contexts = common.num_computed_tokens_cpu[decodes:]
-    absorbed = choose_paths(query_lens[decodes:], contexts, decode_threshold, config, costs, query_len_support)
+    query_lens = common.query_start_loc_cpu.diff()
+    ahead, behind = query_lens[:decodes], query_lens[decodes:]
+    if query_len_support is QueryLenSupport.UNIFORM:
+        absorbed = behind == (ahead.max() if ahead.numel() else 0)
+    else:
+        contexts = common.num_computed_tokens_cpu[decodes:]
+        absorbed = choose_paths(behind, contexts, decode_threshold, config, costs, query_len_support)
+    absorbed &= behind > 0  # a request without new tokens takes neither path
     if bool(absorbed.any()):
         late = decodes + int(absorbed.int().argmax())
         check(False, "common", f"absorbed requests before the expanded one at request {decodes}", f"one at {late}")
@@ -264,19 +278,21 @@ class MLAMetadataBuilder:
               self.workspace_tokens)  # fmt: skip
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
         self._staging = StagingBuffer()
-        self._captured: dict[tuple[int, int], MLAMetadata] = {}
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
         """The plan of one step.
 
         Args:
-            common_prefix_len: shared context (`common_prefix_len`), 0 for none; attended once where that is faster.
+            common_prefix_len: context that all decodes share (`common_prefix_len`), 0 for none; attended once where
+            that
+                is faster.
             common: the batch, ordered as `reorder_batch` says.
             fast_build: leave out what only speeds the kernels up: the cascade, and the decode's schedule where nothing
                 else rests on it.
 
         Raises:
-            ValueError: as `build_mla_metadata`; an order other than absorbed before expanded; more requests or longer
+            ValueError: as `build_mla_metadata`; a prefix longer than some context; an order other than absorbed before
+            expanded; more requests or longer
                 ones than the builder was made for.
         """
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
@@ -288,30 +304,16 @@ class MLAMetadataBuilder:
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._asked,
             self.costs, self.query_len_support, require_order=True, staging=self._staging,
         )  # fmt: skip
-        captured = self._captured.get((common.num_reqs, common.max_query_len))
-        if captured is not None and self.can_run_in_cudagraph(common):
-            return self._into_captured(captured, metadata)
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
         return self._with_hints(metadata, common_prefix_len, common)
 
-    def _into_captured(self, captured: MLAMetadata, metadata: MLAMetadata) -> MLAMetadata:
-        """The plan in the tensors that a captured graph reads, where those are not the batch's own."""
-        visible_lens, schedule = metadata.decode.visible_lens, captured.schedule
-        if captured.decode.max_query_len > 1:
-            visible_lens = captured.decode.visible_lens.copy_(visible_lens)
-        if schedule is not None:
-            planned = self._with_hints(metadata, 0, None).schedule
-            schedule.tile_ranges.copy_(planned.tile_ranges)
-            schedule.split_offsets.copy_(planned.split_offsets)
-        decode = dataclasses.replace(metadata.decode, visible_lens=visible_lens)
-        return dataclasses.replace(metadata, decode=decode, schedule=schedule)
-
     def _with_hints(
-        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata | None
+        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
         """The plan with the cascade or the schedule of its decode."""
         if common_prefix_len > 0 and not self.batch_invariant:
+            check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
             query_lens = common.query_start_loc_cpu[: metadata.num_decodes + 1].diff()
             if use_cascade_attention(common_prefix_len, query_lens, lengths, self.config):
@@ -329,15 +331,18 @@ class MLAMetadataBuilder:
     def _programs_for(self, query_len: int) -> int:
         """Over how many programs a decode is cut, from its longest query; 0 leaves it to the kernel."""
         if callable(self.num_programs):
-            return self.num_programs(query_len)
+            programs = self.num_programs(query_len)
+            least = 1 if self.batch_invariant else 0
+            check(programs >= least, "num_programs", f"a function that gives at least {least}", programs)
+            return programs
         return self.num_programs if query_len <= self.reorder_batch_threshold else 0
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
         """The plan of a batch that is captured.
 
-        Its schedule and visible lengths stay where they are: every later `build` of a batch of this size writes them
-        there. The batch's own tensors (lengths, block table, slots) are the caller's to keep in place. `DecodeGraph`
-        needs none of this: it plans inside the graph.
+        What is not the batch's own (the schedule, visible lengths of several tokens) lies in tensors of this plan,
+        which a graph goes on reading: keep it, and bring it up to date with `update_captured` before each replay.
+        `DecodeGraph` needs none of this: it plans inside the graph.
 
         Raises:
             ValueError: a batch that `can_run_in_cudagraph` refuses.
@@ -346,14 +351,38 @@ class MLAMetadataBuilder:
               f"decodes of one query length up to {self.reorder_batch_threshold}",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
               )  # fmt: skip
-        metadata = self.build(0, common)
-        self._captured[common.num_reqs, common.max_query_len] = metadata
-        return metadata
+        return self.build(0, common)
+
+    def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
+        """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
+
+        The lengths, block table and slots are the caller's own buffers, which it writes itself.
+
+        Args:
+            captured: of `build_for_cudagraph_capture`.
+            common: the batch that is to be replayed.
+
+        Raises:
+            ValueError: a batch that is not of the captured shape. Nothing has been written then.
+        """
+        shape = (captured.num_decodes, captured.decode.max_query_len)
+        tokens = shape[0] * shape[1]
+        fits = self.can_run_in_cudagraph(common) and (common.num_reqs, common.num_actual_tokens) == (shape[0], tokens)
+        check(fits, "common", f"{shape[0]} requests of {shape[1]} tokens, as captured",
+              f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
+        plan = self.build(0, common)
+        if shape[1] > 1:
+            captured.decode.visible_lens.copy_(plan.decode.visible_lens)
+        if captured.schedule is not None:
+            captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
+            captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         """Whether a batch is of the captured kind: decodes only, queries of one length, those of padding included."""
-        uniform = common.num_actual_tokens == common.num_reqs * common.max_query_len
-        return uniform and common.num_reqs > 0 and 1 <= common.max_query_len <= self.reorder_batch_threshold
+        lens = common.query_start_loc_cpu.diff()
+        if lens.numel() == 0 or not bool((lens == lens[0]).all()):
+            return False
+        return 1 <= int(lens[0]) <= self.reorder_batch_threshold
 
     def reorder_batch(
         self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
@@ -370,4 +399,9 @@ class MLAMetadataBuilder:
         absorbed = choose_paths(
             query_lens, context_lens, self.reorder_batch_threshold, self._asked, self.costs, self.query_len_support
         )
+        if self.query_len_support is QueryLenSupport.UNIFORM:
+            lens = query_lens[absorbed & (query_lens > 0)]
+            counts = torch.bincount(lens, minlength=1)
+            most = counts.shape[0] - 1 - int(counts.flip(0).argmax())  # of the most frequent ones the longest
+            absorbed &= (query_lens == most) | (query_lens == 0)
         return reorder_batch_to_split_decodes_and_prefills(absorbed)

@@ -14,6 +14,7 @@ from reference.interfaces import (
     DecodeMetadata,
     MLAConfig,
     check,
+    check_table_width,
     check_tensor,
     wide_dtype,
 )
@@ -33,9 +34,9 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
         block_size: tokens a block.
 
     Raises:
-        ValueError: `block_size` below 1.
+        ValueError: `block_size` below 1; a block table narrower than the longest request.
     """
-    check(block_size >= 1, "block_size", "at least 1", block_size)
+    check_table_width(common, block_size)
     real = (common.seq_lens_cpu > 0).nonzero().flatten()
     if real.numel() == 0:
         return 0
@@ -91,6 +92,8 @@ def split_shared_prefix(
     metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
 ) -> CascadeMetadata:
     """A decode in two: all rows over the shared blocks, then every request over what follows them.
+
+    That the blocks are shared, and lie within every context, is the caller's promise (`common_prefix_len`).
 
     Args:
         metadata: the decode.

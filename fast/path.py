@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int32
 from torch import Tensor
 
-from reference.interfaces import MLAConfig, PathCosts, QueryLenSupport, check, check_tensor
+from reference.interfaces import MLAConfig, PathCosts, QueryLenSupport, check, check_not_negative, check_tensor
 
 COUNTED = PathCosts()
 COSTS = Path(__file__).parent / "assets" / "costs"
@@ -27,7 +27,8 @@ def choose_path(query_len: int, context_len: int, config: MLAConfig, costs: Path
 
     The projections of the q new tokens cost the same on both sides. What is left is 2 n (2 Lkv - P - V) against 2 c Lkv
     (P + V): for c >> q, where n = q c, the FLOPs are even at q = Lkv (P + V) / (2 Lkv - P - V) query tokens, 171 for
-    DeepSeek-V3. Without context the expanded path always computes less.
+    DeepSeek-V3. Without context the expanded path always computes less. Both hold where 2 Lkv > P + V, as in every
+    model.
 
     Bytes, at two an element: both read the c + q latents once. The absorbed path writes and reads 2 Lkv + R elements a
     query and head; the expanded one writes and reads P + V elements a key and head. A path takes as long as the longer
@@ -81,8 +82,8 @@ def choose_paths(
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("context_lens", context_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
     check(decode_threshold >= 0, "decode_threshold", "an int >= 0", decode_threshold)
-    for name, lens in (("query_len", query_lens), ("context_len", context_lens)):
-        check(not bool((lens < 0).any()), name, "an int >= 0", lens)
+    for name, lens in (("query_lens", query_lens), ("context_lens", context_lens)):
+        check_not_negative(name, lens)
     absorbed = query_lens <= decode_threshold
     if config is None or query_len_support is not QueryLenSupport.VARLEN:
         return absorbed
@@ -111,7 +112,8 @@ def _absorbed_costs_least(q, context, config: MLAConfig, costs: PathCosts | None
     projection = 2.0 * heads * keys * c.kv_lora_rank * both
     computed = costs.expanded_flop * attention + costs.projection_flop * projection
     moved = costs.byte * (2.0 * (latents + 2.0 * heads * keys * both))
-    expanded = costs.expanded_request + maximum(computed, moved)
+    fixed = costs.expanded_request + costs.expanded_context * (context > 0)
+    expanded = fixed + maximum(computed, moved)
     return absorbed <= expanded
 
 

@@ -12,6 +12,7 @@ from reference.interfaces import (
     MLAConfig,
     QueryLenSupport,
     check,
+    check_not_negative,
     check_tensor,
     chunked_prefill_workspace_size,
     context_unit,
@@ -64,12 +65,11 @@ def plan_context_chunks(
     check(policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
     unit = context_unit(block_size, context_parallel_size, interleave)
     check(workspace_tokens >= unit, "workspace_tokens", f"at least one unit of {unit} tokens", workspace_tokens)
+    check(workspace_tokens < 2**31, "workspace_tokens", "less than 2^31", workspace_tokens)
+    check_not_negative("context_lens", context_lens)
     if context_lens.numel() == 0:
         return ()
-    shortest, longest = (int(length) for length in context_lens.aminmax())
-    if shortest < 0:
-        request = int(context_lens.argmin())
-        check(False, "context_lens", "values >= 0", f"{shortest} at request {request}")
+    longest = int(context_lens.max())
     if longest == 0:
         return ()
     if policy == "packed":
@@ -103,7 +103,6 @@ def _share_evenly(context_lens: Tensor, workspace_tokens: int, unit: int, longes
     share = workspace_tokens // with_context // unit * unit
     check(share > 0, "workspace_tokens", f"at least a unit of {unit} tokens for each of {with_context} requests",
           workspace_tokens)  # fmt: skip
-    share = min(share, -(-longest // unit) * unit)  # fits int32 whatever the workspace
     starts = torch.arange(0, longest, share, dtype=torch.int32, device="cpu")[:, None]  # [chunks, 1]
     pieces = (context_lens - starts).clamp_(0, share)
     return torch.where(pieces > 0, starts, 0), pieces
@@ -194,9 +193,8 @@ def decode_programs(
     " str backend) -> (Tensor, Tensor)",
 )
 def _plan_decode(seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant, backend):
-    if seq_lens.device.type == "cpu" and seq_lens.numel() and int(seq_lens.min()) < 0:
-        request = int(seq_lens.argmin())
-        check(False, "seq_lens", "lengths >= 0", f"{int(seq_lens[request])} at request {request}")
+    if seq_lens.device.type == "cpu":
+        check_not_negative("seq_lens", seq_lens)
     launch = backends.kernel(backend, "plan_decode")
     return launch(seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant)
 

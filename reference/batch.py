@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
-from .interfaces import CommonAttentionMetadata, check, check_blocks, check_lengths, check_tensor
+from .interfaces import CommonAttentionMetadata, check, check_blocks, check_lengths, check_table_width, check_tensor
 
 
 def split_decodes_and_prefills(
@@ -126,9 +126,10 @@ def make_local_attention_virtual_batches(
         The virtual batch; a padding row (S = 0) stays one row, a request without new tokens has none.
 
     Raises:
-        ValueError: a size below 1, or a chunk that is not made of whole blocks.
+        ValueError: a size below 1, a chunk that is not made of whole blocks, or a block table narrower than the longest
+            request.
     """
-    check(block_size >= 1, "block_size", "at least 1", block_size)
+    check_table_width(common, block_size)
     whole = attention_chunk_size >= 1 and attention_chunk_size % block_size == 0
     check(whole, "attention_chunk_size", f"a multiple of the block size {block_size}", attention_chunk_size)
     starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()

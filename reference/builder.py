@@ -21,7 +21,8 @@ from .interfaces import (
     PrefillMetadata,
     QueryLenSupport,
     check,
-    check_prefill_lengths,
+    check_common_prefix,
+    check_no_prefill_padding,
     check_table_width,
     check_threshold,
     chunked_prefill_workspace_size,
@@ -74,16 +75,19 @@ def build_mla_metadata(
     query_lens = [end - start for start, end in itertools.pairwise(starts)]
     contexts = common.num_computed_tokens_cpu
 
-    absorbed = choose_paths(
-        common.query_start_loc_cpu.diff(), contexts, decode_threshold, config, costs, query_len_support
-    ).tolist()
-    decodes = [*absorbed, False].index(False)
-    if require_order and any(absorbed[decodes:]):
-        late = absorbed.index(True, decodes)
-        check(False, "common", f"absorbed requests before the expanded one at request {decodes}", f"one at {late}")
     if query_len_support is QueryLenSupport.UNIFORM:
         decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
-    check_prefill_lengths(common, decodes)
+        uniform = next((query_len for query_len in query_lens[:decodes] if query_len > 0), None)
+        absorbed = [query_len == uniform for query_len in query_lens]
+    else:
+        absorbed = choose_paths(
+            common.query_start_loc_cpu.diff(), contexts, decode_threshold, config, costs, query_len_support
+        ).tolist()
+        decodes = [*absorbed, False].index(False)
+    late = [request for request in range(decodes, len(query_lens)) if absorbed[request] and query_lens[request] > 0]
+    if require_order and late:
+        check(False, "common", f"absorbed requests before the expanded one at request {decodes}", f"one at {late[0]}")
+    check_no_prefill_padding(common, decodes)
     decode_tokens, device = starts[decodes], common.block_table.device
 
     visible = []
@@ -165,13 +169,16 @@ class MLAMetadataBuilder:
         """The plan of one step.
 
         Args:
-            common_prefix_len: shared context (`common_prefix_len`), 0 for none; attended once where that is faster.
+            common_prefix_len: context that all decodes share (`common_prefix_len`), 0 for none; attended once where
+            that
+                is faster.
             common: the batch, ordered as `reorder_batch` says.
             fast_build: leave out what only speeds the kernels up: the cascade, and the decode's schedule where nothing
                 else rests on it.
 
         Raises:
-            ValueError: as `build_mla_metadata`; an order other than absorbed before expanded; more requests or longer
+            ValueError: as `build_mla_metadata`; a prefix longer than some context; an order other than absorbed before
+            expanded; more requests or longer
                 ones than the builder was made for.
         """
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
@@ -192,6 +199,7 @@ class MLAMetadataBuilder:
     ) -> MLAMetadata:
         """The plan with the cascade or the schedule of its decode."""
         if common_prefix_len > 0 and not self.batch_invariant:
+            check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
             query_lens = common.query_start_loc_cpu.diff()[: metadata.num_decodes]
             if use_cascade_attention(common_prefix_len, query_lens, lengths, self.config):
@@ -209,11 +217,18 @@ class MLAMetadataBuilder:
     def _programs_for(self, query_len: int) -> int:
         """Over how many programs a decode is cut, from its longest query; 0 leaves it to the kernel."""
         if callable(self.num_programs):
-            return self.num_programs(query_len)
+            programs = self.num_programs(query_len)
+            least = 1 if self.batch_invariant else 0
+            check(programs >= least, "num_programs", f"a function that gives at least {least}", programs)
+            return programs
         return self.num_programs if query_len <= self.reorder_batch_threshold else 0
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
         """The plan of a batch that is captured.
+
+        What is not the batch's own (the schedule, visible lengths of several tokens) lies in tensors of this plan,
+        which a graph goes on reading: keep it, and bring it up to date with `update_captured` before each replay.
+        `DecodeGraph` needs none of this: it plans inside the graph.
 
         Raises:
             ValueError: a batch that `can_run_in_cudagraph` refuses.
@@ -224,10 +239,36 @@ class MLAMetadataBuilder:
               )  # fmt: skip
         return self.build(0, common)
 
+    def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
+        """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
+
+        The lengths, block table and slots are the caller's own buffers, which it writes itself.
+
+        Args:
+            captured: of `build_for_cudagraph_capture`.
+            common: the batch that is to be replayed.
+
+        Raises:
+            ValueError: a batch that is not of the captured shape. Nothing has been written then.
+        """
+        shape = (captured.num_decodes, captured.decode.max_query_len)
+        tokens = shape[0] * shape[1]
+        fits = self.can_run_in_cudagraph(common) and (common.num_reqs, common.num_actual_tokens) == (shape[0], tokens)
+        check(fits, "common", f"{shape[0]} requests of {shape[1]} tokens, as captured",
+              f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
+        plan = self.build(0, common)
+        if shape[1] > 1:
+            captured.decode.visible_lens.copy_(plan.decode.visible_lens)
+        if captured.schedule is not None:
+            captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
+            captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
+
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         """Whether a batch is of the captured kind: decodes only, queries of one length, those of padding included."""
-        uniform = common.num_actual_tokens == common.num_reqs * common.max_query_len
-        return uniform and common.num_reqs > 0 and 1 <= common.max_query_len <= self.reorder_batch_threshold
+        lens = common.query_start_loc_cpu.diff()
+        if lens.numel() == 0 or not bool((lens == lens[0]).all()):
+            return False
+        return 1 <= int(lens[0]) <= self.reorder_batch_threshold
 
     def reorder_batch(
         self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
@@ -244,4 +285,8 @@ class MLAMetadataBuilder:
         absorbed = choose_paths(
             query_lens, context_lens, self.reorder_batch_threshold, self._asked, self.costs, self.query_len_support
         )
+        if self.query_len_support is QueryLenSupport.UNIFORM:
+            lens = [query_len for query_len in query_lens[absorbed].tolist() if query_len > 0]
+            most = max(lens, key=lambda query_len: (lens.count(query_len), query_len), default=0)
+            absorbed &= (query_lens == most) | (query_lens == 0)
         return reorder_batch_to_split_decodes_and_prefills(absorbed)

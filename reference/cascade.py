@@ -15,6 +15,7 @@ from .interfaces import (
     DecodeMetadata,
     MLAConfig,
     check,
+    check_table_width,
     check_tensor,
     wide_dtype,
 )
@@ -32,9 +33,9 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
         block_size: tokens a block.
 
     Raises:
-        ValueError: `block_size` below 1.
+        ValueError: `block_size` below 1; a block table narrower than the longest request.
     """
-    check(block_size >= 1, "block_size", "at least 1", block_size)
+    check_table_width(common, block_size)
     contexts, lengths = common.num_computed_tokens_cpu.tolist(), common.seq_lens_cpu.tolist()
     real = [request for request in range(common.num_reqs) if lengths[request] > 0]
     if not real:
@@ -93,6 +94,8 @@ def split_shared_prefix(
     metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
 ) -> CascadeMetadata:
     """A decode in two: all rows over the shared blocks, then every request over what follows them.
+
+    That the blocks are shared, and lie within every context, is the caller's promise (`common_prefix_len`).
 
     Args:
         metadata: the decode.

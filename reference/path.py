@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int32
 from torch import Tensor
 
-from .interfaces import MLAConfig, PathCosts, QueryLenSupport, check, check_tensor
+from .interfaces import MLAConfig, PathCosts, QueryLenSupport, check, check_not_negative, check_tensor
 
 
 def choose_path(query_len: int, context_len: int, config: MLAConfig, costs: PathCosts | None = None) -> str:
@@ -19,7 +19,8 @@ def choose_path(query_len: int, context_len: int, config: MLAConfig, costs: Path
 
     The projections of the q new tokens cost the same on both sides. What is left is 2 n (2 Lkv - P - V) against 2 c Lkv
     (P + V): for c >> q, where n = q c, the FLOPs are even at q = Lkv (P + V) / (2 Lkv - P - V) query tokens, 171 for
-    DeepSeek-V3. Without context the expanded path always computes less.
+    DeepSeek-V3. Without context the expanded path always computes less. Both hold where 2 Lkv > P + V, as in every
+    model.
 
     Bytes, at two an element: both read the c + q latents once. The absorbed path writes and reads 2 Lkv + R elements a
     query and head; the expanded one writes and reads P + V elements a key and head. A path takes as long as the longer
@@ -56,7 +57,8 @@ def choose_path(query_len: int, context_len: int, config: MLAConfig, costs: Path
     expanded_attention = 2.0 * heads * pairs * (both + c.qk_rope_head_dim)
     expanded_projection = 2.0 * heads * keys * c.kv_lora_rank * both
     expanded_bytes = 2.0 * (keys * c.head_size + 2.0 * heads * keys * both)
-    expanded = costs.expanded_request + max(
+    fixed = costs.expanded_request + (costs.expanded_context if context_len > 0 else 0.0)
+    expanded = fixed + max(
         costs.expanded_flop * expanded_attention + costs.projection_flop * expanded_projection,
         costs.byte * expanded_bytes,
     )
@@ -93,6 +95,8 @@ def choose_paths(
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("context_lens", context_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
     check(decode_threshold >= 0, "decode_threshold", "an int >= 0", decode_threshold)
+    for name, lens in (("query_lens", query_lens), ("context_lens", context_lens)):
+        check_not_negative(name, lens)
     asked = config is not None and query_len_support is QueryLenSupport.VARLEN
     absorbed = []
     for query_len, context_len in zip(query_lens.tolist(), context_lens.tolist(), strict=True):

@@ -11,6 +11,7 @@ from .interfaces import (
     ContextChunk,
     DecodeSchedule,
     check,
+    check_not_negative,
     check_tensor,
     chunked_prefill_workspace_size,
     context_unit,
@@ -62,9 +63,9 @@ def plan_context_chunks(
     check(policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
     unit = context_unit(block_size, context_parallel_size, interleave)
     check(workspace_tokens >= unit, "workspace_tokens", f"at least one unit of {unit} tokens", workspace_tokens)
+    check(workspace_tokens < 2**31, "workspace_tokens", "less than 2^31", workspace_tokens)
+    check_not_negative("context_lens", context_lens)
     lens = context_lens.tolist()
-    for request, length in enumerate(lens):
-        check(length >= 0, "context_lens", "values >= 0", f"{length} at request {request}")
     cut = _pack if policy == "packed" else _share_evenly
     return tuple(_chunk(pieces, len(lens)) for pieces in cut(lens, workspace_tokens, unit))
 
@@ -148,9 +149,8 @@ def plan_decode(
     check(num_programs >= 1, "num_programs", "at least 1", num_programs)
     check(num_heads >= 1, "num_heads", "at least 1", num_heads)
     check(fixed_overhead >= 0, "fixed_overhead", "an int >= 0", fixed_overhead)
+    check_not_negative("seq_lens", seq_lens)
     lens = seq_lens.tolist()
-    for request, length in enumerate(lens):
-        check(length >= 0, "seq_lens", "lengths >= 0", f"{length} at request {request}")
 
     line = []  # what stands at each place of the line: (request, tile, split by its own length, where that starts)
     for request, length in enumerate(lens):

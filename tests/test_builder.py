@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -201,19 +202,44 @@ def test_slots_past_the_tokens(plain_errors):
 
 def make_builder(ops, **options):
     given = {"block_size": 16, "max_model_len": 512, "max_num_seqs": 8, "workspace_tokens": 64} | options
-    return ops.MLAMetadataBuilder(DIRECT, **given)
+    return ops.MLAMetadataBuilder(given.pop("config", DIRECT), **given)
 
 
-@given(batches(), st.sampled_from([0, 3]), st.booleans(), st.sampled_from([0, 5]), st.booleans())
-def test_builders_agree(lens, drafted, fast_build, programs, batch_invariant):
+MANY_HEADS = replace(DIRECT, num_heads=80)
+OPTIONS = {  # of a builder, beside the numbers that hypothesis draws
+    "plain": {},
+    "costs": {"costs": PathCosts(absorbed_request=1e15)},
+    "other costs": {"costs": PathCosts(expanded_request=1e15)},
+    "one token": {"query_len_support": SINGLE},
+    "uniform": {"query_len_support": UNIFORM},
+    "invariant": {"num_programs": 5, "batch_invariant": True},
+    "many heads": {"config": MANY_HEADS, "num_programs": 3, "batch_invariant": True},
+}
+
+
+def uniform_length(query_lens, threshold):
+    """The most frequent length that decodes, of equals the longest; 0 where nobody does."""
+    lens = [q for q in query_lens if 0 < q <= threshold]
+    return max(set(lens), key=lambda q: (lens.count(q), q), default=0)
+
+
+@given(batches(), st.sampled_from(sorted(OPTIONS)), st.sampled_from([0, 3]), st.booleans(), st.sampled_from([0, 5]))
+def test_builders_agree(lens, name, drafted, fast_build, programs):
     """After reordering as it says, a builder accepts any batch whose padding decodes; both wings plan the same."""
-    query_lens, seq_lens = (list(values) for values in lens)
-    assume(all(q <= 1 + drafted or s > 0 for q, s in zip(query_lens, seq_lens, strict=True)))
-    builders = [
-        make_builder(ops, num_speculative_tokens=drafted, num_programs=programs,
-                     batch_invariant=batch_invariant and programs > 0)
-        for ops in (reference, fast)
-    ]  # fmt: skip
+    options = {"num_programs": programs, "num_speculative_tokens": drafted, "max_model_len": 50_000} | OPTIONS[name]
+    support, threshold = options.get("query_len_support", VARLEN), 1 if name == "one token" else 1 + drafted
+    query_lens, seq_lens = list(lens[0]), [length and length + 20_000 * (name == "many heads") for length in lens[1]]
+    config, costs = options.get("config", DIRECT), options.get("costs")
+    uniform = uniform_length(query_lens, threshold)
+
+    def decodes(q, s):
+        if support is UNIFORM:
+            return q in (0, uniform)
+        asked = support is VARLEN and not options.get("batch_invariant")
+        return q <= threshold or (asked and fast.choose_path(q, max(0, s - q), config, costs) == "absorbed")
+
+    assume(all(s > 0 or decodes(q, s) for q, s in zip(query_lens, seq_lens, strict=True)))
+    builders = [make_builder(ops, **options) for ops in (reference, fast)]
     contexts = [max(0, s - q) for q, s in zip(query_lens, seq_lens, strict=True)]
     swaps = [b.reorder_batch(integers(*query_lens).cpu(), integers(*contexts).cpu()) for b in builders]
     same(*swaps)
@@ -224,15 +250,14 @@ def test_builders_agree(lens, drafted, fast_build, programs, batch_invariant):
     plans = [b.build(0, common, fast_build) for b in builders]
     same(*plans)
     same(*(b.can_run_in_cudagraph(common) for b in builders))
-    invariant = batch_invariant and programs > 0
-    contexts = [max(0, s - q) for q, s in zip(query_lens, seq_lens, strict=True)]
-    absorbed = [
-        q <= 1 + drafted or (not invariant and fast.choose_path(q, c, DIRECT) == "absorbed")
-        for q, c in zip(query_lens, contexts, strict=True)
-    ]
-    assert plans[0].num_decodes == sum(absorbed)
-    short = plans[0].num_decode_tokens > 0 and plans[0].decode.max_query_len <= 1 + drafted
-    assert (plans[0].schedule is not None) == (programs > 0 and short and (invariant or not fast_build))
+    assert plans[0].num_decodes == sum(decodes(q, s) for q, s in zip(query_lens, seq_lens, strict=True))
+    schedule, invariant = plans[0].schedule, options.get("batch_invariant", False)
+    short = plans[0].num_decode_tokens > 0 and plans[0].decode.max_query_len <= threshold
+    assert (schedule is not None) == (options["num_programs"] > 0 and short and (invariant or not fast_build))
+    if schedule is not None:
+        heads = config.num_heads
+        same(schedule, reference.plan_decode(plans[0].decode.seq_lens, options["num_programs"], heads,
+                                             batch_invariant=invariant))  # fmt: skip
 
 
 def test_builder_for_graphs(ops, plain_errors):
@@ -262,20 +287,63 @@ def test_programs_by_query_length(ops):
         assert (0 if plan.schedule is None else plan.schedule.tile_ranges.shape[0]) == number
 
 
-def test_captured_plans_stay_where_they_are():
-    """Pitfalls 16 and 17: after capture, plans of a batch of that size are written where the graph reads them."""
-    builder = make_builder(fast, num_speculative_tokens=1, num_programs=3)
+def test_captured_plans_are_updated_in_place(ops, plain_errors):
+    """Pitfalls 16 and 17: what a captured graph reads stays where it is; plans of `build` are nobody else's."""
+    builder = make_builder(ops, num_speculative_tokens=1, num_programs=3)
     captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0] * 3).common)
+    tensors = captured.decode.visible_lens, captured.schedule.tile_ranges, captured.schedule.split_offsets
+    places = [tensor.data_ptr() for tensor in tensors]
     for lens in ([20, 70, 0], [2, 300, 9]):
         common = make_batch([2] * 3, lens).common
-        plan, fresh = (
-            builder.build(0, common),
-            make_builder(fast, num_speculative_tokens=1, num_programs=3).build(0, common),
-        )
-        assert plan.decode.visible_lens is captured.decode.visible_lens
-        assert plan.schedule is captured.schedule
-        same(plan, fresh)
-    assert builder.build(0, make_batch([2] * 2, [8, 9]).common).schedule is not captured.schedule
+        builder.update_captured(captured, common)
+        fresh = builder.build(0, common)
+        same(tensors, (fresh.decode.visible_lens, fresh.schedule.tile_ranges, fresh.schedule.split_offsets))
+        assert [tensor.data_ptr() for tensor in tensors] == places
+        assert fresh.schedule.tile_ranges.data_ptr() not in places
+    wanted = "^common: expected 3 requests of 2 tokens, as captured, got"
+    for query_lens in ([2, 2], [1, 1, 1], [2, 2, 1]):
+        with pytest.raises(ValueError, match=wanted):
+            builder.update_captured(captured, make_batch(query_lens, [9] * len(query_lens)).common)
+
+
+def test_requests_without_new_tokens_take_no_path(ops):
+    """A row of length 0 behind the prefills, as an engine that pads at the end leaves it, is no disorder."""
+    plan = make_builder(ops).build(0, make_batch([1, 50, 0], [10, 50, 0]).common)
+    assert (plan.num_decodes, plan.num_prefills) == (1, 2)
+
+
+def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
+    """One request without drafts does not send the others down the expanded path."""
+    builder = make_builder(ops, num_speculative_tokens=3, query_len_support=UNIFORM)
+    swaps = builder.reorder_batch(integers(1, 4, 4, 4).cpu(), integers(49, 56, 0, 76).cpu())
+    assert swaps == ((0, 3),)
+    assert builder.build(0, make_batch([4, 4, 4, 1], [80, 60, 0, 50]).common).num_decodes == 3
+    with pytest.raises(
+        ValueError, match="^common: expected absorbed requests before the expanded one at request 1, got one"
+    ):
+        builder.build(0, make_batch([4, 1, 4], [80, 50, 60]).common)
+
+
+def test_a_loose_bound_changes_nothing(ops):
+    """`max_query_len` is a bound: plans hold the true lengths."""
+    for lens in (([1, 1], [9, 30]), ([1, 0, 9], [9, 4, 30]), ([2, 2], [9, 0])):
+        exact = make_batch(*lens).common
+        loose = replace(exact, max_query_len=exact.max_query_len + 30)
+        for threshold in (1, 2):
+            if threshold < 2 and lens[0] == [2, 2]:
+                continue
+            same(*(ops.build_mla_metadata(common, 16, 64, threshold) for common in (exact, loose)))
+        builder = make_builder(ops, num_speculative_tokens=1)
+        assert builder.can_run_in_cudagraph(loose) == builder.can_run_in_cudagraph(exact)
+
+
+def test_early_refusals(ops, plain_errors):
+    """What no prefill of this batch needs is refused as well, before the first one fails in service."""
+    common = make_batch([1], [4]).common
+    with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 15$"):
+        ops.build_mla_metadata(common, 16, 15)
+    with pytest.raises(ValueError, match="^policy: expected .packed. or .even., got 'x'$"):
+        ops.build_mla_metadata(common, 16, 64, policy="x")
 
 
 def test_builder_refuses(ops, plain_errors):

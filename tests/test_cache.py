@@ -156,3 +156,29 @@ def test_offsets_beyond_32_bit(ops):
     assert_same_bits(got, entries)
     ops.copy_blocks([cache], torch.tensor([[num_blocks - 2, 1]]))
     assert_same_bits(cache[1, 0], entries[2])
+
+
+@pytest.mark.parametrize("layout", ["layers_first", "blocks_first"])
+def test_all_layers_in_one_tensor(ops, layout):
+    """Each layer's cache is a view that every op takes, whichever axis is the slowest; layers stay apart."""
+    layers, blocks, block_size, width = 3, 5, 4, 32
+    caches = ops.allocate_kv_cache(blocks, block_size, width, torch.float32, num_layers=layers, layout=layout)
+    assert caches.shape == (layers, blocks, block_size, width) and caches[0].stride(2) == 1
+    layer_stride, block_stride = caches.stride()[:2]
+    inner = block_size * width
+    assert (layer_stride, block_stride) == (
+        (blocks * inner, inner) if layout == "layers_first" else (inner, layers * inner)
+    )
+    caches.fill_(torch.nan)
+    entries = torch.randn(layers, 6, width)
+    slots = torch.tensor([3, 4, 19, 0, 7, -1])
+    for layer in range(layers):
+        ops.concat_and_cache_mla(entries[layer, :, :24], entries[layer, :, 24:], caches[layer], slots)
+    table = integers(0, 1, 4).view(1, 3)
+    for layer in range(layers):
+        found = ops.gather_and_maybe_dequant_cache(caches[layer], table, integers(0, 12), integers(0), 12)
+        for row, slot in ((3, 0), (0, 3), (1, 4), (4, 7)):
+            assert_same_bits(found[slot], entries[layer, row])
+        assert_same_bits(found[11], entries[layer, 2])
+    ops.copy_blocks(list(caches), torch.tensor([[4, 2]]))
+    assert_same_bits(caches[1, 2, 3], entries[1, 2])

@@ -146,11 +146,13 @@ def test_layer_takes_the_cascade(ops):
 
     torch.manual_seed(0)
     layer = make_layer(ops, DIRECT, make_weights(DIRECT, torch.float64), torch.float64)
-    num_blocks, common = shared_batch([1] * 6, [170, 181, 0, 190, 175, 163], 40)
+    num_blocks, common = shared_batch([1] * 6, [0, 170, 181, 190, 175, 163], 40)
     builder = ops.MLAMetadataBuilder(DIRECT, 4, 512, 8)
     plans = [builder.build(prefix, common) for prefix in (0, ops.common_prefix_len(common, 4))]
     assert plans[0].cascade is None and plans[1].cascade is not None
     assert builder.build(160, common, fast_build=True).cascade is None
+    invariant = ops.MLAMetadataBuilder(DIRECT, 4, 512, 8, num_programs=3, batch_invariant=True)
+    assert invariant.build(160, common).cascade is None and invariant.build(160, common).schedule is not None
     hidden = torch.randn(6, DIRECT.hidden_size, dtype=torch.float64)
     cache = torch.randn(num_blocks, 4, DIRECT.head_size, dtype=torch.float64)
     positions = (common.seq_lens - 1).clamp(min=0).long()
@@ -171,5 +173,11 @@ def test_refusals(ops, plain_errors):
         ops.split_shared_prefix(plan, 4, 4, 2)
     with pytest.raises(ValueError, match="^common_prefix_len: expected an int >= 0, got -1$"):
         ops.use_cascade_attention(-1, integers(1).cpu(), integers(9).cpu(), V3)
-    with pytest.raises(ValueError, match="^block_size: expected at least 1, got 0$"):
+    with pytest.raises(ValueError, match="^block_size: expected a positive int, got 0$"):
         ops.common_prefix_len(make_batch([1], [4]).common, 0)
+    narrow = make_batch([1, 1], [20, 60], 4).common
+    with pytest.raises(ValueError, match="^block_table: expected at least 30 columns for request 1, got 17$"):
+        ops.common_prefix_len(narrow, 2)
+    builder = ops.MLAMetadataBuilder(DIRECT, 4, 512, 8)
+    with pytest.raises(ValueError, match="^common_prefix_len: expected at most the context 19 of request 0, got 20$"):
+        builder.build(20, make_batch([1, 0, 1], [20, 0, 60], 4).common)

@@ -184,15 +184,19 @@ def test_from_hf_refuses_with_every_reason(fields, reasons):
     assert "\n" not in str(error.value)
 
 
-@given(st.integers(1, 300_000), st.integers(1, 600), st.sampled_from([1, 16, 64, 100, 128]))
-def test_workspace_size(max_model_len, max_num_seqs, block_size):
-    """The smallest multiple of a block that is at least vLLM's figure and holds one block a sequence."""
-    size = reference.chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size)
+@given(
+    st.integers(1, 300_000), st.integers(1, 600), st.sampled_from([1, 16, 64, 100, 128]),
+    st.sampled_from([(1, 1), (1, 7), (3, 1), (8, 64)]),
+)  # fmt: skip
+def test_workspace_size(max_model_len, max_num_seqs, block_size, ranks):
+    """The smallest multiple of a unit that is at least vLLM's figure and holds one unit a sequence."""
+    size = reference.chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, *ranks)
     wanted = sorted((max_model_len * 8, max_num_seqs * block_size * 4))[1]
     wanted = sorted((wanted, 65536))[0]
-    floor = max_num_seqs * block_size
-    assert size % block_size == 0 and size >= wanted and size >= floor
-    assert size - block_size < max(wanted, floor)
+    unit = next(n for n in range(block_size, 10**9, block_size) if ranks[0] == 1 or n % (ranks[0] * ranks[1]) == 0)
+    floor = max_num_seqs * unit
+    assert size % unit == 0 and size >= wanted and size >= floor
+    assert size - unit < max(wanted, floor)
 
 
 def test_cache_shape():
@@ -204,6 +208,38 @@ def test_cache_shape():
     for arguments in ((0, 1, 1), (1, 0, 1), (1, 1, 0)):
         with pytest.raises(ValueError, match="expected a positive int, got 0$"):
             reference.chunked_prefill_workspace_size(*arguments)
+
+
+def test_layouts():
+    """Every axis where `stride_order` says: slowest first, the innermost contiguous."""
+    assert reference.kv_cache_shape(5, 4, 24, 3) == (3, 5, 4, 24)
+    assert reference.stride_order() == reference.stride_order(layout="blocks_first") == (0, 1, 2)
+    assert reference.stride_order(True) == (0, 1, 2, 3) and reference.stride_order(True, "blocks_first") == (1, 0, 2, 3)
+    with pytest.raises(ValueError, match="^layout: expected one of layers_first, blocks_first, got NHD$"):
+        reference.stride_order(True, "NHD")
+    with pytest.raises(ValueError, match="^num_layers: expected a positive int or None, got 0$"):
+        reference.kv_cache_shape(5, 4, 24, 0)
+
+
+def test_global_hyperparameters():
+    """One value for all layers; the one that differs is named, with the field and both values."""
+    same = {f"layers.{n}": MLAConfig.from_preset("deepseek-v3") for n in range(3)}
+    found = reference.infer_global_hyperparameters(same)
+    assert (found.num_heads, found.kv_lora_rank, found.softmax_scale) == (128, 512, 192**-0.5)
+    assert reference.infer_global_hyperparameters({"a": SimpleNamespace(config=same["layers.0"])}) == found
+    for field, value in (("num_heads", 64), ("kv_lora_rank", 256), ("qk_nope_head_dim", 64), ("qk_rope_head_dim", 32),
+                         ("v_head_dim", 64)):  # fmt: skip
+        layers = same | {"layers.1": MLAConfig.from_preset("deepseek-v3", **{field: value})}
+        wanted = f"^layers: expected {field} {getattr(found, field)} of 'layers.0' in all, got {value} at 'layers.1'$"
+        with pytest.raises(ValueError, match=wanted):
+            reference.infer_global_hyperparameters(layers)
+    yarn = RopeConfig(yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale_all_dim=1.0))
+    with pytest.raises(ValueError, match="^layers: expected softmax_scale 0.07.* of 'layers.0' in all, got .* at 'x'$"):
+        reference.infer_global_hyperparameters(same | {"x": MLAConfig.from_preset("deepseek-v3", rope=yarn)})
+    with pytest.raises(ValueError, match="^layers: expected at least one layer, got none$"):
+        reference.infer_global_hyperparameters({})
+    with pytest.raises(ValueError, match="^layers: expected an MLAConfig or a layer with one at 'y', got int$"):
+        reference.infer_global_hyperparameters({"y": 3})
 
 
 def test_make_derives_the_rest():

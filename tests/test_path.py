@@ -15,7 +15,7 @@ from .factories import CONFIGS, integers
 from .properties import given, st
 
 V3 = MLAConfig.from_preset("deepseek-v3")
-MEASURED = PathCosts(2.0, 3.5, 2.1e-9, 1.7e-9, 1.6e-9, 2.4e-7)
+MEASURED = PathCosts(2.0, 3.5, 1.5, 2.1e-9, 1.7e-9, 1.6e-9, 2.4e-7)
 
 
 def counted(config, query_len, context_len, costs):
@@ -35,9 +35,13 @@ def counted(config, query_len, context_len, costs):
         c.num_heads * (costs.absorbed_flop * absorbed + costs.projection_flop * query_len * per_token),
         2 * costs.byte * (cache + 2 * states),
     )
-    e = costs.expanded_request + max(
-        c.num_heads * (costs.expanded_flop * expanded + costs.projection_flop * keys * per_token),
-        2 * costs.byte * (cache + 2 * expansions),
+    e = (
+        costs.expanded_request
+        + (costs.expanded_context if context_len else 0)
+        + max(
+            c.num_heads * (costs.expanded_flop * expanded + costs.projection_flop * keys * per_token),
+            2 * costs.byte * (cache + 2 * expansions),
+        )
     )
     return a, e
 
@@ -111,7 +115,9 @@ def test_shipped_costs():
     """Every file that ships is one that `choose_path` takes, and still chooses as the ends demand."""
     from fast.path import COSTS
 
-    for path in COSTS.glob("*.json"):
+    files = sorted(COSTS.glob("*.json"))
+    assert files
+    for path in files:
         costs = PathCosts.load(path)
         config = MLAConfig.from_preset("deepseek-v3", num_heads=int(path.stem.rsplit("-", 1)[1]))
         assert fast.choose_path(1, 4096, config, costs) == "absorbed"
@@ -124,7 +130,7 @@ def test_costs(tmp_path, plain_errors):
     (tmp_path / "costs.json").write_text('{"byte": 1}')
     with pytest.raises(ValueError, match=r"^path: expected a file with absorbed_request, .*, got \['byte'\]$"):
         PathCosts.load(tmp_path / "costs.json")
-    for place in range(6):
+    for place in range(7):
         for wrong in (-1.0, float("nan"), float("inf"), "1"):
             values = list(astuple(MEASURED))
             values[place] = wrong

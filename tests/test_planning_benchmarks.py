@@ -15,7 +15,7 @@ from .benchmarks import crossover, planning
 from .factories import DIRECT
 
 V3 = MLAConfig.from_preset("deepseek-v3")
-TRUE = PathCosts(4.0, 9.0, 3.5e-9, 3.1e-9, 2.4e-9, 5e-7)
+TRUE = PathCosts(4.0, 9.0, 3.0, 3.5e-9, 3.1e-9, 2.4e-9, 5e-7)
 
 
 def grid(config, noise: float = 0.0):

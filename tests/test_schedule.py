@@ -65,14 +65,15 @@ def test_context_chunks_of_ranks(context_lens, block_size, ranks, interleave, ex
     check_chunks(ops, context_lens, least * unit + extra, block_size, policy, ranks, interleave)
 
 
-@given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90))
-def test_chunk_planners_agree(context_lens, block_size, extra):
+@given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), st.sampled_from([(1, 1), (1, 64), (3, 16), (4, 1)]))
+def test_chunk_planners_agree(context_lens, block_size, extra, ranks):
     """Tier 1; and packed never needs more chunks than even."""
-    workspace = max(1, sum(n > 0 for n in context_lens)) * block_size + extra
+    unit = block_size if ranks[0] == 1 else math.lcm(block_size, math.prod(ranks))
+    workspace = max(1, sum(n > 0 for n in context_lens)) * unit + extra
     found = {}
     for policy in ("packed", "even"):
         ours, theirs = (
-            ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, policy)
+            ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, policy, *ranks)
             for ops in (reference, fast)
         )
         same(ours, theirs)
@@ -95,9 +96,21 @@ def test_one_long_context_among_short_ones(ops):
     assert len(check_chunks(ops, contexts, 60_000, 16, "packed")) == 2
 
 
+def test_chunk_refusals(ops, plain_errors):
+    """Pitfall: a sum that wraps. And who is negative is named."""
+    with pytest.raises(ValueError, match="^workspace_tokens: expected less than 2.31, got 2147483648$"):
+        ops.plan_context_chunks(integers(5).cpu(), 2**31, 64)
+    with pytest.raises(ValueError, match="^context_lens: expected lengths >= 0, got -1 at request 1$"):
+        ops.plan_context_chunks(integers(3, -1, -5).cpu(), 640, 64)
+    with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 128 tokens, got 127$"):
+        ops.plan_context_chunks(integers(3).cpu(), 127, 64, "packed", 2, 64)
+    largest = ops.plan_context_chunks(integers(2**31 - 1).cpu(), 2**31 - 1, 64, "even")
+    assert [chunk.num_tokens for chunk in largest] == [2**31 - 64, 63]
+
+
 # The decode schedule.
 
-LENS = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 130, 700, 1500, 9000]), max_size=8)
+LENS = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 130, 700, 1500, 9000, 20_000, 70_000]), max_size=8)
 PROGRAMS = st.sampled_from([1, 2, 3, 7, 33, 132])
 
 

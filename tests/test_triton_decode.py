@@ -365,7 +365,10 @@ def test_graph_replays_with_other_lengths(heads):
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, torch.bfloat16)
     buffers = on_device(plan)
     q = ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE)
-    rest = (buffers.block_table, buffers.seq_lens, buffers.query_start_loc, buffers.visible_lens, 2, SCALE)
+    rest = (
+        buffers.block_table, buffers.seq_lens, buffers.query_start_loc, buffers.visible_lens, 2, SCALE, torch.bfloat16,
+        None, None, False,
+    )  # fmt: skip
     decode.mla_decode(*q, *rest)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -29,7 +29,7 @@ from .metadata import (
 )
 
 
-def check_prefill_lengths(common: CommonAttentionMetadata, num_decodes: int) -> None:
+def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
     """Check on the CPU that no padding row with query tokens stands among the prefills."""
     if num_decodes == common.num_reqs or int(common.seq_lens_cpu[num_decodes:].min()) > 0:
         return
@@ -44,6 +44,16 @@ def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -
     check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
     single = query_len_support is QueryLenSupport.SINGLE_ONLY
     check(decode_threshold == 1 or not single, "decode_threshold", "1 with SINGLE_ONLY", decode_threshold)
+
+
+def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int, num_decodes: int) -> None:
+    """Check on the CPU that a shared prefix lies within the context of every decode that is no padding."""
+    contexts, lengths = common.num_computed_tokens_cpu[:num_decodes], common.seq_lens_cpu[:num_decodes]
+    wrong = ((contexts < common_prefix_len) & (lengths > 0)).nonzero()
+    if wrong.numel():
+        request = int(wrong[0])
+        check(False, "common_prefix_len", f"at most the context {int(contexts[request])} of request {request}",
+              common_prefix_len)  # fmt: skip
 
 
 def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:

@@ -54,6 +54,14 @@ def check_tensor(
         raise ValueError(f"{argument}: expected device {device}, got {tensor.device}")
 
 
+def check_not_negative(argument: str, lengths: Tensor) -> None:
+    """Check the values of lengths on the CPU; the first request whose length is below 0 is named."""
+    wrong = (lengths < 0).nonzero()
+    if wrong.numel():
+        request = int(wrong[0])
+        check(False, argument, "lengths >= 0", f"{int(lengths[request])} at request {request}")
+
+
 def check_dtype(argument: str, dtype: torch.dtype) -> None:
     """Check that a dtype is one of the floating types that are served."""
     check(dtype in FLOAT_DTYPES, argument, f"one of {', '.join(map(str, FLOAT_DTYPES))}", dtype)

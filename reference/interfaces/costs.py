@@ -21,6 +21,7 @@ class PathCosts:
     Attributes:
         absorbed_request: of one more request on the absorbed path, whatever its lengths.
         expanded_request: of one more on the expanded path.
+        expanded_context: besides, where it has cached context, which is gathered and attended apart.
         absorbed_flop: a FLOP of attention over latents.
         expanded_flop: a FLOP of attention over expanded keys and values.
         projection_flop: a FLOP of the up-projections, of queries and outputs or of keys and values.
@@ -29,6 +30,7 @@ class PathCosts:
 
     absorbed_request: float = 0.0
     expanded_request: float = 0.0
+    expanded_context: float = 0.0
     absorbed_flop: float = 1.0
     expanded_flop: float = 1.0
     projection_flop: float = 1.0

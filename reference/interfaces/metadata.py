@@ -29,7 +29,7 @@ class AttentionState:
 class CommonAttentionMetadata:
     """One step's batch, as a scheduler knows it. The `_cpu` twins hold the same values on the CPU.
 
-    Constructing it directly checks nothing (the hot path); `make` validates.
+    Constructing it directly checks nothing (the hot path): what `make` would refuse then gives plans without meaning.
 
     Attributes:
         seq_lens: [B], tokens of each request after this step (context + query).

@@ -31,7 +31,7 @@ from .timing import Clock
 
 QUERY_LENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512)
 CONTEXT_LENS = (0, 128, 512, 2048, 8192, 32768)
-REQUESTS = 8
+REQUESTS = 2  # as many as a step has beside its decodes; their contexts fit one workspace
 BLOCK_SIZE, WORKSPACE = 64, 65536
 MOST_LOST = 0.10
 SLOWER = 8.0  # a path this many times slower at a smaller query is not timed any more
@@ -46,7 +46,7 @@ class Point:
         N: heads.
         query_len: new tokens of each request.
         context_len: cached tokens of each.
-        absorbed_us: of one request, an eighth of what a batch of eight takes (which fills the device or does not).
+        absorbed_us: of one request, half of what a batch of two takes.
         expanded_us: likewise; infinity where it was left out.
     """
 
@@ -130,23 +130,24 @@ def measure(config: MLAConfig, clock: Clock) -> list[Point]:
 
 
 def features(points: Sequence[Point], config: MLAConfig) -> tuple[Tensor, Tensor]:
-    """What the constants multiply, [points, 6] for each path, in the arithmetic of `choose_path`'s docstring."""
+    """What the constants multiply, [points, 7] for each path, in the arithmetic of `choose_path`'s docstring."""
     rows: tuple[list[list[float]], list[list[float]]] = ([], [])
     for point in points:
         c, n, q, s = config, point.N, point.query_len, point.query_len + point.context_len
         pairs = q * point.context_len + q * (q + 1) / 2
         both, wide = c.qk_nope_head_dim + c.v_head_dim, 2 * c.kv_lora_rank + c.qk_rope_head_dim
-        rows[0].append([1, 0, 2 * n * pairs * wide, 0, 2 * n * q * c.kv_lora_rank * both,
-                        2 * (s * c.head_size + 2 * n * q * wide)])  # fmt: skip
-        rows[1].append([0, 1, 0, 2 * n * pairs * (both + c.qk_rope_head_dim), 2 * n * s * c.kv_lora_rank * both,
-                        2 * (s * c.head_size + 2 * n * s * both)])  # fmt: skip
+        attention, projection = 2 * n * pairs * wide, 2 * n * q * c.kv_lora_rank * both
+        rows[0].append([1, 0, 0, attention, 0, projection, 2 * (s * c.head_size + 2 * n * q * wide)])
+        attention, expansion = 2 * n * pairs * (both + c.qk_rope_head_dim), 2 * n * s * c.kv_lora_rank * both
+        moved = 2 * (s * c.head_size + 2 * n * s * both)
+        rows[1].append([0, 1, point.context_len > 0, 0, attention, expansion, moved])
     return torch.tensor(rows[0], dtype=torch.float64), torch.tensor(rows[1], dtype=torch.float64)
 
 
 def model(constants: Tensor, work: Tensor) -> Tensor:
     """What the constants say that points cost, [points]."""
-    fixed = work[:, :2] @ constants[:2]
-    return fixed + torch.maximum(work[:, 2:5] @ constants[2:5], work[:, 5] * constants[5])
+    fixed = work[:, :3] @ constants[:3]
+    return fixed + torch.maximum(work[:, 3:6] @ constants[3:6], work[:, 6] * constants[6])
 
 
 def fit(points: Sequence[Point], config: MLAConfig, steps: int = 3000, trials: int = 20_000) -> PathCosts:
@@ -161,7 +162,7 @@ def fit(points: Sequence[Point], config: MLAConfig, steps: int = 3000, trials: i
     both = timed.all(1)
     ratio = (times[both, 0] / times[both, 1]).log()
     weight = 1 / (0.05 + ratio.abs())
-    start = torch.tensor([5.0, 10.0, 4e-9, 3e-9, 2e-9, 4e-7], dtype=torch.float64)
+    start = torch.tensor([5.0, 10.0, 5.0, 4e-9, 3e-9, 2e-9, 4e-7], dtype=torch.float64)
     logs = start.log().requires_grad_()
     optimiser = torch.optim.Adam([logs], lr=0.02)
     for _ in range(steps):
