@@ -162,7 +162,8 @@ def test_offsets_beyond_32_bit(ops):
 def test_all_layers_in_one_tensor(ops, layout):
     """Each layer's cache is a view that every op takes, whichever axis is the slowest; layers stay apart."""
     layers, blocks, block_size, width = 3, 5, 4, 32
-    caches = ops.allocate_kv_cache(blocks, block_size, width, torch.float32, num_layers=layers, layout=layout)
+    device = torch.get_default_device()
+    caches = ops.allocate_kv_cache(blocks, block_size, width, torch.float32, device, num_layers=layers, layout=layout)
     assert caches.shape == (layers, blocks, block_size, width) and caches[0].stride(2) == 1
     layer_stride, block_stride = caches.stride()[:2]
     inner = block_size * width
