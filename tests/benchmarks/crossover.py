@@ -5,8 +5,8 @@
 
 Each point is a batch of equal requests through attention alone, up-projections included: `query_to_latent`,
 `mla_decode` with a schedule and `latent_to_value`, or `forward_prefill`. The constants of `PathCosts` are fitted to two
-measurements of the grid, so that `choose_path` loses least on it; then it is measured once more, and what the choices lose
-there is shown, point by point. Between the points of the grid, and for other heads, they are a model.
+measurements of the grid, so that `choose_path` loses least on it; then it is measured once more, and what the choices
+lose there is shown, point by point. Between the points of the grid, and for other heads, they are a model.
 """
 
 from __future__ import annotations
