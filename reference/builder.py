@@ -169,17 +169,14 @@ class MLAMetadataBuilder:
         """The plan of one step.
 
         Args:
-            common_prefix_len: context that all decodes share (`common_prefix_len`), 0 for none; attended once where
-            that
-                is faster.
+            common_prefix_len: context that all decodes share, 0 for none; attended once where that is faster.
             common: the batch, ordered as `reorder_batch` says.
             fast_build: leave out what only speeds the kernels up: the cascade, and the decode's schedule where nothing
                 else rests on it.
 
         Raises:
             ValueError: as `build_mla_metadata`; a prefix longer than some context; an order other than absorbed before
-            expanded; more requests or longer
-                ones than the builder was made for.
+                expanded; more requests or longer ones than the builder was made for.
         """
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
         if common.num_reqs and int(common.seq_lens_cpu.max()) > self.max_model_len:

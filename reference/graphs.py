@@ -31,10 +31,15 @@ class DecodeGraph:
     Args:
         step: (hidden_states [T, H], positions [T], metadata) -> [T, H]: a layer over its cache, or all of a model's. It
             leaves its arguments as they are.
-        config: the layers'. batch_sizes: requests that a batch is padded to. block_size: tokens a block. max_blocks:
-        widest block table, in columns. dtype: of the hidden states. device: of the step. query_len: tokens of each
-        request; with speculation one and the drafted ones. num_programs: that the decode is cut over, 0 leaves it to
-        the kernel; None for as many as suit the device, here 1. batch_invariant: of `plan_decode`.
+        config: the layers'.
+        batch_sizes: requests that a batch is padded to.
+        block_size: tokens a block.
+        max_blocks: widest block table, in columns.
+        dtype: of the hidden states.
+        device: of the step.
+        query_len: tokens of each request; with speculation one and the drafted ones.
+        num_programs: that the decode is cut over, 0 leaves it to the kernel; None for as many as suit the device (1).
+        batch_invariant: of `plan_decode`.
 
     Raises:
         ValueError: no batch size, or a number below 1.
