@@ -7,7 +7,7 @@ check:
 test:
 	pytest
 
-# what runs at night: every property test of the planners with 2000 examples, 42,000 in all
+# what runs at night: every property test of the planners with 2000 examples, 40,000 in all
 check-deep:
 	HYPOTHESIS_PROFILE=deep pytest tests/test_batch.py tests/test_schedule.py tests/test_path.py tests/test_builder.py \
 	  tests/test_cascade.py
