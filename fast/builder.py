@@ -22,6 +22,7 @@ from reference.interfaces import (
     PrefillMetadata,
     QueryLenSupport,
     check,
+    check_chunking,
     check_common_prefix,
     check_no_prefill_padding,
     check_table_width,
@@ -79,13 +80,7 @@ def build_mla_metadata(
     check_threshold(decode_threshold, query_len_support)
     check_table_width(common, block_size)
     requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
-    check(policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
-    check(
-        workspace_tokens >= block_size,
-        "workspace_tokens",
-        f"at least one unit of {block_size} tokens",
-        workspace_tokens,
-    )
+    check_chunking(policy, workspace_tokens, block_size)
     decodes, query_lens = requests, None
     if query_len_support is QueryLenSupport.UNIFORM:
         decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
@@ -93,7 +88,8 @@ def build_mla_metadata(
         query_lens = starts_cpu.diff()
         decodes = _first_expanded(common, query_lens, decode_threshold, config, costs, query_len_support)
     if require_order and decodes < requests:
-        _check_order(common, decodes, decode_threshold, config, costs, query_len_support)
+        query_lens = starts_cpu.diff() if query_lens is None else query_lens
+        _check_order(common, query_lens, decodes, decode_threshold, config, costs, query_len_support)
     decode_tokens = common.num_actual_tokens if decodes == requests else int(starts_cpu[decodes])
     one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
     if query_lens is None and not (one_each and decodes == requests):
@@ -165,14 +161,13 @@ def _first_expanded(common, query_lens, decode_threshold, config, costs, query_l
     return int(expanded[0]) if expanded.numel() else common.num_reqs
 
 
-def _check_order(common, decodes, decode_threshold, config, costs, query_len_support) -> None:
+def _check_order(common, query_lens, decodes, decode_threshold, config, costs, query_len_support) -> None:
     """Raise where an absorbed request stands behind the first expanded one."""
-    query_lens = common.query_start_loc_cpu.diff()
     ahead, behind = query_lens[:decodes], query_lens[decodes:]
     if query_len_support is QueryLenSupport.UNIFORM:
         absorbed = behind == (ahead.max() if ahead.numel() else 0)
     else:
-        contexts = common.num_computed_tokens_cpu[decodes:]
+        contexts = (common.seq_lens_cpu[decodes:] - behind).clamp_(min=0)
         absorbed = choose_paths(behind, contexts, decode_threshold, config, costs, query_len_support)
     absorbed &= behind > 0  # a request without new tokens takes neither path
     if bool(absorbed.any()):

@@ -117,10 +117,14 @@ def _absorbed_costs_least(q, context, config: MLAConfig, costs: PathCosts | None
     return absorbed <= expanded
 
 
+def short_name(gpu: str) -> str:
+    """What files of measurements call a GPU: "NVIDIA H200" is "h200"."""
+    return "-".join(word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word and word != "nvidia")
+
+
 def costs_file(gpu: str, num_heads: int) -> str:
     """Name of the file of constants of a GPU and a number of heads: "NVIDIA H200", 16 gives "h200-16.json"."""
-    words = [word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word and word != "nvidia"]
-    return f"{'-'.join(words)}-{num_heads}.json"
+    return f"{short_name(gpu)}-{num_heads}.json"
 
 
 def measured_costs(config: MLAConfig, device: torch.device | str) -> PathCosts | None:

@@ -11,6 +11,7 @@ from .interfaces import (
     ContextChunk,
     DecodeSchedule,
     check,
+    check_chunking,
     check_not_negative,
     check_tensor,
     chunked_prefill_workspace_size,
@@ -60,10 +61,8 @@ def plan_context_chunks(
             length; another policy.
     """
     check_tensor("context_lens", context_lens, ("B",), (torch.int32,), torch.device("cpu"))
-    check(policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
     unit = context_unit(block_size, context_parallel_size, interleave)
-    check(workspace_tokens >= unit, "workspace_tokens", f"at least one unit of {unit} tokens", workspace_tokens)
-    check(workspace_tokens < 2**31, "workspace_tokens", "less than 2^31", workspace_tokens)
+    check_chunking(policy, workspace_tokens, unit)
     check_not_negative("context_lens", context_lens)
     lens = context_lens.tolist()
     cut = _pack if policy == "packed" else _share_evenly

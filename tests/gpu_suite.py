@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from fast.path import short_name
 
 from .benchmarks.report import digest, package_version, provenance
 
@@ -50,8 +51,7 @@ ANY_DEVICE = ("batch", "builder", "cache", "cascade", "differential", "identitie
 
 def file_name(gpu: str) -> str:
     """The results file of a GPU: "NVIDIA H200" gives "h200.json"."""
-    words = [word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word and word != "nvidia"]
-    return "-".join(words) + ".json"
+    return f"{short_name(gpu)}.json"
 
 
 def run(command: Sequence[str], timeout: float, cwd: Path = ROOT, **environment: str) -> tuple[int, str]:

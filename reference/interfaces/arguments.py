@@ -39,6 +39,13 @@ def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) 
         check(False, "seq_lens", "padding rows among the decodes only", f"0 at request {num_decodes + int(wrong[0])}")
 
 
+def check_chunking(policy: str, workspace_tokens: int, unit: int) -> None:
+    """Check how context is to be cut into chunks."""
+    check(policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
+    check(workspace_tokens >= unit, "workspace_tokens", f"at least one unit of {unit} tokens", workspace_tokens)
+    check(workspace_tokens < 2**31, "workspace_tokens", "less than 2^31", workspace_tokens)
+
+
 def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -> None:
     """Check that queries up to a threshold are what the decode kernel takes."""
     check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
