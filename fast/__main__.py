@@ -21,7 +21,9 @@ import reference
 from fast import backends
 from fast.demo.job import ASSETS, DTYPES, one_line, prepare
 from fast.demo.measure import measure
+from fast.demo.parallel import serve_in_parallel
 from fast.demo.report import draw, show
+from reference.interfaces import MERGES
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -82,6 +84,18 @@ def make_parser() -> argparse.ArgumentParser:
             metavar="N",
             help="most tokens in one step: the decodes, then pieces of prompts (default: %(default)s)",
         ),
+        "--context-parallel": dict(
+            type=int,
+            metavar="D",
+            help="ranks that share each sequence, under torchrun; all processes share the heads. Prompts are served "
+            "by all and by one alone, and the tokens compared; no parity table, no picture (default: one process)",
+        ),
+        "--interleave": dict(
+            type=int, default=1, metavar="I", help="tokens in a row on one of those ranks (default: %(default)s)"
+        ),
+        "--merge": dict(
+            choices=MERGES, default="a2a", help="how those ranks merge their attention (default: %(default)s)"
+        ),
         "--json": dict(type=Path, metavar="PATH", help="also write all figures to this file"),
         "--picture": dict(
             type=Path,
@@ -117,6 +131,8 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
         The exit status.
     """
     args = make_parser().parse_args(argv)
+    if args.context_parallel is not None:
+        return serve_in_parallel(args, ops, oracle)
     try:
         job = prepare(args, ops, oracle)
     except (OSError, ValueError) as error:

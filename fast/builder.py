@@ -15,26 +15,32 @@ from torch import Tensor
 from reference.interfaces import (
     CommonAttentionMetadata,
     ContextChunk,
+    ContextParallel,
+    ContextParallelMetadata,
     DecodeMetadata,
     MLAConfig,
     MLAMetadata,
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
+    SequenceShare,
     check,
     check_chunking,
     check_common_prefix,
+    check_interleave,
     check_no_prefill_padding,
     check_table_width,
     check_threshold,
     chunked_prefill_workspace_size,
+    context_unit,
+    get_dcp_local_seq_lens,
     reorder_batch_threshold,
 )
 
 from .batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
 from .cascade import split_shared_prefix, use_cascade_attention
 from .path import choose_path, choose_paths
-from .schedule import plan_context_chunks, plan_decode
+from .schedule import plan_context_chunks, plan_decode, share_chunk
 
 
 def build_mla_metadata(
@@ -47,6 +53,7 @@ def build_mla_metadata(
     query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
     policy: str = "packed",
     require_order: bool = False,
+    share: SequenceShare | None = None,
     *,
     staging: StagingBuffer | None = None,
 ) -> MLAMetadata:
@@ -67,10 +74,12 @@ def build_mla_metadata(
         query_len_support: of the decode kernel.
         policy: of `plan_context_chunks`.
         require_order: an absorbed request behind an expanded one is an error.
+        share: of a rank under context parallelism: `common` has whole lengths and this rank's slots
+            (`dcp_slot_mapping`). Requests choose their path as on one rank.
         staging: pinned memory through which plans go to a GPU; None takes it from PyTorch's allocator each time.
 
     Returns:
-        The plan, its tensors on the device of `common`.
+        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where a `share` is given.
 
     Raises:
         ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; a block table narrower than the longest
@@ -78,9 +87,11 @@ def build_mla_metadata(
             order that is not as required.
     """
     check_threshold(decode_threshold, query_len_support)
-    check_table_width(common, block_size)
+    size, interleave = (1, 1) if share is None else (share.size, share.interleave)
+    check_interleave(interleave, block_size)
+    check_table_width(common, block_size * size)
     requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
-    check_chunking(policy, workspace_tokens, block_size)
+    check_chunking(policy, workspace_tokens, context_unit(block_size, size, interleave))
     decodes, query_lens = requests, None
     if query_len_support is QueryLenSupport.UNIFORM:
         decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
@@ -103,28 +114,37 @@ def build_mla_metadata(
         before = common.seq_lens_cpu[:decodes] - starts_cpu[1 : decodes + 1]
         rows = torch.arange(1, decode_tokens + 1, dtype=torch.int32, device="cpu")
         visible = torch.repeat_interleave(before, query_lens[:decodes], output_size=decode_tokens)
-        pieces.append(visible.add_(rows).clamp_(min=0))  # S - Sq + i + 1; below 1 where S = 0
+        visible = visible.add_(rows).clamp_(min=0)  # S - Sq + i + 1; below 1 where S = 0
+        pieces.append(visible if share is None else get_dcp_local_seq_lens(visible, size, share.rank, interleave))
+    if share is not None:
+        pieces.append(get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, share.rank, interleave))
     chunks: tuple[ContextChunk, ...] = ()
     if decodes < requests:
         check_no_prefill_padding(common, decodes)
         pieces.append(starts_cpu[decodes:] - decode_tokens)
         contexts = (common.seq_lens_cpu[decodes:] - query_lens[decodes:]).clamp_(min=0)
-        chunks = plan_context_chunks(contexts, workspace_tokens, block_size, policy)
-        pieces += [piece for chunk in chunks for piece in (chunk.starts, chunk.cu_seq_lens)]
+        chunks = plan_context_chunks(contexts, workspace_tokens, block_size, policy, size, interleave)
+        if share is not None:
+            chunks = tuple(share_chunk(chunk, share) for chunk in chunks)
+        pieces += [piece for chunk in chunks for piece in chunk.tensors().values()]
     pieces = _to_device(pieces, common.block_table.device, staging)
-    visible_lens = common.seq_lens[:decodes] if one_each else pieces.pop(0)
-    prefill_starts = pieces.pop(0) if decodes < requests else common.query_start_loc[:1]
-    if common.block_table.is_cuda:
-        chunks = tuple(
-            dataclasses.replace(chunk, starts=starts, cu_seq_lens=offsets)
-            for chunk, starts, offsets in zip(chunks, pieces[::2], pieces[1::2], strict=True)
-        )
-
     seq_lens, block_table, query_start_loc = common.seq_lens, common.block_table, common.query_start_loc
     if decodes < requests:
         seq_lens, block_table = seq_lens[:decodes], block_table[:decodes]
         query_start_loc = query_start_loc[: decodes + 1]
-    return MLAMetadata(
+    visible_lens = None if one_each else pieces.pop(0)
+    if share is not None:
+        seq_lens = pieces.pop(0)
+    visible_lens = seq_lens if one_each else visible_lens
+    prefill_starts = pieces.pop(0) if decodes < requests else common.query_start_loc[:1]
+    if common.block_table.is_cuda:
+        moved = iter(pieces)
+        chunks = tuple(
+            dataclasses.replace(chunk, **{name: next(moved) for name in chunk.tensors()}) for chunk in chunks
+        )
+    kind, which = (MLAMetadata, {}) if share is None else (ContextParallelMetadata, {"share": share})
+    return kind(
+        **which,
         slot_mapping=common.slot_mapping,
         num_actual_tokens=common.num_actual_tokens,
         num_decodes=decodes,
@@ -180,16 +200,17 @@ def _longest(query_lens: Tensor) -> int:
 
 
 def _to_device(pieces: list[Tensor], device: torch.device, staging: StagingBuffer | None) -> list[Tensor]:
-    """Vectors of int32 on the device, by one copy that nobody waits for; on a CPU as they are."""
+    """Tensors of int32 on the device, by one copy that nobody waits for; on a CPU as they are."""
     if device.type == "cpu" or not pieces:
         return pieces
+    shapes, pieces = [piece.shape for piece in pieces], [piece.reshape(-1) for piece in pieces]
     sizes = [piece.shape[0] for piece in pieces]
     if staging is not None:
         moved = staging.send(pieces, device)
     else:  # the allocator keeps pinned memory from being handed out again before its copy has run
         pinned = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
         moved = torch.cat(pieces, out=pinned).to(device, non_blocking=True)
-    return list(moved.split(sizes))
+    return [piece.view(shape) for piece, shape in zip(moved.split(sizes), shapes, strict=True)]
 
 
 class StagingBuffer:
@@ -241,6 +262,8 @@ class MLAMetadataBuilder:
         batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit; needs
             `num_programs`. `choose_path` is not asked then: queries beyond the threshold are expanded.
         workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
+        context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
+            slots; prefixes that decodes share are not attended apart.
 
     Raises:
         ValueError: a number below its least value.
@@ -258,8 +281,16 @@ class MLAMetadataBuilder:
         num_programs: int | Callable[[int], int] = 0,
         batch_invariant: bool = False,
         workspace_tokens: int | None = None,
+        context_parallel: ContextParallel | None = None,
     ):
-        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size)
+        self.share = None if context_parallel is None else context_parallel.share
+        size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
+        check_interleave(interleave, block_size)
+        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, size, interleave)
+        unit = context_unit(block_size, size, interleave)
+        self._decode_heads = (
+            config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
+        )
         least = 1 if batch_invariant else 0
         check(callable(num_programs) or num_programs >= least, "num_programs",
               "at least 1 with batch_invariant" if least else "an int >= 0 or a function", num_programs)  # fmt: skip
@@ -269,8 +300,7 @@ class MLAMetadataBuilder:
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self._asked = None if batch_invariant else config  # by whom paths are chosen
         self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
-        check(self.workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}",
-              self.workspace_tokens)  # fmt: skip
+        check_chunking("packed", self.workspace_tokens, unit)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
         self._staging = StagingBuffer()
 
@@ -294,7 +324,7 @@ class MLAMetadataBuilder:
                   f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._asked,
-            self.costs, self.query_len_support, require_order=True, staging=self._staging,
+            self.costs, self.query_len_support, require_order=True, share=self.share, staging=self._staging,
         )  # fmt: skip
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
@@ -304,7 +334,7 @@ class MLAMetadataBuilder:
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
         """The plan with the cascade or the schedule of its decode."""
-        if common_prefix_len > 0 and not self.batch_invariant:
+        if common_prefix_len > 0 and not self.batch_invariant and self.share is None:
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
             query_lens = common.query_start_loc_cpu[: metadata.num_decodes + 1].diff()
@@ -315,7 +345,7 @@ class MLAMetadataBuilder:
         programs = self._programs_for(metadata.decode.max_query_len)
         if programs > 0:
             schedule = plan_decode(
-                metadata.decode.seq_lens, programs, self.config.num_heads, batch_invariant=self.batch_invariant
+                metadata.decode.seq_lens, programs, self._decode_heads, batch_invariant=self.batch_invariant
             )
             return dataclasses.replace(metadata, schedule=schedule)
         return metadata
@@ -348,7 +378,8 @@ class MLAMetadataBuilder:
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
 
-        The lengths, block table and slots are the caller's own buffers, which it writes itself.
+        The lengths, block table and slots are the caller's own buffers, which it writes itself. (Under context
+        parallelism the lengths of this rank are the plan's, and are written here.)
 
         Args:
             captured: of `build_for_cudagraph_capture`.
@@ -363,7 +394,9 @@ class MLAMetadataBuilder:
         check(fits, "common", f"{shape[0]} requests of {shape[1]} tokens, as captured",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
         plan = self.build(0, common)
-        if shape[1] > 1:
+        if self.share is not None:
+            captured.decode.seq_lens.copy_(plan.decode.seq_lens)
+        if shape[1] > 1 or self.share is not None:
             captured.decode.visible_lens.copy_(plan.decode.visible_lens)
         if captured.schedule is not None:
             captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)

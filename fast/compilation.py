@@ -9,7 +9,15 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
-from reference.interfaces import CommonAttentionMetadata, MLAConfig, check, check_dtype
+from reference.interfaces import (
+    MERGES,
+    CommonAttentionMetadata,
+    ContextParallel,
+    MLAConfig,
+    check,
+    check_dtype,
+    simulate,
+)
 
 from .builder import build_mla_metadata
 from .cache import allocate_kv_cache, copy_blocks, swap_blocks
@@ -28,6 +36,7 @@ def warmup(
     block_size: int = 64,
     decode_threshold: int = 1,
     batch_invariant: bool = False,
+    context_parallel: ContextParallel | None = None,
     backend: str | None = None,
 ) -> list[str]:
     """Compile every kernel that a layer of these dims will launch, so that no request waits for it.
@@ -43,6 +52,8 @@ def warmup(
         block_size: tokens a cache block.
         decode_threshold: longest query that decodes.
         batch_invariant: of the schedules that decodes will have.
+        context_parallel: the groups, where ranks share heads and sequences. Nothing is exchanged with them: this
+            process plays all ranks (`simulate`), so that every process may warm up by itself.
         backend: kernel set, or None for the choice by capability.
 
     Returns:
@@ -58,53 +69,79 @@ def warmup(
     device = torch.device(device)
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)
+
+    asked = (config, device, dtype, block_size, decode_threshold, batch_invariant, backend)
+    with _compiling_ahead() as compiled:
+        if context_parallel is None:
+            _launch_all(None, *asked)
+        else:
+            size, total = context_parallel.size, context_parallel.tp_group.size
+            for merge in MERGES:
+                simulate(size, context_parallel.interleave, lambda ranks: _launch_all(ranks, *asked), total, merge)
+    return compiled
+
+
+def _launch_all(
+    ranks: ContextParallel | None,
+    config: MLAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    decode_threshold: int,
+    batch_invariant: bool,
+    backend: str | None,
+) -> None:
+    """Steps of every kind, by one rank or by this one among others."""
     num_blocks = -(-LONG_CONTEXT // block_size) + 2
     kv_cache = allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, device).zero_()
-    layer = MLAAttention(config, **_projections_of_zeros(config, dtype, device), backend=backend)
+    share, heads, local = None, config.num_heads, config
+    if ranks is not None:
+        share, heads, local = ranks.share, ranks.gathered_heads(heads), ranks.local_config(config)
+    projections = _projections_of_zeros(local, dtype, device)
+    layer = MLAAttention(config, **projections, context_parallel=ranks, backend=backend)
+    size = 1 if share is None else share.size
 
     def step(query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold) -> None:
         common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), device)
-        plan = build_mla_metadata(common, block_size, 4 * block_size * len(query_lens), threshold)
+        workspace = 4 * block_size * size * len(query_lens)
+        plan = build_mla_metadata(common, block_size, workspace, threshold, share=share)
         tokens = sum(query_lens)
         hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         layer(hidden_states, positions, kv_cache, plan)
         if plan.num_decodes:
             programs = decode_programs(
-                config, device=device, dtype=dtype, block_size=block_size, query_len=max(query_lens), backend=backend
-            )
+                dataclasses.replace(config, num_heads=heads), device=device, dtype=dtype, block_size=block_size,
+                query_len=max(query_lens), backend=backend,
+            )  # fmt: skip
             for cut in {programs, *((1, 16) if len(query_lens) == 1 else ())}:  # few and many parts to merge
                 schedule = plan_decode(
-                    plan.decode.seq_lens, cut, config.num_heads, batch_invariant=batch_invariant, backend=backend
+                    plan.decode.seq_lens, cut, heads, batch_invariant=batch_invariant, backend=backend
                 )
                 layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         # an engine with projections of its own calls the parts
         projected = layer.project(hidden_states, positions)
-        output = hidden_states.new_empty(tokens, config.num_heads, config.v_head_dim)
+        output = hidden_states.new_empty(tokens, local.num_heads, config.v_head_dim)
         layer.forward_attention(*projected, kv_cache, plan, output)
 
-    with _compiling_ahead() as compiled:
-        # Triton compiles apart for strides that 16 divides, and some strides follow the number of tokens
-        for query_len in range(1, decode_threshold + 1):
-            for requests in (1, 16):
-                step([query_len] * requests, [LONG_CONTEXT] * requests)
-            for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
-                step([query_len] * requests, [query_len] * requests)
-        longer = max(
-            decode_threshold + 1, 17
-        )  # what `choose_path` may absorb: with any heads more rows than one token has
-        for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
-            step([longer] * requests, [length] * requests, longer)
-        for requests in (300, 1100):
-            lens = torch.zeros(requests, dtype=torch.int32, device=device)
-            plan_decode(lens, 1, config.num_heads, batch_invariant=batch_invariant, backend=backend)
-        for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):
-            for context in (0, 16 * block_size, 3):
-                step([long_query], [long_query + context])
-        pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
-        copy_blocks([kv_cache], pairs, backend=backend)
-        swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
-    return compiled
+    # Triton compiles apart for strides that 16 divides, and some strides follow the number of tokens
+    for query_len in range(1, decode_threshold + 1):
+        for requests in (1, 16):
+            step([query_len] * requests, [LONG_CONTEXT] * requests)
+        for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
+            step([query_len] * requests, [query_len] * requests)
+    longer = max(decode_threshold + 1, 17)  # `choose_path` may absorb it: with any heads more rows than one token has
+    for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
+        step([longer] * requests, [length] * requests, longer)
+    for requests in (300, 1100):
+        lens = torch.zeros(requests, dtype=torch.int32, device=device)
+        plan_decode(lens, 1, heads, batch_invariant=batch_invariant, backend=backend)
+    for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):
+        for context in (0, 16 * block_size, 3):
+            step([long_query], [long_query + context])
+    pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
+    copy_blocks([kv_cache], pairs, backend=backend)
+    swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
 
 
 def _compiling_ahead():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,13 +11,18 @@ from torch import Tensor
 
 from reference.interfaces import (
     CommonAttentionMetadata,
+    ContextParallel,
+    ContextParallelMetadata,
     DecodeMetadata,
     MLAConfig,
     MLAMetadata,
     PrefillMetadata,
+    SequenceShare,
     check,
     check_graph_batch,
     check_graph_sizes,
+    check_interleave,
+    get_dcp_local_seq_lens,
 )
 
 from .schedule import decode_programs, plan_decode
@@ -49,6 +55,8 @@ class DecodeGraph:
         num_programs: that the decode is cut over, 0 leaves it to the kernel; None for as many as suit the device
             (`decode_programs`).
         batch_invariant: of `plan_decode`.
+        context_parallel: the groups, where ranks share sequences: every rank makes the graph and runs it over the same
+            batches, each with its own slots.
         backend: kernel set of `plan_decode`, or None for the choice by capability.
 
     Raises:
@@ -67,13 +75,20 @@ class DecodeGraph:
         query_len: int = 1,
         num_programs: int | None = None,
         batch_invariant: bool = False,
+        context_parallel: ContextParallel | None = None,
         *,
         backend: str | None = None,
     ):
+        self.share = SequenceShare(1, 0) if context_parallel is None else context_parallel.share
+        self.context_parallel = context_parallel
+        check_interleave(self.share.interleave, block_size)
+        heads = config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
+        self._decode_heads = heads
         if num_programs is None:
             num_programs = decode_programs(
-                config, device=device, dtype=dtype, block_size=block_size, query_len=query_len, backend=backend
-            )
+                dataclasses.replace(config, num_heads=heads), device=device, dtype=dtype, block_size=block_size,
+                query_len=query_len, backend=backend,
+            )  # fmt: skip
         check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs, batch_invariant)
         self.step, self.config, self.backend = step, config, backend
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
@@ -116,13 +131,23 @@ class DecodeGraph:
         visible_lens = seq_lens  # of one token: the whole request
         if self.query_len > 1:
             visible_lens = (seq_lens[:, None] + self._new_tokens).clamp_(min=0).flatten()
+        kind, which = MLAMetadata, {}
+        if self.context_parallel is not None:
+            kind, which, share = ContextParallelMetadata, {"share": self.share}, self.share
+            local_lens = get_dcp_local_seq_lens(seq_lens, share.size, share.rank, share.interleave)
+            if self.query_len > 1:
+                visible_lens = get_dcp_local_seq_lens(visible_lens, share.size, share.rank, share.interleave)
+            else:
+                visible_lens = local_lens
+            seq_lens = local_lens
         schedule = None
         if self.num_programs > 0:
             schedule = plan_decode(
-                seq_lens, self.num_programs, self.config.num_heads, batch_invariant=self.batch_invariant,
+                seq_lens, self.num_programs, self._decode_heads, batch_invariant=self.batch_invariant,
                 backend=self.backend,
             )  # fmt: skip
-        metadata = MLAMetadata(
+        metadata = kind(
+            **which,
             slot_mapping=self._slot_mapping[:tokens],
             num_actual_tokens=tokens,
             num_decodes=size,

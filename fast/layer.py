@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -13,13 +14,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from reference.interfaces import (
+    ContextParallel,
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
     check_forward_attention,
     check_norm,
+    check_output_projection,
     check_projections,
     check_step,
+    check_step_share,
     check_tensor,
     wide_dtype,
 )
@@ -27,8 +31,9 @@ from reference.interfaces import (
 from . import backends
 from .cache import concat_and_cache_mla, rope_norm_and_cache
 from .cascade import cascade_attention
+from .context_parallel import dcp_decode, dcp_gather_context
 from .decode import mla_decode
-from .prefill import forward_prefill
+from .prefill import forward_prefill, gather_context
 from .rope import apply_rope, rotary_frequencies
 from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
 
@@ -61,6 +66,8 @@ class MLAAttention(nn.Module):
         q_a_layernorm: RMS norm with a weight [Lq], likewise.
         q_b_proj: Lq -> N (P + R), likewise.
         workspace_tokens: context tokens expanded at once, for the memory-profile run (`metadata=None`).
+        context_parallel: the groups, where ranks share heads and sequences: the projections that have heads are then
+            this rank's share of them (N / TP), `o_proj` without a bias; the config is that of all heads.
         backend: kernel set, or None for the choice by capability, call by call.
     """
 
@@ -76,15 +83,18 @@ class MLAAttention(nn.Module):
         q_a_layernorm: nn.Module | None = None,
         q_b_proj: nn.Module | None = None,
         workspace_tokens: int = 8192,
+        context_parallel: ContextParallel | None = None,
         *,
         backend: str | None = None,
     ):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
+        check_output_projection(o_proj, context_parallel)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
-        self.config = config
+        self.config, self.context_parallel = config, context_parallel
+        self.local_config = config if context_parallel is None else context_parallel.local_config(config)
         self.q_proj, self.q_a_proj, self.q_b_proj = q_proj, q_a_proj, q_b_proj
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
@@ -100,11 +110,12 @@ class MLAAttention(nn.Module):
         """Build from a transformers DeepseekV2Attention or DeepseekV3Attention, sharing its submodules.
 
         Args:
-            module: the attention module; its latent norm's epsilon is read, not assumed.
-            options: keyword arguments of the constructor (`workspace_tokens`, `backend`).
+            module: the attention module; its latent norm's epsilon is read, not assumed. With `context_parallel` its
+                projections have all heads, and the layer takes views of this rank's share of their weights.
+            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `backend`).
 
         Raises:
-            UnsupportedConfiguration: as `MLAConfig.from_hf`.
+            UnsupportedConfiguration: as `MLAConfig.from_hf`; projections whose heads cannot be taken apart.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
@@ -112,16 +123,24 @@ class MLAAttention(nn.Module):
         config = MLAConfig.from_hf(module.config)
         config = dataclasses.replace(config, latent_norm_eps=module.kv_a_layernorm.variance_epsilon)
         low_rank = config.q_lora_rank is not None
+        with_heads = {
+            "kv_b_proj": 0,
+            "o_proj": 1,
+            "q_b_proj" if low_rank else "q_proj": 0,
+        }  # and their heads' dimension
+        projections = {name: getattr(module, name) for name in with_heads}
+        if (context_parallel := options.get("context_parallel")) is not None:
+            projections = {
+                name: context_parallel.shard_linear(name, projections[name], dim, config.num_heads)
+                for name, dim in with_heads.items()
+            }
         return cls(
             config,
             kv_a_proj_with_mqa=module.kv_a_proj_with_mqa,
             kv_a_layernorm=module.kv_a_layernorm,
-            kv_b_proj=module.kv_b_proj,
-            o_proj=module.o_proj,
-            q_proj=None if low_rank else module.q_proj,
             q_a_proj=module.q_a_proj if low_rank else None,
             q_a_layernorm=module.q_a_layernorm if low_rank else None,
-            q_b_proj=module.q_b_proj if low_rank else None,
+            **projections,
             **options,
         )
 
@@ -146,7 +165,7 @@ class MLAAttention(nn.Module):
         weight = self.recovered_kv_b_weight
         if weight is None:
             weight = self.kv_b_proj.weight.detach()
-        c = self.config
+        c = self.local_config
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
     @torch.no_grad()
@@ -174,14 +193,15 @@ class MLAAttention(nn.Module):
         weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
         check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
-        c, (q, kv_c, k_pe) = self.config, self._down_project(hidden_states)
+        c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
         output = q.new_empty(q.shape[0], c.num_heads, c.v_head_dim)
         w_uk, w_uv = self.up_projections()
         check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, output)
         if metadata is None:
             self._touch_largest(q, w_uk, w_uv)
-            return self.o_proj(output.zero_().flatten(1))
+            return self._project_out(output.zero_())
         check_step(metadata, q.shape[0], kv_cache)
+        check_step_share(metadata, self.context_parallel)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
             positions, q_pe, kv_c, k_pe, kv_cache, metadata.slot_mapping[: metadata.num_actual_tokens],
@@ -190,7 +210,14 @@ class MLAAttention(nn.Module):
         )  # fmt: skip
         q = torch.cat((q_nope, q_pe), dim=-1)
         self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
-        return self.o_proj(output.flatten(1))
+        return self._project_out(output)
+
+    def _project_out(self, output: Tensor) -> Tensor:
+        """W_O over the heads of all ranks."""
+        hidden_states = self.o_proj(output.flatten(1))
+        if self.context_parallel is None:
+            return hidden_states
+        return self.context_parallel.tp_group.all_reduce(hidden_states)
 
     def project(
         self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]
@@ -200,7 +227,7 @@ class MLAAttention(nn.Module):
         Returns:
             q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
         """
-        c, (q, kv_c, k_pe) = self.config, self._down_project(hidden_states)
+        c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
         kv_c_normed = rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, k_pe = apply_rope(
@@ -210,7 +237,7 @@ class MLAAttention(nn.Module):
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query [T, N, P + R], latent [T, Lkv] and shared key [T, R], neither rotated nor normed."""
-        c = self.config
+        c = self.local_config
         if self.q_proj is not None:
             q = self.q_proj(hidden_states)
         else:
@@ -222,7 +249,7 @@ class MLAAttention(nn.Module):
         """The rotary frequencies in q's wide type on q's device; kept between calls."""
         wide = wide_dtype(q.dtype)
         if self._frequencies.device != q.device or self._frequencies.dtype != wide:
-            c = self.config
+            c = self.local_config
             self._frequencies = rotary_frequencies(c.rope, c.qk_rope_head_dim, wide).to(q.device)
         return self._frequencies
 
@@ -249,7 +276,7 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: arguments that do not fit, before anything is written.
         """
-        c = self.config
+        c = self.local_config
         w_uk, w_uv = self.up_projections()
         check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output)
         if metadata is None:
@@ -257,6 +284,7 @@ class MLAAttention(nn.Module):
             output.zero_()
             return
         check_step(metadata, q.shape[0], kv_cache)
+        check_step_share(metadata, self.context_parallel)
         end = metadata.num_actual_tokens
         concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, backend=self.backend)
         self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
@@ -264,11 +292,13 @@ class MLAAttention(nn.Module):
     def _touch_largest(self, q: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
         """The largest buffers of a prefill, for whoever measures memory."""
         context = q.new_zeros(self.workspace_tokens, self.config.head_size)
+        if self.context_parallel is not None:  # what ranks hand in and what arrives, before it is put in order
+            q.new_zeros(self.workspace_tokens // self.context_parallel.size + context.shape[0], context.shape[1])
         expand_kv(context[:, : self.config.kv_lora_rank], w_uk, w_uv)
 
     def _attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv) -> None:
         """Both paths, over a cache that holds the new tokens, into `output`."""
-        c, end, split = self.config, metadata.num_actual_tokens, metadata.num_decode_tokens
+        c, end, split = self.local_config, metadata.num_actual_tokens, metadata.num_decode_tokens
         if split > 0:
             w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
             q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
@@ -277,15 +307,24 @@ class MLAAttention(nn.Module):
                 state = cascade_attention(
                     ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, backend=self.backend
                 )
+            elif self.context_parallel is not None:
+                state = dcp_decode(
+                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel,
+                    metadata.schedule, backend=self.backend,
+                )  # fmt: skip
             else:
                 state = mla_decode(
                     ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule, backend=self.backend
                 )
             output[:split] = latent_to_value(state.out, w_uv_absorbed)
         if end > split:
-            rows = slice(split, end)
+            rows, gather = slice(split, end), gather_context
+            if self.context_parallel is not None:
+                gather = functools.partial(
+                    dcp_gather_context, context_parallel=self.context_parallel, backend=self.backend
+                )
             state = forward_prefill(
-                q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale,
+                q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather,
                 backend=self.backend,
             )  # fmt: skip
             output[rows] = state.out

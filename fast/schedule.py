@@ -8,15 +8,18 @@ from torch import Tensor
 
 from reference.interfaces import (
     ContextChunk,
+    ContextParallelChunk,
     DecodeSchedule,
     MLAConfig,
     QueryLenSupport,
+    SequenceShare,
     check,
     check_chunking,
     check_not_negative,
     check_tensor,
     chunked_prefill_workspace_size,
     context_unit,
+    get_dcp_local_seq_lens,
     reorder_batch_threshold,
 )
 
@@ -27,6 +30,7 @@ __all__ = [
     "plan_context_chunks",
     "plan_decode",
     "reorder_batch_threshold",
+    "share_chunk",
 ]
 
 
@@ -105,6 +109,40 @@ def _share_evenly(context_lens: Tensor, workspace_tokens: int, unit: int, longes
     starts = torch.arange(0, longest, share, dtype=torch.int32, device="cpu")[:, None]  # [chunks, 1]
     pieces = (context_lens - starts).clamp_(0, share)
     return torch.where(pieces > 0, starts, 0), pieces
+
+
+def share_chunk(chunk: ContextChunk, share: SequenceShare) -> ContextParallelChunk:
+    """Where the tokens of a piece of context lie on the ranks that share it.
+
+    Args:
+        chunk: of `plan_context_chunks` for as many ranks, so that its pieces begin with the first rank's turn.
+        share: of this rank.
+
+    Returns:
+        The piece with each rank's part of it, on the same device.
+
+    Raises:
+        ValueError: a piece that begins within a turn of the ranks.
+    """
+    turn = share.size * share.interleave
+    within = (chunk.starts % turn).nonzero() if chunk.starts.device.type == "cpu" else chunk.starts[:0]
+    if within.numel():
+        request = int(within[0])
+        check(False, "chunk.starts", f"multiples of {turn}", f"{int(chunk.starts[request])} at request {request}")
+    lengths = get_dcp_local_seq_lens(chunk.cu_seq_lens.diff(), share.size, None, share.interleave)
+    offsets = torch.zeros(share.size, lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths.T, 1, dtype=torch.int32, out=offsets[:, 1:])
+    return ContextParallelChunk(
+        starts=chunk.starts,
+        cu_seq_lens=chunk.cu_seq_lens,
+        num_tokens=chunk.num_tokens,
+        max_seq_len=chunk.max_seq_len,
+        local_starts=chunk.starts.div(share.size, rounding_mode="floor"),
+        local_cu_seq_lens=offsets,
+        local_tokens=int(offsets[share.rank, -1]),
+        padded_tokens=int(offsets[0, -1]),
+        share=share,
+    )
 
 
 def plan_decode(

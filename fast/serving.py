@@ -15,7 +15,20 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from reference.interfaces import CommonAttentionMetadata, MLAConfig, MLAMetadata, PathCosts, check
+from reference.interfaces import (
+    CommonAttentionMetadata,
+    ContextParallel,
+    GroupError,
+    MLAConfig,
+    MLAMetadata,
+    PathCosts,
+    check,
+    check_chunking,
+    check_interleave,
+    context_unit,
+)
+
+from .deadline import deadline
 
 UNOWNED = torch.iinfo(torch.int32).max  # a block-table entry past a request's last block: no block has this id
 
@@ -145,6 +158,19 @@ class StepReport:
     cache_bytes: int
 
 
+class StepLost(GroupError):
+    """A step that another rank did not finish.
+
+    Args:
+        error: which group and operation failed, and how.
+        request_ids: of the step, in its order; their new tokens are not booked.
+    """
+
+    def __init__(self, error: GroupError, request_ids: tuple[int, ...]):
+        super().__init__(f"{error}; requests in flight: {', '.join(map(str, request_ids))}")
+        self.request_ids = request_ids
+
+
 class ServingLoop:
     """Serves requests together as mixed batches of decodes and prefills.
 
@@ -162,9 +188,11 @@ class ServingLoop:
         eos: token or tokens that end a request, or None.
         block_order: order in which blocks are first used; ascending where None.
         costs: by which requests with several new tokens choose their path (`ops.choose_path`); None counts.
+        context_parallel: the groups, where ranks share heads and sequences. The model is under `use_mla` with the same
+            groups; every rank makes the loop, adds the same requests and steps. The cache holds D times the tokens.
 
     Raises:
-        ValueError: a number that is too small; nothing has been allocated then.
+        ValueError: a number that is too small; nothing has been allocated then. Ranks that disagree (`verify_group`).
     """
 
     def __init__(
@@ -181,14 +209,25 @@ class ServingLoop:
         eos: int | Collection[int] | None = None,
         block_order: Sequence[int] | None = None,
         costs: PathCosts | None = None,
+        context_parallel: ContextParallel | None = None,
     ):
         check(block_size >= 1, "block_size", "at least 1", block_size)
         check(max_num_seqs >= 1, "max_num_seqs", "at least 1", max_num_seqs)
         check(token_budget >= max_num_seqs, "token_budget", f"at least max_num_seqs, {max_num_seqs}", token_budget)
         check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
-        check(workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}",
-              workspace_tokens)  # fmt: skip
+        self.context_parallel = context_parallel
+        self.share = None if context_parallel is None else context_parallel.share
+        size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
+        check_interleave(interleave, block_size)
+        check_chunking("packed", workspace_tokens, context_unit(block_size, size, interleave))
+        if context_parallel is not None:
+            ops.verify_group(
+                context_parallel, block_size=block_size, num_blocks=num_blocks, dtype=model.dtype,
+                num_heads=config.num_heads, max_num_seqs=max_num_seqs, token_budget=token_budget,
+                workspace_tokens=workspace_tokens, decode_threshold=decode_threshold,
+            )  # fmt: skip
         self.allocator = BlockAllocator(num_blocks, block_order)
+        self.tokens_per_block = block_size * size  # of a sequence, over all ranks
         self.model, self.config, self.ops = model, config, ops
         self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
         self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs
@@ -204,7 +243,10 @@ class ServingLoop:
 
     @property
     def cache_bytes_in_use(self) -> int:
-        """Resident bytes over all layers: (Lkv + R) x element size x tokens, rounded up to blocks for each request."""
+        """Resident bytes over all layers: (Lkv + R) x element size x tokens, rounded up to blocks for each request.
+
+        Of this rank alone where ranks share sequences.
+        """
         owned = self.allocator.num_blocks - self.allocator.num_free
         per_layer = owned * self.block_size * self.config.head_size * self.kv_caches[0].element_size()
         return per_layer * len(self.kv_caches)
@@ -224,7 +266,7 @@ class ServingLoop:
               f"{min(prompt_ids)} to {max(prompt_ids)}")  # fmt: skip
         check(max_new_tokens >= 1, "max_new_tokens", "at least 1", max_new_tokens)
         total, got = len(prompt_ids) + max_new_tokens, f"{len(prompt_ids)} + {max_new_tokens}"
-        capacity = self.allocator.num_blocks * self.block_size
+        capacity = self.allocator.num_blocks * self.tokens_per_block
         check(total <= capacity, "prompt_ids", f"prompt + max_new_tokens of at most the cache's {capacity} tokens", got)
         positions = self.model.config.max_position_embeddings
         check(total <= positions, "prompt_ids", f"prompt + max_new_tokens of at most the model's {positions} positions",
@@ -235,7 +277,15 @@ class ServingLoop:
         return request
 
     def run(self, on_step: Callable[[StepReport], None] | None = None) -> list[Request]:
-        """Step until every request has finished; returns them in the order of arrival."""
+        """Step until every request has finished; returns them in the order of arrival.
+
+        Raises:
+            ValueError: ranks that share sequences have been given different requests; nothing has run then.
+            StepLost: a rank did not answer.
+        """
+        if self.context_parallel is not None:
+            lens = [(request.num_tokens, request.max_new_tokens) for request in (*self.running, *self.waiting)]
+            self.ops.verify_group(self.context_parallel, seq_lens=lens)
         while self.running or self.waiting:
             report = self.step()
             if on_step is not None:
@@ -248,19 +298,26 @@ class ServingLoop:
         Tokens and counts move on only after the model has returned: where it raises, the blocks taken for this step
         are given back and newly admitted requests wait again, so that the step can be repeated. (Requests that were
         preempted stay preempted: their blocks may have been written.)
+
+        Raises:
+            StepLost: a rank did not answer; it names the group, the operation and the requests of this step.
         """
         plan, preempted, taken, admitted = self._schedule()
         if not plan:  # nobody runs and nobody waits
             return StepReport(0, 0, 0, 0, 0, tuple(preempted), (), 0, 0, self.cache_bytes_in_use)
+        in_flight = tuple(request.request_id for request in plan)
         try:
-            metadata, next_ids = self._forward(plan)
-        except BaseException:
+            with deadline(self.context_parallel, in_flight):
+                metadata, next_ids = self._forward(plan)
+        except BaseException as error:
             for request in admitted[::-1]:
                 self.running.remove(request)
                 self.waiting.appendleft(request)
             for request, count in taken.items():
                 self.allocator.free(request.blocks[-count:])
                 del request.blocks[-count:]
+            if isinstance(error, GroupError):
+                raise StepLost(error, in_flight) from error
             raise
         cache_bytes = self.cache_bytes_in_use
         finished = self._advance(plan, next_ids)
@@ -316,7 +373,7 @@ class ServingLoop:
 
     def _blocks_for(self, request: Request, count: int) -> int:
         """Blocks that `request` lacks for its next `count` tokens."""
-        return -(-(request.num_computed + count) // self.block_size) - len(request.blocks)
+        return -(-(request.num_computed + count) // self.tokens_per_block) - len(request.blocks)
 
     def _take(self, request: Request, count: int, taken: dict[Request, int]) -> None:
         if count:
@@ -338,11 +395,17 @@ class ServingLoop:
         query_start_loc = torch.tensor(starts, dtype=torch.int32)
         seq_lens = torch.tensor([r.num_computed + count for r, count in plan.items()], dtype=torch.int32)
         table = torch.tensor([r.blocks + [UNOWNED] * (width - len(r.blocks)) for r in plan], dtype=torch.int32)
-        slots = self.ops.slot_mapping(query_start_loc, seq_lens, table, self.block_size, starts[-1])
+        batch = (query_start_loc, seq_lens, table, self.block_size, starts[-1])
+        if self.share is None:
+            slots = self.ops.slot_mapping(*batch)
+        else:
+            share = self.share
+            slots = self.ops.dcp_slot_mapping(*batch, share.size, share.rank, share.interleave)
         common = CommonAttentionMetadata.make(query_start_loc, seq_lens, table.to(self.device), slots.to(self.device))
         return self.ops.build_mla_metadata(
-            common, self.block_size, self.workspace_tokens, self.decode_threshold, self.config, self.costs
-        )
+            common, self.block_size, self.workspace_tokens, self.decode_threshold, self.config, self.costs,
+            share=self.share,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def _forward(self, plan: dict[Request, int]) -> tuple[MLAMetadata, dict[Request, int]]:
@@ -368,7 +431,10 @@ class ServingLoop:
             mla_kv_caches=self.kv_caches,
             logits_to_keep=on_device(last_rows),
         ).logits[0]
-        return metadata, dict(zip(sampled, logits.float().argmax(dim=-1).tolist(), strict=True))
+        tokens = logits.float().argmax(dim=-1)
+        if self.context_parallel is not None:  # ranks that went apart would wait for each other for ever: one decides
+            tokens = self.context_parallel.tp_group.all_gather(tokens)[0]
+        return metadata, dict(zip(sampled, tokens.tolist(), strict=True))
 
     def _advance(self, plan: dict[Request, int], next_ids: dict[Request, int]) -> list[int]:
         """Book a step that succeeded: counts, tokens, retirement. Returns the ids of the finished."""

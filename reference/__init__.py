@@ -22,6 +22,18 @@ from .cache import (
     swap_blocks,
 )
 from .cascade import cascade_attention, common_prefix_len, split_shared_prefix, use_cascade_attention
+from .context_parallel import (
+    cp_lse_a2a,
+    cp_lse_ag_out_rs,
+    dcp_decode,
+    dcp_gather_context,
+    dcp_slot_mapping,
+    dcp_wire_bytes,
+    get_dcp_local_seq_lens,
+    reorg_kvcache,
+    simulate,
+    verify_group,
+)
 from .decode import mla_decode
 from .graphs import DecodeGraph
 from .interfaces import (
@@ -30,15 +42,20 @@ from .interfaces import (
     CascadeMetadata,
     CommonAttentionMetadata,
     ContextChunk,
+    ContextParallel,
+    ContextParallelChunk,
+    ContextParallelMetadata,
     DecodeMetadata,
     DecodeSchedule,
     GlobalHyperparameters,
+    GroupError,
     MLAConfig,
     MLAMetadata,
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
     RopeConfig,
+    SequenceShare,
     UnsupportedConfiguration,
     YarnConfig,
 )
@@ -47,7 +64,13 @@ from .merge import merge_attn_states
 from .path import choose_path, choose_paths
 from .prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
 from .rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
-from .schedule import chunked_prefill_workspace_size, plan_context_chunks, plan_decode, reorder_batch_threshold
+from .schedule import (
+    chunked_prefill_workspace_size,
+    plan_context_chunks,
+    plan_decode,
+    reorder_batch_threshold,
+    share_chunk,
+)
 from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
 
 __all__ = [
@@ -56,10 +79,14 @@ __all__ = [
     "CascadeMetadata",
     "CommonAttentionMetadata",
     "ContextChunk",
+    "ContextParallel",
+    "ContextParallelChunk",
+    "ContextParallelMetadata",
     "DecodeGraph",
     "DecodeMetadata",
     "DecodeSchedule",
     "GlobalHyperparameters",
+    "GroupError",
     "MLAAttention",
     "MLAConfig",
     "MLAMetadata",
@@ -68,6 +95,7 @@ __all__ = [
     "PrefillMetadata",
     "QueryLenSupport",
     "RopeConfig",
+    "SequenceShare",
     "UnsupportedConfiguration",
     "YarnConfig",
     "absorb",
@@ -81,12 +109,19 @@ __all__ = [
     "common_prefix_len",
     "concat_and_cache_mla",
     "copy_blocks",
+    "cp_lse_a2a",
+    "cp_lse_ag_out_rs",
+    "dcp_decode",
+    "dcp_gather_context",
+    "dcp_slot_mapping",
+    "dcp_wire_bytes",
     "dense_weight",
     "expand_kv",
     "flash_attn_varlen",
     "forward_prefill",
     "gather_and_maybe_dequant_cache",
     "gather_context",
+    "get_dcp_local_seq_lens",
     "infer_global_hyperparameters",
     "is_plain_linear",
     "kv_cache_shape",
@@ -99,12 +134,15 @@ __all__ = [
     "query_to_latent",
     "reorder_batch_threshold",
     "reorder_batch_to_split_decodes_and_prefills",
+    "reorg_kvcache",
     "rms_norm",
     "rotary_cos_sin",
     "rotary_frequencies",
     "rotate",
     "run_prefill_context_chunk",
     "run_prefill_new_tokens",
+    "share_chunk",
+    "simulate",
     "slot_mapping",
     "split_decodes_and_prefills",
     "split_kv_b_proj",
@@ -112,4 +150,5 @@ __all__ = [
     "stride_order",
     "swap_blocks",
     "use_cascade_attention",
+    "verify_group",
 ]

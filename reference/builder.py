@@ -14,22 +14,28 @@ from .batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_an
 from .cascade import split_shared_prefix, use_cascade_attention
 from .interfaces import (
     CommonAttentionMetadata,
+    ContextParallel,
+    ContextParallelMetadata,
     DecodeMetadata,
     MLAConfig,
     MLAMetadata,
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
+    SequenceShare,
     check,
+    check_chunking,
     check_common_prefix,
+    check_interleave,
     check_no_prefill_padding,
     check_table_width,
     check_threshold,
     chunked_prefill_workspace_size,
+    context_unit,
     reorder_batch_threshold,
 )
 from .path import choose_paths
-from .schedule import plan_context_chunks, plan_decode
+from .schedule import plan_context_chunks, plan_decode, share_chunk
 
 
 def build_mla_metadata(
@@ -42,6 +48,7 @@ def build_mla_metadata(
     query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
     policy: str = "packed",
     require_order: bool = False,
+    share: SequenceShare | None = None,
 ) -> MLAMetadata:
     """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
 
@@ -60,9 +67,11 @@ def build_mla_metadata(
         query_len_support: of the decode kernel.
         policy: of `plan_context_chunks`.
         require_order: an absorbed request behind an expanded one is an error.
+        share: of a rank under context parallelism: `common` has whole lengths and this rank's slots
+            (`dcp_slot_mapping`). Requests choose their path as on one rank.
 
     Returns:
-        The plan, its tensors on the device of `common`.
+        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where a `share` is given.
 
     Raises:
         ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; a block table narrower than the longest
@@ -70,7 +79,9 @@ def build_mla_metadata(
             order that is not as required.
     """
     check_threshold(decode_threshold, query_len_support)
-    check_table_width(common, block_size)
+    size, interleave = (share.size, share.interleave) if share is not None else (1, 1)
+    check_interleave(interleave, block_size)
+    check_table_width(common, block_size * size)
     starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
     query_lens = [end - start for start, end in itertools.pairwise(starts)]
     contexts = common.num_computed_tokens_cpu
@@ -93,16 +104,23 @@ def build_mla_metadata(
     visible = []
     for query_len, length in zip(query_lens[:decodes], lengths[:decodes], strict=True):
         visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
-    chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, policy)
+    chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, policy, size, interleave)
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
-    return MLAMetadata(
+    seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
+    if share is not None:
+        seq_lens = torch.tensor([share.count(length) for length in lengths[:decodes]], dtype=torch.int32, device=device)
+        visible = [share.count(keys) for keys in visible]
+        chunks = tuple(share_chunk(chunk, share) for chunk in chunks)
+        kind, which = ContextParallelMetadata, {"share": share}
+    return kind(
+        **which,
         slot_mapping=common.slot_mapping,
         num_actual_tokens=common.num_actual_tokens,
         num_decodes=decodes,
         num_decode_tokens=decode_tokens,
         decode=DecodeMetadata(
             block_table=common.block_table[:decodes],
-            seq_lens=common.seq_lens[:decodes],
+            seq_lens=seq_lens,
             query_start_loc=common.query_start_loc[: decodes + 1],
             max_query_len=max(query_lens[:decodes], default=0),
             visible_lens=torch.tensor(visible, dtype=torch.int32, device=device),
@@ -133,6 +151,8 @@ class MLAMetadataBuilder:
         batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit; needs
             `num_programs`. `choose_path` is not asked then: queries beyond the threshold are expanded.
         workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
+        context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
+            slots; prefixes that decodes share are not attended apart.
 
     Raises:
         ValueError: a number below its least value.
@@ -150,8 +170,16 @@ class MLAMetadataBuilder:
         num_programs: int | Callable[[int], int] = 0,
         batch_invariant: bool = False,
         workspace_tokens: int | None = None,
+        context_parallel: ContextParallel | None = None,
     ):
-        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size)
+        self.share = None if context_parallel is None else context_parallel.share
+        size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
+        check_interleave(interleave, block_size)
+        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, size, interleave)
+        unit = context_unit(block_size, size, interleave)
+        self._decode_heads = (
+            config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
+        )
         least = 1 if batch_invariant else 0
         check(callable(num_programs) or num_programs >= least, "num_programs",
               "at least 1 with batch_invariant" if least else "an int >= 0 or a function", num_programs)  # fmt: skip
@@ -161,8 +189,7 @@ class MLAMetadataBuilder:
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self._asked = None if batch_invariant else config  # by whom paths are chosen
         self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
-        check(self.workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}",
-              self.workspace_tokens)  # fmt: skip
+        check_chunking("packed", self.workspace_tokens, unit)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
@@ -185,7 +212,7 @@ class MLAMetadataBuilder:
                   f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._asked,
-            self.costs, self.query_len_support, require_order=True,
+            self.costs, self.query_len_support, require_order=True, share=self.share,
         )  # fmt: skip
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
@@ -195,7 +222,7 @@ class MLAMetadataBuilder:
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
         """The plan with the cascade or the schedule of its decode."""
-        if common_prefix_len > 0 and not self.batch_invariant:
+        if common_prefix_len > 0 and not self.batch_invariant and self.share is None:
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
             query_lens = common.query_start_loc_cpu.diff()[: metadata.num_decodes]
@@ -206,7 +233,7 @@ class MLAMetadataBuilder:
         programs = self._programs_for(metadata.decode.max_query_len)
         if programs > 0:
             schedule = plan_decode(
-                metadata.decode.seq_lens, programs, self.config.num_heads, batch_invariant=self.batch_invariant
+                metadata.decode.seq_lens, programs, self._decode_heads, batch_invariant=self.batch_invariant
             )
             return dataclasses.replace(metadata, schedule=schedule)
         return metadata
@@ -239,7 +266,8 @@ class MLAMetadataBuilder:
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
 
-        The lengths, block table and slots are the caller's own buffers, which it writes itself.
+        The lengths, block table and slots are the caller's own buffers, which it writes itself. (Under context
+        parallelism the lengths of this rank are the plan's, and are written here.)
 
         Args:
             captured: of `build_for_cudagraph_capture`.
@@ -254,7 +282,9 @@ class MLAMetadataBuilder:
         check(fits, "common", f"{shape[0]} requests of {shape[1]} tokens, as captured",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
         plan = self.build(0, common)
-        if shape[1] > 1:
+        if self.share is not None:
+            captured.decode.seq_lens.copy_(plan.decode.seq_lens)
+        if shape[1] > 1 or self.share is not None:
             captured.decode.visible_lens.copy_(plan.decode.visible_lens)
         if captured.schedule is not None:
             captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)

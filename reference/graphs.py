@@ -10,12 +10,16 @@ from torch import Tensor
 
 from .interfaces import (
     CommonAttentionMetadata,
+    ContextParallel,
+    ContextParallelMetadata,
     DecodeMetadata,
     MLAConfig,
     MLAMetadata,
     PrefillMetadata,
+    SequenceShare,
     check_graph_batch,
     check_graph_sizes,
+    check_interleave,
 )
 from .schedule import plan_decode
 
@@ -40,6 +44,8 @@ class DecodeGraph:
         query_len: tokens of each request; with speculation one and the drafted ones.
         num_programs: that the decode is cut over, 0 leaves it to the kernel; None for as many as suit the device (1).
         batch_invariant: of `plan_decode`.
+        context_parallel: the groups, where ranks share sequences: every rank makes the graph and runs it over the same
+            batches, each with its own slots.
 
     Raises:
         ValueError: no batch size, or a number below 1.
@@ -57,10 +63,13 @@ class DecodeGraph:
         query_len: int = 1,
         num_programs: int | None = None,
         batch_invariant: bool = False,
+        context_parallel: ContextParallel | None = None,
     ):
         num_programs = 1 if num_programs is None else num_programs
         check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs, batch_invariant)
-        self.step, self.config = step, config
+        self.share = SequenceShare(1, 0) if context_parallel is None else context_parallel.share
+        check_interleave(self.share.interleave, block_size)
+        self.step, self.config, self.context_parallel = step, config, context_parallel
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.block_size, self.max_blocks, self.query_len = block_size, max_blocks, query_len
         self.dtype, self.device = dtype, torch.device(device)
@@ -103,13 +112,18 @@ class DecodeGraph:
         slot_mapping = common.slot_mapping.new_full((size * q,), -1)
         slot_mapping[:tokens] = common.slot_mapping[:tokens]
         visible = [max(0, length - q + i + 1) for length in seq_lens.tolist() for i in range(q)]
+        heads, kind, which = self.config.num_heads, MLAMetadata, {}
+        if self.context_parallel is not None:
+            heads, kind = self.context_parallel.gathered_heads(heads), ContextParallelMetadata
+            which = {"share": self.share}
+            seq_lens = torch.tensor(list(map(self.share.count, seq_lens.tolist())), dtype=torch.int32)
+            seq_lens, visible = seq_lens.to(self.device), list(map(self.share.count, visible))
 
         schedule = None
         if self.num_programs > 0:
-            schedule = plan_decode(
-                seq_lens, self.num_programs, self.config.num_heads, batch_invariant=self.batch_invariant
-            )
-        metadata = MLAMetadata(
+            schedule = plan_decode(seq_lens, self.num_programs, heads, batch_invariant=self.batch_invariant)
+        metadata = kind(
+            **which,
             slot_mapping=slot_mapping,
             num_actual_tokens=size * q,
             num_decodes=size,

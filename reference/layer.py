@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -12,19 +13,23 @@ from torch import Tensor, nn
 
 from .cache import concat_and_cache_mla
 from .cascade import cascade_attention
+from .context_parallel import dcp_decode, dcp_gather_context
 from .decode import mla_decode
 from .interfaces import (
+    ContextParallel,
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
     check_forward_attention,
     check_norm,
+    check_output_projection,
     check_projections,
     check_step,
+    check_step_share,
     check_tensor,
     wide_dtype,
 )
-from .prefill import forward_prefill
+from .prefill import forward_prefill, gather_context
 from .rope import apply_rope
 from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
 
@@ -58,6 +63,8 @@ class MLAAttention(nn.Module):
         q_a_layernorm: RMS norm with a weight [Lq], likewise.
         q_b_proj: Lq -> N (P + R), likewise.
         workspace_tokens: context tokens expanded at once, for the memory-profile run (`metadata=None`).
+        context_parallel: the groups, where ranks share heads and sequences: the projections that have heads are then
+            this rank's share of them (N / TP), `o_proj` without a bias; the config is that of all heads.
     """
 
     def __init__(
@@ -72,13 +79,16 @@ class MLAAttention(nn.Module):
         q_a_layernorm: nn.Module | None = None,
         q_b_proj: nn.Module | None = None,
         workspace_tokens: int = 8192,
+        context_parallel: ContextParallel | None = None,
     ):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
+        check_output_projection(o_proj, context_parallel)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
-        self.config = config
+        self.config, self.context_parallel = config, context_parallel
+        self.local_config = config if context_parallel is None else context_parallel.local_config(config)
         self.q_proj, self.q_a_proj, self.q_b_proj = q_proj, q_a_proj, q_b_proj
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
@@ -91,11 +101,12 @@ class MLAAttention(nn.Module):
         """Build from a transformers DeepseekV2Attention or DeepseekV3Attention, sharing its submodules.
 
         Args:
-            module: the attention module; its latent norm's epsilon is read, not assumed.
-            options: keyword arguments of the constructor (`workspace_tokens`).
+            module: the attention module; its latent norm's epsilon is read, not assumed. With `context_parallel` its
+                projections have all heads, and the layer takes views of this rank's share of their weights.
+            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`).
 
         Raises:
-            UnsupportedConfiguration: as `MLAConfig.from_hf`.
+            UnsupportedConfiguration: as `MLAConfig.from_hf`; projections whose heads cannot be taken apart.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
@@ -103,16 +114,24 @@ class MLAAttention(nn.Module):
         config = MLAConfig.from_hf(module.config)
         config = dataclasses.replace(config, latent_norm_eps=module.kv_a_layernorm.variance_epsilon)
         low_rank = config.q_lora_rank is not None
+        with_heads = {
+            "kv_b_proj": 0,
+            "o_proj": 1,
+            "q_b_proj" if low_rank else "q_proj": 0,
+        }  # and their heads' dimension
+        projections = {name: getattr(module, name) for name in with_heads}
+        if (context_parallel := options.get("context_parallel")) is not None:
+            projections = {
+                name: context_parallel.shard_linear(name, projections[name], dim, config.num_heads)
+                for name, dim in with_heads.items()
+            }
         return cls(
             config,
             kv_a_proj_with_mqa=module.kv_a_proj_with_mqa,
             kv_a_layernorm=module.kv_a_layernorm,
-            kv_b_proj=module.kv_b_proj,
-            o_proj=module.o_proj,
-            q_proj=None if low_rank else module.q_proj,
             q_a_proj=module.q_a_proj if low_rank else None,
             q_a_layernorm=module.q_a_layernorm if low_rank else None,
-            q_b_proj=module.q_b_proj if low_rank else None,
+            **projections,
             **options,
         )
 
@@ -137,7 +156,7 @@ class MLAAttention(nn.Module):
         weight = self.recovered_kv_b_weight
         if weight is None:
             weight = self.kv_b_proj.weight.detach()
-        c = self.config
+        c = self.local_config
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
     @torch.no_grad()
@@ -165,9 +184,10 @@ class MLAAttention(nn.Module):
         weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
         q, kv_c_normed, k_pe = self.project(hidden_states, positions)
-        output = q.new_empty(q.shape[0], self.config.num_heads, self.config.v_head_dim)
+        output = q.new_empty(q.shape[0], self.local_config.num_heads, self.config.v_head_dim)
         self.forward_attention(q, kv_c_normed, k_pe, kv_cache, metadata, output)
-        return self.o_proj(rearrange(output, "tokens heads value -> tokens (heads value)"))
+        hidden = self.o_proj(rearrange(output, "tokens heads value -> tokens (heads value)"))
+        return hidden if self.context_parallel is None else self.context_parallel.tp_group.all_reduce(hidden)
 
     def project(
         self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]
@@ -177,7 +197,7 @@ class MLAAttention(nn.Module):
         Returns:
             q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
         """
-        c = self.config
+        c = self.local_config
         if self.q_proj is not None:
             q = self.q_proj(hidden_states)
         else:
@@ -211,7 +231,7 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: arguments that do not fit, before anything is written.
         """
-        c = self.config
+        c = self.local_config
         w_uk, w_uv = self.up_projections()
         check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output)
         if metadata is None:
@@ -220,6 +240,7 @@ class MLAAttention(nn.Module):
             output.zero_()
             return
         check_step(metadata, q.shape[0], kv_cache)
+        check_step_share(metadata, self.context_parallel)
 
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
         concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping)
@@ -229,13 +250,19 @@ class MLAAttention(nn.Module):
             ql_nope = query_to_latent(q_nope, w_uk_t)
             if metadata.cascade is not None:
                 state = cascade_attention(ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale)
+            elif self.context_parallel is not None:
+                state = dcp_decode(
+                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel, metadata.schedule
+                )
             else:
                 state = mla_decode(ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule)
             output[:split] = latent_to_value(state.out, w_uv_absorbed)
         if end > split:
-            rows = slice(split, end)
+            rows, gather = slice(split, end), gather_context
+            if self.context_parallel is not None:
+                gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel)
             state = forward_prefill(
-                q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale
+                q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather
             )
             output[rows] = state.out
         output[end:] = 0

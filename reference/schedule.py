@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from jaxtyping import Int32
 from torch import Tensor
@@ -9,7 +11,9 @@ from torch import Tensor
 from .interfaces import (
     DECODE_TILE,
     ContextChunk,
+    ContextParallelChunk,
     DecodeSchedule,
+    SequenceShare,
     check,
     check_chunking,
     check_not_negative,
@@ -25,6 +29,7 @@ __all__ = [
     "plan_context_chunks",
     "plan_decode",
     "reorder_batch_threshold",
+    "share_chunk",
 ]
 
 
@@ -110,6 +115,39 @@ def _chunk(pieces: dict[int, tuple[int, int]], num_requests: int) -> ContextChun
         cu_seq_lens=torch.tensor(offsets, dtype=torch.int32, device="cpu"),
         num_tokens=offsets[-1],
         max_seq_len=max(length for _, length in pieces.values()),
+    )
+
+
+def share_chunk(chunk: ContextChunk, share: SequenceShare) -> ContextParallelChunk:
+    """Where the tokens of a piece of context lie on the ranks that share it.
+
+    Args:
+        chunk: of `plan_context_chunks` for as many ranks, so that its pieces begin with the first rank's turn.
+        share: of this rank.
+
+    Returns:
+        The piece with each rank's part of it, on the same device.
+
+    Raises:
+        ValueError: a piece that begins within a turn of the ranks.
+    """
+    turn = share.size * share.interleave
+    starts, lengths = chunk.starts.tolist(), chunk.cu_seq_lens.diff().tolist()
+    for request, start in enumerate(starts):
+        check(start % turn == 0, "chunk.starts", f"multiples of {turn}", f"{start} at request {request}")
+    ranks = [SequenceShare(share.size, rank, share.interleave) for rank in range(share.size)]
+    local = [[0, *itertools.accumulate(map(rank.count, lengths))] for rank in ranks]
+    device = chunk.starts.device
+    return ContextParallelChunk(
+        starts=chunk.starts,
+        cu_seq_lens=chunk.cu_seq_lens,
+        num_tokens=chunk.num_tokens,
+        max_seq_len=chunk.max_seq_len,
+        local_starts=torch.tensor([start // share.size for start in starts], dtype=torch.int32, device=device),
+        local_cu_seq_lens=torch.tensor(local, dtype=torch.int32, device=device),
+        local_tokens=local[share.rank][-1],
+        padded_tokens=local[0][-1],
+        share=share,
     )
 
 

@@ -34,7 +34,13 @@ def test_every_kernel_of_a_set_is_launched(monkeypatch, config):
 
     kernels = {name: told(name, launch) for name, launch in cpu.KERNELS.items()}
     monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", kernels),))
-    assert fast.warmup(config, device="cpu", dtype=torch.float32, block_size=16, decode_threshold=2) == []
+    settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2}
+    assert fast.warmup(config, **settings) == []
+    between_ranks = {"combine_attn_states", "pack_attn_state", "reorg_kvcache", "share_attn_out"}
+    assert launched == set(cpu.KERNELS) - between_ranks
+    config = replace(config, num_heads=2 * config.num_heads)
+    ranks = fast.simulate(2, 8, lambda ranks: ranks)
+    assert fast.warmup(config, **settings, context_parallel=ranks[0]) == []
     assert launched == set(cpu.KERNELS)
 
 

@@ -66,6 +66,16 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
              plan.visible_lens, 2, 0.3, dtype, *cut, backend)
             for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False))
         ],
+        "mla_twins::pack_attn_state": [(rand(3, 4, 5), torch.randn(4, 3, dtype=lse), 2, backend)],
+        "mla_twins::combine_attn_states": [
+            (fast.context_parallel._pack_attn_state(rand(3, 4, 5), torch.randn(4, 3, dtype=lse), 2, backend), 3, 2, 5,
+             dtype, backend)
+        ],
+        "mla_twins::share_attn_out": [(rand(3, 4, 5), torch.randn(2, 4, 3, dtype=lse), 1, backend)],
+        "mla_twins::reorg_kvcache": [
+            (rand(2, 20, 32), offsets([20, 0, 17]), torch.tensor([[0, 10, 10, 20], [0, 10, 10, 17]]).int(), 2,
+             rand(37, 32), backend)
+        ],
         "mla_twins::plan_decode": [
             (integers(20, 0, 3000), 4, 16, 5, batch_invariant, backend) for batch_invariant in (False, True)
         ],

@@ -18,7 +18,7 @@ ROOT = Path(reference.__file__).parents[1]
 ROOMS = sorted(path.stem for path in (ROOT / "reference").glob("*.py") if path.stem not in ("__init__", "interfaces"))
 SHARED = (
     "rope", "weights", "cache", "batch", "schedule", "path", "builder", "cascade", "graphs", "attention", "merge",
-    "prefill", "decode", "layer",
+    "prefill", "decode", "context_parallel", "layer",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reference.interfaces import MLAConfig, QueryLenSupport, UnsupportedConfiguration, check
+from reference.interfaces import ContextParallel, MLAConfig, QueryLenSupport, UnsupportedConfiguration, check
 
 from .. import backends
 from ..serving import ServingLoop
@@ -39,6 +39,7 @@ class Job:
         eos: tokens that end a request.
         wings: the modules that serve, by name.
         loops: a loop for each, its requests waiting.
+        context_parallel: the groups, where ranks share heads and sequences.
     """
 
     args: argparse.Namespace
@@ -52,34 +53,41 @@ class Job:
     eos: tuple[int, ...]
     wings: dict[str, ModuleType]
     loops: dict[str, ServingLoop] = field(default_factory=dict)
+    context_parallel: ContextParallel | None = None
 
     def patch_options(self, name: str) -> dict[str, Any]:
         """Keyword arguments of `use_mla` for one wing."""
         options = {"block_size": self.args.block_size, "workspace_tokens": self.args.workspace_tokens}
         if name == "fast" and self.args.backend is not None:
             options["backend"] = self.args.backend
+        if self.context_parallel is not None:
+            options["context_parallel"] = self.context_parallel
         return options
 
     def make_loop(self, name: str, prompt_ids: list[list[int]], max_new_tokens: int) -> ServingLoop:
         """A loop with these requests waiting, over a cache that holds them all."""
         block = self.args.block_size
+        covered = block * (1 if self.context_parallel is None else self.context_parallel.size)
         loop = ServingLoop(
             self.model,
             self.config,
             self.wings[name],
-            num_blocks=sum(-(-(len(ids) + max_new_tokens) // max(block, 1)) for ids in prompt_ids),
+            num_blocks=sum(-(-(len(ids) + max_new_tokens) // max(covered, 1)) for ids in prompt_ids),
             block_size=block,
             max_num_seqs=len(prompt_ids),
             token_budget=self.args.token_budget,
             workspace_tokens=self.args.workspace_tokens,
             eos=self.eos,
+            context_parallel=self.context_parallel,
         )
         for ids in prompt_ids:
             loop.add(ids, max_new_tokens)
         return loop
 
 
-def prepare(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> Job:
+def prepare(
+    args: argparse.Namespace, ops: ModuleType, oracle: ModuleType, context_parallel: ContextParallel | None = None
+) -> Job:
     """Check every option and load the checkpoint.
 
     Raises:
@@ -134,7 +142,7 @@ def prepare(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> Jo
         check(len(ids) + args.max_new_tokens <= positions, "--max-new-tokens",
               f"prompt and new tokens within the model's {positions} positions",
               f"{len(ids)} + {args.max_new_tokens}")  # fmt: skip
-    job = Job(args, model, config, tokenizer, texts, prompt_ids, device, dtype, eos, wings)
+    job = Job(args, model, config, tokenizer, texts, prompt_ids, device, dtype, eos, wings, {}, context_parallel)
     for name, wing in wings.items():
         restore(use_mla(model, ops=wing, **job.patch_options(name)))
         try:

@@ -19,9 +19,13 @@ from .checks import (
     wide_dtype,
 )
 from .config import MLAConfig, QueryLenSupport
+from .groups import ContextParallel
 from .metadata import (
     AttentionState,
     CommonAttentionMetadata,
+    ContextChunk,
+    ContextParallelChunk,
+    ContextParallelMetadata,
     DecodeMetadata,
     DecodeSchedule,
     MLAMetadata,
@@ -121,6 +125,13 @@ def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> N
     wanted = ["q_proj"] if config.q_lora_rank is None else list(names)
     wanted_names = f"{', '.join(wanted)} for q_lora_rank {config.q_lora_rank}"
     check(given == wanted, "q_proj", wanted_names, ", ".join(given) or None)
+
+
+def check_output_projection(o_proj: object, context_parallel: ContextParallel | None) -> None:
+    """Check that an output projection can be summed over the ranks that share its heads."""
+    summed = context_parallel is not None and context_parallel.tp_group.size > 1
+    check(not summed or getattr(o_proj, "bias", None) is None, "o_proj",
+          "no bias where heads are shared (each rank would add it)", "one with a bias")  # fmt: skip
 
 
 def check_norm(argument: str, norm: object, width: int) -> None:
@@ -278,8 +289,7 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor) -> None
     requests = prefill.block_table.shape[0]
     check_tensor("metadata.prefill.query_start_loc", prefill.query_start_loc, (requests + 1,), int32, device)
     for chunk in prefill.context_chunks:
-        check_tensor("metadata.prefill.context_chunks.starts", chunk.starts, (requests,), int32, device)
-        check_tensor("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, (requests + 1,), int32, device)
+        check_chunk(chunk, requests, device)
     if device.type != "cpu" or torch.compiler.is_compiling():
         return
     num_blocks, block_size, _ = kv_cache.shape
@@ -291,11 +301,48 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor) -> None
     check_offsets("metadata.prefill.query_start_loc", prefill.query_start_loc, end - split)
     for chunk in prefill.context_chunks:
         check_offsets("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
-        first, lengths = chunk.starts.tolist(), chunk.cu_seq_lens.diff().tolist()
+        held_starts, held_offsets = chunk.held
+        first, lengths = held_starts.tolist(), held_offsets.diff().tolist()
         earliest = min(first, default=0)
         check(earliest >= 0, "metadata.prefill.context_chunks.starts", "values >= 0", earliest)
         ends = (start + length if length else 0 for start, length in zip(first, lengths, strict=True))
         check_blocks(prefill.block_table, ends, block_size, num_blocks, "metadata.prefill.block_table")
+
+
+def check_chunk(chunk: ContextChunk, requests: int, device: torch.device) -> None:
+    """Shapes, dtypes and devices of the tensors of a piece of context; reads no values."""
+    name, int32 = "metadata.prefill.context_chunks", (torch.int32,)
+    check_tensor(f"{name}.starts", chunk.starts, (requests,), int32, device)
+    check_tensor(f"{name}.cu_seq_lens", chunk.cu_seq_lens, (requests + 1,), int32, device)
+    if isinstance(chunk, ContextParallelChunk):
+        check_tensor(f"{name}.local_starts", chunk.local_starts, (requests,), int32, device)
+        shape = (chunk.share.size, requests + 1)
+        check_tensor(f"{name}.local_cu_seq_lens", chunk.local_cu_seq_lens, shape, int32, device)
+
+
+def check_step_share(metadata: MLAMetadata, context_parallel: ContextParallel | None) -> None:
+    """Check that a step was planned for the very share of the sequences that a layer's rank holds."""
+    share = metadata.share if isinstance(metadata, ContextParallelMetadata) else None
+    wanted = None if context_parallel is None else context_parallel.share
+    check(share == wanted, "metadata", f"a plan for {wanted or 'one rank (no context_parallel)'}",
+          f"one for {share or 'one rank (no share)'}")  # fmt: skip
+    chunks = metadata.prefill.context_chunks
+    alike = all(getattr(chunk, "share", None) == wanted for chunk in chunks)
+    check(alike, "metadata.prefill.context_chunks", "chunks of the same share as the plan", "others")
+
+
+def check_merge_over_group(state: AttentionState, group_size: int) -> None:
+    """Shapes, dtypes and devices of a rank's attention state whose heads go home; reads no values."""
+    check_state("state", state)
+    heads = state.out.shape[1]
+    check(heads % group_size == 0, "state.out", f"heads in a multiple of {group_size} ranks", heads)
+
+
+def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
+    """Shapes, dtypes and devices of a piece of context that was gathered from all ranks; reads no values."""
+    check(isinstance(chunk, ContextParallelChunk), "chunk", "a ContextParallelChunk", type(chunk).__name__)
+    check_tensor("gathered", gathered, (chunk.share.size, chunk.padded_tokens, "head_size"))
+    check_chunk(chunk, chunk.starts.shape[0], gathered.device)
 
 
 def check_graph_sizes(
@@ -328,7 +375,7 @@ def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, comm
         check(False, "common", f"{q} tokens of each request, as captured", f"{got} at request {request}")
     width = common.block_table.shape[1]
     check(width <= graph.max_blocks, "common.block_table", f"at most {graph.max_blocks} columns, as captured", width)
-    check_table_width(common, graph.block_size)
+    check_table_width(common, graph.block_size * graph.share.size)
     check_tensor("hidden_states", hidden_states, (tokens, graph.config.hidden_size), (graph.dtype,), graph.device)
     check_tensor("positions", positions, (tokens,), (torch.int64,), graph.device)
     check_tensor("common.block_table", common.block_table, (requests, "W"), (torch.int32,), graph.device)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from .checks import check, check_lengths, check_tensor
+from .shares import SequenceShare
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +126,46 @@ class ContextChunk:
     num_tokens: int
     max_seq_len: int
 
+    @property
+    def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
+        """First token and offsets of the pieces as the cache of this rank holds them."""
+        return self.starts, self.cu_seq_lens
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
     def to(self, device: torch.device) -> ContextChunk:
         """The same chunk with its tensors on `device`."""
-        return replace(self, starts=self.starts.to(device, non_blocking=True),
-                       cu_seq_lens=self.cu_seq_lens.to(device, non_blocking=True))  # fmt: skip
+        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in self.tensors().items()})
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ContextParallelChunk(ContextChunk):
+    """A piece of the cached context whose tokens lie on the D ranks of a group.
+
+    `starts`, `cu_seq_lens` and the rest are of the whole pieces, in the order of their tokens, as on one rank. Pieces
+    begin where the first rank's turn does (`context_unit`), so that each rank holds its part of them in one run.
+
+    Attributes:
+        local_starts: [B], first token of each piece in the cache of any rank, starts / D.
+        local_cu_seq_lens: [D, B + 1], for each rank the prefix sum of its tokens of the pieces.
+        local_tokens: of the pieces' tokens, how many lie here.
+        padded_tokens: rows that each rank hands in: as many as the first rank holds, which has the most.
+        share: which tokens lie here.
+    """
+
+    local_starts: Int32[Tensor, " B"]
+    local_cu_seq_lens: Int32[Tensor, "D B+1"]
+    local_tokens: int
+    padded_tokens: int
+    share: SequenceShare
+
+    @property
+    def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
+        """First token and offsets of the pieces as the cache of this rank holds them."""
+        return self.local_starts, self.local_cu_seq_lens[self.share.rank]
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,3 +267,17 @@ class MLAMetadata:
     def num_prefills(self) -> int:
         """Requests on the expanded path."""
         return self.prefill.block_table.shape[0]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ContextParallelMetadata(MLAMetadata):
+    """One step on a rank of a group that shares every sequence: its slots, its keys, its part of the context.
+
+    Slots of tokens that lie elsewhere are -1; `decode` counts the keys that lie here, and its mask is the local count
+    of the keys that a row sees; the chunks of `prefill` are `ContextParallelChunk`s.
+
+    Attributes:
+        share: which tokens lie here.
+    """
+
+    share: SequenceShare

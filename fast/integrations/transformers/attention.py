@@ -18,7 +18,15 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3Model
 
 import fast
-from reference.interfaces import MLAConfig, MLAMetadata, PathCosts, UnsupportedConfiguration, check, check_tensor
+from reference.interfaces import (
+    ContextParallel,
+    MLAConfig,
+    MLAMetadata,
+    PathCosts,
+    UnsupportedConfiguration,
+    check,
+    check_tensor,
+)
 
 from .cache import BatchRecord, LatentCacheLayer, latent_layers
 
@@ -38,6 +46,7 @@ class Options:
     decode_threshold: int
     config: MLAConfig
     costs: PathCosts | None
+    context_parallel: ContextParallel | None
 
     def __deepcopy__(self, memo: dict) -> Options:
         return self
@@ -149,6 +158,8 @@ class ModelAdapter:
             kwargs["use_cache"] = False
             return self.original(**{**kwargs, "attention_mask": unread, "mla_step": step})
 
+        check(self.options.context_parallel is None, "model", "a packed batch with mla_metadata and mla_kv_caches, for "
+              "ranks share its sequences", "a padded one")  # fmt: skip
         past = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache")
         if past is None and (self.base.config.use_cache if use_cache is None else use_cache):
@@ -327,6 +338,7 @@ def use_mla(
     workspace_tokens: int | None = None,
     decode_threshold: int = 1,
     costs: PathCosts | None = None,
+    context_parallel: ContextParallel | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Make a DeepSeek model of transformers use the twins' attention, in place; inference only.
@@ -344,6 +356,8 @@ def use_mla(
             A forward needs at least a block for each row that prefills with context.
         decode_threshold: longest query that always takes the absorbed path.
         costs: by which longer ones choose their path (`ops.choose_path`); None counts.
+        context_parallel: the groups, where ranks share heads and sequences: every rank has the whole model and attends
+            with its share of the heads' weights. Packed batches only, planned with `context_parallel.share`.
         options: keyword arguments for `ops.MLAAttention.from_hf` (`backend` of `fast`).
 
     Returns:
@@ -370,8 +384,11 @@ def use_mla(
     check(workspace_tokens is None or workspace_tokens >= block_size, "workspace_tokens",
           f"at least one block of {block_size}", workspace_tokens)  # fmt: skip
 
+    if context_parallel is not None:
+        options["context_parallel"] = context_parallel
     adapters = [AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options)) for module in modules]
-    served = Options(ops, block_size, workspace_tokens, decode_threshold, adapters[0].attention.config, costs)
+    config = adapters[0].attention.config
+    served = Options(ops, block_size, workspace_tokens, decode_threshold, config, costs, context_parallel)
     for module, adapter in zip(modules, adapters, strict=True):
         module.forward = adapter
     base.forward = ModelAdapter(base, served)

@@ -164,7 +164,7 @@ def _write_kernel(
 
 @triton.jit
 @no_type_check
-def _copy_rows(
+def copy_rows(
     source, source_rows, source_column, read, target, target_rows, target_column, written,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -206,7 +206,7 @@ def _gather_kernel(
     block = tl.load(block_table + request * table_row + column * table_column, owned, -1).to(tl.int64)
     owned = owned & (block >= 0) & (block < num_blocks)
     entry_rows = block * block_stride + position % BLOCK_SIZE * entry_stride
-    _copy_rows(kv_cache, entry_rows, cache_column, owned, out, tokens * out_row, out_column, written, WIDTH, HEAD, TAIL)
+    copy_rows(kv_cache, entry_rows, cache_column, owned, out, tokens * out_row, out_column, written, WIDTH, HEAD, TAIL)
 
 
 @triton.jit(
@@ -225,7 +225,7 @@ def _copy_blocks_kernel(
     written = tl.load(pair + side_stride, tokens < num_tokens, -1)
     copied = (read >= 0) & (read < source_blocks) & (written >= 0) & (written < target_blocks)
     offset = tokens % BLOCK_SIZE
-    _copy_rows(
+    copy_rows(
         source, read * source_block + offset * source_entry, source_column, copied,
         target, written * target_block + offset * target_entry, target_column, copied,
         WIDTH, HEAD, TAIL,

@@ -1,0 +1,196 @@
+"""What context parallelism adds to an exchange between ranks: order restored, heads sent home, states combined."""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .cache import WARPS, as_integers, copy_rows, rows_per_program, tiles_of
+
+TILE_ELEMENTS = 4096  # of out that a program holds
+
+
+def reorg_kvcache(
+    gathered: Tensor, cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, out: Tensor
+) -> None:
+    """Copy entries [D, padded, Lkv + R] that all ranks handed in to `out` [num_tokens, Lkv + R], in token order.
+
+    A row of `out` without a token among the rows (offsets that fall or lie outside) becomes 0.
+    """
+    size, padded, width = gathered.shape
+    requests = cu_seq_lens.shape[0] - 1
+    if out.numel() == 0:
+        return
+    source, target = as_integers(gathered, out)
+    rows = rows_per_program(width * out.element_size())
+    with torch.cuda.device_of(out):
+        _reorg_kernel[(triton.cdiv(out.shape[0], rows),)](
+            source, cu_seq_lens, local_cu_seq_lens, target, out.shape[0], requests, requests.bit_length(), padded,
+            *source.stride(), cu_seq_lens.stride(0), *local_cu_seq_lens.stride(), *target.stride(),
+            SIZE=size, INTERLEAVE=interleave, **tiles_of(width), ROWS=rows, num_warps=WARPS,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_requests", "search_steps", "padded", "local_rank"],
+    do_not_specialize_on_alignment=["cu_seq_lens", "local_cu_seq_lens"],
+)
+@no_type_check
+def _reorg_kernel(
+    gathered, cu_seq_lens, local_cu_seq_lens, out, num_tokens, num_requests, search_steps, padded,
+    source_rank, source_row, source_column, cu_stride, local_rank, local_request, out_row, out_column,
+    SIZE: tl.constexpr, INTERLEAVE: tl.constexpr,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # fewer than 2^31, as every offset among them
+    written = tokens < num_tokens
+    # bisection for the request of each token: how many pieces end at or before it
+    request = tl.zeros([ROWS], tl.int32)
+    upper = request + num_requests
+    for _ in range(search_steps):
+        middle = (request + upper) // 2
+        end = tl.load(cu_seq_lens + (middle + 1) * cu_stride, request < upper, 0)
+        past = (request < upper) & (end <= tokens)
+        upper = tl.where(past, upper, middle)
+        request = tl.where(past, middle + 1, request)
+    owned = written & (request < num_requests)
+    position = tokens - tl.load(cu_seq_lens + request * cu_stride, owned, 0)
+    owned = owned & (position >= 0)
+    run = position // INTERLEAVE
+    rank = run % SIZE
+    first = tl.load(local_cu_seq_lens + rank.to(tl.int64) * local_rank + request * local_request, owned, -1)
+    row = first + run // SIZE * INTERLEAVE + position % INTERLEAVE
+    owned = owned & (first >= 0) & (row >= 0) & (row < padded)
+    rows = rank.to(tl.int64) * source_rank + row.to(tl.int64) * source_row
+    out_rows = tokens.to(tl.int64) * out_row
+    copy_rows(gathered, rows, source_column, owned, out, out_rows, out_column, written, WIDTH, HEAD, TAIL)
+
+
+def share_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Scale out [T, N, Dv] by its share of the whole, from all ranks' lses [D, N, T].
+
+    Returns:
+        The outputs by home [D, T, N / D, Dv], and the LSE [N / D, T] of the heads whose home is here.
+    """
+    size, heads, tokens = lses.shape
+    own, value = heads // size, out.shape[2]
+    by_home = out.new_empty(size, tokens, own, value)
+    lse = lses.new_empty(own, tokens)
+    if lse.numel():
+        lses = lses.contiguous()
+        _send_home(out, lses, by_home, lse, size, 0, by_home.stride(0), rank=rank)
+    return by_home, lse
+
+
+def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -> None:
+    """Write out [T, N, Dv] and lse [N, T] by home into `message` [D, bytes]: LSE, then outputs `lse_bytes` behind."""
+    size = message.shape[0]
+    if lse.numel():
+        outs, lses = message.view(out.dtype), message.view(lse.dtype)
+        outs = outs[:, lse_bytes // out.element_size() :]
+        _send_home(out, lse.contiguous(), outs, lses, size, lses.stride(0), outs.stride(0), rank=None)
+
+
+def _send_home(out, lses, outs_home, lses_home, size, lse_home_stride, out_home_stride, rank) -> None:
+    """Rows of out [T, N, Dv] to [D, T, N / D, Dv]; scaled by rank `rank`'s share, or as they are with their LSE."""
+    tokens, heads, value = out.shape
+    value_tile = triton.next_power_of_2(value)
+    rows = max(1, TILE_ELEMENTS // value_tile)
+    with torch.cuda.device_of(out):
+        _send_home_kernel[(triton.cdiv(tokens * heads, rows),)](
+            out, lses, outs_home, lses_home, tokens, heads, heads // size, -1 if rank is None else rank,
+            *out.stride(), lse_home_stride, out_home_stride,
+            SIZE=size, SCALED=rank is not None, VALUE=value, VALUE_TILE=value_tile, ROWS=rows, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_heads", "own_heads", "rank", "lse_home_stride", "out_home_stride"],
+    do_not_specialize_on_alignment=["lses", "lses_home"],
+)
+@no_type_check
+def _send_home_kernel(
+    out, lses, outs_home, lses_home, num_tokens, num_heads, own_heads, rank,
+    token_stride, head_stride, column_stride, lse_home_stride, out_home_stride,
+    SIZE: tl.constexpr, SCALED: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # heads fastest, as they lie in memory
+    token, head = row // num_heads, row % num_heads
+    inside = token < num_tokens
+    column = tl.arange(0, VALUE_TILE).to(tl.int64)
+    held = inside[:, None] & (column < VALUE)[None, :]
+    values = tl.load(out + (token * token_stride + head * head_stride)[:, None] + column * column_stride, held, 0.0)
+    home, own_head = head // own_heads, head % own_heads
+    lse_row = head * num_tokens + token
+    all_rows = num_heads.to(tl.int64) * num_tokens
+    if SCALED:
+        largest = tl.full([ROWS], float("-inf"), lses.dtype.element_ty)
+        for other in tl.static_range(SIZE):
+            part = tl.load(lses + other * all_rows + lse_row, inside, 0.0)
+            largest = tl.maximum(largest, part, propagate_nan=tl.PropagateNan.ALL)
+        shift = tl.where(largest == float("-inf"), 0.0, largest)
+        total = tl.zeros([ROWS], lses.dtype.element_ty)
+        for other in tl.static_range(SIZE):
+            total += tl.exp(tl.load(lses + other * all_rows + lse_row, inside, 0.0) - shift)
+        own = tl.exp(tl.load(lses + rank * all_rows + lse_row, inside, 0.0) - shift)
+        share = own / tl.where(total == 0, 1.0, total)
+        values = (values.to(share.dtype) * share[:, None]).to(outs_home.dtype.element_ty)
+        here = inside & (home == rank)
+        tl.store(lses_home + own_head * num_tokens + token, shift + tl.log(total), here)
+    else:
+        lse = tl.load(lses + lse_row, inside, 0.0)
+        tl.store(lses_home + home * lse_home_stride + own_head * num_tokens + token, lse, inside)
+    target = home * out_home_stride + (token * own_heads + own_head) * VALUE
+    tl.store(outs_home + target[:, None] + column[None, :], values, held)
+
+
+def combine_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
+    """Merge what arrived from all ranks, packed as above, into out [T, N / D, Dv] and lse [N / D, T]."""
+    tokens, own, value = out.shape
+    if lse.numel() == 0:
+        return
+    outs, lses = message.view(out.dtype), message.view(lse.dtype)
+    outs = outs[:, lse_bytes // out.element_size() :]
+    value_tile = triton.next_power_of_2(value)
+    rows = max(1, TILE_ELEMENTS // value_tile)
+    with torch.cuda.device_of(out):
+        _combine_kernel[(triton.cdiv(tokens * own, rows),)](
+            outs, lses, out, lse, tokens, own, outs.stride(0), lses.stride(0),
+            SIZE=message.shape[0], VALUE=value, VALUE_TILE=value_tile, ROWS=rows, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "own_heads", "out_rank_stride", "lse_rank_stride"],
+    do_not_specialize_on_alignment=["lses", "lse"],
+)
+@no_type_check
+def _combine_kernel(
+    outs, lses, out, lse, num_tokens, own_heads, out_rank_stride, lse_rank_stride,
+    SIZE: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    token, head = row // own_heads, row % own_heads
+    inside = token < num_tokens
+    column = tl.arange(0, VALUE_TILE).to(tl.int64)
+    held = inside[:, None] & (column < VALUE)[None, :]
+    lse_row = head * num_tokens + token
+    largest = tl.full([ROWS], float("-inf"), lse.dtype.element_ty)
+    for rank in tl.static_range(SIZE):
+        part = tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0)
+        largest = tl.maximum(largest, part, propagate_nan=tl.PropagateNan.ALL)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)  # no rank has a key: exp(-inf - 0) = 0, not NaN
+    total = tl.zeros([ROWS], lse.dtype.element_ty)
+    merged = tl.zeros([ROWS, VALUE_TILE], lse.dtype.element_ty)
+    for rank in tl.static_range(SIZE):
+        weight = tl.exp(tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0) - shift)
+        where = outs + rank * out_rank_stride.to(tl.int64) + (row * VALUE)[:, None] + column[None, :]
+        merged += weight[:, None] * tl.load(where, held, 0.0).to(merged.dtype)
+        total += weight
+    merged = merged / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(out + (row * VALUE)[:, None] + column[None, :], merged.to(out.dtype.element_ty), held)
+    tl.store(lse + lse_row, shift + tl.log(total), inside)
