@@ -37,7 +37,7 @@ from reference.interfaces import (
 
 from . import backends
 from .cache import gather_and_maybe_dequant_cache
-from .decode import mla_decode
+from .decode import decode_in_parts, mla_decode
 
 __all__ = [
     "cp_lse_a2a",
@@ -294,10 +294,10 @@ def cp_lse_a2a(
     return AttentionState(out, lse)
 
 
-def _message_bytes(tokens: int, heads: int, value: int, dtype: torch.dtype) -> tuple[int, int]:
+def _message_bytes(tokens, heads, value, dtype):  # sizes may be symbolic
     """Of the LSE, with what follows it up to the outputs, and of the whole message to one rank."""
 
-    def aligned(size: int) -> int:
+    def aligned(size):
         return -(-size // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
 
     lse_bytes = aligned(tokens * heads * wide_dtype(dtype).itemsize)
@@ -357,6 +357,7 @@ def dcp_decode(
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
     *,
+    overlap: bool = True,
     backend: str | None = None,
 ) -> AttentionState:
     """Absorbed attention over keys that lie on D ranks.
@@ -370,6 +371,7 @@ def dcp_decode(
         context_parallel: the groups and the merge.
         schedule: of the decode of the gathered heads.
         out_dtype: dtype of `out`, on the wire too; that of `ql_nope` where None.
+        overlap: with "ag_rs", send the LSE while the parts of the outputs are still being merged here.
         backend: kernel set, or None for the choice by capability.
 
     Returns:
@@ -385,7 +387,10 @@ def dcp_decode(
     # heads first: what arrives from all ranks is then one tensor of all heads, without another copy
     q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)
     q = group.all_gather(q).flatten(0, 1).transpose(0, 1)
-    state = mla_decode(
-        q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype, backend=backend
-    )
-    return MERGE_OVER_RANKS[context_parallel.merge](state, group, backend=backend)
+    arguments = (q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype)
+    if context_parallel.merge == "ag_rs" and overlap:
+        decode = decode_in_parts(*arguments, backend=backend)
+        pending = group.all_gather_async(decode.lse)
+        state = decode.finish()
+        return _share_and_scatter(state, pending.wait(), group, backend)
+    return MERGE_OVER_RANKS[context_parallel.merge](mla_decode(*arguments, backend=backend), group, backend=backend)

@@ -351,7 +351,7 @@ def test_builder_refuses(ops, plain_errors):
         make_builder(ops, batch_invariant=True)
     with pytest.raises(ValueError, match="^num_programs: expected an int >= 0 or a function, got -1$"):
         make_builder(ops, num_programs=-1)
-    with pytest.raises(ValueError, match="^workspace_tokens: expected at least one block of 16, got 15$"):
+    with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 15$"):
         make_builder(ops, workspace_tokens=15)
     with pytest.raises(ValueError, match="^max_num_seqs: expected a positive int, got 0$"):
         make_builder(ops, max_num_seqs=0)

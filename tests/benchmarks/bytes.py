@@ -1,4 +1,4 @@
-"""What moves bytes around attention, DeepSeek-V3's dims: gather, cache write, copy_blocks, merge, against a plain copy.
+"""What moves bytes around attention, DeepSeek-V3's dims: gather, write, copy_blocks, reorg, merge, and a plain copy.
 
     python -m tests.benchmarks.bytes
     python -m tests.benchmarks.bytes --rows gather,65536 merge,65536 --json bytes.json
@@ -20,7 +20,7 @@ from torch import Tensor
 import fast
 import reference
 from fast.parity import Parity, compare_exact, compare_states
-from reference.interfaces import AttentionState
+from reference.interfaces import AttentionState, ContextChunk, SequenceShare
 
 from .contest import OURS, Case, Contender, finite, run_benchmark
 from .timing import input_sets
@@ -32,6 +32,8 @@ BLOCK_SIZE = 64
 REQUESTS = 16
 DTYPE = torch.bfloat16
 CHECKED_TOKENS = 512
+RANKS = 4
+REORG_INTERLEAVE = {"reorg": 1, "reorg_64": 64}
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ class Row:
     """One movement.
 
     Attributes:
-        op: gather, cache_write, copy_blocks, merge (both states float32, as in a prefill) or merge_bfloat16.
+        op: gather, cache_write, copy_blocks, reorg (context from 4 ranks, dealt out token by token) or reorg_64 (64
+            tokens at a time), merge (both states float32, as in a prefill) or merge_bfloat16.
         tokens: how many.
     """
 
@@ -67,6 +70,8 @@ class Row:
             "gather": 4 * (self.tokens // BLOCK_SIZE),
             "cache_write": 8 * self.tokens,
             "copy_blocks": 16 * (self.tokens // BLOCK_SIZE),
+            "reorg": 0,
+            "reorg_64": 0,
         }
         return entries + indices[self.op]
 
@@ -140,6 +145,26 @@ def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[
     return [lambda m=mapping: copy(m) for mapping in mappings], check
 
 
+def reorg(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
+    """Pieces of several requests from RANKS ranks into the order of their tokens."""
+    interleave, each = REORG_INTERLEAVE[row.op], row.tokens // REQUESTS
+    gathered = [torch.randn(RANKS, row.tokens // RANKS, WIDTH, dtype=DTYPE, device=device) for _ in range(sets)]
+    lens = each * torch.arange(REQUESTS + 1, dtype=torch.int32)
+    chunk = ContextChunk(torch.zeros(REQUESTS, dtype=torch.int32), lens, row.tokens, each)
+    chunk = fast.share_chunk(chunk, SequenceShare(RANKS, 0, interleave)).to(torch.device(device))
+    outs = [torch.full((row.tokens, WIDTH), torch.nan, dtype=DTYPE, device=device) for _ in range(sets)]
+    calls = [
+        lambda x=x, out=out: fast.reorg_kvcache(x, chunk, out=out, backend=backend)
+        for x, out in zip(gathered, outs, strict=True)
+    ]
+
+    def check(out: Tensor) -> list[Parity]:
+        runs = gathered[0].view(RANKS, REQUESTS, each // RANKS // interleave, interleave, WIDTH)
+        return [compare_exact("reorg_kvcache", out, runs.permute(1, 2, 0, 3, 4).reshape(-1, WIDTH))]
+
+    return calls, check
+
+
 def merge(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
     """Two states of all heads into one."""
     dtype = merge_dtype(row)
@@ -168,6 +193,8 @@ MAKERS = {
     "gather": gather,
     "cache_write": cache_write,
     "copy_blocks": copy_blocks,
+    "reorg": reorg,
+    "reorg_64": reorg,
     "merge": merge,
     "merge_bfloat16": merge,
 }

@@ -19,7 +19,7 @@ from reference.interfaces import UnsupportedConfiguration, check
 
 from .decode_tiles import LN_2, attend_tiles, load_queries
 from .device import device_facts
-from .scheduled_decode import launch_scheduled
+from .scheduled_decode import launch_scheduled, merge_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_COST = 256  # what a program costs besides its keys, in keys: its start, its queries, its results
@@ -104,8 +104,9 @@ def _decode_kernel(
 def _merge_splits_kernel(
     split_out, split_lse, out, lse, num_tokens, num_splits,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
+    OUT: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one row for COLUMNS of its latent."""
+    """Merge the splits of one row for COLUMNS of its latent; OUT and LSE say which of both is written."""
     row = tl.program_id(0).to(tl.int64)
     token, head = row // HEADS, row % HEADS
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -126,15 +127,17 @@ def _merge_splits_kernel(
         part = tl.load(largest_row + splits * num_rows, mask=splits < num_splits, other=float("-inf"))
         weight = tl.load(total_row + splits * num_rows, mask=splits < num_splits, other=0.0)
         share = tl.exp2(part - shift)
-        where = split_out + (splits * num_rows + row)[:, None] * LATENT + columns[None, :]
-        used = (weight != 0)[:, None] & (columns < LATENT)[None, :]  # a split without keys is not read
-        values += share[:, None] * tl.load(where, mask=used, other=0.0)
         total += share * weight
+        if OUT:
+            where = split_out + (splits * num_rows + row)[:, None] * LATENT + columns[None, :]
+            used = (weight != 0)[:, None] & (columns < LATENT)[None, :]  # a split without keys is not read
+            values += share[:, None] * tl.load(where, mask=used, other=0.0)
     divisor = tl.sum(total, 0)
     divisor = tl.where(divisor == 0, 1.0, divisor)  # nothing seen at all: values 0, top -inf
-    merged = tl.sum(values, 0) / divisor
-    tl.store(out + row * LATENT + columns, merged.to(out.dtype.element_ty), mask=columns < LATENT)
-    if tl.program_id(1) == 0:
+    if OUT:
+        merged = tl.sum(values, 0) / divisor
+        tl.store(out + row * LATENT + columns, merged.to(out.dtype.element_ty), mask=columns < LATENT)
+    if LSE and tl.program_id(1) == 0:
         tl.store(lse + head * num_tokens + token, (top + tl.log2(divisor)) * LN_2)
 
 
@@ -178,6 +181,93 @@ def mla_decode(
         ValueError: another dtype.
         UnsupportedConfiguration: entries too wide for the device's shared memory.
     """
+    out, lse, *parts = _attend(
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
+        out_dtype, tile_ranges, split_offsets, batch_invariant,
+    )  # fmt: skip
+    _merge(*parts, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, out, lse)
+    return out, lse
+
+
+def mla_decode_parts(
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    visible_lens: Tensor,
+    max_query_len: int,
+    softmax_scale: float,
+    out_dtype: torch.dtype,
+    tile_ranges: Tensor | None,
+    split_offsets: Tensor | None,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `mla_decode`, but `out` is whole only after `merge_decode_parts`; `lse` is already.
+
+    Returns:
+        out [T, N, Lkv], lse [N, T], and the parts of both that are still to be merged, flat; empty where none are.
+    """
+    out, lse, *parts = _attend(
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
+        out_dtype, tile_ranges, split_offsets, batch_invariant,
+    )  # fmt: skip
+    cut = (tile_ranges, split_offsets, batch_invariant)
+    _merge(*parts, query_start_loc, max_query_len, *cut, out, lse, write_out=False)
+    return out, lse, *parts
+
+
+def merge_decode_parts(
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    tile_ranges: Tensor | None,
+    split_offsets: Tensor | None,
+    batch_invariant: bool,
+) -> None:
+    """Merge what `mla_decode_parts` left, into its `out`."""
+    cut = (tile_ranges, split_offsets, batch_invariant)
+    _merge(part_out, part_lse, query_start_loc, max_query_len, *cut, out, lse, write_lse=False)
+
+
+def _merge(
+    part_out, part_lse, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, out, lse,
+    write_out=True, write_lse=True,
+) -> None:  # fmt: skip
+    """Merge the parts of a decode, where it has any."""
+    if part_out.numel() == 0:
+        return
+    tokens, heads, latent = out.shape
+    if tile_ranges is not None:
+        rows = _request_rows(tokens, heads, max_query_len)
+        merge_scheduled(
+            part_out.view(-1, rows, latent), part_lse.view(2, -1, rows), query_start_loc.contiguous(),
+            tile_ranges.contiguous(), split_offsets.contiguous(), batch_invariant, out, lse, write_out, write_lse,
+        )  # fmt: skip
+        return
+    column_tiles = triton.cdiv(latent, MERGE_COLUMNS) if write_out else 1
+    with torch.cuda.device_of(out):
+        _merge_splits_kernel[(tokens * heads, column_tiles)](
+            part_out, part_lse, out, lse, tokens, part_out.numel() // out.numel(),
+            HEADS=heads, LATENT=latent, COLUMNS=MERGE_COLUMNS, SPLITS=MERGE_SPLITS, OUT=write_out, LSE=write_lse,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def _request_rows(tokens: int, heads: int, max_query_len: int) -> int:
+    """Most rows of a request, from bounds that the host knows."""
+    return max(1, min(max_query_len, tokens)) * heads
+
+
+def _attend(
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
+    out_dtype, tile_ranges, split_offsets, batch_invariant,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attend, into out and lse or into parts of them: out, lse, part_out, part_lse (empty where there are none)."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
     check(out_dtype in DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     tokens, heads, latent = ql_nope.shape
@@ -186,10 +276,11 @@ def mla_decode(
     requests, table_width = block_table.shape
     out = torch.empty_like(ql_nope, dtype=out_dtype, memory_format=torch.contiguous_format)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=ql_nope.device)
+    none = torch.empty(0, dtype=torch.float32, device=ql_nope.device)
     if tokens == 0 or requests == 0 or heads == 0:
-        return out, lse
+        return out, lse, none, none.clone()
 
-    request_rows = max(1, min(max_query_len, tokens)) * heads
+    request_rows = _request_rows(tokens, heads, max_query_len)
     latent_pad = max(16, triton.next_power_of_2(latent))
     rope_pad = max(16, triton.next_power_of_2(rope))
     facts = device_facts(ql_nope.device)
@@ -210,11 +301,11 @@ def mla_decode(
         "PAGED_COPY": latent_pages is not None, **shape,
     }  # fmt: skip
     if tile_ranges is not None:
-        launch_scheduled(
+        parts = launch_scheduled(
             inputs, strides, constants, tile_ranges.contiguous(), split_offsets.contiguous(), batch_invariant, out, lse,
             request_rows, row_blocks, softmax_scale,
         )  # fmt: skip
-        return out, lse
+        return out, lse, *(part.view(-1) for part in parts)
     num_splits = _num_splits(requests * row_blocks, requests * request_rows, table_width * block_size, facts.processors)
     split_out, split_lse = out, lse
     if num_splits > 1:
@@ -225,12 +316,9 @@ def mla_decode(
             *inputs, split_out, split_lse, tokens, num_blocks, table_width, num_splits, row_blocks,
             softmax_scale / math.log(2), *strides, **constants, SPLIT=num_splits > 1,
         )  # fmt: skip
-        if num_splits > 1:
-            _merge_splits_kernel[(tokens * heads, triton.cdiv(latent, MERGE_COLUMNS))](
-                split_out, split_lse, out, lse, tokens, num_splits,
-                HEADS=heads, LATENT=latent, COLUMNS=MERGE_COLUMNS, SPLITS=MERGE_SPLITS, num_warps=4,
-            )  # fmt: skip
-    return out, lse
+    if num_splits == 1:
+        return out, lse, none, none.clone()
+    return out, lse, split_out.view(-1), split_lse.view(-1)
 
 
 def decode_programs(

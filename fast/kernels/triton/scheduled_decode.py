@@ -128,9 +128,12 @@ def _merge_scheduled_kernel(
     tile_ranges, split_offsets, query_start_loc, part_out, part_lse, out, lse,
     num_tokens, num_programs, request_rows, num_slots, request_slots, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of a request, ROWS of its rows by COLUMNS; of one without keys, write the empty rows."""
+    """Merge the parts of a request, ROWS of its rows by COLUMNS; of one without keys, write the empty rows.
+
+    OUT and LSE say which of both is written: another kernel writes the rest.
+    """
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     number = tl.program_id(0)
     request = number // (row_tiles * column_tiles)
@@ -168,21 +171,23 @@ def _merge_scheduled_kernel(
             held = used[:, None] & real[None, :]
             part = tl.load(part_lse + part_row, mask=held, other=float("-inf"))
             weight = tl.load(part_lse + num_slots.to(tl.int64) * request_rows + part_row, mask=held, other=0.0)
-            # a part without keys was written too, as zeros, so that nothing here waits for its weight
-            where = (part_row * LATENT)[:, :, None] + columns[None, None, :]
-            piece = tl.load(part_out + where, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0)
             new_largest = tl.maximum(largest, tl.max(part, 0))
             shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
             decay, share = tl.exp2(largest - shift), tl.exp2(part - shift[None, :])
-            values = values * decay[:, None] + tl.sum(piece * share[:, :, None], 0)
+            if OUT:  # a part without keys was written too, as zeros, so that nothing here waits for its weight
+                where = (part_row * LATENT)[:, :, None] + columns[None, None, :]
+                piece = tl.load(part_out + where, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0)
+                values = values * decay[:, None] + tl.sum(piece * share[:, :, None], 0)
             total = total * decay + tl.sum(weight * share, 0)
             largest = new_largest
         divisor = tl.where(total == 0, 1.0, total)  # nothing seen at all: values 0, largest -inf
         token, head = query_start + row // HEADS, row % HEADS
-        offsets = (token.to(tl.int64) * HEADS + head) * LATENT
-        merged = (values / divisor[:, None]).to(out.dtype.element_ty)
-        tl.store(out + offsets[:, None] + columns[None, :], merged, mask=real[:, None] & (columns < LATENT)[None, :])
-        if column_tile == 0:
+        if OUT:
+            offsets = (token.to(tl.int64) * HEADS + head) * LATENT
+            merged = (values / divisor[:, None]).to(out.dtype.element_ty)
+            held = real[:, None] & (columns < LATENT)[None, :]
+            tl.store(out + offsets[:, None] + columns[None, :], merged, mask=held)
+        if LSE and column_tile == 0:
             lse_row = lse + head.to(tl.int64) * num_tokens + token
             tl.store(lse_row, (largest + tl.log2(divisor)) * LN_2, mask=real)
 
@@ -199,8 +204,8 @@ def launch_scheduled(
     request_rows: int,
     row_blocks: int,
     softmax_scale: float,
-) -> None:
-    """Attend as a schedule says, into `out` and `lse`.
+) -> tuple[Tensor, Tensor]:
+    """Attend as a schedule says: into `out` and `lse` where a request has one part, else into parts.
 
     Args:
         inputs: queries, cache, its descriptors, and the tensors of the plan, as the kernel takes them.
@@ -214,8 +219,11 @@ def launch_scheduled(
         request_rows: most rows of a request.
         row_blocks: programs side by side that share a request's rows.
         softmax_scale: multiplies the scores.
+
+    Returns:
+        The parts: out [slots, rows, Lkv] and lse [2, slots, rows].
     """
-    _, _, kv_cache, _, _, block_table, _, query_start_loc, _ = inputs
+    _, _, kv_cache, _, _, block_table, _, _, _ = inputs
     tokens, heads, latent = out.shape
     requests, table_width = block_table.shape
     programs, block_size = tile_ranges.shape[0], kv_cache.shape[1]
@@ -227,21 +235,57 @@ def launch_scheduled(
         slots = requests * request_slots
     part_out = torch.empty(slots, request_rows, latent, dtype=torch.float32, device=out.device)
     part_lse = torch.empty(2, slots, request_rows, dtype=torch.float32, device=out.device)
-    # few requests have many parts each and leave most of the device idle: then small tiles, many parts at a time, but
-    # not where the order of a sum may depend on nothing but the request
-    many = programs > MANY_PARTS * requests and not batch_invariant
-    rows, columns, splits = (1, 128, 32) if many else (4, 512, 4)
-    columns = min(columns, triton.next_power_of_2(latent))
-    row_tiles = triton.cdiv(request_rows, rows)
     with torch.cuda.device_of(out):
         _scheduled_decode_kernel[(programs * row_blocks,)](
             *inputs, tile_ranges, split_offsets, out, lse, part_out, part_lse,
             tokens, kv_cache.shape[0], requests, table_width, row_blocks, request_rows, slots, request_slots,
             softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE, MAX_SPLITS=max_splits,
         )  # fmt: skip
+    return part_out, part_lse
+
+
+def merge_scheduled(
+    part_out: Tensor,
+    part_lse: Tensor,
+    query_start_loc: Tensor,
+    tile_ranges: Tensor,
+    split_offsets: Tensor,
+    batch_invariant: bool,
+    out: Tensor,
+    lse: Tensor,
+    write_out: bool,
+    write_lse: bool,
+) -> None:
+    """Merge what `launch_scheduled` left in parts, into `out`, into `lse`, or into both.
+
+    Args:
+        part_out: [slots, rows, Lkv].
+        part_lse: [2, slots, rows].
+        query_start_loc: [B + 1].
+        tile_ranges: [programs, 5].
+        split_offsets: [B + 1].
+        batch_invariant: requests are cut by their own length.
+        out: [T, N, Lkv], contiguous.
+        lse: [N, T], contiguous.
+        write_out: whether.
+        write_lse: whether.
+    """
+    tokens, heads, latent = out.shape
+    slots, request_rows = part_out.shape[:2]
+    requests, programs = split_offsets.shape[0] - 1, tile_ranges.shape[0]
+    # few requests have many parts each and leave most of the device idle: then small tiles, many parts at a time, but
+    # not where the order of a sum may depend on nothing but the request
+    many = programs > MANY_PARTS * requests and not batch_invariant
+    rows, columns, splits = (1, 128, 32) if many else (4, 512, 4)
+    whole = triton.next_power_of_2(latent)
+    columns = min(columns, whole) if write_out else whole  # the lse takes one program, however wide the latent is
+    row_tiles = triton.cdiv(request_rows, rows)
+    with torch.cuda.device_of(out):
         _merge_scheduled_kernel[(requests * row_tiles * triton.cdiv(latent, columns),)](
             tile_ranges, split_offsets, query_start_loc, part_out, part_lse, out, lse,
-            tokens, programs, request_rows, slots, request_slots, row_tiles,
+            tokens, programs, request_rows, slots, slots // requests if batch_invariant else 0, row_tiles,
             HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=splits,
-            PROGRAMS=max(FEW_PROGRAMS, triton.next_power_of_2(programs)), MAX_SPLITS=max_splits, num_warps=4,
+            PROGRAMS=max(FEW_PROGRAMS, triton.next_power_of_2(programs)),
+            MAX_SPLITS=max_invariant_splits(heads) if batch_invariant else 0, OUT=write_out, LSE=write_lse,
+            num_warps=4,
         )  # fmt: skip

@@ -1,0 +1,258 @@
+"""One decode step whose keys lie on several GPUs, bfloat16, DeepSeek-V3's dims, beside one GPU that holds everything.
+
+    python -m tests.benchmarks.context_parallel --ranks 4
+    python -m tests.benchmarks.context_parallel --ranks 2 --rows 32,131072,128 --json h200-x2.json
+
+It starts a process a GPU, over NCCL. A step is the gather of the queries, the decode of the keys that lie here and the
+merge over ranks, replayed out of a captured graph; the one GPU decodes all heads over all keys, on every card at once,
+so that all are as warm. Times are medians of the slowest rank. Bytes that a rank received are counted and stand beside
+the formula. Both sides have a schedule of `plan_decode`, which is not in the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fast
+import reference
+from fast.parity import compare_states
+from reference.interfaces import AttentionState, CommonAttentionMetadata, ContextParallel, MLAConfig
+
+from ..processes import run_ranks, values_of
+from ..ranks import make_groups
+from .report import provenance
+from .timing import Spread
+
+LATENT, ROPE = 512, 64
+WIDTH = LATENT + ROPE
+BLOCK_SIZE = 64
+INTERLEAVE = 16
+SCALE = 192**-0.5
+DTYPE = torch.bfloat16
+CHECKED_REQUESTS, CHECKED_HEADS = 2, 3
+REPLAYS, ROUNDS = 5, 9
+VARIANTS = ("a2a", "ag_rs", "ag_rs, no overlap")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One shape.
+
+    Attributes:
+        B: requests, of one new token each.
+        S: keys of each.
+        N: heads.
+    """
+
+    B: int
+    S: int
+    N: int
+
+
+ROWS = (Row(32, 131072, 128), Row(1, 131072, 128), Row(128, 4096, 128), Row(64, 16384, 128), Row(32, 131072, 16))
+FLOORS = {(2, ROWS[0]): 1.7, (4, ROWS[0]): 3.0}
+
+
+def entries_of(row: Row, request: int) -> Tensor:
+    """[S, Lkv + R], the same on every card."""
+    generator = torch.Generator("cuda").manual_seed(request)
+    return torch.randn(row.S, WIDTH, dtype=DTYPE, device="cuda", generator=generator)
+
+
+def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tensor, Any, Any]:
+    """The cache of this rank, or of all, behind a random block table; the decode's plan and schedule."""
+    share = None if ranks is None else ranks.share
+    size, rank, interleave = (1, 0, BLOCK_SIZE) if share is None else (share.size, share.rank, share.interleave)
+    local = row.S // size  # whole turns: S is a multiple of D I
+    blocks = -(-local // BLOCK_SIZE)
+    table = torch.randperm(row.B * blocks, generator=torch.Generator().manual_seed(1)).view(row.B, blocks).int().cuda()
+    cache = torch.empty(row.B * blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device="cuda")
+    for request in range(row.B):
+        mine = entries_of(row, request).view(-1, size, interleave, WIDTH)[:, rank].reshape(blocks, BLOCK_SIZE, WIDTH)
+        cache[table[request].long()] = mine
+    lens = torch.full((row.B,), row.S, dtype=torch.int32)
+    starts = torch.arange(row.B + 1, dtype=torch.int32)
+    slots = torch.full((row.B,), -1, dtype=torch.int64, device="cuda")
+    common = CommonAttentionMetadata.make(starts, lens, table, slots)
+    plan = fast.build_mla_metadata(common, BLOCK_SIZE, 65536, share=share).decode
+    config = dataclasses.replace(MLAConfig.from_preset("deepseek-v3"), num_heads=heads)
+    programs = fast.decode_programs(config, device="cuda", dtype=DTYPE, block_size=BLOCK_SIZE)
+    return cache, plan, fast.plan_decode(plan.seq_lens, programs, heads)
+
+
+def captured_us(step: Callable[[], object]) -> list[float]:
+    """Microseconds of a step out of a graph of several, for a few replays; all ranks begin together."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(REPLAYS):
+            step()
+    graph.replay()
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / REPLAYS)
+    return times
+
+
+def oracle(row: Row, q: Tensor, heads: slice, dtype: torch.dtype) -> AttentionState:
+    """The reference over whole sequences, for the checked requests and the first heads of `heads`."""
+    heads = slice(heads.start, heads.start + CHECKED_HEADS)
+    blocks = row.S // BLOCK_SIZE
+    cache = torch.cat([entries_of(row, request).view(blocks, BLOCK_SIZE, WIDTH) for request in range(checked(row))])
+    table = torch.arange(checked(row) * blocks, dtype=torch.int32, device="cuda").view(-1, blocks)
+    lens = torch.full((checked(row),), row.S, dtype=torch.int32, device="cuda")
+    starts = torch.arange(checked(row) + 1, dtype=torch.int32, device="cuda")
+    plan = reference.DecodeMetadata(table, lens, starts, 1, lens)
+    q = q[: checked(row), heads].to(dtype)
+    return reference.mla_decode(q[..., :LATENT], q[..., LATENT:], cache.to(dtype), plan, SCALE)
+
+
+def checked(row: Row) -> int:
+    """How many requests are compared."""
+    return min(CHECKED_REQUESTS, row.B)
+
+
+def measure(rows: list[Row]) -> list[dict[str, Any]]:
+    """What one rank finds, row by row."""
+    groups = make_groups(dist.get_world_size(), INTERLEAVE)
+    return [measure_row(row, groups) for row in rows]
+
+
+def measure_row(row: Row, groups: ContextParallel) -> dict[str, Any]:
+    """Times, parity and bytes of one row on one rank."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    q = torch.randn(row.B, row.N, WIDTH, dtype=DTYPE, device="cuda", generator=generator)
+
+    def alone() -> AttentionState:
+        return fast.mla_decode(q[..., :LATENT], q[..., LATENT:], *paged, SCALE, schedule)
+
+    *paged, schedule = make_plan(row, None, row.N)
+    result: dict[str, Any] = {"times": {"one GPU": captured_us(alone)}, "parity": {}, "received": {}, "passed": True}
+    *paged, schedule = make_plan(row, groups, row.N)
+    own = row.N // groups.size
+    home = slice(groups.rank * own, (groups.rank + 1) * own)
+    low, gold = oracle(row, q, home, DTYPE), oracle(row, q, home, torch.float64)
+    mine = q[:, home].contiguous()
+
+    def together(ranks: ContextParallel, overlap: bool) -> AttentionState:
+        q_parts = mine[..., :LATENT], mine[..., LATENT:]
+        return fast.dcp_decode(*q_parts, *paged, SCALE, ranks, schedule, overlap=overlap)
+
+    for variant in VARIANTS:
+        ranks = dataclasses.replace(groups, merge=variant.split(",")[0])
+        step = functools.partial(together, ranks, "no overlap" not in variant)
+        before = ranks.cp_group.received.copy()
+        state = step()
+        result["received"][variant] = dict(ranks.cp_group.received - before)
+        part = AttentionState(state.out[: checked(row), :CHECKED_HEADS], state.lse[:CHECKED_HEADS, : checked(row)])
+        parity = compare_states(variant, part, low, gold)
+        whole = bool(state.out.isfinite().all() and state.lse.isfinite().all())
+        result["parity"][variant] = [{**dataclasses.asdict(p), "passed": p.passed} for p in parity]
+        result["passed"] = result["passed"] and whole and all(p.passed for p in parity)
+        result["times"][variant] = captured_us(step)
+    return result
+
+
+def head(arguments: Sequence[str]) -> dict[str, Any]:
+    """Hardware and versions, told by a process that may look at the GPUs."""
+    return provenance("context_parallel", arguments, device="cuda", nccl=".".join(map(str, torch.cuda.nccl.version())))
+
+
+def rank_task(rows: list[Row], arguments: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What each process runs."""
+    return head(arguments), measure(rows)
+
+
+def summarise(row: Row, size: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of the results: the slowest rank's times, everybody's parity, bytes beside their formula."""
+    times = {}
+    for way in ranks[0]["times"]:
+        slowest = [max(at) for at in zip(*(rank["times"][way] for rank in ranks), strict=True)]
+        times[way] = dataclasses.asdict(Spread.of(slowest))
+    one = times["one GPU"]["median_us"]
+    formula = {
+        variant: fast.dcp_wire_bytes(row.B, row.N, LATENT, ROPE, size, variant.split(",")[0], DTYPE.itemsize)
+        for variant in VARIANTS
+    }
+    speedup = {way: one / found["median_us"] for way, found in times.items() if way != "one GPU"}
+    best = max(speedup.values())
+    blocks = row.B * row.S // BLOCK_SIZE
+    return {
+        "B": row.B, "S": row.S, "N": row.N, "passed": all(rank["passed"] for rank in ranks),
+        "times": times, "speedup": speedup, "floor": FLOORS.get((size, row)),
+        "reached": FLOORS.get((size, row)) is None or best >= FLOORS[(size, row)],
+        "received_bytes": ranks[0]["received"], "formula_bytes": formula,
+        "cache_tokens": {"one GPU": blocks * BLOCK_SIZE, f"{size} GPUs of as many blocks": size * blocks * BLOCK_SIZE},
+        "parity": [rank["parity"] for rank in ranks],
+    }  # fmt: skip
+
+
+def show(size: int, rows: list[dict[str, Any]]) -> None:
+    """A line a row and variant."""
+    columns = f"{'variant':18} {'one GPU':>10} {f'{size} GPUs':>10} {'gain':>6}  received (formula)"
+    print(f"{'B':>4} {'S':>7} {'N':>4}  {columns}")
+    for row in rows:
+        one = row["times"]["one GPU"]["median_us"]
+        for variant in VARIANTS:
+            received, formula = row["received_bytes"][variant], row["formula_bytes"][variant]
+            told = ", ".join(f"{op} {received.get(op, 0)} ({formula[op]})" for op in formula)
+            wrong = ("" if row["passed"] else "  PARITY FAILED") + ("" if row["reached"] else f"  BELOW {row['floor']}")
+            print(
+                f"{row['B']:>4} {row['S']:>7} {row['N']:>4}  {variant:18} {one:>8.1f}us "
+                f"{row['times'][variant]['median_us']:>8.1f}us {row['speedup'][variant]:>6.2f}  {told}{wrong}"
+            )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run it; the exit status is 1 where parity fails or a floor is missed, 2 without the GPUs."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.context_parallel", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="GPUs (default: %(default)s)")
+    parser.add_argument("--rows", nargs="+", metavar="B,S,N", help="shapes (default: those of the results)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="where the results go")
+    args = parser.parse_args(argv)
+    present = torch.cuda.device_count()
+    if present < args.ranks:
+        print(f"error: --ranks: expected at most {present} GPUs, got {args.ranks}", file=sys.stderr)
+        return 2
+    rows = [Row(*map(int, row.split(","))) for row in args.rows] if args.rows else list(ROWS)
+    for row in rows:
+        whole = row.S % (BLOCK_SIZE * args.ranks) == 0 and row.N % args.ranks == 0
+        if not whole:
+            print(f"error: --rows: expected S in whole blocks and N in whole shares, got {row}", file=sys.stderr)
+            return 2
+    given = sys.argv[1:] if argv is None else list(argv)
+    told = values_of(run_ranks(args.ranks, rank_task, rows, given, backend="nccl", timeout_s=120.0, limit_s=540.0))
+    facts = told[0][0]
+    results = [summarise(row, args.ranks, [found[number] for _, found in told]) for number, row in enumerate(rows)]
+    show(args.ranks, results)
+    if args.json is not None:
+        args.json.write_text(json.dumps({**facts, "ranks": args.ranks, "interleave": INTERLEAVE, "rows": results},
+                                        indent=1) + "\n")  # fmt: skip
+    return 0 if all(row["passed"] and row["reached"] for row in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
