@@ -228,11 +228,54 @@ def serve_and_die(size: int, victim: int | None, exchange: int, device: str, dty
     """Serve a few requests; the victim is killed at the beginning of one of its exchanges."""
     import fast
 
+    if device == "cuda":  # compile before anybody waits for anybody
+        fast.simulate(size, 4, lambda ranks: make_loop(fast, RANK_CONFIG, ranks, device, dtype).run(),
+                      dist.get_world_size())  # fmt: skip
     ranks = make_groups(size, 4)
     loop = make_loop(fast, RANK_CONFIG, ranks, device, dtype)
     if dist.get_rank() == victim:
         die_at(ranks, exchange)
     return [request.generated_ids for request in loop.run()]
+
+
+def replay_decodes(
+    size: int, merge: str, query_len: int, device: str, dtype: torch.dtype
+) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """Decode steps as the layer gives them with a plan and out of a graph; and how many amounts of memory were held."""
+    import fast
+
+    ranks = make_groups(size, 16, merge)
+    share, tokens = ranks.share, 200
+    torch.manual_seed(3)
+    with torch.device("cpu"):
+        weights = make_weights(RANK_CONFIG, torch.float64)
+        caches = [torch.randn(40, 16, RANK_CONFIG.head_size, dtype=torch.float64).to(dtype) for _ in range(size)]
+        table = torch.randperm(40).view(4, 10).int()
+    layer = make_rank_layer(fast, RANK_CONFIG, weights, dtype, ranks, device)
+    cache = caches[ranks.rank].to(device)
+    graph = fast.DecodeGraph(
+        lambda *step: layer(*step[:2], cache, step[2]), RANK_CONFIG, [2, 4], 16, 10, dtype, device, query_len,
+        context_parallel=ranks,
+    )  # fmt: skip
+    found, held = [], set()
+    for step, lens in enumerate(((90, 33, 17), (tokens, 3), (64, 65, 66, 160))):
+        torch.manual_seed(step)
+        requests = len(lens)
+        starts = offsets([query_len] * requests)
+        slots = fast.dcp_slot_mapping(starts, integers(*lens), table[:requests], 16, requests * query_len, size,
+                                      share.rank, share.interleave)  # fmt: skip
+        common = CommonAttentionMetadata.make(starts, integers(*lens), table[:requests].to(device), slots.to(device))
+        hidden = torch.randn(requests * query_len, RANK_CONFIG.hidden_size).to(dtype).to(device)
+        positions = torch.cat([torch.arange(s - query_len, s) for s in lens]).to(device)
+        plan = fast.build_mla_metadata(common, 16, 4096, query_len, share=share)
+        eager = layer(hidden, positions, cache, plan)
+        captured = graph.run(hidden, positions, common).clone()
+        for _ in range(3):
+            graph.run(hidden, positions, common)
+        del plan
+        held.add(torch.cuda.memory_reserved() if device == "cuda" else 0)
+        found.append((eager.cpu(), captured.cpu()))
+    return found, len(held)
 
 
 def serve_for_ever(size: int, device: str, dtype: torch.dtype) -> None:

@@ -28,6 +28,7 @@ from .ranks import (
     exchange_everything,
     groups_of_a_mesh,
     make_loop,
+    replay_decodes,
     serve_and_die,
     serve_for_ever,
 )
@@ -74,6 +75,14 @@ def test_groups_of_a_device_mesh():
 def test_ranks_that_disagree(facts, interleave, message):
     for outcome in run_ranks(2, disagree, 2, facts, interleave):
         assert outcome.error == f"ValueError: {message} on rank 1".format("on every rank, as on rank 0")
+
+
+@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
+def test_decode_graphs(merge):
+    """On a CPU the graph's steps are eager, over the same buffers."""
+    for found, _ in values_of(run_ranks(2, replay_decodes, 2, merge, 2, "cpu", torch.float64)):
+        for eager, captured in found:
+            assert_close64(captured, eager)
 
 
 # Ranks that die. A service has about a hundred exchanges: two or three an attention, two layers, 15 steps.
@@ -210,6 +219,30 @@ def test_nccl_within_budget(total, dtype):
 
 
 @on_gpus
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
+def test_nccl_graphs(merge, query_len):
+    """A step with its exchanges is captured and replayed with other lengths, blocks and slots, in memory that stays."""
+    outcomes = run_ranks(2, replay_decodes, 2, merge, query_len, "cuda", torch.float32, backend="nccl", limit_s=180.0)
+    for found, amounts in values_of(outcomes):
+        assert amounts == 1
+        for eager, captured in found:  # float32 of one layer; a schedule only changes the order of sums
+            low, gold = eager, eager.double()
+            assert compare("graph", captured, low, gold, 2.0**-16).passed
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Kernels in Triton's cache on disk, so that no rank waits long for another that compiles."""
+    for total in {2, min(GPUS, 4)}:
+        served = run_ranks(total, serve_and_die, 2, None, 0, "cuda", torch.bfloat16, backend="nccl", timeout_s=120.0,
+                           limit_s=180.0)  # fmt: skip
+        values = values_of(served)
+        assert all(value == values[0] for value in values)
+
+
+@on_gpus
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("kill", range(20))
 def test_nccl_rank_that_dies(kill):
     """The others end non-zero in time, having logged the group, the operation and the requests in flight."""
