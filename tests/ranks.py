@@ -248,8 +248,8 @@ def replay_decodes(
     share, tokens = ranks.share, 200
     torch.manual_seed(3)
     with torch.device("cpu"):
-        weights = make_weights(RANK_CONFIG, torch.float64)
-        caches = [torch.randn(40, 16, RANK_CONFIG.head_size, dtype=torch.float64).to(dtype) for _ in range(size)]
+        weights = make_weights(RANK_CONFIG, torch.float32)
+        caches = [torch.randn(40, 16, RANK_CONFIG.head_size).to(dtype) for _ in range(size)]
         table = torch.randperm(40).view(4, 10).int()
     layer = make_rank_layer(fast, RANK_CONFIG, weights, dtype, ranks, device)
     cache = caches[ranks.rank].to(device)

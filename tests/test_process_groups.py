@@ -223,12 +223,13 @@ def test_nccl_within_budget(total, dtype):
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_nccl_graphs(merge, query_len):
     """A step with its exchanges is captured and replayed with other lengths, blocks and slots, in memory that stays."""
+    gold = values_of(run_ranks(2, replay_decodes, 2, merge, query_len, "cpu", torch.float64))
     outcomes = run_ranks(2, replay_decodes, 2, merge, query_len, "cuda", torch.float32, backend="nccl", limit_s=180.0)
-    for found, amounts in values_of(outcomes):
+    for (found, amounts), (wanted, _) in zip(values_of(outcomes), gold, strict=True):
         assert amounts == 1
-        for eager, captured in found:  # float32 of one layer; a schedule only changes the order of sums
-            low, gold = eager, eager.double()
-            assert compare("graph", captured, low, gold, 2.0**-16).passed
+        for (eager, captured), (whole, _) in zip(found, wanted, strict=True):
+            parity = compare("graph", captured, eager, whole)
+            assert parity.passed, parity
 
 
 @pytest.fixture(scope="module")
