@@ -18,7 +18,7 @@ Pitfall and fault; below it the tests that hold it.
 3   empty rows as +inf or a finite number
     identities: test_attention, test_merge_refuses_to_hide; mutations: empty rows
 4   LSE stored in bf16
-    differential: test_merge, test_attention; mutations: LSE in bf16
+    differential: test_merge, test_attention; mutations: LSE in bf16; context_parallel: lse_in_bfloat16
 5   zero-length keys with queries present
     identities: test_attention; differential: test_attention, test_decode
 6   padded graph rows: seq_len 0, garbage blocks
@@ -27,12 +27,16 @@ Pitfall and fault; below it the tests that hold it.
     cache: test_gather; differential: test_unowned_bytes_reach_nothing; mutations: 0 x NaN
 8   int32 overflow in page x stride
     cache, triton_memory, triton_decode: test_offsets_beyond_32_bit; batch: test_slot_mapping_is_64_bit
+9   reorg_kvcache wrong with more than one chunk
+    context_parallel: test_reorg, test_gather_equals_one_rank, padding_taken_for_tokens
 10  even-split chunks that are no multiple of D x I
     schedule: test_context_chunks_of_ranks
 11  an equal share of the workspace for a short context
     schedule: test_one_long_context_among_short_ones
 12  several query tokens read past seq_lens
     identities: test_several_queries; builder: test_plan; mutations: reads past its position
+13  causal bound under DCP from the local position
+    context_parallel: test_ranks_are_one, causal_bound_of_the_local_position
 14  YaRN mscale^2 missing or twice
     interfaces: test_scale_law, test_yarn_scales; rope: test_yarn_against_transformers; mutations: mscale^2
 15  interleaved against half-split rope
@@ -40,7 +44,7 @@ Pitfall and fault; below it the tests that hold it.
 16  metadata built before graph padding
     builder: test_graph_padding_rows_are_inert; graphs: test_a_run_leaves_nothing_behind
 17  buffers that grow inside a captured graph
-    graphs: test_refusals, test_captured_memory_stands_still
+    graphs: test_refusals, test_captured_memory_stands_still; process_groups: test_nccl_graphs
 18  merge assumes equal strides
     identities: test_merge_strides; ops: test_fake_results; mutations: merge assumes strides
 19  results change with the batch
@@ -48,5 +52,8 @@ Pitfall and fault; below it the tests that hold it.
 21  degenerate inputs, so every output matched
     identities: test_inputs_were_not_degenerate; every control of mutations
 
-9 and 13 belong to context parallelism, 20 to Hopper kernels; those rooms bring their tests with them.
+20 belongs to Hopper kernels; that room brings its tests with it.
+
+Ranks: test_context_parallel simulates them in one process, test_process_groups starts real ones (gloo here, NCCL where
+there are GPUs), kills them and makes them disagree; what both run is in `ranks`, how they start in `processes`.
 """

@@ -8,7 +8,8 @@ A run of some stages keeps the others' results in the file, if those are of the 
 
 Stages: the test suite (one process a file, the kernels compiled; what compares the wings runs twice, its tensors on
 the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same ops on hostile indices under
-compute-sanitizer, where that is on PATH; the main job in float32, with three token streams compared; the benchmarks.
+compute-sanitizer, where that is on PATH; the main job in float32, with three token streams compared; the benchmarks;
+between_gpus, where there are several: context parallelism over NCCL and its benchmark.
 What a missing package leaves out is skipped with the reason and listed in the file.
 """
 
@@ -40,6 +41,8 @@ BENCHMARKS = {  # and what each is given besides --json
     "decode": (), "prefill": (), "bytes": (), "planning": ("--device", "cuda"),
     "crossover": ("--costs", "fast/assets/costs"),
 }  # fmt: skip
+SAID_ONCE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "processor", "threads", "versions", "date",
+             "fast_sha256", "command")  # fmt: skip
 BESIDE_PEERS = ("decode", "prefill", "bytes")
 FAR = (2147480000, -2147480000, -1, 1 << 20)  # block ids, lengths and slots that no tensor of a sample has
 HOSTILE = ("block_table", "block_mapping", "slot_mapping", "seq_lens", "visible_lens", "tile_ranges", "split_offsets")
@@ -49,9 +52,9 @@ ANY_DEVICE = ("batch", "builder", "cache", "cascade", "differential", "identitie
               "schedule", "weights")  # fmt: skip
 
 
-def file_name(gpu: str) -> str:
-    """The results file of a GPU: "NVIDIA H200" gives "h200.json"."""
-    return f"{short_name(gpu)}.json"
+def file_name(gpu: str, count: int = 1) -> str:
+    """The results file of a machine: "NVIDIA H200" gives "h200.json", four of them "h200-x4.json"."""
+    return f"{short_name(gpu)}.json" if count < 2 else f"{short_name(gpu)}-x{count}.json"
 
 
 def run(command: Sequence[str], timeout: float, cwd: Path = ROOT, **environment: str) -> tuple[int, str]:
@@ -227,10 +230,34 @@ def run_benchmarks(args: argparse.Namespace) -> dict[str, Any]:
             reports[name] = (
                 json.loads(path.read_text()) if path.exists() else {"status": status, "said": output[-2000:]}
             )
-        for shared in ("hardware", "gpu", "capability", "multiprocessors", "driver", "processor", "threads", "versions",
-                       "date", "fast_sha256", "command"):  # fmt: skip
-            reports[name].pop(shared, None)  # the file says them once
+        for shared in SAID_ONCE:
+            reports[name].pop(shared, None)
     return {"ok": ok, **reports}
+
+
+def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
+    """Context parallelism over NCCL: parity, captured steps, ranks that die; then its benchmark over 2, 4, .. GPUs."""
+    present = torch.cuda.device_count()
+    if present < 2:
+        print("between_gpus: skipped, needs two GPUs")
+        return {"ok": True, "not_run": "needs two GPUs"}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_process_groups.py", "-k",
+                   "nccl", f"--junitxml={path}"]  # fmt: skip
+        status, output = run(command, args.limit)
+        tests = read_junit(path) if path.exists() else {"passed": 0, "failed": [output[-2000:]], "skipped": {}}
+        print(output[-3000:] if status else f"between_gpus: {tests['passed']} passed", flush=True)
+        reports, ok = {}, status == 0 and tests["passed"] > 0
+        for ranks in (2**power for power in range(1, present.bit_length())):
+            path = Path(folder) / f"{ranks}.json"
+            benchmark = [sys.executable, "-m", "tests.benchmarks.context_parallel", "--ranks", str(ranks)]
+            status, output = run([*benchmark, "--json", str(path)], args.limit)
+            print(output, flush=True)
+            ok = ok and status == 0
+            found = json.loads(path.read_text()) if path.exists() else {"status": status, "said": output[-2000:]}
+            reports[f"{ranks} GPUs"] = {key: value for key, value in found.items() if key not in SAID_ONCE}
+    return {"ok": ok, "tests": tests, **reports}
 
 
 STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
@@ -239,6 +266,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "memcheck": run_memcheck,
     "main_job": run_main_job,
     "benchmarks": run_benchmarks,
+    "between_gpus": run_between_gpus,
 }
 
 
@@ -295,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report[stage] = STAGES[stage](args)
         report["seconds"][stage] = round(time.perf_counter() - start, 1)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / file_name(torch.cuda.get_device_name())
+    path = args.out / file_name(torch.cuda.get_device_name(), torch.cuda.device_count())
     report = with_earlier_stages(report, path)
     path.write_text(json.dumps(report, indent=1) + "\n")
     failed = [stage for stage in STAGES if not report.get(stage, {"ok": True})["ok"]]
