@@ -6,13 +6,10 @@ With no options it serves eight prompts with the small checkpoint of the package
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from rich.console import Console
 
@@ -22,7 +19,7 @@ from fast import backends
 from fast.demo.job import ASSETS, DTYPES, one_line, prepare
 from fast.demo.measure import measure
 from fast.demo.parallel import serve_in_parallel
-from fast.demo.report import draw, show
+from fast.demo.report import draw, show, write_json
 from reference.interfaces import MERGES
 
 
@@ -90,12 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
             help="ranks that share each sequence, under torchrun; all processes share the heads. Prompts are served "
             "by all and by one alone, and the tokens compared; no parity table, no picture (default: one process)",
         ),
-        "--interleave": dict(
-            type=int, default=1, metavar="I", help="tokens in a row on one of those ranks (default: %(default)s)"
-        ),
-        "--merge": dict(
-            choices=MERGES, default="a2a", help="how those ranks merge their attention (default: %(default)s)"
-        ),
+        "--interleave": dict(type=int, metavar="I", help="tokens in a row on one of those ranks (default: 1)"),
+        "--merge": dict(choices=MERGES, help="how those ranks merge their attention (default: a2a)"),
         "--json": dict(type=Path, metavar="PATH", help="also write all figures to this file"),
         "--picture": dict(
             type=Path,
@@ -108,15 +101,6 @@ def make_parser() -> argparse.ArgumentParser:
     for name, settings in options.items():
         parser.add_argument(name, **settings)
     return parser
-
-
-def without_nan(value: Any) -> Any:
-    """The same figures with None for NaN and infinities, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: without_nan(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: ModuleType = reference) -> int:
@@ -133,6 +117,10 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
     args = make_parser().parse_args(argv)
     if args.context_parallel is not None:
         return serve_in_parallel(args, ops, oracle)
+    for option in ("interleave", "merge"):
+        if getattr(args, option) is not None:
+            print(f"error: --{option}: expected --context-parallel beside it, got none", file=sys.stderr)
+            return 2
     try:
         job = prepare(args, ops, oracle)
     except (OSError, ValueError) as error:
@@ -148,7 +136,7 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
             draw(figures, args.picture)
             console.print(f"picture: {args.picture}", markup=False)
         if args.json is not None:
-            args.json.write_text(json.dumps(without_nan(figures), indent=1, allow_nan=False) + "\n")
+            write_json(figures, args.json)
             console.print(f"figures: {args.json}", markup=False)
     except OSError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)

@@ -28,7 +28,9 @@ from reference.interfaces import (
     check_chunking,
     check_common_prefix,
     check_interleave,
+    check_invariant_merge,
     check_no_prefill_padding,
+    check_slots_of_share,
     check_table_width,
     check_threshold,
     chunked_prefill_workspace_size,
@@ -83,13 +85,15 @@ def build_mla_metadata(
 
     Raises:
         ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; a block table narrower than the longest
-            request; a workspace that is too small; a padding row (S = 0 < Sq) that does not stand among the decodes; an
-            order that is not as required.
+            request; a workspace that is too small; (on a CPU) more slots than a rank has new tokens; a padding row
+            (S = 0 < Sq) that does not stand among the decodes; an order that is not as required.
     """
     check_threshold(decode_threshold, query_len_support)
     size, interleave = (1, 1) if share is None else (share.size, share.interleave)
     check_interleave(interleave, block_size)
     check_table_width(common, block_size * size)
+    if share is not None and common.slot_mapping.device.type == "cpu":
+        check_slots_of_share(common, share)
     requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
     check_chunking(policy, workspace_tokens, context_unit(block_size, size, interleave))
     decodes, query_lens = requests, None
@@ -266,7 +270,7 @@ class MLAMetadataBuilder:
             slots; prefixes that decodes share are not attended apart.
 
     Raises:
-        ValueError: a number below its least value.
+        ValueError: a number below its least value; heads that TP does not divide; `batch_invariant` with "ag_rs".
     """
 
     def __init__(
@@ -283,6 +287,7 @@ class MLAMetadataBuilder:
         workspace_tokens: int | None = None,
         context_parallel: ContextParallel | None = None,
     ):
+        check_invariant_merge(context_parallel, batch_invariant)
         self.share = None if context_parallel is None else context_parallel.share
         size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
         check_interleave(interleave, block_size)

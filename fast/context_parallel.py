@@ -18,13 +18,16 @@ from reference.interfaces import (
     DecodeSchedule,
     Group,
     PrefillMetadata,
+    SequenceShare,
     check,
     check_blocks,
+    check_cache,
+    check_chunk_share,
     check_decode,
     check_interleave,
     check_lengths,
     check_merge_over_group,
-    check_offsets,
+    check_rank_offsets,
     check_reorg,
     check_share,
     check_tensor,
@@ -126,14 +129,14 @@ def reorg_kvcache(
     Args:
         gathered: [D, padded_tokens, Lkv + R], the cache entries that each rank handed in.
         chunk: the plan of the piece.
-        out: where to put the result, such as the head of a workspace.
+        out: where to put the result; shares no memory with `gathered`.
         backend: kernel set, or None for the choice by capability.
 
     Returns:
         [num_tokens, Lkv + R]; `out` where given.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall or lie outside.
+        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that are not those of the pieces.
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
     check_reorg(gathered, chunk)
@@ -156,11 +159,12 @@ def reorg_kvcache(
 )
 def _reorg_kvcache(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out, backend):
     if gathered.device.type == "cpu":
-        check_offsets("chunk.cu_seq_lens", cu_seq_lens, out.shape[0])
-        for row in local_cu_seq_lens:
-            check_offsets("chunk.local_cu_seq_lens", row)
-            check(int(row[-1]) <= gathered.shape[1], "chunk.padded_tokens", f"at least {int(row[-1])}",
-                  gathered.shape[1])  # fmt: skip
+        share = SequenceShare(gathered.shape[0], 0, interleave)
+        check_rank_offsets(ContextParallelChunk(
+            starts=cu_seq_lens[:-1], cu_seq_lens=cu_seq_lens, num_tokens=out.shape[0], max_seq_len=0,
+            local_starts=cu_seq_lens[:-1], local_cu_seq_lens=local_cu_seq_lens, local_tokens=0,
+            padded_tokens=gathered.shape[1], share=share,
+        ))  # fmt: skip
     backends.kernel(backend, "reorg_kvcache")(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out)
 
 
@@ -192,17 +196,21 @@ def dcp_gather_context(
         [num_tokens, Lkv + R].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a block outside the cache.
+        ValueError: shapes, dtypes or devices that do not fit; a piece of another share; on a CPU a block outside the
+            cache. Nothing has been exchanged then.
         GroupError: the exchange failed.
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
+    check_cache(kv_cache)
+    check_chunk_share(chunk, context_parallel)
     group, padded, width = context_parallel.cp_group, chunk.padded_tokens, kv_cache.shape[2]
     rows = (group.size + 1) * padded
     if workspace is None:
         workspace = kv_cache.new_empty(rows, width)
     check_tensor("workspace", workspace, ("rows", width), (kv_cache.dtype,), kv_cache.device)
-    check(workspace.shape[0] >= rows and workspace.is_contiguous(), "workspace", f"at least {rows} rows without gaps",
-          f"{workspace.shape[0]} rows")  # fmt: skip
+    gaps = "" if workspace.is_contiguous() else " with gaps"
+    check(workspace.shape[0] >= rows and not gaps, "workspace", f"at least {rows} rows without gaps",
+          f"{workspace.shape[0]} rows{gaps}")  # fmt: skip
     arriving, handed_in = workspace[: group.size * padded], workspace[group.size * padded : rows]
     starts, offsets = chunk.held
     gather_and_maybe_dequant_cache(  # rows past those that lie here are padding, and nobody reads them

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -21,11 +20,14 @@ EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
 PART_OF_TIMEOUT = 0.9  # before PyTorch's watchdog, which counts from the exchange, not from the step
 
 logger = logging.getLogger(__name__)
+logger.addHandler(logging.NullHandler())  # the line is written to stderr in any case
 
 
 @contextlib.contextmanager
 def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int]) -> Iterator[None]:
-    """End the process, with a line that says why, where the body takes longer than the groups' timeout.
+    """End the process, with a line that says why, where the body takes longer than nine tenths of the groups' timeout.
+
+    The time is that of the whole body: kernels that are compiled on first use count (`fast.warmup` compiles ahead).
 
     Over groups whose exchanges fail by themselves (gloo, a simulation), and without groups, it does nothing.
 
@@ -54,10 +56,9 @@ def _end(groups, seconds: float, request_ids: tuple[int, ...]) -> None:
         f"{group.name}: rank {group.rank} among ranks {list(group.members)} waits in or before {group.last_operation}"
         for group in groups
     )
-    line = f"no answer within {seconds:.1f} s: {said}; requests in flight: {', '.join(map(str, request_ids))}"
-    logger.critical(line)
-    if not logger.hasHandlers():
-        print(line, file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(EXIT_STATUS)
+    line = f"no answer within {seconds:.1f} s: {said}; requests in flight: {', '.join(map(str, request_ids)) or 'none'}"
+    try:  # straight to the descriptor: a closed or broken sys.stderr, or a logger's handler, must not keep this alive
+        os.write(2, f"{line}\n".encode())
+        logger.critical(line)
+    finally:
+        os._exit(EXIT_STATUS)

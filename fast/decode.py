@@ -85,6 +85,8 @@ def decode_in_parts(
 ) -> DecodeInParts:
     """As `mla_decode`, in two steps: first all but the merge of the outputs, then that.
 
+    How many parts there are is the kernel's business, so fake tensors need a `ShapeEnv` here (`torch.compile` has one).
+
     Raises:
         ValueError: as `mla_decode`.
         UnsupportedConfiguration: likewise.

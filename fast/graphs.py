@@ -22,6 +22,7 @@ from reference.interfaces import (
     check_graph_batch,
     check_graph_sizes,
     check_interleave,
+    check_invariant_merge,
     get_dcp_local_seq_lens,
 )
 
@@ -60,7 +61,8 @@ class DecodeGraph:
         backend: kernel set of `plan_decode`, or None for the choice by capability.
 
     Raises:
-        ValueError: no batch size, or a number below 1.
+        ValueError: no batch size, or a number below 1; an interleave that does not divide the block, heads that TP does
+            not divide, `batch_invariant` with "ag_rs".
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class DecodeGraph:
     ):
         self.share = SequenceShare(1, 0) if context_parallel is None else context_parallel.share
         self.context_parallel = context_parallel
-        check_interleave(self.share.interleave, block_size)
+        check_invariant_merge(context_parallel, batch_invariant)
         heads = config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         self._decode_heads = heads
         if num_programs is None:
@@ -90,6 +92,7 @@ class DecodeGraph:
                 query_len=query_len, backend=backend,
             )  # fmt: skip
         check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs, batch_invariant)
+        check_interleave(self.share.interleave, block_size)
         self.step, self.config, self.backend = step, config, backend
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.block_size, self.max_blocks, self.query_len = block_size, max_blocks, query_len

@@ -7,6 +7,7 @@ request gives its blocks back and is computed again later; a finished request fr
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from reference.interfaces import (
     MLAMetadata,
     PathCosts,
     check,
-    check_chunking,
     check_interleave,
     context_unit,
 )
@@ -168,7 +168,10 @@ class StepLost(GroupError):
 
     def __init__(self, error: GroupError, request_ids: tuple[int, ...]):
         super().__init__(f"{error}; requests in flight: {', '.join(map(str, request_ids))}")
-        self.request_ids = request_ids
+        self.error, self.request_ids = error, request_ids
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.error, self.request_ids)
 
 
 class ServingLoop:
@@ -211,27 +214,32 @@ class ServingLoop:
         costs: PathCosts | None = None,
         context_parallel: ContextParallel | None = None,
     ):
+        self.context_parallel, self.eos = context_parallel, frozenset()
+        if eos is not None:
+            self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
+        if context_parallel is not None:  # before checks that one rank might fail alone
+            with deadline(context_parallel, ()):
+                ops.verify_group(
+                    context_parallel, block_size=block_size, num_blocks=num_blocks, dtype=model.dtype, config=config,
+                    max_num_seqs=max_num_seqs, token_budget=token_budget, workspace_tokens=workspace_tokens,
+                    decode_threshold=decode_threshold, eos=sorted(self.eos), costs=costs, block_order=block_order,
+                    num_layers=model.config.num_hidden_layers, ops=getattr(ops, "__name__", type(ops).__name__),
+                    device=model.device.type, vocab_size=model.config.vocab_size,
+                )  # fmt: skip
         check(block_size >= 1, "block_size", "at least 1", block_size)
         check(max_num_seqs >= 1, "max_num_seqs", "at least 1", max_num_seqs)
         check(token_budget >= max_num_seqs, "token_budget", f"at least max_num_seqs, {max_num_seqs}", token_budget)
         check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
-        self.context_parallel = context_parallel
         self.share = None if context_parallel is None else context_parallel.share
         size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
         check_interleave(interleave, block_size)
-        check_chunking("packed", workspace_tokens, context_unit(block_size, size, interleave))
-        if context_parallel is not None:
-            ops.verify_group(
-                context_parallel, block_size=block_size, num_blocks=num_blocks, dtype=model.dtype,
-                num_heads=config.num_heads, max_num_seqs=max_num_seqs, token_budget=token_budget,
-                workspace_tokens=workspace_tokens, decode_threshold=decode_threshold,
-            )  # fmt: skip
+        unit = context_unit(block_size, size, interleave)
+        check(workspace_tokens >= unit, "workspace_tokens", f"at least one unit of {unit} tokens", workspace_tokens)
         self.allocator = BlockAllocator(num_blocks, block_order)
         self.tokens_per_block = block_size * size  # of a sequence, over all ranks
         self.model, self.config, self.ops = model, config, ops
         self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
         self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs
-        self.eos = frozenset() if eos is None else frozenset((eos,) if isinstance(eos, int) else eos)
         self.device, dtype = model.device, model.dtype
         self.kv_caches = [
             ops.allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, self.device)
@@ -240,6 +248,7 @@ class ServingLoop:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of arrival
         self.requests: list[Request] = []
+        self._lost: str | None = None  # why ranks may stand in different places, so that no step may follow
 
     @property
     def cache_bytes_in_use(self) -> int:
@@ -284,8 +293,19 @@ class ServingLoop:
             StepLost: a rank did not answer.
         """
         if self.context_parallel is not None:
-            lens = [(request.num_tokens, request.max_new_tokens) for request in (*self.running, *self.waiting)]
-            self.ops.verify_group(self.context_parallel, seq_lens=lens)
+            self._refuse_where_lost()
+            queued = (*self.running, *self.waiting)
+            ids = tuple(request.request_id for request in queued)
+            tokens = [[*request.tokens(0, request.num_tokens), -1, request.max_new_tokens] for request in queued]
+            digest = hashlib.sha256(repr(tokens).encode()).hexdigest()
+            try:
+                with deadline(self.context_parallel, ids):
+                    self.ops.verify_group(
+                        self.context_parallel, seq_lens=[request.num_tokens for request in queued], requests=digest
+                    )
+            except GroupError as error:
+                self._lost = str(error)
+                raise StepLost(error, ids) from error
         while self.running or self.waiting:
             report = self.step()
             if on_step is not None:
@@ -297,11 +317,13 @@ class ServingLoop:
 
         Tokens and counts move on only after the model has returned: where it raises, the blocks taken for this step
         are given back and newly admitted requests wait again, so that the step can be repeated. (Requests that were
-        preempted stay preempted: their blocks may have been written.)
+        preempted stay preempted: their blocks may have been written.) Where ranks share heads no step follows one that
+        failed: the others may stand in the middle of it.
 
         Raises:
             StepLost: a rank did not answer; it names the group, the operation and the requests of this step.
         """
+        self._refuse_where_lost()
         plan, preempted, taken, admitted = self._schedule()
         if not plan:  # nobody runs and nobody waits
             return StepReport(0, 0, 0, 0, 0, tuple(preempted), (), 0, 0, self.cache_bytes_in_use)
@@ -316,6 +338,8 @@ class ServingLoop:
             for request, count in taken.items():
                 self.allocator.free(request.blocks[-count:])
                 del request.blocks[-count:]
+            if self.context_parallel is not None:
+                self._lost = f"{type(error).__name__}: {error}"
             if isinstance(error, GroupError):
                 raise StepLost(error, in_flight) from error
             raise
@@ -332,6 +356,11 @@ class ServingLoop:
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             cache_bytes=cache_bytes,
+        )
+
+    def _refuse_where_lost(self) -> None:
+        check(
+            self._lost is None, "ServingLoop", "ranks that stand at the same step", f"a step that failed ({self._lost})"
         )
 
     def _schedule(self) -> tuple[dict[Request, int], list[int], dict[Request, int], list[Request]]:

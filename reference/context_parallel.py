@@ -31,11 +31,13 @@ from .interfaces import (
     SequenceShare,
     check,
     check_blocks,
+    check_cache,
+    check_chunk_share,
     check_decode,
     check_interleave,
     check_lengths,
     check_merge_over_group,
-    check_offsets,
+    check_rank_offsets,
     check_reorg,
     check_tensor,
     dcp_wire_bytes,
@@ -125,15 +127,11 @@ def reorg_kvcache(
         [num_tokens, Lkv + R].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; offsets that fall or lie outside.
+        ValueError: shapes, dtypes or devices that do not fit; offsets that are not those of the pieces.
     """
     check_reorg(gathered, chunk)
-    check_offsets("chunk.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
+    check_rank_offsets(chunk)
     offsets = chunk.local_cu_seq_lens.tolist()
-    for row in chunk.local_cu_seq_lens:
-        check_offsets("chunk.local_cu_seq_lens", row)
-        check(int(row[-1]) <= chunk.padded_tokens, "chunk.padded_tokens", f"at least {int(row[-1])}",
-              chunk.padded_tokens)  # fmt: skip
     size, interleave = chunk.share.size, chunk.share.interleave
     rows = [gathered.new_empty(0, gathered.shape[2])]
     for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()):
@@ -165,14 +163,23 @@ def dcp_gather_context(
         [num_tokens, Lkv + R].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a block outside the cache.
+        ValueError: shapes, dtypes or devices that do not fit; a piece of another share; a block outside the cache.
+            Nothing has been exchanged then.
         GroupError: the exchange failed.
     """
+    check_cache(kv_cache)
+    check_chunk_share(chunk, context_parallel)
     starts, offsets = chunk.held
     held = chunk.local_tokens
     handed_in = kv_cache.new_zeros(chunk.padded_tokens, kv_cache.shape[2])
     handed_in[:held] = gather_and_maybe_dequant_cache(kv_cache, metadata.block_table, offsets, starts, held)
     return reorg_kvcache(context_parallel.cp_group.all_gather(handed_in), chunk)
+
+
+def _counted(out: Tensor, share: Tensor, lse: Tensor) -> Tensor:
+    """Outputs [.., T, N, Dv] times their shares [.., N, T]; those of a rank without keys are not read."""
+    per_row = "... heads tokens -> ... tokens heads 1"
+    return torch.where(rearrange(lse, per_row) == -torch.inf, 0, rearrange(share, per_row) * out.to(share.dtype))
 
 
 def _shares_of(lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -201,7 +208,7 @@ def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
     """
     check_merge_over_group(state, group.size)
     shares, lse = _shares_of(group.all_gather(state.lse))
-    scaled = rearrange(shares[group.rank], "heads tokens -> tokens heads 1") * state.out.to(lse.dtype)
+    scaled = _counted(state.out, shares[group.rank], state.lse)
     by_home = rearrange(scaled.to(state.out.dtype), "tokens (ranks heads) value -> ranks tokens heads value",
                         ranks=group.size)  # fmt: skip
     homes = rearrange(lse, "(ranks heads) tokens -> ranks heads tokens", ranks=group.size)
@@ -233,8 +240,7 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
     outs = _from_bytes(arrived[:, :out_bytes], outs)
     lses = _from_bytes(arrived[:, out_bytes:], lses)
     shares, lse = _shares_of(lses)
-    out = (rearrange(shares, "ranks heads tokens -> ranks tokens heads 1") * outs.to(lse.dtype)).sum(0)
-    return AttentionState(out.to(state.out.dtype), lse)
+    return AttentionState(_counted(outs, shares, lses).sum(0).to(state.out.dtype), lse)
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from .interfaces import (
     check_graph_batch,
     check_graph_sizes,
     check_interleave,
+    check_invariant_merge,
 )
 from .schedule import plan_decode
 
@@ -48,7 +49,8 @@ class DecodeGraph:
             batches, each with its own slots.
 
     Raises:
-        ValueError: no batch size, or a number below 1.
+        ValueError: no batch size, or a number below 1; an interleave that does not divide the block, heads that TP does
+            not divide, `batch_invariant` with "ag_rs".
     """
 
     def __init__(
@@ -65,9 +67,12 @@ class DecodeGraph:
         batch_invariant: bool = False,
         context_parallel: ContextParallel | None = None,
     ):
+        self.share = SequenceShare(1, 0) if context_parallel is None else context_parallel.share
+        check_invariant_merge(context_parallel, batch_invariant)
+        heads = config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
+        self._decode_heads = heads
         num_programs = 1 if num_programs is None else num_programs
         check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs, batch_invariant)
-        self.share = SequenceShare(1, 0) if context_parallel is None else context_parallel.share
         check_interleave(self.share.interleave, block_size)
         self.step, self.config, self.context_parallel = step, config, context_parallel
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
@@ -112,16 +117,17 @@ class DecodeGraph:
         slot_mapping = common.slot_mapping.new_full((size * q,), -1)
         slot_mapping[:tokens] = common.slot_mapping[:tokens]
         visible = [max(0, length - q + i + 1) for length in seq_lens.tolist() for i in range(q)]
-        heads, kind, which = self.config.num_heads, MLAMetadata, {}
+        kind, which = MLAMetadata, {}
         if self.context_parallel is not None:
-            heads, kind = self.context_parallel.gathered_heads(heads), ContextParallelMetadata
-            which = {"share": self.share}
+            kind, which = ContextParallelMetadata, {"share": self.share}
             seq_lens = torch.tensor(list(map(self.share.count, seq_lens.tolist())), dtype=torch.int32)
             seq_lens, visible = seq_lens.to(self.device), list(map(self.share.count, visible))
 
         schedule = None
         if self.num_programs > 0:
-            schedule = plan_decode(seq_lens, self.num_programs, heads, batch_invariant=self.batch_invariant)
+            schedule = plan_decode(
+                seq_lens, self.num_programs, self._decode_heads, batch_invariant=self.batch_invariant
+            )
         metadata = kind(
             **which,
             slot_mapping=slot_mapping,

@@ -10,6 +10,7 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ class Outcome:
         exit_status: negative: the signal that ended it; None: it had to be killed after the limit.
         seconds: from the start of the task to the return or error; None where it ended otherwise.
         said: what it wrote to stderr.
+        ended: when the process was seen to have ended, by the clock of `time.monotonic`.
     """
 
     value: Any
@@ -42,6 +44,7 @@ class Outcome:
     exit_status: int | None
     seconds: float | None
     said: str
+    ended: float
 
 
 def run_ranks(
@@ -52,6 +55,7 @@ def run_ranks(
     timeout_s: float = 30.0,
     limit_s: float = 60.0,
     meanwhile: Callable[[list[int]], None] | None = None,
+    stands_still: int | None = None,
 ) -> list[Outcome]:
     """Run `task(*arguments)` on every rank of a process group.
 
@@ -62,25 +66,28 @@ def run_ranks(
         backend: gloo or nccl; with nccl rank r has CUDA device r.
         timeout_s: of the group.
         limit_s: after which ranks are killed and the run has hung.
-        meanwhile: called with the process ids once all ranks have joined the group.
+        meanwhile: called with the process ids once all ranks have said that they serve (`serving`).
+        stands_still: a rank that is not waited for.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        processes = []
-        for rank in range(size):
-            given = (rank, size, store.port, backend, timeout_s, folder, task, arguments)
-            processes.append(context.Process(target=_rank, args=given))
-            processes[-1].start()
+        processes, ended = [], {}
         try:
+            for rank in range(size):
+                given = (rank, size, store.port, backend, timeout_s, limit_s, folder, task, arguments)
+                processes.append(context.Process(target=_rank, args=given))
+                processes[-1].start()
             if meanwhile is not None:
-                store.wait([f"joined {rank}" for rank in range(size)], datetime.timedelta(seconds=limit_s))
+                store.wait([f"serving {rank}" for rank in range(size)], datetime.timedelta(seconds=limit_s))
                 meanwhile([process.pid for process in processes])
             end = time.monotonic() + limit_s
-            for process in processes:
-                process.join(max(0.1, end - time.monotonic()))
-            hung = [process.is_alive() for process in processes]
+            while len(ended) < size - (stands_still is not None) and time.monotonic() < end:
+                time.sleep(0.02)
+                for rank, process in enumerate(processes):
+                    if rank not in ended and not process.is_alive():
+                        ended[rank] = time.monotonic()
         finally:
             for process in processes:
                 process.kill()
@@ -90,12 +97,22 @@ def run_ranks(
             said, told = (Path(folder, f"{rank}.{what}") for what in ("said", "told"))
             value, error, seconds = pickle.loads(told.read_bytes()) if told.exists() else (None, None, None)
             words = said.read_text(errors="replace") if said.exists() else ""
-            outcomes.append(Outcome(value, error, None if hung[rank] else process.exitcode, seconds, words))
+            status = process.exitcode if rank in ended else None
+            outcomes.append(Outcome(value, error, status, seconds, words, ended.get(rank, time.monotonic())))
     return outcomes
 
 
-def _rank(rank, size, port, backend, timeout_s, folder, task, arguments) -> None:
+_STORE: list[dist.TCPStore] = []  # of a process that is a rank
+
+
+def serving() -> None:
+    """Tell the caller that this rank serves; more than once does nothing."""
+    _STORE[0].set(f"serving {dist.get_rank()}", "")
+
+
+def _rank(rank, size, port, backend, timeout_s, limit_s, folder, task, arguments) -> None:
     """What a process does: join, run, tell."""
+    signal.alarm(int(2 * limit_s) + 30)  # ends it should nobody be there to do so
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.dup2(os.open(Path(folder, f"{rank}.said"), os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
@@ -104,7 +121,7 @@ def _rank(rank, size, port, backend, timeout_s, folder, task, arguments) -> None
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    store.set(f"joined {rank}", "")
+    _STORE.append(store)
     started, status = time.monotonic(), 0
     try:
         outcome = task(*arguments), None, time.monotonic() - started

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from reference.interfaces import AttentionState, CommonAttentionMetadata, ContextParallel, MLAConfig
 
 from .factories import GARBAGE, LOW_RANK, integers, linear, make_weights, norm, offsets
+from .processes import serving
 
 VOCABULARY = 50
 RANK_CONFIG = replace(LOW_RANK, num_heads=12)
@@ -161,17 +162,17 @@ class SmallModel(nn.Module):
         return SimpleNamespace(logits=(hidden[logits_to_keep] @ self.unembedding.T)[None])
 
 
-def make_loop(ops: ModuleType, config: MLAConfig, context_parallel: ContextParallel | None, device: str, dtype):
-    """A loop over a small model with a few requests waiting."""
+def make_loop(
+    ops: ModuleType, config: MLAConfig, context_parallel: ContextParallel | None, device: str, dtype, shift=0, **options
+):
+    """A loop over a small model with a few requests waiting; their tokens may be shifted."""
     from fast.serving import ServingLoop
 
     model = SmallModel(ops, config, context_parallel, device, dtype)
-    loop = ServingLoop(
-        model, config, ops, num_blocks=40, block_size=16, max_num_seqs=4, token_budget=40, workspace_tokens=64,
-        context_parallel=context_parallel,
-    )  # fmt: skip
+    sizes = dict(num_blocks=40, block_size=16, max_num_seqs=4, token_budget=40, workspace_tokens=64)
+    loop = ServingLoop(model, config, ops, **sizes | options, context_parallel=context_parallel)
     for request, length in enumerate((70, 9, 33, 5)):
-        loop.add([(7 * token + request) % VOCABULARY for token in range(length)], max_new_tokens=12)
+        loop.add([(7 * token + request + shift) % VOCABULARY for token in range(length)], max_new_tokens=12)
     return loop
 
 
@@ -285,14 +286,19 @@ def serve_for_ever(size: int, device: str, dtype: torch.dtype) -> None:
     ranks = make_groups(size, 4)
     while True:
         make_loop(fast, RANK_CONFIG, ranks, device, dtype).run()
+        serving()
 
 
-def disagree(size: int, facts: dict[str, list], interleave: int | None = None) -> None:
-    """`verify_group` with facts by rank; rank 1 may have another interleave."""
+def disagree(facts: dict[str, list]) -> None:
+    """`verify_group` with facts by rank, the groups' own among them."""
     import fast
 
-    ranks = make_groups(size, interleave if interleave is not None and dist.get_rank() == 1 else 1)
-    fast.verify_group(ranks, **{name: values[dist.get_rank()] for name, values in facts.items()})
+    mine = {name: values[dist.get_rank()] for name, values in facts.items()}
+    twos = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    ones = [dist.new_group([rank]) for rank in range(4)]
+    cp_group = ones[dist.get_rank()] if mine.pop("size", 2) == 1 else twos[dist.get_rank() // 2]
+    of_groups = {name: mine.pop(name) for name in ("interleave", "merge") if name in mine}
+    fast.verify_group(ContextParallel(cp_group, dist.group.WORLD, **of_groups), **mine)
 
 
 def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
@@ -303,3 +309,12 @@ def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
     ranks = ContextParallel(mesh["context"], dist.group.WORLD)
     total = ranks.cp_group.all_reduce(torch.tensor([float(dist.get_rank())]))
     return ranks.size, int(total), ranks.cp_group.members
+
+
+def disagree_in_a_loop(size: int, options: dict[str, list]) -> list:
+    """A serving loop made with options by rank, then run."""
+    import fast
+
+    mine = {name: values[dist.get_rank()] for name, values in options.items()}
+    loop = make_loop(fast, RANK_CONFIG, make_groups(size), "cpu", torch.float32, **mine)
+    return [request.generated_ids for request in loop.run()]

@@ -163,11 +163,12 @@ def test_layers(size, total, merge, dtype):
 
 
 @gpu_only
-def test_a_step_is_captured():
+@pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
+def test_a_step_is_captured(merge):
     """Gather of the queries, decode, merge: no value is read on the host, other lengths in replays."""
     # on one rank, for a simulation cannot be captured: its ranks take turns on the host
-    (wanted,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=False))
-    (found,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=True))
+    (wanted,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=False), merge=merge)
+    (found,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=True), merge=merge)
     assert found.out.equal(wanted.out) and found.lse.equal(wanted.lse)
 
 

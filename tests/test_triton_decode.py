@@ -172,6 +172,32 @@ def test_scheduled_shapes(widths, block_size):
 
 
 @runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant"])
+def test_in_parts(cut, dtype, monkeypatch):
+    """In two steps the bits of one: the LSE stand after the first, and the second leaves them alone."""
+    ql, q_pe, cache, plan = make_inputs([1, 2, 0, 1], [150, 70, 0, 3], 4, dtype)
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    schedule = None
+    if cut in ("scheduled", "batch-invariant"):
+        schedule = on_device(schedule_of(plan, 4, 3, cut == "batch-invariant", 1))
+    wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
+    plan = on_device(plan)
+    cutting = (None, None, False)
+    if schedule is not None:
+        cutting = (schedule.tile_ranges, schedule.split_offsets, schedule.batch_invariant)
+    out, lse, *parts = decode.mla_decode_parts(
+        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), plan.block_table, plan.seq_lens, plan.query_start_loc,
+        plan.visible_lens, plan.max_query_len, SCALE, dtype, *cutting,
+    )  # fmt: skip
+    assert (parts[0].numel() > 0) == (cut != "whole")
+    assert_same_bits(lse.cpu(), wanted.lse.cpu())
+    decode.merge_decode_parts(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cutting)
+    assert_same_bits(out.cpu(), wanted.out.cpu())
+    assert_same_bits(lse.cpu(), wanted.lse.cpu())
+
+
+@runs
 def test_nothing_but_padding_is_scheduled():
     inputs = make_inputs([1, 2], [0, 0], 4, DTYPES[-1])
     for batch_invariant in (False, True):

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from reference.interfaces import ContextParallel, MLAConfig, QueryLenSupport, UnsupportedConfiguration, check
+from reference.interfaces import (
+    ContextParallel,
+    GroupError,
+    MLAConfig,
+    QueryLenSupport,
+    UnsupportedConfiguration,
+    check,
+)
 
 from .. import backends
 from ..serving import ServingLoop
@@ -147,6 +154,8 @@ def prepare(
         restore(use_mla(model, ops=wing, **job.patch_options(name)))
         try:
             job.loops[name] = job.make_loop(name, prompt_ids, args.max_new_tokens)
+        except GroupError:
+            raise
         except (RuntimeError, MemoryError) as error:
             raise ValueError(f"--block-size: expected a cache that fits in memory, got: {one_line(error)}") from error
     return job

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ from reference.interfaces import ContextParallel, GroupError, check
 
 from .job import Job, one_line, prepare
 from .measure import rate, summary
+from .report import write_json
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
@@ -32,34 +32,40 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         oracle: the reference wing.
 
     Returns:
-        The exit status, the same on all ranks: 0, 1 where (in float32) tokens differ or a rank was lost, 2 for bad
+        The exit status: 0; 1 where a rank was lost, or on the first rank where (in float32) tokens differ; 2 for bad
         input.
     """
     who = f"rank {os.environ.get('RANK', 0)}"
     try:
         device = check_start(args)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
+    args.device, args.no_picture = device, True
     try:
-        args.device, args.no_picture = device, True
-        try:
-            job = prepare(args, ops, oracle, make_groups(args))
-        except (OSError, ValueError) as error:
-            print(f"error: {who}: {one_line(error)}", file=sys.stderr)
-            return 2
-        figures = compare(job)
-    except GroupError as error:
-        print(f"error: {who}: {one_line(error)}", file=sys.stderr)
-        return 1
-    finally:
-        dist.destroy_process_group()
-    if os.environ["RANK"] == "0":
-        console = Console()
-        show(figures, console if console.is_terminal else Console(width=max(console.width, 110)))
+        job = prepare(args, ops, oracle, make_groups(args))
+        figures = serve(job)
+    except (OSError, ValueError, GroupError) as error:
+        print(f"error: {who}: {one_line(error)}", file=sys.stderr, flush=True)
+        status = 1 if isinstance(error, GroupError) else 2
+        if device != "cpu":
+            os._exit(status)  # taking a communicator down may wait for ranks that are gone
+        return status
+    dist.destroy_process_group()  # only now: it may wait for ranks, and those of a failed job may be gone
+    if job.context_parallel.tp_group.rank > 0:
+        return 0
+    alone = alone_tokens(job)
+    for name, row in figures["wings"].items():
+        row["identical"] = row["tokens"] == alone[name]
+    console = Console()
+    show(figures, console if console.is_terminal else Console(width=max(console.width, 110)))
+    try:
         if args.json is not None:
-            args.json.write_text(json.dumps(figures, indent=1) + "\n")
+            write_json(figures, args.json)
+    except OSError as error:
+        print(f"error: {who}: {one_line(error)}", file=sys.stderr)
+        return 2
     different = any(not row["identical"] for row in figures["wings"].values())
     return 1 if different and figures["dtype"] == "float32" else 0
 
@@ -75,8 +81,10 @@ def check_start(args: argparse.Namespace) -> str:
           f"no {' and no '.join(missing)}")  # fmt: skip
     world, size = int(os.environ["WORLD_SIZE"]), args.context_parallel
     check(size >= 1 and world % size == 0, "--context-parallel", f"a divisor of the {world} processes", size)
-    check(args.interleave >= 1 and args.block_size % args.interleave == 0, "--interleave",
-          f"a divisor of --block-size {args.block_size}", args.interleave)  # fmt: skip
+    interleave = 1 if args.interleave is None else args.interleave
+    check(interleave >= 1 and args.block_size % interleave == 0, "--interleave",
+          f"a divisor of --block-size {args.block_size}", interleave)  # fmt: skip
+    args.interleave, args.merge = interleave, args.merge or "a2a"
     local = int(os.environ["LOCAL_RANK"])
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,8 +104,8 @@ def make_groups(args: argparse.Namespace) -> ContextParallel:
     return ContextParallel(groups[rank // size], dist.group.WORLD, args.interleave, args.merge)
 
 
-def compare(job: Job) -> dict[str, Any]:
-    """Tokens, time and traffic on all ranks, and what the first rank gets alone."""
+def serve(job: Job) -> dict[str, Any]:
+    """Tokens, time and traffic of every wing on all ranks."""
     from ..integrations.transformers import restore, use_mla
 
     cp, rows = job.context_parallel, {}
@@ -121,10 +129,6 @@ def compare(job: Job) -> dict[str, Any]:
             },
             "tokens": tokens,
         }
-    alone = alone_tokens(job) if cp.tp_group.rank == 0 else None
-    alone = cp.tp_group.all_gather_object(alone)[0]
-    for name, row in rows.items():
-        row["identical"] = row["tokens"] == alone[name]
     return {
         "ranks": cp.tp_group.size,
         "context_parallel_size": cp.size,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +193,21 @@ def share(error: float, budget: float) -> float:
     if budget > 0:
         return error / budget
     return 0.0 if error == 0 else 10.0
+
+
+def without_nan(value: Any) -> Any:
+    """The same figures with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(figures: dict[str, Any], path: Path) -> None:
+    """All figures into a file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.write_text(json.dumps(without_nan(figures), indent=1, allow_nan=False) + "\n")

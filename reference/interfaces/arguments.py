@@ -31,6 +31,7 @@ from .metadata import (
     MLAMetadata,
     PrefillMetadata,
 )
+from .shares import SequenceShare, get_dcp_local_seq_lens
 
 
 def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
@@ -324,11 +325,51 @@ def check_step_share(metadata: MLAMetadata, context_parallel: ContextParallel | 
     """Check that a step was planned for the very share of the sequences that a layer's rank holds."""
     share = metadata.share if isinstance(metadata, ContextParallelMetadata) else None
     wanted = None if context_parallel is None else context_parallel.share
-    check(share == wanted, "metadata", f"a plan for {wanted or 'one rank (no context_parallel)'}",
-          f"one for {share or 'one rank (no share)'}")  # fmt: skip
-    chunks = metadata.prefill.context_chunks
-    alike = all(getattr(chunk, "share", None) == wanted for chunk in chunks)
-    check(alike, "metadata.prefill.context_chunks", "chunks of the same share as the plan", "others")
+    if share != wanted:
+        check(False, "metadata", f"a plan for {wanted or 'one rank (no context_parallel)'}",
+              f"one for {share or 'one rank (no share)'}")  # fmt: skip
+    if share is None:
+        return
+    check(metadata.cascade is None, "metadata.cascade", "None where ranks share sequences", "a cascade")
+    for chunk in metadata.prefill.context_chunks:
+        check_chunk_share(chunk, context_parallel, "metadata.prefill.context_chunks")
+
+
+def check_chunk_share(chunk: ContextChunk, context_parallel: ContextParallel, argument: str = "chunk") -> None:
+    """Check that a piece of context was planned for a rank's share."""
+    is_shared = isinstance(chunk, ContextParallelChunk)
+    check(is_shared, argument, "a ContextParallelChunk (`share_chunk`)", type(chunk).__name__)
+    check(
+        chunk.share == context_parallel.share, argument, f"one for {context_parallel.share}", f"one for {chunk.share}"
+    )
+
+
+def check_slots_of_share(common: CommonAttentionMetadata, share: SequenceShare) -> None:
+    """Check on the CPU that a batch has no more slots than a rank has new tokens: those of one rank are too many."""
+    starts, tokens = common.num_computed_tokens_cpu, common.num_actual_tokens
+    own = (get_dcp_local_seq_lens(lens, share.size, share.rank, share.interleave).sum() for lens in
+           (common.seq_lens_cpu, starts))  # fmt: skip
+    most = int(next(own)) - int(next(own))
+    got = int((common.slot_mapping[:tokens] >= 0).sum())
+    wanted = f"slots for at most the {most} new tokens of this rank (`dcp_slot_mapping`)"
+    check(got <= most, "common.slot_mapping", wanted, got)
+
+
+def check_rank_offsets(chunk: ContextParallelChunk) -> None:
+    """Check on the CPU that the offsets of all ranks are those of the pieces, dealt out among them."""
+    share, offsets = chunk.share, chunk.local_cu_seq_lens
+    check_offsets("chunk.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
+    dealt = get_dcp_local_seq_lens(chunk.cu_seq_lens.diff(), share.size, None, share.interleave).T
+    fits = bool((offsets[:, 0] == 0).all()) and torch.equal(offsets.diff(dim=1), dealt)
+    check(fits, "chunk.local_cu_seq_lens", "the prefix sums of each rank's tokens of the pieces", offsets.tolist())
+    check(int(offsets[:, -1].max()) <= chunk.padded_tokens, "chunk.padded_tokens",
+          f"at least {int(offsets[:, -1].max())}", chunk.padded_tokens)  # fmt: skip
+
+
+def check_invariant_merge(context_parallel: ContextParallel | None, batch_invariant: bool) -> None:
+    """Check that a promise of the same bits does not rest on a reduce-scatter, whose order the engine may choose."""
+    breaks = batch_invariant and context_parallel is not None and context_parallel.merge != "a2a"
+    check(not breaks, "batch_invariant", 'False, or groups with merge "a2a"', 'True with "ag_rs"')
 
 
 def check_merge_over_group(state: AttentionState, group_size: int) -> None:

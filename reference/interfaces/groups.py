@@ -5,16 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .checks import check, is_positive_int
+from .checks import check, check_tensor, is_positive_int
 from .config import MLAConfig, UnsupportedConfiguration
-from .shares import MERGES, SequenceShare, check_share
+from .shares import MERGES, SequenceShare
 
 
 class GroupError(RuntimeError):
@@ -76,7 +76,10 @@ class Group(ABC):
     def all_gather_async(self, x: Tensor, out: Tensor | None = None) -> Pending:
         """As `all_gather`, under way while the caller goes on."""
         self._begin("all_gather", (self.size - 1) * _bytes(x))
-        out = x.new_empty(self.size, *x.shape) if out is None else out
+        if out is None:
+            out = x.new_empty(self.size, *x.shape)
+        check_tensor("out", out, (self.size, *x.shape), (x.dtype,), x.device)
+        check(out.is_contiguous(), "out", "a tensor without gaps", f"strides {out.stride()}")
         if self.size == 1 or x.numel() == 0:
             return Pending(out.copy_(x))
         return self._all_gather(x.contiguous(), out)
@@ -155,23 +158,28 @@ class ProcessRanks(Group):
         if hasattr(group, "get_group"):  # a DeviceMesh
             check(group.ndim == 1, name, "a device mesh of one dimension", f"{group.ndim} dimensions")
             group = group.get_group()
+        outside = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
+        check(not outside, name, "a group that this process is a member of", "another")
         if group is None or not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"{name}: expected a process group or a device mesh, got {type(group).__name__}")
         rank = dist.get_rank(group)
         check(rank >= 0, name, "a group that this process is a member of", "another")
         super().__init__(name, dist.get_world_size(group), rank, dist.get_process_group_ranks(group))
         self.group = group
+        # "gloo", or "cpu:gloo,cuda:nccl", whatever the group was made with
+        engines = dict(pair.rsplit(":", 1) for pair in dist.get_backend_config(group).split(","))
+        self._is_nccl = engines.get("cuda") == "nccl"
 
     @property
     def timeout_s(self) -> float | None:
         """Seconds after which an exchange fails, as the group was made."""
-        device = torch.device("cuda" if dist.get_backend(self.group) == "nccl" else "cpu")
+        device = torch.device("cuda" if self._is_nccl else "cpu")
         return self.group._get_backend(device).options._timeout.total_seconds()
 
     @property
     def fails_on_its_own(self) -> bool:
-        """False over NCCL: a GPU waits, and the host goes on."""
-        return dist.get_backend(self.group) != "nccl"
+        """False where tensors on a GPU go over NCCL: a GPU waits, and the host goes on."""
+        return not self._is_nccl
 
     def _call(self, operation: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:
@@ -232,6 +240,7 @@ class ContextParallel:
         tp_group: likewise; ranks that share heads, all of `cp_group` among them.
         interleave: I, tokens of a sequence in a row on one rank.
         merge: "a2a" (`cp_lse_a2a`) or "ag_rs" (`cp_lse_ag_out_rs`).
+        share: which tokens lie here.
 
     Raises:
         TypeError: no groups.
@@ -242,13 +251,14 @@ class ContextParallel:
     tp_group: Any
     interleave: int = 1
     merge: str = "a2a"
+    share: SequenceShare = field(init=False)
 
     def __post_init__(self):
         for name in ("cp_group", "tp_group"):
             group = getattr(self, name)
             object.__setattr__(self, name, group if isinstance(group, Group) else ProcessRanks(group, name))
         cp, tp = self.cp_group, self.tp_group
-        check_share(cp.size, cp.rank, self.interleave)
+        object.__setattr__(self, "share", SequenceShare(cp.size, cp.rank, self.interleave))
         check(self.merge in MERGES, "merge", f"one of {', '.join(MERGES)}", repr(self.merge))
         check(set(cp.members) <= set(tp.members), "cp_group", f"a subgroup of tp_group, ranks {list(tp.members)}",
               list(cp.members))  # fmt: skip
@@ -263,11 +273,6 @@ class ContextParallel:
     def rank(self) -> int:
         """Of `cp_group`."""
         return self.cp_group.rank
-
-    @property
-    def share(self) -> SequenceShare:
-        """Which tokens lie here."""
-        return SequenceShare(self.size, self.rank, self.interleave)
 
     def local_heads(self, num_heads: int) -> int:
         """N / TP, the heads of one rank.
@@ -288,7 +293,7 @@ class ContextParallel:
         return replace(config, num_heads=self.local_heads(config.num_heads))
 
     def shard_linear(self, name: str, linear: nn.Module, dim: int, num_heads: int) -> nn.Linear:
-        """This rank's share of a projection that has heads; its weight is a view.
+        """This rank's share of a projection that has heads; its weight is a view. With one rank the linear itself.
 
         Args:
             name: what errors call it.
@@ -297,14 +302,24 @@ class ContextParallel:
             num_heads: N.
 
         Raises:
-            UnsupportedConfiguration: a wrapped or quantised linear, or one with a bias.
-            ValueError: TP does not divide N.
+            UnsupportedConfiguration: a wrapped, hooked or quantised linear, or one with a bias.
+            ValueError: TP does not divide N, or N the weight.
         """
         share = self.local_heads(num_heads)
-        plain = type(linear) is nn.Linear and linear.bias is None
-        if not plain:
-            got = type(linear).__name__ + (" with a bias" if getattr(linear, "bias", None) is not None else "")
+        if self.tp_group.size == 1:
+            return linear
+        traits = {
+            " with a bias": getattr(linear, "bias", None) is not None,
+            " with hooks": bool(linear._forward_hooks or linear._forward_pre_hooks),
+            " with a forward of its own": "forward" in linear.__dict__,
+            " with parametrized weights": hasattr(linear, "parametrizations"),
+        }
+        found = [trait for trait, there in traits.items() if there]
+        if type(linear) is not nn.Linear or found:
+            got = type(linear).__name__ + "".join(found)
             raise UnsupportedConfiguration([f"{name}: expected a plain linear without bias to share heads, got {got}"])
+        check(linear.weight.shape[dim] % num_heads == 0, name, f"a weight of {num_heads} heads in dimension {dim}",
+              list(linear.weight.shape))  # fmt: skip
         width = linear.weight.shape[dim] // num_heads * share
         weight = linear.weight.detach().narrow(dim, self.tp_group.rank * width, width)
         sharded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
@@ -330,21 +345,21 @@ def verify_group(context_parallel: ContextParallel, **facts: Any) -> None:
         facts: such as block_size=64, dtype=torch.bfloat16, seq_lens=[..]: values that pickle and compare.
 
     Raises:
-        ValueError: on every rank, where one differs; the line names the fact, the ranks and both values.
+        ValueError: on every rank, where one differs; the line names the fact, what most ranks have, and who differs.
         GroupError: a rank did not answer.
     """
     cp, tp = context_parallel.cp_group, context_parallel.tp_group
     mine = {"context_parallel_size": cp.size, "interleave": context_parallel.interleave,
             "merge": context_parallel.merge, **facts}  # fmt: skip
-    said = tp.all_gather_object((mine, cp.members))
-    expected = said[0][0]
-    for (found, _), member in zip(said, tp.members, strict=True):
-        for name in dict.fromkeys([*expected, *found]):
-            wanted, got = expected.get(name, "nothing"), found.get(name, "nothing")
-            check(wanted == got, name, f"{wanted} on every rank, as on rank {tp.members[0]}",
-                  f"{got} on rank {member}")  # fmt: skip
-    groups = {member: members for (_, members), member in zip(said, tp.members, strict=True)}
-    for member, members in groups.items():
+    said = dict(zip(tp.members, tp.all_gather_object((mine, cp.members)), strict=True))
+    for name in dict.fromkeys(name for found, _ in said.values() for name in found):
+        values = [found.get(name, "nothing") for found, _ in said.values()]
+        wanted = max(values, key=values.count)  # of equally frequent ones that of the first rank
+        different = {member: value for member, value in zip(said, values, strict=True) if value != wanted}
+        got = ", ".join(f"{value} on rank {member}" for member, value in different.items())
+        check(not different, name, f"{wanted} on every rank", got)
+    for member, (_, members) in said.items():
         for other in members:
-            check(groups.get(other) == members, "cp_group", f"ranks {list(members)} on rank {other}, as on {member}",
-                  list(groups.get(other, ())))  # fmt: skip
+            theirs = said[other][1] if other in said else ()
+            check(theirs == members, "cp_group", f"ranks {list(members)} on rank {other}, as on rank {member}",
+                  list(theirs))  # fmt: skip

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from .checks import check, is_positive_int
 
+MERGES = ("ag_rs", "a2a")  # how ranks merge: cp_lse_ag_out_rs, cp_lse_a2a
 
-def check_share(size: int, rank: int | None, interleave: int, argument: str = "context_parallel") -> None:
-    """Check D, a rank of it (None for all) and I."""
-    check(is_positive_int(size), f"{argument}_size", "a positive int", size)
+
+def check_share(size: int, rank: int | None, interleave: int, argument: str = "context_parallel_size") -> None:
+    """Check D (which the caller calls `argument`), a rank of it (None for all) and I."""
+    check(is_positive_int(size), argument, "a positive int", size)
     inside = rank is None or (isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < size)
-    check(inside, f"{argument}_rank", f"a rank in [0, {size})", rank)
+    check(inside, "rank", f"an int in [0, {size})", rank)
     check(is_positive_int(interleave), "interleave", "a positive int", interleave)
 
 
@@ -43,7 +45,7 @@ class SequenceShare:
     interleave: int = 1
 
     def __post_init__(self):
-        check_share(self.size, self.rank, self.interleave)
+        check_share(self.size, self.rank, self.interleave, "size")
 
     def count(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` tokens of a sequence lie here."""
@@ -53,7 +55,7 @@ class SequenceShare:
 
 def get_dcp_local_seq_lens(
     seq_lens: Int32[Tensor, " B"], context_parallel_size: int, rank: int | None = None, interleave: int = 1
-) -> Int32[Tensor, B * D]:
+) -> Int32[Tensor, " B *D"]:
     """How many of the first S tokens of each request lie on a rank: the (i // I) mod D = rank of i < S.
 
     Elementwise, so it serves visible lengths as well, on any device and inside a captured graph.
@@ -115,6 +117,11 @@ def dcp_wire_bytes(
     size = context_parallel_size
     check_share(size, None, 1)
     check(merge in MERGES, "merge", f"one of {', '.join(MERGES)}", repr(merge))
+    sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "element_size": element_size, "lse_size": lse_size}
+    for name, value in sizes.items():
+        check(is_positive_int(value), name, "a positive int", value)
+    for name, value in (("num_tokens", num_tokens), ("qk_rope_head_dim", qk_rope_head_dim)):
+        check(value >= 0, name, "an int >= 0", value)
     check(num_heads % size == 0, "num_heads", f"a multiple of {size} ranks", num_heads)
     others, own = size - 1, num_tokens * (num_heads // size)
     queries = others * own * (kv_lora_rank + qk_rope_head_dim) * element_size
@@ -122,6 +129,3 @@ def dcp_wire_bytes(
     if merge == "ag_rs":
         return {"all_gather": queries + others * num_tokens * num_heads * lse_size, "reduce_scatter": outputs}
     return {"all_gather": queries, "all_to_all": outputs + others * own * lse_size}
-
-
-MERGES = ("ag_rs", "a2a")  # how ranks merge: cp_lse_ag_out_rs, cp_lse_a2a

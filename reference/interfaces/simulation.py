@@ -47,6 +47,12 @@ class _Turns:
             self.error = self.error or error
             self._pass_on(rank)
 
+    def stop(self, error: BaseException) -> None:
+        """All ranks fail where they next wait."""
+        with self.changed:
+            self.error = self.error or error
+            self.changed.notify_all()
+
     def _until_turn(self, rank: int) -> None:
         self.changed.wait_for(lambda: self.turn == rank or self.error is not None)
         if self.error is not None:
@@ -174,10 +180,14 @@ def simulate(
         threading.Thread(target=contextvars.copy_context().run, args=(run, rank), name=f"rank {rank}", daemon=True)
         for rank in everyone
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException as error:  # interrupted: no rank goes on without its caller
+        turns.stop(error)
+        raise
     if turns.error is not None:
         raise turns.error
     return results

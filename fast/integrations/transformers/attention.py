@@ -99,6 +99,7 @@ class AttentionAdapter:
     ) -> tuple[Float[Tensor, "B Q H"], None]:
         """As the module's own forward; everything but the hidden states is in the step."""
         check(mla_step is not None, "model", "a call through the model that use_mla was given", "one of a layer alone")
+        self.refuse_stale_shares()
         flat = hidden_states.flatten(0, 1)
         tokens = mla_step.tokens
         packed = flat if tokens is None else flat[tokens]
@@ -113,6 +114,17 @@ class AttentionAdapter:
             inputs = (hidden_states, *self.module.parameters())
             output = InferenceOnly.apply(output, *(tensor for tensor in inputs if tensor.requires_grad))
         return output, None
+
+    def refuse_stale_shares(self) -> None:
+        """Raise where the weights that this rank's share is a view of are no longer the module's."""
+        if self.attention.context_parallel is None:
+            return
+        for name in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj"):
+            ours, theirs = getattr(self.attention, name), getattr(self.module, name, None)
+            same = (
+                ours is None or ours.weight.untyped_storage().data_ptr() == theirs.weight.untyped_storage().data_ptr()
+            )
+            check(same, f"model ({name})", "the weights that use_mla took this rank's share of", "others since")
 
 
 class ModelAdapter:
@@ -274,6 +286,11 @@ class ModelAdapter:
         return Step(metadata, positions, tokens, kv_caches), lens
 
 
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether both are views of the same bytes."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 def entry_of(module: nn.Module) -> tuple[int, torch.dtype, torch.device]:
     """Width, dtype and device of a cache entry of one attention module."""
     weight = module.kv_a_layernorm.weight
@@ -357,7 +374,8 @@ def use_mla(
         decode_threshold: longest query that always takes the absorbed path.
         costs: by which longer ones choose their path (`ops.choose_path`); None counts.
         context_parallel: the groups, where ranks share heads and sequences: every rank has the whole model and attends
-            with its share of the heads' weights. Packed batches only, planned with `context_parallel.share`.
+            with its share of the heads' weights, views of the model's: move or load it before. Packed batches only,
+            planned with `context_parallel.share`.
         options: keyword arguments for `ops.MLAAttention.from_hf` (`backend` of `fast`).
 
     Returns:
@@ -369,7 +387,8 @@ def use_mla(
             on an instance, options that do not fit. The model is untouched then.
     """
     base = base_of(model)
-    missing = [name for name in NEEDED if not hasattr(ops, name)]
+    needed = NEEDED if context_parallel is None else (*NEEDED, "dcp_decode", "dcp_slot_mapping", "verify_group")
+    missing = [name for name in needed if not hasattr(ops, name)]
     check(not missing, "ops", "a module that keeps the contract of reference and fast",
           f"{getattr(ops, '__name__', type(ops).__name__)} without {', '.join(missing)}")  # fmt: skip
     check(not isinstance(base.__dict__.get("forward"), ModelAdapter), "model", "one that is not under use_mla",

@@ -45,8 +45,8 @@ def share_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor
     """
     size, heads, tokens = lses.shape
     shares, lse = shares_of(lses)
-    scaled = (out * shares[rank].T[..., None]).to(out.dtype)
-    by_home = scaled.view(tokens, size, heads // size, -1).transpose(0, 1).contiguous()
+    scaled = torch.where(lses[rank].T[..., None] == -torch.inf, 0, out * shares[rank].T[..., None]).to(out.dtype)
+    by_home = scaled.view(tokens, size, heads // size, out.shape[2]).transpose(0, 1).contiguous()
     return by_home, lse.view(size, heads // size, tokens)[rank].clone()
 
 
@@ -54,6 +54,8 @@ def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -
     """Write out [T, N, Dv] and lse [N, T] by home into `message` [D, bytes]: LSE, then outputs `lse_bytes` behind."""
     size = message.shape[0]
     tokens, heads, value = out.shape
+    if lse.numel() == 0:
+        return
     own = heads // size
     lses = message[:, : own * tokens * lse.element_size()].view(lse.dtype)
     outs = message[:, lse_bytes : lse_bytes + tokens * own * value * out.element_size()].view(out.dtype)
@@ -65,9 +67,11 @@ def combine_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tenso
     """Merge what arrived from all ranks, packed as above, into out [T, N / D, Dv] and lse [N / D, T]."""
     size = message.shape[0]
     tokens, own, value = out.shape
+    if lse.numel() == 0:
+        return
     lses = message[:, : own * tokens * lse.element_size()].view(lse.dtype).view(size, own, tokens)
     outs = message[:, lse_bytes : lse_bytes + out.numel() * out.element_size()].view(out.dtype)
     shares, total = shares_of(lses)
-    merged = (outs.view(size, tokens, own, value) * shares.transpose(1, 2)[..., None]).sum(0)
-    out.copy_(merged)
+    counted = outs.view(size, tokens, own, value) * shares.transpose(1, 2)[..., None]
+    out.copy_(torch.where(lses.transpose(1, 2)[..., None] == -torch.inf, 0, counted).sum(0))
     lse.copy_(total)

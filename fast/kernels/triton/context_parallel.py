@@ -136,9 +136,10 @@ def _send_home_kernel(
         total = tl.zeros([ROWS], lses.dtype.element_ty)
         for other in tl.static_range(SIZE):
             total += tl.exp(tl.load(lses + other * all_rows + lse_row, inside, 0.0) - shift)
-        own = tl.exp(tl.load(lses + rank * all_rows + lse_row, inside, 0.0) - shift)
-        share = own / tl.where(total == 0, 1.0, total)
-        values = (values.to(share.dtype) * share[:, None]).to(outs_home.dtype.element_ty)
+        own = tl.load(lses + rank * all_rows + lse_row, inside, 0.0)
+        share = tl.exp(own - shift) / tl.where(total == 0, 1.0, total)
+        counted = tl.where((own == float("-inf"))[:, None], 0.0, values.to(share.dtype) * share[:, None])
+        values = counted.to(outs_home.dtype.element_ty)
         here = inside & (home == rank)
         tl.store(lses_home + own_head * num_tokens + token, shift + tl.log(total), here)
     else:
@@ -187,9 +188,11 @@ def _combine_kernel(
     total = tl.zeros([ROWS], lse.dtype.element_ty)
     merged = tl.zeros([ROWS, VALUE_TILE], lse.dtype.element_ty)
     for rank in tl.static_range(SIZE):
-        weight = tl.exp(tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0) - shift)
+        part = tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0)
+        weight = tl.exp(part - shift)
         where = outs + rank * out_rank_stride.to(tl.int64) + (row * VALUE)[:, None] + column[None, :]
-        merged += weight[:, None] * tl.load(where, held, 0.0).to(merged.dtype)
+        read = held & (part != float("-inf"))[:, None]  # a rank without keys counts nothing
+        merged += weight[:, None] * tl.load(where, read, 0.0).to(merged.dtype)
         total += weight
     merged = merged / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + (row * VALUE)[:, None] + column[None, :], merged.to(out.dtype.element_ty), held)
