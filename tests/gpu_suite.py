@@ -45,7 +45,16 @@ SAID_ONCE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "proc
              "fast_sha256", "command")  # fmt: skip
 BESIDE_PEERS = ("decode", "prefill", "bytes")
 FAR = (2147480000, -2147480000, -1, 1 << 20)  # block ids, lengths and slots that no tensor of a sample has
-HOSTILE = ("block_table", "block_mapping", "slot_mapping", "seq_lens", "visible_lens", "tile_ranges", "split_offsets")
+HOSTILE = (
+    "block_table",
+    "block_mapping",
+    "slot_mapping",
+    "seq_lens",
+    "visible_lens",
+    "tile_ranges",
+    "split_offsets",
+    "local_cu_seq_lens",
+)
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # files whose tests make all their tensors on the device that `--device` names
 ANY_DEVICE = ("batch", "builder", "cache", "cascade", "differential", "identities", "mutations", "ops", "rope",

@@ -74,7 +74,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         ],
         "mla_twins::share_attn_out": [(rand(3, 4, 5), torch.randn(2, 4, 3, dtype=lse), 1, backend)],
         "mla_twins::reorg_kvcache": [
-            (rand(2, 20, 32), offsets([20, 0, 17]), torch.tensor([[0, 10, 10, 20], [0, 10, 10, 17]]).int(), 2,
+            (rand(2, 20, 32), offsets([20, 0, 17]), torch.tensor([[0, 10, 10, 19], [0, 10, 10, 18]]).int(), 2,
              rand(37, 32), backend)
         ],
         "mla_twins::mla_decode_parts": [
