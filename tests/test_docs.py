@@ -184,6 +184,22 @@ def test_gpu_table():
     assert f"{results['date']}, medians; `make gpu" in text
 
 
+def test_context_parallel_table():
+    """Each gain of the README is the default merge's in the results file, which is of a run that passed."""
+    results = json.loads((ROOT / "docs" / "results" / "h200-x4.json").read_text(encoding="utf-8"))["between_gpus"]
+    assert results["ok"] and results["tests"]["passed"] >= 28 and not results["tests"]["failed"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for requests, length in ((32, 131072), (64, 16384), (128, 4096), (1, 131072)):
+        dims = {"B": requests, "S": length, "N": 128}
+        two, four = (
+            next(row["speedup"]["a2a"] for row in results[gpus]["rows"] if dims.items() <= row.items())
+            for gpus in ("2 GPUs", "4 GPUs")
+        )
+        times = " times as fast" if requests == 32 else ""
+        line = f"| {requests} request{'s' * (requests > 1)} of {length} tokens | {two:.2f}{times} | {four:.2f} |"
+        assert line in text.splitlines(), line
+
+
 def test_results_table():
     """Each row of the README's table is what the results file says, to the digits shown."""
     results = json.loads((ROOT / "docs" / "results" / "cpu-2-cores.json").read_text(encoding="utf-8"))

@@ -67,7 +67,8 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
              plan.visible_lens, 2, 0.3, dtype, *cut, backend)
             for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False))
         ],
-        "mla_twins::pack_attn_state": [(rand(3, 4, 5), torch.randn(4, 3, dtype=lse), 2, backend)],
+        # 8 tokens of 2 heads: no padding between the parts of a message, which nobody writes
+        "mla_twins::pack_attn_state": [(rand(8, 4, 5), torch.randn(4, 8, dtype=lse), 2, backend)],
         "mla_twins::combine_attn_states": [
             (fast.context_parallel._pack_attn_state(rand(3, 4, 5), torch.randn(4, 3, dtype=lse), 2, backend), 3, 2, 5,
              dtype, backend)
@@ -100,11 +101,19 @@ def overload(name: str):
     return getattr(torch.ops.mla_twins, name.split("::")[1]).default
 
 
+def check_op(name: str, arguments: tuple) -> None:
+    """opcheck; parts of a decode that nobody needs are not written, so those of two runs cannot be compared."""
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if name != "mla_twins::mla_decode_parts":
+        utilities.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(overload(name), arguments, test_utils=utilities)
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name):
     """Schema (what is mutated, what aliases), fake implementation, dispatch under ahead-of-time tracing."""
     for arguments in samples(torch.float32)[name]:
-        torch.library.opcheck(overload(name), arguments)
+        check_op(name, arguments)
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
