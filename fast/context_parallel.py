@@ -18,7 +18,6 @@ from reference.interfaces import (
     DecodeSchedule,
     Group,
     PrefillMetadata,
-    SequenceShare,
     check,
     check_blocks,
     check_cache,
@@ -159,12 +158,7 @@ def reorg_kvcache(
 )
 def _reorg_kvcache(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out, backend):
     if gathered.device.type == "cpu":
-        share = SequenceShare(gathered.shape[0], 0, interleave)
-        check_rank_offsets(ContextParallelChunk(
-            starts=cu_seq_lens[:-1], cu_seq_lens=cu_seq_lens, num_tokens=out.shape[0], max_seq_len=0,
-            local_starts=cu_seq_lens[:-1], local_cu_seq_lens=local_cu_seq_lens, local_tokens=0,
-            padded_tokens=gathered.shape[1], share=share,
-        ))  # fmt: skip
+        check_rank_offsets(cu_seq_lens, local_cu_seq_lens, interleave, out.shape[0], gathered.shape[1])
     backends.kernel(backend, "reorg_kvcache")(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out)
 
 

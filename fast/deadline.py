@@ -36,7 +36,7 @@ def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int
         request_ids: what is being served.
     """
     waits = [] if context_parallel is None else [
-        group for group in (context_parallel.cp_group, context_parallel.tp_group) if group.fails_on_its_own is False
+        group for group in (context_parallel.cp_group, context_parallel.tp_group) if not group.fails_on_its_own
     ]  # fmt: skip
     if not waits:
         yield

@@ -186,7 +186,7 @@ class ServingLoop:
         block_size: tokens a block.
         max_num_seqs: most requests that run at once.
         token_budget: most tokens in one step; not below `max_num_seqs`, so that every running request can decode.
-        workspace_tokens: context tokens expanded at once; not below one block.
+        workspace_tokens: context tokens expanded at once; not below one `context_unit`, a block where one rank serves.
         decode_threshold: longest query that always takes the absorbed path.
         eos: token or tokens that end a request, or None.
         block_order: order in which blocks are first used; ascending where None.

@@ -130,9 +130,9 @@ def reorg_kvcache(
         ValueError: shapes, dtypes or devices that do not fit; offsets that are not those of the pieces.
     """
     check_reorg(gathered, chunk)
-    check_rank_offsets(chunk)
-    offsets = chunk.local_cu_seq_lens.tolist()
-    size, interleave = chunk.share.size, chunk.share.interleave
+    local, interleave = chunk.local_cu_seq_lens, chunk.share.interleave
+    check_rank_offsets(chunk.cu_seq_lens, local, interleave, chunk.num_tokens, chunk.padded_tokens)
+    offsets, size = local.tolist(), chunk.share.size
     rows = [gathered.new_empty(0, gathered.shape[2])]
     for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()):
         unread = [offsets[rank][request] for rank in range(size)]

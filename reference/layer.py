@@ -114,11 +114,8 @@ class MLAAttention(nn.Module):
         config = MLAConfig.from_hf(module.config)
         config = dataclasses.replace(config, latent_norm_eps=module.kv_a_layernorm.variance_epsilon)
         low_rank = config.q_lora_rank is not None
-        with_heads = {
-            "kv_b_proj": 0,
-            "o_proj": 1,
-            "q_b_proj" if low_rank else "q_proj": 0,
-        }  # and their heads' dimension
+        # which dimension of a weight has heads
+        with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
         projections = {name: getattr(module, name) for name in with_heads}
         if (context_parallel := options.get("context_parallel")) is not None:
             projections = {

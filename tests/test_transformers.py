@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fast.parity import compare
+from fast.serving import ServingLoop
 from reference.interfaces import CommonAttentionMetadata, MLAConfig, RopeConfig, UnsupportedConfiguration
 
 transformers = pytest.importorskip("transformers", reason="the integration runs transformers models")
@@ -742,3 +743,32 @@ def test_generate_with_a_static_cache_is_refused(ops):
     with warnings.catch_warnings(), pytest.raises(ValueError, match="past_key_values: expected a DynamicCache"):
         warnings.simplefilter("ignore")
         served("v3-yarn", ops).generate(torch.ones(1, 3, dtype=torch.long), cache_implementation="static", **GREEDY)
+
+
+def test_a_model_on_several_ranks(ops):
+    """A packed batch gets the tokens of one rank; a padded one is refused, and so are weights that were moved since."""
+
+    def program(ranks):
+        model = copy.deepcopy(STOCK["v3-yarn"])
+        use_mla(model, ops=ops, block_size=BLOCK, context_parallel=ranks)
+        config = ops.MLAConfig.from_hf(model.config)
+
+        def loop():
+            made = ServingLoop(model, config, ops, num_blocks=20, block_size=BLOCK, max_num_seqs=2, token_budget=8,
+                               workspace_tokens=48, context_parallel=ranks)  # fmt: skip
+            for prompt in ([5, 3, 9, 1, 7, 2, 8, 4, 6, 11, 13], [10, 12, 2]):
+                made.add(prompt, 6)
+            return made
+
+        tokens = [request.generated_ids for request in loop().run()]
+        if ranks is not None:
+            with pytest.raises(ValueError, match="^model: expected a packed batch with mla_metadata and mla_kv_caches"):
+                model(torch.tensor([[1, 2, 3]]))
+            model.double()
+            with pytest.raises(
+                ValueError, match=r"^model \(q_\w+\): expected the weights that use_mla took this rank's"
+            ):
+                loop().run()
+        return tokens
+
+    assert ops.simulate(3, 1, program) == [program(None)] * 3

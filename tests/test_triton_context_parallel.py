@@ -65,12 +65,12 @@ def test_reorg_of_offsets_outside(far):
 
 
 def rank_states(size, tokens, heads, value, dtype):
-    """A state a rank; rows without a key here, and one without any anywhere."""
+    """A state a rank; rows without a key here, whose outputs nobody may read, and one without any anywhere."""
     states = []
     for _ in range(size):
         empty = torch.rand(heads, tokens) < 0.3
         empty[0, 1] = True
-        out = torch.randn(tokens, heads, value).masked_fill(empty.T[..., None], 0).to(dtype)
+        out = torch.randn(tokens, heads, value).masked_fill(empty.T[..., None], torch.nan).to(dtype)
         states.append(AttentionState(out, (9 * torch.randn(heads, tokens)).masked_fill(empty, -torch.inf)))
     return states
 

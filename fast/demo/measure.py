@@ -106,12 +106,12 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
 
 
 def compile_ahead(job: Job, console: Console) -> None:
-    """Kernels for the model and for the parity table, so that no time below holds a compilation."""
+    """Kernels for the model and for the parity table, so that no time told holds a compilation."""
     console.print("compiling kernels ...")
     started = time.perf_counter()
     compiled = warmup(
         job.config, device=job.device, dtype=job.dtype, block_size=job.args.block_size,
-        decode_threshold=LONGEST_DECODE, backend=job.args.backend,
+        decode_threshold=LONGEST_DECODE, context_parallel=job.context_parallel, backend=job.args.backend,
     )  # fmt: skip
     console.print(f"compiled {len(compiled)} kernels in {time.perf_counter() - started:.0f} s")
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from reference.interfaces import ContextParallel, GroupError, check
 
 from .job import Job, one_line, prepare
-from .measure import rate, summary
+from .measure import compile_ahead, rate, summary
 from .report import write_json
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
@@ -109,6 +109,8 @@ def serve(job: Job) -> dict[str, Any]:
     from ..integrations.transformers import restore, use_mla
 
     cp, rows = job.context_parallel, {}
+    if "fast" in job.wings and job.device.type == "cuda":
+        compile_ahead(job, Console(quiet=cp.tp_group.rank > 0))
     for name, wing in job.wings.items():
         use_mla(job.model, ops=wing, **job.patch_options(name))
         reports: list[Any] = []

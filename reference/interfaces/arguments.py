@@ -355,15 +355,17 @@ def check_slots_of_share(common: CommonAttentionMetadata, share: SequenceShare) 
     check(got <= most, "common.slot_mapping", wanted, got)
 
 
-def check_rank_offsets(chunk: ContextParallelChunk) -> None:
+def check_rank_offsets(
+    cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, num_tokens: int, padded_tokens: int
+) -> None:
     """Check on the CPU that the offsets of all ranks are those of the pieces, dealt out among them."""
-    share, offsets = chunk.share, chunk.local_cu_seq_lens
-    check_offsets("chunk.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
-    dealt = get_dcp_local_seq_lens(chunk.cu_seq_lens.diff(), share.size, None, share.interleave).T
-    fits = bool((offsets[:, 0] == 0).all()) and torch.equal(offsets.diff(dim=1), dealt)
-    check(fits, "chunk.local_cu_seq_lens", "the prefix sums of each rank's tokens of the pieces", offsets.tolist())
-    check(int(offsets[:, -1].max()) <= chunk.padded_tokens, "chunk.padded_tokens",
-          f"at least {int(offsets[:, -1].max())}", chunk.padded_tokens)  # fmt: skip
+    check_offsets("chunk.cu_seq_lens", cu_seq_lens, num_tokens)
+    dealt = get_dcp_local_seq_lens(cu_seq_lens.diff(), local_cu_seq_lens.shape[0], None, interleave).T
+    fits = bool((local_cu_seq_lens[:, 0] == 0).all()) and torch.equal(local_cu_seq_lens.diff(dim=1), dealt)
+    check(fits, "chunk.local_cu_seq_lens", "the prefix sums of each rank's tokens of the pieces",
+          local_cu_seq_lens.tolist())  # fmt: skip
+    most = int(local_cu_seq_lens[:, -1].max())
+    check(most <= padded_tokens, "chunk.padded_tokens", f"at least {most}", padded_tokens)
 
 
 def check_invariant_merge(context_parallel: ContextParallel | None, batch_invariant: bool) -> None:

@@ -97,7 +97,7 @@ class Group(ABC):
         return x.clone() if self.size == 1 or x.numel() == 0 else self._all_to_all(x.contiguous())
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, the same bits on all of them; `x` itself where there is one rank."""
+        """Sum over ranks, the same bits on all of them; `x` may be overwritten, or be the result."""
         self._begin("all_reduce", 2 * (self.size - 1) * _bytes(x) // self.size)
         return x if self.size == 1 or x.numel() == 0 else self._all_reduce(x.contiguous())
 
@@ -207,9 +207,8 @@ class ProcessRanks(Group):
 
     def _reduce_scatter(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape[1:])
-        self._call(
-            "reduce_scatter", _either("reduce_scatter_single", "reduce_scatter_tensor"), out.view(-1), x.view(-1)
-        )
+        collective = _either("reduce_scatter_single", "reduce_scatter_tensor")
+        self._call("reduce_scatter", collective, out.view(-1), x.view(-1))
         return out
 
     def _all_to_all(self, x: Tensor) -> Tensor:
@@ -218,7 +217,6 @@ class ProcessRanks(Group):
         return out
 
     def _all_reduce(self, x: Tensor) -> Tensor:
-        x = x.clone()
         self._call("all_reduce", dist.all_reduce, x)
         return x
 

@@ -121,9 +121,7 @@ class AttentionAdapter:
             return
         for name in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj"):
             ours, theirs = getattr(self.attention, name), getattr(self.module, name, None)
-            same = (
-                ours is None or ours.weight.untyped_storage().data_ptr() == theirs.weight.untyped_storage().data_ptr()
-            )
+            same = ours is None or ours is theirs or same_storage(ours.weight, theirs.weight)
             check(same, f"model ({name})", "the weights that use_mla took this rank's share of", "others since")
 
 
