@@ -6,7 +6,9 @@ A kernel set that is asked for by name and cannot serve raises with every reason
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -34,6 +36,7 @@ class KernelRequest:
         head_dims: widths that matter to the op, as (name, size) pairs: Lkv, P, R, V.
         block_size: tokens a block, or None where the op has no cache.
         query_lens: what the op needs of query lengths.
+        cache_in_words: the cache is not empty, and its entries are whole 16-byte words, aligned as such.
     """
 
     op: str
@@ -42,6 +45,7 @@ class KernelRequest:
     head_dims: tuple[tuple[str, int], ...] = ()
     block_size: int | None = None
     query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
+    cache_in_words: bool = True
 
 
 class LazyKernels(Mapping):
@@ -88,6 +92,8 @@ class Backend:
         query_lens: the widest query-length support of its decode.
         kernels: op name to launcher.
         missing_package: a package it needs that is not installed.
+        capability_end: the first capability above the least that it does not serve.
+        needs_words: of the cache, as the copy engine does (`KernelRequest.cache_in_words`).
     """
 
     name: str
@@ -100,6 +106,8 @@ class Backend:
     block_sizes: tuple[int, ...] | None = None
     query_lens: QueryLenSupport = QueryLenSupport.VARLEN
     missing_package: str | None = None
+    capability_end: tuple[int, int] | None = None
+    needs_words: bool = False
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
         """Every reason why this kernel set cannot serve the request; empty where it can."""
@@ -110,11 +118,11 @@ class Backend:
             reasons.append(f"{self.name}: has no kernel for {request.op}")
         if request.device.type != self.device_type:
             reasons.append(f"{self.name}: serves device {self.device_type}, got {request.device.type}")
-        elif self.capability is not None and torch.cuda.get_device_capability(request.device) < self.capability:
-            reasons.append(
-                f"{self.name}: needs compute capability {self.capability}, "
-                f"got {torch.cuda.get_device_capability(request.device)}"
-            )
+        elif self.capability is not None:
+            found = torch.cuda.get_device_capability(request.device)
+            if found < self.capability or (self.capability_end is not None and found >= self.capability_end):
+                below = "" if self.capability_end is None else f" and below {self.capability_end}"
+                reasons.append(f"{self.name}: needs compute capability {self.capability}{below}, got {found}")
         if request.dtype is not None and request.dtype not in self.dtypes:
             reasons.append(f"{self.name}: serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
         for dim, size in request.head_dims:
@@ -123,9 +131,21 @@ class Backend:
                 reasons.append(f"{self.name}: serves {dim} in {allowed}, got {size}")
         if self.block_sizes is not None and request.block_size not in (None, *self.block_sizes):
             reasons.append(f"{self.name}: serves block sizes {self.block_sizes}, got {request.block_size}")
+        if self.needs_words and not request.cache_in_words:
+            reasons.append(f"{self.name}: needs a cache of whole, aligned 16-byte words, with at least one block")
         if _WIDTH_OF_SUPPORT[request.query_lens] > _WIDTH_OF_SUPPORT[self.query_lens]:
             reasons.append(f"{self.name}: serves query lengths {self.query_lens.value}, got {request.query_lens.value}")
         return reasons
+
+
+def _missing(package: str, least: str) -> str | None:
+    """What to install, or None where a package of at least that version is there; it is not imported."""
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return package
+    numbers = [[int(part) for part in re.findall(r"\d+", version)[:2]] for version in (found, least)]
+    return None if numbers[0] >= numbers[1] else f"{package} {least} or later (found {found})"
 
 
 BACKENDS: tuple[Backend, ...] = (
@@ -138,6 +158,19 @@ BACKENDS: tuple[Backend, ...] = (
         dtypes=(torch.float32, torch.bfloat16, torch.float16),
         kernels=LazyKernels("fast.kernels.triton", tuple(cpu.KERNELS)),
         missing_package=None if importlib.util.find_spec("triton") else "triton",
+    ),
+    Backend(
+        name="hopper",
+        priority=20,
+        device_type="cuda",
+        capability=(9, 0),
+        capability_end=(10, 0),
+        dtypes=(torch.bfloat16, torch.float16),
+        head_dims={"kv_lora_rank": (256, 512), "qk_rope_head_dim": (0, 32, 64)},
+        block_sizes=(16, 32, 64, 128),
+        kernels=LazyKernels("fast.kernels.hopper", tuple(cpu.KERNELS)),
+        needs_words=True,
+        missing_package=_missing("triton", "3.6"),
     ),
 )
 
@@ -194,6 +227,7 @@ def decode_request(
     qk_rope_head_dim: int,
     block_size: int,
     query_lens: QueryLenSupport,
+    cache_in_words: bool = True,
 ) -> KernelRequest:
     """What `mla_decode` needs of a kernel."""
     return KernelRequest(
@@ -203,7 +237,18 @@ def decode_request(
         head_dims=(("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim)),
         block_size=block_size,
         query_lens=query_lens,
+        cache_in_words=cache_in_words,
     )
+
+
+def cache_in_words(kv_cache: torch.Tensor) -> bool:
+    """Whether the copy engine can read a cache, as `KernelRequest` asks."""
+    size = kv_cache.element_size()
+    *outer, inner = kv_cache.stride()
+    words = all(stride > 0 and stride * size % 16 == 0 for stride in outer)
+    if not torch.compiler.is_compiling():  # a trace knows no offsets; the launcher refuses one that does not fit
+        words = words and kv_cache.storage_offset() * size % 16 == 0
+    return words and inner == 1 and kv_cache.numel() > 0
 
 
 def explain(

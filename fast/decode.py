@@ -110,8 +110,9 @@ def _arguments(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_d
     check_dtype("out_dtype", out_dtype or ql_nope.dtype)
     query_lens = backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len)
     request = backends.decode_request(
-        ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens
-    )
+        ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens,
+        backends.cache_in_words(kv_cache),
+    )  # fmt: skip
     chosen = backends.select(request, backend)
     return (
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,

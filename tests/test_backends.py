@@ -121,7 +121,7 @@ def test_query_lens_of(lens, wanted):
 
 
 def test_layer_refuses_an_unknown_backend():
-    with pytest.raises(ValueError, match="^backend: expected one of cpu, triton, got nosuch$"):
+    with pytest.raises(ValueError, match="^backend: expected one of cpu, triton, hopper, got nosuch$"):
         make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend="nosuch")
 
 

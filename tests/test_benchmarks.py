@@ -67,7 +67,7 @@ def test_bytes_counts():
 
 
 def test_rows_are_the_published_ones():
-    assert len(set(decode.ROWS)) == 21 and len(set(prefill.ROWS)) == 6 and len(set(moves.ROWS)) == 7
+    assert len(set(decode.ROWS)) == 23 and len(set(prefill.ROWS)) == 6 and len(set(moves.ROWS)) == 7
     assert {row.N for row in decode.ROWS} == {128, 64, 32, 16}
     assert decode.Row(1, 131072, 1, 16) in decode.ROWS and decode.Row(128, 4096, 2, 16) in decode.ROWS
 
@@ -323,7 +323,7 @@ def test_errors(name, argv, message, no_gpu, capsys):
         ("decode", "1,2,3", "expected B,S,Sq,N,lens, such as 1,8192,1,128,equal, got 1,2,3"),
         ("decode", "1,2,3,4,equal", "Sq at most S"),
         ("decode", "1,2,x,4,equal", "invalid literal"),
-        ("decode", "1,8,1,4,sorted", "equal or mixed"),
+        ("decode", "1,8,1,4,sorted", "one of equal, mixed, ragged"),
         ("prefill", "1,4,4,1,maybe", "causal or full"),
         ("bytes", "gather,100", "a multiple of 1024 tokens"),
         ("bytes", "swap,1024", "one of gather, cache_write"),

@@ -152,7 +152,7 @@ TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int32: "i32",
     torch.int64: "i64",
 }  # fmt: skip
-ROOMS = ("attention", "cache", "decode", "merge", "rope", "schedule", "scheduled_decode")
+ROOMS = ("attention", "cache", "decode", "decode_merge", "merge", "rope", "schedule", "scheduled_decode")
 KERNELS = {
     "_copy_blocks_kernel", "_decode_kernel", "_flash_attn_varlen_kernel", "_gather_kernel", "_merge_kernel",
     "_merge_scheduled_kernel", "_merge_splits_kernel", "_plan_decode_kernel", "_rope_kernel", "_rope_norm_cache_kernel",

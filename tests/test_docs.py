@@ -146,15 +146,15 @@ def decode_dims(B: int, S: int, N: int, lens: str = "equal") -> dict:
     return {"B": B, "S": S, "Sq": 1, "N": N, "lens": lens}
 
 
-PLAIN, SCHEDULED = "fast", "fast, scheduled"
+PLAIN, PLANNED = "fast", "fast, planned"
 GPU_ROWS = {
     "decode, 128 requests of 4096 tokens, 128 heads": ("decode", PLAIN, decode_dims(128, 4096, 128)),
     "decode, 128 requests of 4096 tokens, 16 heads": ("decode", PLAIN, decode_dims(128, 4096, 16)),
     "decode, 1 request of 131072 tokens, 16 heads": ("decode", PLAIN, decode_dims(1, 131072, 16)),
-    "decode, 128 requests of 1024 to 16384 tokens, 128 heads, scheduled":
-        ("decode", SCHEDULED, decode_dims(128, 16384, 128, "mixed")),
-    "decode, 128 requests of 1024 to 16384 tokens, 16 heads, scheduled":
-        ("decode", SCHEDULED, decode_dims(128, 16384, 16, "mixed")),
+    "decode, 128 requests of 1024 to 16384 tokens, 128 heads, planned":
+        ("decode", PLANNED, decode_dims(128, 16384, 128, "mixed")),
+    "decode, 128 requests of 1024 to 16384 tokens, 16 heads, planned":
+        ("decode", PLANNED, decode_dims(128, 16384, 16, "mixed")),
     "prefill, 16384 tokens, 128 heads":
         ("prefill", PLAIN, {"B": 1, "Sq": 16384, "Skv": 16384, "N": 128, "mask": "causal"}),
 }  # fmt: skip

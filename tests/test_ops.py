@@ -13,7 +13,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fast
-from fast.backends import KernelRequest, select
+from fast.backends import decode_request, select
+from reference.interfaces import QueryLenSupport
 
 from .factories import DIRECT, integers, make_batch, make_cache, make_entries, offsets
 
@@ -21,8 +22,28 @@ OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.star
 
 
 def backend_here(dtype: torch.dtype) -> str:
-    """The kernel set that serves the device under test."""
-    return select(KernelRequest("merge_attn_states", torch.get_default_device(), dtype)).name
+    """The kernel set that serves entries of any width on the device under test."""
+    return decode_backend(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim)
+
+
+def decode_backend(dtype: torch.dtype, latent: int, rope: int) -> str:
+    """The kernel set that decodes entries of a width there."""
+    device = torch.get_default_device()
+    return select(decode_request(device, dtype, latent, rope, 16, QueryLenSupport.VARLEN)).name
+
+
+def decode_samples(dtype: torch.dtype, latent: int, rope: int, heads: int) -> list[tuple]:
+    """Arguments of `mla_decode`, with a schedule and without."""
+    batch = make_batch([1, 2, 0], [20, 33, 0])
+    cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype).nan_to_num(0)
+    plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
+    schedule = fast.plan_decode(plan.seq_lens, 4, heads)
+    ql, q_pe = (torch.randn(3, heads, width).to(dtype) for width in (latent, rope))
+    return [
+        (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, 0.3, dtype,
+         *cut, decode_backend(dtype, latent, rope))
+        for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False))
+    ]  # fmt: skip
 
 
 def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
@@ -31,7 +52,9 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     entries = make_entries(batch, DIRECT.head_size, dtype)
     cache = make_cache(batch, entries, DIRECT.head_size, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
-    schedule = fast.plan_decode(plan.seq_lens, 4, 3)
+    decodes = decode_samples(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim, 3)
+    if decode_backend(dtype, 256, 32) != backend_here(dtype):  # a set of kernels for such entries alone: both of them
+        decodes += decode_samples(dtype, 256, 32, 3) + decode_samples(dtype, 256, 32, 40)
     table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
 
     def rand(*shape):
@@ -62,11 +85,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         "mla_twins::merge_attn_states": [
             (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse), backend)
         ],
-        "mla_twins::mla_decode": [
-            (rand(3, 3, 24), rand(3, 3, 8), cache, plan.block_table, plan.seq_lens, plan.query_start_loc,
-             plan.visible_lens, 2, 0.3, dtype, *cut, backend)
-            for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False))
-        ],
+        "mla_twins::mla_decode": decodes,
         # 8 tokens of 2 heads: no padding between the parts of a message, which nobody writes
         "mla_twins::pack_attn_state": [(rand(8, 4, 5), torch.randn(4, 8, dtype=lse), 2, backend)],
         "mla_twins::combine_attn_states": [
@@ -78,11 +97,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
             (rand(2, 20, 32), offsets([20, 0, 17]), torch.tensor([[0, 10, 10, 19], [0, 10, 10, 18]]).int(), 2,
              rand(37, 32), backend)
         ],
-        "mla_twins::mla_decode_parts": [
-            (rand(3, 3, 24), rand(3, 3, 8), cache, plan.block_table, plan.seq_lens, plan.query_start_loc,
-             plan.visible_lens, 2, 0.3, dtype, *cut, backend)
-            for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False))
-        ],
+        "mla_twins::mla_decode_parts": decodes,
         "mla_twins::merge_decode_parts": [
             (rand(3, 3, 24), torch.randn(3, 3, dtype=lse), torch.randn(2 * 3 * 3 * 24, dtype=lse),
              torch.randn(2 * 2 * 3 * 3, dtype=lse).abs(), plan.query_start_loc, 2, None, None, False, backend)

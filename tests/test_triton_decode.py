@@ -7,25 +7,16 @@ ones.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-import reference
-from fast.parity import compare_states
 from reference.interfaces import AttentionState, DecodeMetadata
 
-from .factories import (
-    GARBAGE,
-    HEADS,
-    assert_same_bits,
-    far_heads,
-    integers,
-    make_batch,
-    make_cache,
-    make_entries,
-    offsets,
-)
+from . import decode_inputs
+from .decode_inputs import SCALE, on_device, schedule_of, verdict
+from .factories import GARBAGE, HEADS, assert_same_bits, far_heads, integers, offsets
 from .triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
 
 if ON_GPU or INTERPRETED:
@@ -37,7 +28,6 @@ WIDTHS = {"V3": (512, 64), "256+32": (256, 32), "no rope": (512, 0), "odd": (40,
     "64+16": (64, 16), "32+32": (32, 32), "no rope": (32, 0), "odd": (24, 8), **NARROW
 }  # fmt: skip
 WIDTH = next(iter(WIDTHS.values()))  # Lkv, R
-SCALE = 0.13
 LENS = {  # query lengths and lengths; 0 with a query is a padding row
     "one each": ([1, 1, 1], [1, 130, 67]),
     "page edges": ([1, 1, 1, 1], [63, 64, 65, 128]),
@@ -54,43 +44,10 @@ def test_in_the_interpreter():
 
 
 def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=WIDTH, block_size=64):
-    """Queries, cache and plan on the CPU: unowned bytes NaN, block-table tails GARBAGE."""
-    latent, rope = widths
-    batch = make_batch(query_lens, seq_lens, block_size)
-    cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype)
-    plan = reference.build_mla_metadata(batch.common, block_size, 4096, max([1, *query_lens])).decode
-    ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in widths)
-    return ql / latent**0.5, q_pe, cache, plan
+    return decode_inputs.make_inputs(query_lens, seq_lens, heads, dtype, widths, block_size)
 
 
-def on_device(plan: DecodeMetadata) -> DecodeMetadata:
-    tensors = {name: value.to(DEVICE) for name, value in vars(plan).items() if isinstance(value, torch.Tensor)}
-    return replace(plan, **tensors)
-
-
-def launch(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> AttentionState:
-    """The kernel on the device; the state comes back to the CPU."""
-    p = on_device(plan)
-    cut = (None, None, False)
-    if schedule is not None:
-        cut = (schedule.tile_ranges.to(DEVICE), schedule.split_offsets.to(DEVICE), schedule.batch_invariant)
-    out, lse = decode.mla_decode(
-        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
-        p.max_query_len, scale, out_dtype or ql.dtype, *cut,
-    )  # fmt: skip
-    assert out.is_contiguous() and lse.is_contiguous()
-    return AttentionState(out.cpu(), lse.cpu())
-
-
-def verdict(value, ql, q_pe, cache, plan):
-    """Within the budget that the reference in the same dtype sets; empty rows are exactly 0 and -inf."""
-    gold = reference.mla_decode(ql.double(), q_pe.double(), cache.double(), plan, SCALE)
-    low = reference.mla_decode(ql, q_pe, cache, plan, SCALE)
-    assert value.out.dtype == low.out.dtype and value.lse.dtype == low.lse.dtype
-    for parity in compare_states("mla_decode", value, low, gold):
-        assert parity.passed, parity
-    unseen = plan.visible_lens == 0
-    assert value.out[unseen].eq(0).all() and value.lse[:, unseen].eq(-torch.inf).all()
+launch = partial(decode_inputs.launch, decode) if ON_GPU or INTERPRETED else None
 
 
 def check_parity(*args, **options):
@@ -143,10 +100,6 @@ def test_splits(splits, monkeypatch):
     monkeypatch.setattr(decode, "_num_splits", lambda *bounds: splits)
     for heads in (4, 40):
         check_parity([1, 0, 2, 1], [90, 9, 67, 0], heads, DTYPES[-1])
-
-
-def schedule_of(plan, heads, programs, batch_invariant=False, overhead=5):
-    return reference.plan_decode(plan.seq_lens, programs, heads, overhead, batch_invariant)
 
 
 @runs

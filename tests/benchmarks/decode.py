@@ -4,8 +4,9 @@
     python -m tests.benchmarks.decode --peers .peers --rows 128,4096,1,128,equal 128,4096,1,16,mixed --json decode.json
 
 Split and combine are both inside the time. FLOPs are 2 Sq N S (576 + 512) a request, bytes are the cache, q and out.
-"fast, scheduled" is fast with a schedule of `plan_decode`, which a step plans once for all its layers; it is not in the
-time, as FlashMLA's is not.
+"fast" cuts every request into equally many parts. "fast, planned" plans a schedule and follows it, both inside the
+time, though a step plans once for all its layers; "fast, invariant" plans one that cuts requests by their own length
+alone. FlashMLA's schedule is not in its time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ BLOCK_SIZE = 64
 SCALE = 192**-0.5
 DTYPE = torch.bfloat16
 CHECKED_HEADS = CHECKED_REQUESTS = 3
-SCHEDULED = f"{OURS}, scheduled"
+PLANNED = f"{OURS}, planned"
+INVARIANT = f"{OURS}, invariant"
+LENS = ("equal", "mixed", "ragged")
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Row:
         S: keys of each, new tokens included.
         Sq: new tokens of each.
         N: heads.
-        lens: "equal", or "mixed" where S is the longest and the others go down to a sixteenth of it.
+        lens: "equal"; "mixed": S is the longest and the others go evenly down to a sixteenth of it; "ragged": drawn
+            from S / 128 to S, log-uniform.
     """
 
     B: int
@@ -64,8 +68,8 @@ class Row:
         """
         *sizes, lens = texts
         batch, keys, queries, heads = (int(text) for text in sizes)
-        if min(batch, keys, queries, heads) < 1 or queries > keys or lens not in ("equal", "mixed"):
-            raise ValueError("sizes from 1, Sq at most S, and equal or mixed")
+        if min(batch, keys, queries, heads) < 1 or queries > keys or lens not in LENS:
+            raise ValueError(f"sizes from 1, Sq at most S, and one of {', '.join(LENS)}")
         return cls(batch, keys, queries, heads, lens)
 
     @property
@@ -73,6 +77,9 @@ class Row:
         """Of each request; mixed ones evenly between on a logarithmic scale, in an order drawn once."""
         if self.lens == "equal" or self.B == 1:
             return [self.S] * self.B
+        if self.lens == "ragged":
+            draw = random.Random(0)
+            return [max(self.Sq, round(self.S * 128 ** (draw.random() - 1))) for _ in range(self.B)]
         lens = [max(self.Sq, round(self.S * 16 ** -(place / (self.B - 1)))) for place in range(self.B)]
         return random.Random(0).sample(lens, self.B)
 
@@ -94,7 +101,7 @@ ROWS = tuple(
         (256, 1024, 1, 128), (1, 131072, 1, 128), (128, 4096, 2, 128),
         (128, 4096, 1, 64), (64, 16384, 1, 64), (128, 4096, 1, 32), (128, 16384, 1, 32),
         (1, 8192, 1, 16), (16, 4096, 1, 16), (128, 4096, 1, 16), (128, 16384, 1, 16), (1, 131072, 1, 16),
-        (128, 4096, 2, 16),
+        (128, 4096, 2, 16), (96, 32768, 1, 128, "ragged"), (96, 32768, 1, 16, "ragged"),
         (128, 16384, 1, 128, "mixed"), (128, 16384, 1, 16, "mixed"), (16, 65536, 1, 128, "mixed"),
     )
 )  # fmt: skip
@@ -217,16 +224,22 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     programs = fast.decode_programs(
         config, device=device, dtype=DTYPE, block_size=BLOCK_SIZE, query_len=row.Sq, backend=backend
     )
-    schedule = fast.plan_decode(inputs.metadata[0].seq_lens, programs, row.N, backend=backend)
-    scheduled = [
-        lambda m=m: fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, m, SCALE, schedule, backend=backend)
-        for m in inputs.metadata
-    ]
+
+    def planned(metadata: DecodeMetadata, batch_invariant: bool) -> AttentionState:
+        schedule = fast.plan_decode(
+            metadata.seq_lens, programs, row.N, batch_invariant=batch_invariant, backend=backend
+        )
+        return fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, metadata, SCALE, schedule, backend=backend)
+
+    cut_by = {
+        who: Contender([partial(planned, m, invariant) for m in inputs.metadata])
+        for who, invariant in ((PLANNED, False), (INVARIANT, True))
+    }
     others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)
     return Case(
         row.flops,
         row.bytes,
-        {OURS: Contender(ours), SCHEDULED: Contender(scheduled), **others},
+        {OURS: Contender(ours), **cut_by, **others},
         lambda value: check(row, inputs, value),
         absent,
     )

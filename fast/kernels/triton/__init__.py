@@ -4,7 +4,8 @@ from .. import compile_log
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, swap_blocks
 from .context_parallel import combine_attn_states, pack_attn_state, reorg_kvcache, share_attn_out
-from .decode import decode_programs, merge_decode_parts, mla_decode, mla_decode_parts
+from .decode import decode_programs, mla_decode, mla_decode_parts
+from .decode_merge import merge_decode_parts
 from .merge import merge_attn_states
 from .rope import apply_rope, rope_norm_and_cache
 from .schedule import plan_decode

@@ -1,6 +1,6 @@
 """Absorbed decode over the pages themselves: keys split among programs (flash-decoding), then one merge of the parts.
 
-Every request is cut into equally many parts here; `scheduled_decode` cuts as a schedule says.
+Every request is cut into equally many parts here; `scheduled_decode` cuts as a schedule says. `decode_merge` merges.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reference.interfaces import UnsupportedConfiguration, check
 
+from .decode_merge import merge_parts, rows_of_a_request
 from .decode_tiles import LN_2, attend_tiles, load_queries
 from .device import device_facts
-from .scheduled_decode import launch_scheduled, merge_scheduled
+from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_COST = 256  # what a program costs besides its keys, in keys: its start, its queries, its results
@@ -27,8 +28,6 @@ ROWS_MERGED_PER_KEY = 64  # rows of splits that merge in the time that one key t
 FLOAT32_PIECE_COLUMNS = 16  # of a float32 product that are summed one after another
 TURN_COST = 0.35  # of a whole decode: what each further turn of programs adds in starts and parts to merge
 MOST_TURNS = 4
-MERGE_COLUMNS = 64
-MERGE_SPLITS = 32
 
 
 @triton.jit(
@@ -49,7 +48,7 @@ def _decode_kernel(
     """One split of one request for ROWS of its rows.
 
     Alone, out [T, N, Lkv] and lse [N, T]. As one of several, in float32, out [splits, T, N, Lkv] is the sum of values
-    by exp2(score - largest), not divided yet, and lse [2, splits, N, T] has `largest`, in base 2, and the sum of those
+    by exp2(score - largest), not divided yet, and lse [2, splits, T, N] has `largest`, in base 2, and the sum of those
     weights.
     """
     program = tl.program_id(0)
@@ -83,62 +82,20 @@ def _decode_kernel(
 
         columns = tl.arange(0, LATENT_PAD)
         split_row = split.to(tl.int64) * num_tokens * HEADS
-        lse_row = lse + split_row + head.to(tl.int64) * num_tokens + token
         if SPLIT:  # the parts of the sum themselves: a log-sum-exp would round, and the merge would raise that by exp
-            tl.store(lse_row, largest, mask=real)
-            tl.store(lse_row + num_splits.to(tl.int64) * num_tokens * HEADS, total, mask=real)
+            part_row = lse + split_row + token.to(tl.int64) * HEADS + head
+            tl.store(part_row, largest, mask=real)
+            tl.store(part_row + num_splits.to(tl.int64) * num_tokens * HEADS, total, mask=real)
         else:
             divisor = tl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0, largest -inf
             values = values / divisor[:, None]
-            tl.store(lse_row, (largest + tl.log2(divisor)) * LN_2, mask=real)
+            tl.store(lse + head.to(tl.int64) * num_tokens + token, (largest + tl.log2(divisor)) * LN_2, mask=real)
         offsets = (split_row + token.to(tl.int64) * HEADS + head) * LATENT
         tl.store(
             out + offsets[:, None] + columns[None, :],
             values.to(out.dtype.element_ty),
             mask=real[:, None] & (columns < LATENT)[None, :],
         )
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
-@no_type_check
-def _merge_splits_kernel(
-    split_out, split_lse, out, lse, num_tokens, num_splits,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
-    OUT: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """Merge the splits of one row for COLUMNS of its latent; OUT and LSE say which of both is written."""
-    row = tl.program_id(0).to(tl.int64)
-    token, head = row // HEADS, row % HEADS
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    num_rows = num_tokens.to(tl.int64) * HEADS
-    largest_row = split_lse + head * num_tokens + token
-    total_row = largest_row + num_splits * num_rows
-    largest = tl.full([SPLITS], float("-inf"), tl.float32)
-    for first in range(0, num_splits, SPLITS):
-        splits = first + tl.arange(0, SPLITS)
-        part = tl.load(largest_row + splits * num_rows, mask=splits < num_splits, other=float("-inf"))
-        largest = tl.maximum(largest, part)
-    top = tl.max(largest, 0)
-    shift = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.zeros([SPLITS], tl.float32)
-    values = tl.zeros([SPLITS, COLUMNS], tl.float32)
-    for first in range(0, num_splits, SPLITS):
-        splits = first + tl.arange(0, SPLITS)
-        part = tl.load(largest_row + splits * num_rows, mask=splits < num_splits, other=float("-inf"))
-        weight = tl.load(total_row + splits * num_rows, mask=splits < num_splits, other=0.0)
-        share = tl.exp2(part - shift)
-        total += share * weight
-        if OUT:
-            where = split_out + (splits * num_rows + row)[:, None] * LATENT + columns[None, :]
-            used = (weight != 0)[:, None] & (columns < LATENT)[None, :]  # a split without keys is not read
-            values += share[:, None] * tl.load(where, mask=used, other=0.0)
-    divisor = tl.sum(total, 0)
-    divisor = tl.where(divisor == 0, 1.0, divisor)  # nothing seen at all: values 0, top -inf
-    if OUT:
-        merged = tl.sum(values, 0) / divisor
-        tl.store(out + row * LATENT + columns, merged.to(out.dtype.element_ty), mask=columns < LATENT)
-    if LSE and tl.program_id(1) == 0:
-        tl.store(lse + head * num_tokens + token, (top + tl.log2(divisor)) * LN_2)
 
 
 def mla_decode(
@@ -185,7 +142,7 @@ def mla_decode(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
         out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
-    _merge(*parts, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, out, lse)
+    merge_parts(*parts, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, out, lse)
     return out, lse
 
 
@@ -214,53 +171,8 @@ def mla_decode_parts(
         out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
     cut = (tile_ranges, split_offsets, batch_invariant)
-    _merge(*parts, query_start_loc, max_query_len, *cut, out, lse, write_out=False)
+    merge_parts(*parts, query_start_loc, max_query_len, *cut, out, lse, write_out=False)
     return out, lse, *parts
-
-
-def merge_decode_parts(
-    out: Tensor,
-    lse: Tensor,
-    part_out: Tensor,
-    part_lse: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    tile_ranges: Tensor | None,
-    split_offsets: Tensor | None,
-    batch_invariant: bool,
-) -> None:
-    """Merge what `mla_decode_parts` left, into its `out`."""
-    cut = (tile_ranges, split_offsets, batch_invariant)
-    _merge(part_out, part_lse, query_start_loc, max_query_len, *cut, out, lse, write_lse=False)
-
-
-def _merge(
-    part_out, part_lse, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, out, lse,
-    write_out=True, write_lse=True,
-) -> None:  # fmt: skip
-    """Merge the parts of a decode, where it has any."""
-    if part_out.numel() == 0:
-        return
-    tokens, heads, latent = out.shape
-    if tile_ranges is not None:
-        rows = _request_rows(tokens, heads, max_query_len)
-        merge_scheduled(
-            part_out.view(-1, rows, latent), part_lse.view(2, -1, rows), query_start_loc.contiguous(),
-            tile_ranges.contiguous(), split_offsets.contiguous(), batch_invariant, out, lse, write_out, write_lse,
-        )  # fmt: skip
-        return
-    column_tiles = triton.cdiv(latent, MERGE_COLUMNS) if write_out else 1
-    with torch.cuda.device_of(out):
-        _merge_splits_kernel[(tokens * heads, column_tiles)](
-            part_out, part_lse, out, lse, tokens, part_out.numel() // out.numel(),
-            HEADS=heads, LATENT=latent, COLUMNS=MERGE_COLUMNS, SPLITS=MERGE_SPLITS, OUT=write_out, LSE=write_lse,
-            num_warps=4,
-        )  # fmt: skip
-
-
-def _request_rows(tokens: int, heads: int, max_query_len: int) -> int:
-    """Most rows of a request, from bounds that the host knows."""
-    return max(1, min(max_query_len, tokens)) * heads
 
 
 def _attend(
@@ -280,7 +192,7 @@ def _attend(
     if tokens == 0 or requests == 0 or heads == 0:
         return out, lse, none, none.clone()
 
-    request_rows = _request_rows(tokens, heads, max_query_len)
+    request_rows = rows_of_a_request(tokens, heads, max_query_len)
     latent_pad = max(16, triton.next_power_of_2(latent))
     rope_pad = max(16, triton.next_power_of_2(rope))
     facts = device_facts(ql_nope.device)
@@ -310,7 +222,7 @@ def _attend(
     split_out, split_lse = out, lse
     if num_splits > 1:
         split_out = torch.empty(num_splits, tokens, heads, latent, dtype=torch.float32, device=ql_nope.device)
-        split_lse = torch.empty(2, num_splits, heads, tokens, dtype=torch.float32, device=ql_nope.device)
+        split_lse = torch.empty(2, num_splits, tokens, heads, dtype=torch.float32, device=ql_nope.device)
     with torch.cuda.device_of(ql_nope):
         _decode_kernel[(requests * num_splits * row_blocks,)](
             *inputs, split_out, split_lse, tokens, num_blocks, table_width, num_splits, row_blocks,

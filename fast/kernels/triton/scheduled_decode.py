@@ -1,7 +1,6 @@
 """Absorbed decode as a schedule cuts it: programs of equal work take tile after tile, request after request.
 
-A request that one program takes whole is finished there. The others leave parts in float32, and a second kernel merges
-them by their maxima and sums of weights, as `decode` does.
+A request that one program takes whole is finished there. The others leave parts in float32 for `decode_merge`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from torch import Tensor
 from reference.interfaces import DECODE_TILE, max_invariant_splits
 
 from .decode_tiles import LN_2, attend_tiles, load_queries
-
-MANY_PARTS = 8  # of a request, on average
-FEW_PROGRAMS = 1024  # one compilation serves schedules up to so many
 
 
 @triton.jit(
@@ -122,76 +118,6 @@ def _scheduled_decode_kernel(
             request += 1
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_programs", "request_rows", "num_slots", "request_slots", "row_tiles"])
-@no_type_check
-def _merge_scheduled_kernel(
-    tile_ranges, split_offsets, query_start_loc, part_out, part_lse, out, lse,
-    num_tokens, num_programs, request_rows, num_slots, request_slots, row_tiles,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """Merge the parts of a request, ROWS of its rows by COLUMNS; of one without keys, write the empty rows.
-
-    OUT and LSE say which of both is written: another kernel writes the rest.
-    """
-    column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
-    number = tl.program_id(0)
-    request = number // (row_tiles * column_tiles)
-    row_tile, column_tile = number // column_tiles % row_tiles, number % column_tiles
-    first_slot = 0
-    splits = tl.load(split_offsets + request + 1) - tl.load(split_offsets + request)
-    if splits != 1:
-        query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
-        query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
-        if MAX_SPLITS > 0:
-            first_slot = request * request_slots
-            splits = tl.minimum(splits, request_slots)
-        else:  # the first program that has some of it; the parts lie with that one and those that follow
-            program = tl.arange(0, PROGRAMS)
-            there = program < num_programs
-            first_request = tl.load(tile_ranges + program * 5, mask=there, other=1)
-            last_request = tl.load(tile_ranges + program * 5 + 1, mask=there, other=0)
-            has_some = (first_request <= last_request) & (last_request >= request)
-            first_slot = tl.min(tl.where(has_some, program, PROGRAMS), 0)
-            splits = tl.minimum(splits, num_programs)
-        row = row_tile * ROWS + tl.arange(0, ROWS)
-        real = (row < request_rows) & (row < (query_end - query_start) * HEADS)
-        columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-        largest = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        values = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for first in range(0, splits, SPLITS):
-            split = first + tl.arange(0, SPLITS)
-            if MAX_SPLITS > 0:
-                slot = first_slot + split
-            else:  # the beginning in the second slot of its program, every other part in the first of its own
-                slot = tl.where(split == 0, 2 * first_slot + 1, 2 * (first_slot + split))
-            used = (split < splits) & (slot >= 0) & (slot < num_slots)
-            part_row = slot.to(tl.int64)[:, None] * request_rows + row[None, :]  # [SPLITS, ROWS]
-            held = used[:, None] & real[None, :]
-            part = tl.load(part_lse + part_row, mask=held, other=float("-inf"))
-            weight = tl.load(part_lse + num_slots.to(tl.int64) * request_rows + part_row, mask=held, other=0.0)
-            new_largest = tl.maximum(largest, tl.max(part, 0))
-            shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-            decay, share = tl.exp2(largest - shift), tl.exp2(part - shift[None, :])
-            if OUT:  # a part without keys was written too, as zeros, so that nothing here waits for its weight
-                where = (part_row * LATENT)[:, :, None] + columns[None, None, :]
-                piece = tl.load(part_out + where, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0)
-                values = values * decay[:, None] + tl.sum(piece * share[:, :, None], 0)
-            total = total * decay + tl.sum(weight * share, 0)
-            largest = new_largest
-        divisor = tl.where(total == 0, 1.0, total)  # nothing seen at all: values 0, largest -inf
-        token, head = query_start + row // HEADS, row % HEADS
-        if OUT:
-            offsets = (token.to(tl.int64) * HEADS + head) * LATENT
-            merged = (values / divisor[:, None]).to(out.dtype.element_ty)
-            held = real[:, None] & (columns < LATENT)[None, :]
-            tl.store(out + offsets[:, None] + columns[None, :], merged, mask=held)
-        if LSE and column_tile == 0:
-            lse_row = lse + head.to(tl.int64) * num_tokens + token
-            tl.store(lse_row, (largest + tl.log2(divisor)) * LN_2, mask=real)
-
-
 def launch_scheduled(
     inputs: tuple,
     strides: tuple[int, ...],
@@ -242,50 +168,3 @@ def launch_scheduled(
             softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE, MAX_SPLITS=max_splits,
         )  # fmt: skip
     return part_out, part_lse
-
-
-def merge_scheduled(
-    part_out: Tensor,
-    part_lse: Tensor,
-    query_start_loc: Tensor,
-    tile_ranges: Tensor,
-    split_offsets: Tensor,
-    batch_invariant: bool,
-    out: Tensor,
-    lse: Tensor,
-    write_out: bool,
-    write_lse: bool,
-) -> None:
-    """Merge what `launch_scheduled` left in parts, into `out`, into `lse`, or into both.
-
-    Args:
-        part_out: [slots, rows, Lkv].
-        part_lse: [2, slots, rows].
-        query_start_loc: [B + 1].
-        tile_ranges: [programs, 5].
-        split_offsets: [B + 1].
-        batch_invariant: requests are cut by their own length.
-        out: [T, N, Lkv], contiguous.
-        lse: [N, T], contiguous.
-        write_out: whether.
-        write_lse: whether.
-    """
-    tokens, heads, latent = out.shape
-    slots, request_rows = part_out.shape[:2]
-    requests, programs = split_offsets.shape[0] - 1, tile_ranges.shape[0]
-    # few requests have many parts each and leave most of the device idle: then small tiles, many parts at a time, but
-    # not where the order of a sum may depend on nothing but the request
-    many = programs > MANY_PARTS * requests and not batch_invariant
-    rows, columns, splits = (1, 128, 32) if many else (4, 512, 4)
-    whole = triton.next_power_of_2(latent)
-    columns = min(columns, whole) if write_out else whole  # the lse takes one program, however wide the latent is
-    row_tiles = triton.cdiv(request_rows, rows)
-    with torch.cuda.device_of(out):
-        _merge_scheduled_kernel[(requests * row_tiles * triton.cdiv(latent, columns),)](
-            tile_ranges, split_offsets, query_start_loc, part_out, part_lse, out, lse,
-            tokens, programs, request_rows, slots, slots // requests if batch_invariant else 0, row_tiles,
-            HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=splits,
-            PROGRAMS=max(FEW_PROGRAMS, triton.next_power_of_2(programs)),
-            MAX_SPLITS=max_invariant_splits(heads) if batch_invariant else 0, OUT=write_out, LSE=write_lse,
-            num_warps=4,
-        )  # fmt: skip

@@ -1,0 +1,241 @@
+"""Absorbed decode on Hopper: which of the two kernels takes a call, and into how many parts requests are cut.
+
+Up to 32 rows (a row is one head of one query token) go to `few_heads`, more to `many_heads`, 64 at a time. Parts are
+merged as those of portable Triton are.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from reference.interfaces import DECODE_TILE, check, max_invariant_splits
+
+from ..triton.decode_merge import merge_parts, rows_of_a_request
+from ..triton.device import device_facts
+from .few_heads import _few_heads_kernel
+from .many_heads import _many_heads_kernel
+
+DTYPES = (torch.bfloat16, torch.float16)
+OUT_DTYPES = (*DTYPES, torch.float32)
+FEW_ROWS = (16, 32)  # of one request, that `few_heads` takes
+MANY_ROWS = 64
+LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
+# nanoseconds on an H200, for the choice of splits: a tile of keys in one program, the least tiles that show in its
+# time, a program besides; a tile's bytes over the bandwidth of the whole device; a merge, and a row of it
+COSTS_NS = {"few": (1000, 1, 5000), "many": (2000, 4, 6500)}
+MEMORY_TILE_NS = 17
+MERGE_NS, MERGED_ROW_NS = 3000, 1.5
+
+
+def mla_decode(
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    visible_lens: Tensor,
+    max_query_len: int,
+    softmax_scale: float,
+    out_dtype: torch.dtype,
+    tile_ranges: Tensor | None,
+    split_offsets: Tensor | None,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention of a few query tokens a request over its cached latents.
+
+    Args:
+        ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv 256 or 512.
+        q_pe: [T, N, R]; R 0, 32 or 64.
+        kv_cache: [num_blocks, block_size, Lkv + R], rows of 16-byte words; block size 16, 32, 64 or 128.
+        block_table: [B, W]; tokens of a block outside the cache are masked.
+        seq_lens: [B], clamped to [0, W * block_size].
+        query_start_loc: [B + 1].
+        visible_lens: [T].
+        max_query_len: bounds the rows of a request.
+        softmax_scale: multiplies the scores.
+        out_dtype: of out.
+        tile_ranges: [programs, 5] of a schedule, or None: every request is then cut into equally many parts, as many as
+            suit the width of the block table.
+        split_offsets: [B + 1] of that schedule.
+        batch_invariant: it cuts requests by their own length.
+
+    Returns:
+        out [T, N, Lkv] and lse [N, T].
+
+    Raises:
+        ValueError: another dtype; a cache that does not begin at a 16-byte word.
+    """
+    out, lse, *parts = _attend(
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
+        out_dtype, tile_ranges, split_offsets, batch_invariant,
+    )  # fmt: skip
+    merge_parts(*parts, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, out, lse)
+    return out, lse
+
+
+def mla_decode_parts(
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    visible_lens: Tensor,
+    max_query_len: int,
+    softmax_scale: float,
+    out_dtype: torch.dtype,
+    tile_ranges: Tensor | None,
+    split_offsets: Tensor | None,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `mla_decode`, but `out` is whole only after `merge_decode_parts`; `lse` is already.
+
+    Returns:
+        out [T, N, Lkv], lse [N, T], and the parts of both that are still to be merged, flat; empty where none are.
+    """
+    out, lse, *parts = _attend(
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
+        out_dtype, tile_ranges, split_offsets, batch_invariant,
+    )  # fmt: skip
+    cut = (tile_ranges, split_offsets, batch_invariant)
+    merge_parts(*parts, query_start_loc, max_query_len, *cut, out, lse, write_out=False)
+    return out, lse, *parts
+
+
+def _attend(
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
+    out_dtype, tile_ranges, split_offsets, batch_invariant,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attend, into out and lse or into parts of them: out, lse, part_out, part_lse (empty where there are none)."""
+    check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
+    check(out_dtype in OUT_DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
+    check(kv_cache.data_ptr() % 16 == 0, "kv_cache", "aligned to 16 bytes", f"address {kv_cache.data_ptr():#x}")
+    tokens, heads, latent = ql_nope.shape
+    rope = q_pe.shape[2]
+    num_blocks, block_size, _ = kv_cache.shape
+    requests, table_width = block_table.shape
+    device = ql_nope.device
+    out = torch.empty(tokens, heads, latent, dtype=out_dtype, device=device)
+    lse = torch.empty(heads, tokens, dtype=torch.float32, device=device)
+    none = torch.empty(0, dtype=torch.float32, device=device)
+    if tokens == 0 or requests == 0 or heads == 0:
+        return out, lse, none, none.clone()
+    if softmax_scale < 0:  # the kernels take the largest score before they scale
+        ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
+    if ql_nope.stride(2) != 1:
+        ql_nope = ql_nope.contiguous()
+    if rope and q_pe.stride(2) != 1:
+        q_pe = q_pe.contiguous()
+
+    request_rows = rows_of_a_request(tokens, heads, max_query_len)
+    # a neighbour's query length must not change how a request's rows are computed
+    program_rows = rows_of_a_program(heads if batch_invariant else request_rows)
+    row_blocks = triton.cdiv(request_rows, program_rows)
+    processors = device_facts(device).processors
+    part_out, part_lse = none, none.clone()
+    programs, num_splits, num_slots, max_splits, request_slots = 0, 1, 0, 0, 0
+    if tile_ranges is not None:
+        tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
+        programs = tile_ranges.shape[0] * row_blocks
+        num_slots = 2 * tile_ranges.shape[0]
+        if batch_invariant:
+            max_splits = max_invariant_splits(heads)
+            widest = triton.cdiv(table_width * block_size, DECODE_TILE)
+            request_slots = max(1, min(max_splits, triton.cdiv(widest, 16)))
+            num_slots = requests * request_slots
+        part_out = torch.empty(num_slots * request_rows * latent, dtype=torch.float32, device=device)
+        part_lse = torch.empty(2 * num_slots * request_rows, dtype=torch.float32, device=device)
+    else:
+        keys = table_width * block_size
+        num_splits = _num_splits(requests * row_blocks, tokens * heads, keys, program_rows, processors)
+        programs = min(processors, requests * num_splits * row_blocks)
+        num_slots = num_splits
+        if num_splits > 1:
+            part_out = torch.empty(num_splits * tokens * heads * latent, dtype=torch.float32, device=device)
+            part_lse = torch.empty(2 * num_splits * tokens * heads, dtype=torch.float32, device=device)
+
+    few = program_rows < MANY_ROWS
+    latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope)
+    arguments = (
+        ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
+        visible_lens.contiguous(), seq_lens if tile_ranges is None else tile_ranges,
+        seq_lens if split_offsets is None else split_offsets, out, lse, part_out, part_lse,
+        tokens, num_blocks, requests, table_width, num_splits, row_blocks, request_rows, request_slots, num_slots,
+        max(softmax_scale, LEAST_SCALE) / math.log(2),
+        *ql_nope.stride()[:2], *q_pe.stride()[:2], *block_table.stride(),
+    )  # fmt: skip
+    constants = {
+        "HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size, "MAX_SPLITS": max_splits,
+        "SCHEDULED": tile_ranges is not None, "SPLIT": num_splits > 1,
+    }  # fmt: skip
+    with torch.cuda.device_of(ql_nope):
+        if few:
+            _few_heads_kernel[(programs,)](*arguments, ROWS=program_rows, **constants, num_warps=4)
+        else:
+            _many_heads_kernel[(programs,)](*arguments, **constants, num_warps=4)
+    return out, lse, part_out, part_lse
+
+
+def rows_of_a_program(rows: int) -> int:
+    """Of a request's rows, how many a program computes at a time."""
+    return next((few for few in FEW_ROWS if rows <= few), MANY_ROWS)
+
+
+def decode_programs(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_size: int,
+    query_len: int,
+) -> int:
+    """How many programs of a schedule fill a device: one a multiprocessor, counting one for each block of rows."""
+    rows = num_heads * query_len
+    return max(1, device_facts(device).processors // triton.cdiv(rows, rows_of_a_program(rows)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _num_splits(pieces: int, rows: int, keys: int, program_rows: int, processors: int) -> int:
+    """Into how many parts to cut each request's keys, from bounds that the host knows; the least that costs least.
+
+    Args:
+        pieces: of one split: requests by blocks of rows.
+        rows: of all requests.
+        keys: of the longest request.
+        program_rows: rows that a program computes at a time.
+        processors: of the device.
+    """
+    tiles = max(1, triton.cdiv(keys, DECODE_TILE))
+    many = program_rows == MANY_ROWS
+    tile_ns, least, piece_ns = COSTS_NS["many" if many else "few"]
+    step = 2 if many else 1  # tiles are taken in pairs
+
+    def cost(splits: int) -> float:
+        turns = triton.cdiv(pieces * splits, processors)
+        split_tiles = max(least, step * triton.cdiv(tiles, step * splits))
+        memory_ns = 0 if many else MEMORY_TILE_NS * min(pieces * splits, processors)
+        merge_ns = MERGE_NS + MERGED_ROW_NS * splits * rows if splits > 1 else 0
+        return turns * (piece_ns + split_tiles * max(tile_ns, memory_ns)) + merge_ns
+
+    return min(range(1, max(1, min(triton.cdiv(tiles, step), 2 * processors)) + 1), key=cost)
+
+
+def _page_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """How the copy engine takes boxes out of the pages: of the latents, and of the rope parts."""
+    shape, strides = list(kv_cache.shape), list(kv_cache.stride())
+    keys = min(kv_cache.shape[1], DECODE_TILE)
+    columns = latent // 2 if keys == DECODE_TILE else 64  # of pages that are no whole tile, one swizzled column
+    latent_pages = TensorDescriptor(kv_cache, shape, strides, [1, keys, columns], gl.NVMMASharedLayout(128, 16, rank=3))
+    if rope == 0:
+        return latent_pages, latent_pages
+    layout = gl.NVMMASharedLayout(2 * rope, 16, rank=3)
+    return latent_pages, TensorDescriptor(kv_cache, shape, strides, [1, keys, rope], layout)

@@ -1,0 +1,349 @@
+"""Decode of at most 32 rows a request: the products are transposed, so that keys and latents fill the matrix unit.
+
+Scores are keys x rows, outputs latents x rows: 64 rows that mostly idle would cost as much as 64 that work. One warp
+group computes, one warp fetches tiles; the reads of the cache are the limit.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from .gluon_versions import partition_barrier
+from .pieces import LEAST, LN_2, TILE, ceil_div, first_piece, load_columns, next_piece, page_of, pages_held, piece_at
+
+STAGES = gl.constexpr(2)
+
+
+@gluon.jit
+@no_type_check
+def _rows(where, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows of a request [ROWS], their tokens and heads, and which are real."""
+    query_start, query_end, row_block, request_rows, _, num_heads = where
+    row = row_block * ROWS + gl.arange(0, ROWS, LAYOUT)
+    token = query_start + row // num_heads
+    return row, token, row % num_heads, (token < query_end) & (row < request_rows)
+
+
+@gluon.jit
+@no_type_check
+def _load_queries(
+    source, where, token_stride, head_stride, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The rows' queries; rows that are nobody's are zeros."""
+    _, token, head, real = _rows(where, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    offsets = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
+    return gl.load(source + offsets[:, None] + columns[None, :], mask=real[:, None], other=0.0)
+
+
+@gluon.jit
+@no_type_check
+def _write_whole(
+    state, where, scale_log2, out, lse, q_latent, ROWS: gl.constexpr, LATENT: gl.constexpr,
+    TRANSPOSED: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Outputs of rows that one program saw whole."""
+    largest, total, values = state
+    num_tokens, num_heads = where[4], where[5]
+    _, token, head, real = _rows(where, ROWS, gl.SliceLayout(0, TRANSPOSED))
+    divisor = gl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0
+    values = values * (1.0 / divisor)[None, :]
+    log = gl.where(total == 0, float("-inf"), largest * scale_log2 + gl.log2(divisor))
+    gl.store(lse + head.to(gl.int64) * num_tokens + token, log * LN_2, mask=real)
+    if out.dtype.element_ty == q_latent.dtype:
+        # by way of the queries' memory, which nobody multiplies by any more, so that whole lines are written
+        staged = q_latent.index(0)
+        staged.permute([1, 0]).store(values.to(q_latent.dtype))
+        _, token, head, real = _rows(where, ROWS, gl.SliceLayout(1, WIDE))
+        columns = gl.arange(0, LATENT, gl.SliceLayout(0, WIDE))
+        offsets = (token.to(gl.int64) * num_heads + head) * LATENT
+        gl.store(out + offsets[:, None] + columns[None, :], staged.load(WIDE), mask=real[:, None])
+    else:
+        columns = gl.arange(0, LATENT, gl.SliceLayout(1, TRANSPOSED))
+        offsets = (token.to(gl.int64) * num_heads + head) * LATENT
+        gl.store(out + offsets[None, :] + columns[:, None], values.to(out.dtype.element_ty), mask=real[None, :])
+
+
+@gluon.jit
+@no_type_check
+def _write_part(
+    state, where, scale_log2, part_out, part_lse, slot, num_slots, ROWS: gl.constexpr,
+    LATENT: gl.constexpr, TRANSPOSED: gl.constexpr, SCHEDULED: gl.constexpr,
+):  # fmt: skip
+    """Parts of rows for the merge."""
+    largest, total, values = state
+    request_rows, num_tokens, num_heads = where[3], where[4], where[5]
+    row, token, head, real = _rows(where, ROWS, gl.SliceLayout(0, TRANSPOSED))
+    if SCHEDULED:
+        part_row = slot.to(gl.int64) * request_rows + row
+        out_row = part_row
+        all_rows = num_slots.to(gl.int64) * request_rows
+    else:
+        part_row = (slot.to(gl.int64) * num_tokens + token) * num_heads + head
+        out_row = (slot.to(gl.int64) * num_tokens + token) * num_heads + head
+        all_rows = num_slots.to(gl.int64) * num_heads * num_tokens
+    gl.store(part_lse + part_row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
+    gl.store(part_lse + all_rows + part_row, total, mask=real)
+    columns = gl.arange(0, LATENT, gl.SliceLayout(1, TRANSPOSED))
+    gl.store(part_out + out_row[None, :] * LATENT + columns[:, None], values, mask=real[None, :])
+
+
+@gluon.jit
+@no_type_check
+def _consume(
+    inputs, cut, results, sizes, strides, shared, bars,
+    ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The one warp group that computes."""
+    ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens = inputs
+    _, split_offsets, _, request_slots, num_slots = cut
+    out, lse, part_out, part_lse = results
+    num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2 = sizes
+    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
+        strides
+    )
+    q_latent, q_rope, k_latent, k_rope, weights_shared = shared
+    full, free = bars
+    dtype: gl.constexpr = k_latent.dtype
+    TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
+    ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
+    ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
+    KEY: gl.constexpr = gl.SliceLayout(1, TRANSPOSED)
+
+    lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
+    walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
+    step = 0  # tiles of all pieces
+    while walk[3]:
+        request, row_block, split, query_start, query_end, length, begin, end = piece_at(
+            walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, MAX_SPLITS, SCHEDULED
+        )
+        works = query_start + row_block * ROWS // HEADS < query_end
+        if SCHEDULED:
+            works = works & (begin < end)
+        if works:
+            where = (query_start, query_end, row_block, request_rows, num_tokens, HEADS)
+            _row, token, _head, real = _rows(where, ROWS, ROW)
+            visible = gl.load(visible_lens + token, mask=real, other=0)
+            table_row = block_table + request.to(gl.int64) * table_row_stride
+            seen_end = gl.minimum(end, ceil_div(length, TILE))
+            queries = _load_queries(ql_nope, where, latent_token_stride, latent_head_stride, ROWS, LATENT, WIDE)
+            held = pages_held(begin, seen_end, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
+            q_latent.index(0).store(queries)
+            if ROPE > 0:
+                q_rope.index(0).store(
+                    _load_queries(q_pe, where, rope_token_stride, rope_head_stride, ROWS, ROPE, NARROW)
+                )
+            fence_async_shared()
+            visible = gl.minimum(visible, length)
+            plain = gl.maximum(gl.min(gl.where(real, visible, length), 0), 0) // TILE  # tiles that all rows see whole
+            plain = gl.where(gl.min(held, 0) == 0, begin, plain)
+            partition_barrier()
+
+            largest = gl.full([ROWS], LEAST, gl.float32, ROW)
+            totals = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
+            values = warpgroup_mma_init(gl.zeros([LATENT, ROWS], gl.float32, TRANSPOSED))
+            for tile in range(begin, end):
+                stage = step % STAGES
+                phase = (step // STAGES) & 1
+                zero = step >> 30  # the compiler must not see that this is 0: it would keep the queries' addresses
+                k_tile = k_latent.index(stage * BUFFERS)._reinterpret(dtype, [TILE, LATENT], TILE_SHARED)
+                values = warpgroup_mma_wait(0, deps=[values])
+                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=tile > begin)
+                mbarrier.wait(full.index(stage), phase)
+                scores = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
+                scores = warpgroup_mma(
+                    k_tile, q_latent.index(zero).permute([1, 0]), scores, use_acc=False, is_async=True
+                )
+                if ROPE > 0:
+                    rope_tile = k_rope.index(stage * ROPE_BUFFERS)._reinterpret(dtype, [TILE, ROPE], ROPE_SHARED)
+                    scores = warpgroup_mma(rope_tile, q_rope.index(zero).permute([1, 0]), scores, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                if tile >= plain:
+                    key = tile * TILE + gl.arange(0, TILE, KEY)
+                    page = gl.load(table_row + (key // BLOCK_SIZE) * table_stride, mask=key < length, other=-1)
+                    held_keys = (page >= 0) & (page < num_blocks) & (key < end * TILE)
+                    scores = gl.where(held_keys[:, None] & (key[:, None] < visible[None, :]), scores, float("-inf"))
+                    if (tile + 1) * TILE > length:  # nobody owns those bytes, and 0 * NaN is NaN
+                        own = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, NARROW))
+                        for column in gl.static_range(0, LATENT, 64):
+                            part = k_tile.slice(column, 64, dim=1)
+                            part.store(gl.where((own < length)[:, None], part.load(NARROW), 0.0))
+                new_largest = gl.maximum(largest, gl.max(scores, 0))
+                weights = gl.exp2(scores * scale_log2 - (new_largest * scale_log2)[None, :])
+                decay = gl.exp2((largest - new_largest) * scale_log2)
+                largest = new_largest
+                totals = totals * decay[None, :] + weights
+                weights_shared.index(zero).store(weights.to(dtype))
+                fence_async_shared()
+                partition_barrier()
+                values = values * decay[None, :]
+                values = warpgroup_mma(k_tile.permute([1, 0]), weights_shared.index(zero), values, is_async=True)
+                step += 1
+            values = warpgroup_mma_wait(0, deps=[values])
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=begin < end)
+            state = (largest, gl.sum(totals, 0), values)
+            if SCHEDULED:
+                first_split = gl.load(split_offsets + request)
+                slot = 2 * (gl.program_id(0) // row_blocks) + (begin == 0).to(gl.int32)
+                if MAX_SPLITS > 0:
+                    slot = request * request_slots + gl.minimum(split, request_slots - 1)
+                if gl.load(split_offsets + request + 1) - first_split <= 1:
+                    _write_whole(state, where, scale_log2, out, lse, q_latent, ROWS, LATENT, TRANSPOSED, WIDE)
+                else:
+                    _write_part(
+                        state,
+                        where,
+                        scale_log2,
+                        part_out,
+                        part_lse,
+                        slot,
+                        num_slots,
+                        ROWS,
+                        LATENT,
+                        TRANSPOSED,
+                        True,
+                    )
+            elif SPLIT:
+                _write_part(
+                    state,
+                    where,
+                    scale_log2,
+                    part_out,
+                    part_lse,
+                    split,
+                    num_slots,
+                    ROWS,
+                    LATENT,
+                    TRANSPOSED,
+                    False,
+                )
+            else:
+                _write_whole(state, where, scale_log2, out, lse, q_latent, ROWS, LATENT, TRANSPOSED, WIDE)
+        walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
+
+
+@gluon.jit
+@no_type_check
+def _produce(
+    inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars,
+    ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr,
+):  # fmt: skip
+    """One warp fetches tiles into the ring, and asks for those after them."""
+    _, _, block_table, seq_lens, query_start_loc, _ = inputs
+    num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
+    _, _, _, _, table_row_stride, table_stride = strides
+    _, _, k_latent, k_rope, _ = shared
+    full, free = bars
+    BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
+    ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
+    BYTES: gl.constexpr = TILE * (LATENT + ROPE) * 2
+    lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
+    walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
+    step = 0
+    while walk[3]:
+        request, row_block, _split, query_start, query_end, length, begin, end = piece_at(
+            walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, MAX_SPLITS, SCHEDULED
+        )
+        if query_start + row_block * ROWS // HEADS < query_end:
+            table_row = block_table + request.to(gl.int64) * table_row_stride
+            end_key = gl.minimum(end * TILE, length)
+            page = page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
+            ahead = page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
+            for tile in range(begin, end):
+                stage = step % STAGES
+                bar = full.index(stage)
+                mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(bar, BYTES)
+                load_columns(
+                    tile, end_key, page, table_row, table_stride, latent_pages, k_latent, stage * BUFFERS, bar,
+                    BLOCK_SIZE, 0, LATENT,
+                )  # fmt: skip
+                if ROPE > 0:
+                    load_columns(
+                        tile, end_key, page, table_row, table_stride, rope_pages, k_rope, stage * ROPE_BUFFERS, bar,
+                        BLOCK_SIZE, LATENT, ROPE,
+                    )  # fmt: skip
+                page = ahead
+                ahead = page_of((tile + 2) * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
+                step += 1
+        walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_tokens", "num_blocks", "num_requests", "table_width", "num_splits", "row_blocks", "request_rows",
+        "request_slots", "num_slots", "table_row_stride",
+    ],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
+)  # fmt: skip
+@no_type_check
+def _few_heads_kernel(
+    ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
+    tile_ranges, split_offsets, out, lse, part_out, part_lse,
+    num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, request_slots, num_slots,
+    scale_log2,
+    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
+    ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """A program's pieces for ROWS of each request's rows; parts as `fast.kernels.triton.decode_merge` has them."""
+    dtype: gl.constexpr = latent_pages.dtype
+    BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
+    BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
+    TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    parts: gl.constexpr = TILE // BOX_KEYS
+    k_latent = gl.allocate_shared_memory(
+        dtype, [STAGES * parts * (LATENT // BOX_COLUMNS), 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout
+    )
+    q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
+    k_rope, q_rope = k_latent, q_latent
+    if ROPE > 0:
+        k_rope = gl.allocate_shared_memory(dtype, [STAGES * parts, 1, BOX_KEYS, ROPE], rope_pages.layout)
+        q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
+    weights_shared = gl.allocate_shared_memory(dtype, [1, TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16))
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(free.index(i), 1)
+    fence_async_shared()
+
+    inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
+    cut = (tile_ranges, split_offsets, num_splits, request_slots, num_slots)
+    results = (out, lse, part_out, part_lse)
+    sizes = (num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2)
+    strides = (
+        latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
+    )  # fmt: skip
+    shared = (q_latent, q_rope, k_latent, k_rope, weights_shared)
+    bars = (full, free)
+    gl.warp_specialize(
+        [
+            (_consume, (inputs, cut, results, sizes, strides, shared, bars, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE,
+                        MAX_SPLITS, SCHEDULED, SPLIT)),
+            (_produce, (inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars, ROWS, HEADS, LATENT, ROPE,
+                        BLOCK_SIZE, MAX_SPLITS, SCHEDULED)),
+        ],
+        [1],
+        [24],
+    )  # fmt: skip

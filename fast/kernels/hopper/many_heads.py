@@ -1,0 +1,566 @@
+"""Decode of many rows a request: two warp groups share 64 rows and take pairs of tiles (FlashMLA's seesaw).
+
+Each group scores its own tile of a pair with all rows, and holds one half of the latent columns of the output. The
+probabilities of both tiles multiply both halves, so each group hands its own to the other through shared memory: one
+group's products run while the other is at its softmax. A third partition, one warp, fetches tiles.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .gluon_versions import partition_barrier
+from .pieces import LEAST, LN_2, TILE, ceil_div, first_piece, load_columns, next_piece, page_of, pages_held, piece_at
+
+ROWS = gl.constexpr(64)
+
+
+@gluon.jit
+@no_type_check
+def _rows(where, LAYOUT: gl.constexpr):
+    """Rows of a request [ROWS], their tokens and heads, and which are real."""
+    query_start, query_end, row_block, request_rows, _, num_heads = where
+    row = row_block * ROWS + gl.arange(0, ROWS, LAYOUT)
+    token = query_start + row // num_heads
+    return row, token, row % num_heads, (token < query_end) & (row < request_rows)
+
+
+@gluon.jit
+@no_type_check
+def _load_queries(
+    source, where, token_stride, head_stride, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """COLUMNS columns of the rows' queries; rows that are nobody's are zeros."""
+    _, token, head, real = _rows(where, gl.SliceLayout(1, LAYOUT))
+    columns = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    offsets = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
+    return gl.load(source + offsets[:, None] + columns[None, :], mask=real[:, None], other=0.0)
+
+
+@gluon.jit
+@no_type_check
+def _write_whole(
+    state, where, scale_log2, out, lse, q_latent, OWN: gl.constexpr, LATENT: gl.constexpr,
+    SCORES: gl.constexpr, VALUES: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Outputs of rows that one program saw whole: half OWN of the columns."""
+    largest, total, values = state
+    num_tokens, num_heads = where[4], where[5]
+    HALF: gl.constexpr = LATENT // 2
+    divisor = gl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0
+    values = values * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, VALUES))[:, None]
+    if OWN == 0:
+        _, token, head, real = _rows(where, gl.SliceLayout(1, SCORES))
+        log = gl.where(total == 0, float("-inf"), largest * scale_log2 + gl.log2(divisor))
+        gl.store(lse + head.to(gl.int64) * num_tokens + token, log * LN_2, mask=real)
+    if out.dtype.element_ty == q_latent.dtype:
+        # by way of the queries' memory, which nobody multiplies by any more, so that whole lines are written
+        _, token, head, real = _rows(where, gl.SliceLayout(1, WIDE))
+        staged = q_latent.index(0).slice(OWN * HALF, HALF, dim=1)
+        staged.store(values.to(q_latent.dtype))
+        columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
+        offsets = (token.to(gl.int64) * num_heads + head) * LATENT
+        gl.store(out + offsets[:, None] + columns[None, :], staged.load(WIDE), mask=real[:, None])
+    else:
+        _, token, head, real = _rows(where, gl.SliceLayout(1, VALUES))
+        columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
+        offsets = (token.to(gl.int64) * num_heads + head) * LATENT
+        gl.store(out + offsets[:, None] + columns[None, :], values.to(out.dtype.element_ty), mask=real[:, None])
+
+
+@gluon.jit
+@no_type_check
+def _write_part(
+    state, where, scale_log2, part_out, part_lse, slot, num_slots, OWN: gl.constexpr,
+    LATENT: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr, SCHEDULED: gl.constexpr,
+):  # fmt: skip
+    """Parts of rows for the merge: half OWN of the columns, and one of largest and total."""
+    largest, total, values = state
+    request_rows, num_tokens, num_heads = where[3], where[4], where[5]
+    HALF: gl.constexpr = LATENT // 2
+    row, token, head, real = _rows(where, gl.SliceLayout(1, SCORES))
+    o_row, o_token, o_head, o_real = _rows(where, gl.SliceLayout(1, VALUES))
+    if SCHEDULED:
+        part_row = slot.to(gl.int64) * request_rows + row
+        out_row = slot.to(gl.int64) * request_rows + o_row
+        all_rows = num_slots.to(gl.int64) * request_rows
+    else:
+        part_row = (slot.to(gl.int64) * num_tokens + token) * num_heads + head
+        out_row = (slot.to(gl.int64) * num_tokens + o_token) * num_heads + o_head
+        all_rows = num_slots.to(gl.int64) * num_heads * num_tokens
+    if OWN == 0:
+        gl.store(part_lse + part_row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
+    else:
+        gl.store(part_lse + all_rows + part_row, total, mask=real)
+    columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
+    gl.store(part_out + out_row[:, None] * LATENT + columns[None, :], values, mask=o_real[:, None])
+
+
+@gluon.jit
+@no_type_check
+def _score_half(
+    scores, buffers, q_latent, q_rope, full, zero, phase, PLACE: gl.constexpr, SECOND: gl.constexpr,
+    LATENT: gl.constexpr, ROPE: gl.constexpr,
+):  # fmt: skip
+    """Multiply the half of a tile that comes first (half PLACE), or SECOND the other one and the rope part."""
+    HALF: gl.constexpr = LATENT // 2
+    NUMBER: gl.constexpr = PLACE ^ SECOND
+    halves, tails = buffers
+    mbarrier.wait(full.index(2 * PLACE + NUMBER), phase)
+    queries = q_latent.index(zero).slice(NUMBER * HALF, HALF, dim=1)
+    keys = _half(halves, PLACE, NUMBER, zero, HALF)
+    scores = warpgroup_mma(queries, keys.permute([1, 0]), scores, use_acc=SECOND == 1, is_async=True)
+    if SECOND == 1 and ROPE > 0:
+        layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE, 16)
+        keys = tails.index(PLACE + zero)._reinterpret(tails.dtype, [TILE, ROPE], layout)
+        scores = warpgroup_mma(q_rope.index(zero), keys.permute([1, 0]), scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+@no_type_check
+def _half(halves, PLACE: gl.constexpr, HALF_NUMBER: gl.constexpr, zero, HALF: gl.constexpr):
+    """Half of the latents of a tile in shared memory, [TILE, HALF]."""
+    BUFFERS: gl.constexpr = halves.shape[0] // 4
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    return halves.index((2 * PLACE + HALF_NUMBER) * BUFFERS + zero)._reinterpret(halves.dtype, [TILE, HALF], layout)
+
+
+@gluon.jit
+@no_type_check
+def _mask(scores, tile, end, seen, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+    """-inf for keys that a row must not see, or that lie in no page."""
+    visible, length, table_row, table_stride, num_blocks = seen
+    key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
+    page = gl.load(table_row + (key // BLOCK_SIZE) * table_stride, mask=key < length, other=-1)
+    held = (page >= 0) & (page < num_blocks) & (key < end * TILE)
+    return gl.where(held[None, :] & (key[None, :] < visible[:, None]), scores, float("-inf"))
+
+
+@gluon.jit
+@no_type_check
+def _zero_unowned(tile, first_row, HALF: gl.constexpr):
+    """Zeros from a row of a tile on: nobody owns those bytes, and 0 * NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if first_row < TILE:
+        row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+        for column in gl.static_range(0, HALF, 64):
+            part = tile.slice(column, 64, dim=1)
+            part.store(gl.where((row < first_row)[:, None], part.load(layout), 0.0))
+        fence_async_shared()
+        partition_barrier()
+
+
+@gluon.jit
+@no_type_check
+def _first_group(
+    scores, state, first, end, plain, seen, buffers, row_values, bars, zero, phase, scale_log2,
+    HALF: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """A pair of tiles in the group that scores the first: P0 V0 from registers, then P1 V1 from shared memory.
+
+    Returns with the second product in flight.
+    """
+    largest, total, values = state
+    halves, tails = buffers
+    full, free, handed, _, _ = bars
+    length = seen[1]
+    own, cross = _half(halves, 0, 0, zero, HALF), _half(halves, 1, 0, zero, HALF)
+    if MASKED and first >= plain:
+        scores = _mask(scores, first, end, seen, SCORES, BLOCK_SIZE)
+    if MASKED:
+        _zero_unowned(own, length - first * TILE, HALF)
+    middle = gl.maximum(largest, gl.max(scores, 1))
+    weights = gl.exp2(scores * scale_log2 - (middle * scale_log2)[:, None])
+    rounded = weights.to(halves.dtype)
+    tails.index(zero).store(rounded)
+    row_values.index(0).store(middle)
+    fence_async_shared()
+    mbarrier.arrive(handed.index(0))
+    decay = gl.exp2((largest - middle) * scale_log2)
+    total = total * decay + gl.sum(weights, 1)
+    values = values * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
+    probabilities = gl.convert_layout(rounded, gl.DotOperandLayout(0, VALUES, 2))
+    values = warpgroup_mma(probabilities, own, values, is_async=True)
+    values, probabilities = warpgroup_mma_wait(0, deps=[values, probabilities])
+    mbarrier.arrive(free.index(0))
+    mbarrier.wait(handed.index(1), phase)
+    largest = row_values.index(1).load(gl.SliceLayout(1, SCORES))
+    decay = gl.exp2((middle - largest) * scale_log2)
+    total = total * decay
+    values = values * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
+    if MASKED:
+        mbarrier.wait(full.index(2), phase)
+        _zero_unowned(cross, length - (first + 1) * TILE, HALF)
+    values = warpgroup_mma(tails.index(1 + zero), cross, values, is_async=True)
+    return largest, total, values
+
+
+@gluon.jit
+@no_type_check
+def _second_group(
+    state, first, end, plain, seen, buffers, row_values, q_latent, q_rope, bars, zero, phase, scale_log2,
+    LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """A pair of tiles in the group that scores the second: P0 V0 before its own scores, then P1 V1 from registers."""
+    HALF: gl.constexpr = LATENT // 2
+    largest, total, values = state
+    halves, tails = buffers
+    full, free, handed, _, _ = bars
+    length = seen[1]
+    own, cross = _half(halves, 1, 1, zero, HALF), _half(halves, 0, 1, zero, HALF)
+    scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+    scores = _score_half(scores, buffers, q_latent, q_rope, full, zero, phase, 1, 0, LATENT, ROPE)
+    scores = _score_half(scores, buffers, q_latent, q_rope, full, zero, phase, 1, 1, LATENT, ROPE)
+    mbarrier.wait(handed.index(0), phase)
+    middle = row_values.index(0).load(gl.SliceLayout(1, SCORES))
+    values = values * gl.convert_layout(gl.exp2((largest - middle) * scale_log2), gl.SliceLayout(1, VALUES))[:, None]
+    if MASKED:
+        mbarrier.wait(full.index(1), phase)
+        _zero_unowned(cross, length - first * TILE, HALF)
+    values = warpgroup_mma(tails.index(zero), cross, values, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=[scores])
+    if MASKED and first + 1 >= plain:
+        scores = _mask(scores, first + 1, end, seen, SCORES, BLOCK_SIZE)
+    top = gl.maximum(middle, gl.max(scores, 1))
+    weights = gl.exp2(scores * scale_log2 - (top * scale_log2)[:, None])
+    rounded = weights.to(halves.dtype)
+    tails.index(1 + zero).store(rounded)
+    row_values.index(1).store(top)
+    fence_async_shared()
+    mbarrier.arrive(handed.index(1))
+    values = warpgroup_mma_wait(0, deps=[values])
+    mbarrier.arrive(free.index(1))
+    values = values * gl.convert_layout(gl.exp2((middle - top) * scale_log2), gl.SliceLayout(1, VALUES))[:, None]
+    if MASKED:
+        _zero_unowned(own, length - (first + 1) * TILE, HALF)
+    probabilities = gl.convert_layout(rounded, gl.DotOperandLayout(0, VALUES, 2))
+    values = warpgroup_mma(probabilities, own, values, is_async=True)
+    total = total * gl.exp2((largest - top) * scale_log2) + gl.sum(weights, 1)
+    values, probabilities = warpgroup_mma_wait(0, deps=[values, probabilities])
+    mbarrier.arrive(free.index(3))
+    return top, total, values
+
+
+@gluon.jit
+@no_type_check
+def _consume(
+    inputs, cut, results, sizes, strides, shared, bars,
+    OWN: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """One warp group: scores tile OWN of each pair, and holds half OWN of the output's columns."""
+    ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens = inputs
+    _, split_offsets, _, request_slots, num_slots = cut
+    out, lse, part_out, part_lse = results
+    num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2 = sizes
+    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
+        strides
+    )
+    q_latent, q_rope, halves, tails, row_values = shared
+    buffers = (halves, tails)
+    full, free, _, query_bar, sum_bar = bars
+    HALF: gl.constexpr = LATENT // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
+    ROPE_WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+
+    lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
+    walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
+    pair = 0  # of all pieces: its parity is that of the barriers
+    piece = 0
+    while walk[3]:
+        request, row_block, split, query_start, query_end, length, begin, end = piece_at(
+            walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, MAX_SPLITS, SCHEDULED
+        )
+        works = query_start + row_block * ROWS // HEADS < query_end
+        if SCHEDULED:
+            works = works & (begin < end)
+        if works:
+            where = (query_start, query_end, row_block, request_rows, num_tokens, HEADS)
+            _row, token, _head, real = _rows(where, ROW)
+            visible = gl.load(visible_lens + token, mask=real, other=0)
+            table_row = block_table + request.to(gl.int64) * table_row_stride
+            seen_end = gl.minimum(end, ceil_div(length, TILE))
+            # queries: each group brings the columns that it holds of the output
+            queries = _load_queries(ql_nope, where, latent_token_stride, latent_head_stride, OWN * HALF, HALF, WIDE)
+            held = pages_held(begin, seen_end, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
+            q_latent.index(0).slice(OWN * HALF, HALF, dim=1).store(queries)
+            if ROPE > 0 and OWN == 1:
+                q_rope.index(0).store(
+                    _load_queries(q_pe, where, rope_token_stride, rope_head_stride, 0, ROPE, ROPE_WIDE)
+                )
+            fence_async_shared()
+            mbarrier.arrive(query_bar)
+
+            visible = gl.minimum(visible, length)
+            seen = (visible, length, table_row, table_stride, num_blocks)
+            plain = gl.maximum(gl.min(gl.where(real, visible, length), 0), 0) // TILE  # tiles that all rows see whole
+            plain = gl.where(gl.min(held, 0) == 0, begin, gl.minimum(plain, end))
+            # the end of the pairs of such tiles; the last pair is not among them, as its successor has no scores
+            plain_end = begin + gl.maximum(gl.minimum(plain - begin, end - 1 - begin), 0) // 2 * 2
+            mbarrier.wait(query_bar, piece & 1)
+
+            largest = gl.full([ROWS], LEAST, gl.float32, ROW)
+            total = gl.full([ROWS], 0.0, gl.float32, ROW)
+            values = gl.zeros([ROWS, HALF], gl.float32, VALUES)
+            if OWN == 0:
+                if begin < end:
+                    zero = pair >> 30  # the compiler must not see that this is 0: it would share the addresses of all
+                    # buffers among all products, and spill them
+                    scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+                    scores = _score_half(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE)
+                    scores = _score_half(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 1, LATENT, ROPE)
+                    for first in range(begin, plain_end, 2):
+                        zero = pair >> 30
+                        scores = warpgroup_mma_wait(0, deps=[scores])
+                        largest, total, values = _first_group(
+                            scores, (largest, total, values), first, end, plain, seen, buffers, row_values, bars, zero,
+                            pair & 1, scale_log2, HALF, BLOCK_SIZE, SCORES, VALUES, False,
+                        )  # fmt: skip
+                        pair += 1
+                        scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+                        scores = _score_half(
+                            scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE
+                        )
+                        values = warpgroup_mma_wait(1, deps=[values])
+                        mbarrier.arrive(free.index(2))
+                        scores = _score_half(
+                            scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 1, LATENT, ROPE
+                        )
+                    scores = warpgroup_mma_wait(0, deps=[scores])
+                    for first in range(plain_end, end, 2):
+                        zero = pair >> 30
+                        largest, total, values = _first_group(
+                            scores, (largest, total, values), first, end, plain, seen, buffers, row_values, bars, zero,
+                            pair & 1, scale_log2, HALF, BLOCK_SIZE, SCORES, VALUES, True,
+                        )  # fmt: skip
+                        values = warpgroup_mma_wait(0, deps=[values])
+                        mbarrier.arrive(free.index(2))
+                        pair += 1
+                        if first + 2 < end:
+                            scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+                            scores = _score_half(
+                                scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE
+                            )
+                            scores = _score_half(
+                                scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 1, LATENT, ROPE
+                            )
+                            scores = warpgroup_mma_wait(0, deps=[scores])
+            else:
+                for first in range(begin, plain_end, 2):
+                    largest, total, values = _second_group(
+                        (largest, total, values), first, end, plain, seen, buffers, row_values, q_latent, q_rope, bars,
+                        pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, False,
+                    )  # fmt: skip
+                    pair += 1
+                for first in range(plain_end, end, 2):
+                    largest, total, values = _second_group(
+                        (largest, total, values), first, end, plain, seen, buffers, row_values, q_latent, q_rope, bars,
+                        pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, True,
+                    )  # fmt: skip
+                    pair += 1
+
+            # both groups add up their halves of the sum
+            row_values.index(2 + OWN).store(total)
+            mbarrier.arrive(sum_bar.index(OWN))
+            mbarrier.wait(sum_bar.index(1 - OWN), piece & 1)
+            total += row_values.index(3 - OWN).load(ROW)
+            piece += 1
+            state = (largest, total, values)
+            if SCHEDULED:
+                first_split = gl.load(split_offsets + request)
+                slot = 2 * (gl.program_id(0) // row_blocks) + (begin == 0).to(gl.int32)
+                if MAX_SPLITS > 0:
+                    slot = request * request_slots + gl.minimum(split, request_slots - 1)
+                if gl.load(split_offsets + request + 1) - first_split <= 1:
+                    _write_whole(state, where, scale_log2, out, lse, q_latent, OWN, LATENT, SCORES, VALUES, WIDE)
+                else:
+                    _write_part(
+                        state,
+                        where,
+                        scale_log2,
+                        part_out,
+                        part_lse,
+                        slot,
+                        num_slots,
+                        OWN,
+                        LATENT,
+                        SCORES,
+                        VALUES,
+                        True,
+                    )
+            elif SPLIT:
+                _write_part(
+                    state,
+                    where,
+                    scale_log2,
+                    part_out,
+                    part_lse,
+                    split,
+                    num_slots,
+                    OWN,
+                    LATENT,
+                    SCORES,
+                    VALUES,
+                    False,
+                )
+            else:
+                _write_whole(state, where, scale_log2, out, lse, q_latent, OWN, LATENT, SCORES, VALUES, WIDE)
+        walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
+
+
+@gluon.jit
+@no_type_check
+def _fetch(
+    tile, end_key, page, table_row, table_stride, latent_pages, rope_pages, halves, tails, full, free, phase,
+    PLACE: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """One tile of a pair: its first half, then the second with the rope part."""
+    HALF: gl.constexpr = LATENT // 2
+    BUFFERS: gl.constexpr = halves.shape[0] // 4
+    for second in gl.static_range(2):
+        # the rope part goes with the half that the other group releases, as it then holds what that group multiplies
+        half = PLACE ^ second
+        mbarrier.wait(free.index(2 * PLACE + half), phase)
+        bar = full.index(2 * PLACE + half)
+        mbarrier.expect(bar, TILE * (HALF + second * ROPE) * 2)
+        load_columns(
+            tile, end_key, page, table_row, table_stride, latent_pages, halves, (2 * PLACE + half) * BUFFERS, bar,
+            BLOCK_SIZE, half * HALF, HALF,
+        )  # fmt: skip
+        if second == 1 and ROPE > 0:
+            boxes = tails.index(PLACE)._reinterpret(
+                tails.dtype,
+                [TILE // rope_pages.block_shape[1], 1, rope_pages.block_shape[1], rope_pages.block_shape[2]],
+                rope_pages.layout,
+            )
+            load_columns(
+                tile, end_key, page, table_row, table_stride, rope_pages, boxes, 0, bar, BLOCK_SIZE, LATENT, ROPE
+            )
+
+
+@gluon.jit
+@no_type_check
+def _produce(
+    inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars,
+    HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr,
+):  # fmt: skip
+    """One warp fetches pairs of tiles."""
+    _, _, block_table, seq_lens, query_start_loc, _ = inputs
+    num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
+    _, _, _, _, table_row_stride, table_stride = strides
+    _, _, halves, tails, _ = shared
+    full, free, _, _, _ = bars
+    lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
+    walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
+    pair = 0
+    while walk[3]:
+        request, row_block, _split, query_start, query_end, length, begin, end = piece_at(
+            walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, MAX_SPLITS, SCHEDULED
+        )
+        if query_start + row_block * ROWS // HEADS < query_end:
+            table_row = block_table + request.to(gl.int64) * table_row_stride
+            end_key = gl.minimum(end * TILE, length)
+            next_pages = (
+                page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
+                page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
+            )
+            for first in range(begin, end, 2):
+                phase = (pair & 1) ^ 1
+                pages = next_pages
+                next_pages = (
+                    page_of((first + 2) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
+                    page_of((first + 3) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
+                )
+                for place in gl.static_range(2):
+                    _fetch(
+                        first + place, end_key, pages[place], table_row, table_stride, latent_pages, rope_pages, halves,
+                        tails, full, free, phase, place, LATENT, ROPE, BLOCK_SIZE,
+                    )  # fmt: skip
+                pair += 1
+        walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "num_tokens", "num_blocks", "num_requests", "table_width", "num_splits", "row_blocks", "request_rows",
+        "request_slots", "num_slots", "table_row_stride",
+    ],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
+)  # fmt: skip
+@no_type_check
+def _many_heads_kernel(
+    ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
+    tile_ranges, split_offsets, out, lse, part_out, part_lse,
+    num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, request_slots, num_slots,
+    scale_log2,
+    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
+    HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """A program's pieces for 64 of each request's rows; parts as `fast.kernels.triton.decode_merge` has them."""
+    dtype: gl.constexpr = latent_pages.dtype
+    BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
+    BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
+    TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (LATENT // BOX_COLUMNS)
+    halves = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout)
+    q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
+    # rope parts of the keys, then the probabilities of their tile
+    tails = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
+    q_rope = q_latent
+    if ROPE > 0:
+        q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
+    row_values = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)  # halves of both tiles
+    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
+    handed = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # probabilities and largest scores of both tiles
+    sum_bar = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    query_bar = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for i in gl.static_range(4):
+        mbarrier.init(full.index(i), 1)
+        mbarrier.init(free.index(i), 1)
+    for i in gl.static_range(2):
+        mbarrier.init(handed.index(i), 1)
+        mbarrier.init(sum_bar.index(i), 1)
+    mbarrier.init(query_bar, 2)
+    fence_async_shared()
+
+    inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
+    cut = (tile_ranges, split_offsets, num_splits, request_slots, num_slots)
+    results = (out, lse, part_out, part_lse)
+    sizes = (num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2)
+    strides = (
+        latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
+    )  # fmt: skip
+    shared = (q_latent, q_rope, halves, tails, row_values)
+    bars = (full, free, handed, query_bar, sum_bar)
+    gl.warp_specialize(
+        [
+            (_consume, (inputs, cut, results, sizes, strides, shared, bars, 0, HEADS, LATENT, ROPE, BLOCK_SIZE,
+                        MAX_SPLITS, SCHEDULED, SPLIT)),
+            (_consume, (inputs, cut, results, sizes, strides, shared, bars, 1, HEADS, LATENT, ROPE, BLOCK_SIZE,
+                        MAX_SPLITS, SCHEDULED, SPLIT)),
+            (_produce, (inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars, HEADS, LATENT, ROPE,
+                        BLOCK_SIZE, MAX_SPLITS, SCHEDULED)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip

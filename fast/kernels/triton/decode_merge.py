@@ -1,0 +1,225 @@
+"""The merge of a decode's parts: what several programs found about a row's keys becomes its output and its LSE.
+
+A part of a row is a sum of values by exp2(score - largest), not divided yet, in float32, with `largest`, in base 2, and
+the sum of those weights. Where every request is cut into equally many parts, they lie as [splits, T, N, Lkv] and
+[2, splits, T, N]; where a schedule cuts, as [slots, rows of a request, Lkv] and [2, slots, rows].
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from reference.interfaces import max_invariant_splits
+
+from .decode_tiles import LN_2
+
+MANY_PARTS = 8  # of a row, on average
+FEW_PROGRAMS = 1024  # one compilation serves schedules up to so many
+
+
+@triton.jit
+@no_type_check  # the interpreter needs the source and globals of the kernels themselves
+def _merge_slots(
+    part_out, part_lse, splits, slot_of_first, first_slot, slot_step, num_slots, slot_rows, part_row, real, columns,
+    LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum and sum of values of ROWS rows over their parts, SPLITS at a time.
+
+    The parts lie in the slots `slot_of_first`, first_slot + slot_step, first_slot + 2 slot_step, ...
+    """
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    values = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        slot = tl.where(split == 0, slot_of_first, first_slot + split * slot_step)
+        used = (split < splits) & (slot >= 0) & (slot < num_slots)
+        row = slot.to(tl.int64)[:, None] * slot_rows + part_row[None, :]  # [SPLITS, ROWS]
+        held = used[:, None] & real[None, :]
+        part = tl.load(part_lse + row, mask=held, other=float("-inf"))
+        weight = tl.load(part_lse + num_slots.to(tl.int64) * slot_rows + row, mask=held, other=0.0)
+        new_largest = tl.maximum(largest, tl.max(part, 0))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        decay, share = tl.exp2(largest - shift), tl.exp2(part - shift[None, :])
+        if OUT:  # a part without keys was written too, as zeros, so that nothing here waits for its weight
+            where = (row * LATENT)[:, :, None] + columns[None, None, :]
+            piece = tl.load(part_out + where, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0)
+            values = values * decay[:, None] + tl.sum(piece * share[:, :, None], 0)
+        total = total * decay + tl.sum(weight * share, 0)
+        largest = new_largest
+    return largest, total, values
+
+
+@triton.jit
+@no_type_check
+def _write_rows(
+    largest, total, values, token, head, real, columns, column_tile, num_tokens, out, lse,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """OUT and LSE say which of both is written: another kernel writes the rest."""
+    divisor = tl.where(total == 0, 1.0, total)  # nothing seen at all: values 0, largest -inf
+    if OUT:
+        offsets = (token.to(tl.int64) * HEADS + head) * LATENT
+        merged = (values / divisor[:, None]).to(out.dtype.element_ty)
+        held = real[:, None] & (columns < LATENT)[None, :]
+        tl.store(out + offsets[:, None] + columns[None, :], merged, mask=held)
+    if LSE and column_tile == 0:
+        lse_row = lse + head.to(tl.int64) * num_tokens + token
+        tl.store(lse_row, (largest + tl.log2(divisor)) * LN_2, mask=real)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_splits"])
+@no_type_check
+def _merge_splits_kernel(
+    part_out, part_lse, out, lse, num_tokens, num_splits,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    OUT: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Merge the equally many parts of ROWS rows of the batch by COLUMNS of their latents."""
+    column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
+    column_tile = tl.program_id(0) % column_tiles
+    row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    num_rows = num_tokens.to(tl.int64) * HEADS
+    real = row < num_rows
+    largest, total, values = _merge_slots(
+        part_out, part_lse, num_splits, 0, 0, 1, num_splits, num_rows, row, real, columns, LATENT, ROWS, COLUMNS,
+        SPLITS, OUT,
+    )  # fmt: skip
+    _write_rows(
+        largest, total, values, row // HEADS, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS,
+        LATENT, OUT, LSE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_programs", "request_rows", "num_slots", "request_slots", "row_tiles"])
+@no_type_check
+def _merge_scheduled_kernel(
+    tile_ranges, split_offsets, query_start_loc, part_out, part_lse, out, lse,
+    num_tokens, num_programs, request_rows, num_slots, request_slots, row_tiles,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of a request, ROWS of its rows by COLUMNS; of one without keys, write the empty rows."""
+    column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
+    number = tl.program_id(0)
+    request = number // (row_tiles * column_tiles)
+    row_tile, column_tile = number // column_tiles % row_tiles, number % column_tiles
+    splits = tl.load(split_offsets + request + 1) - tl.load(split_offsets + request)
+    if splits != 1:
+        query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
+        query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
+        if MAX_SPLITS > 0:
+            first_slot = request * request_slots
+            slot_of_first, slot_step = first_slot, 1
+            splits = tl.minimum(splits, request_slots)
+        else:  # the first program that has some of it; the parts lie with that one and those that follow
+            program = tl.arange(0, PROGRAMS)
+            there = program < num_programs
+            first_request = tl.load(tile_ranges + program * 5, mask=there, other=1)
+            last_request = tl.load(tile_ranges + program * 5 + 1, mask=there, other=0)
+            has_some = (first_request <= last_request) & (last_request >= request)
+            first_slot = 2 * tl.min(tl.where(has_some, program, PROGRAMS), 0)
+            # the beginning in the second slot of its program, every other part in the first of its own
+            slot_of_first, slot_step = first_slot + 1, 2
+            splits = tl.minimum(splits, num_programs)
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        real = (row < request_rows) & (row < (query_end - query_start) * HEADS)
+        columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        largest, total, values = _merge_slots(
+            part_out, part_lse, splits, slot_of_first, first_slot, slot_step, num_slots, request_rows, row, real,
+            columns, LATENT, ROWS, COLUMNS, SPLITS, OUT,
+        )  # fmt: skip
+        _write_rows(
+            largest, total, values, query_start + row // HEADS, row % HEADS, real, columns, column_tile, num_tokens,
+            out, lse, HEADS, LATENT, OUT, LSE,
+        )  # fmt: skip
+
+
+def merge_decode_parts(
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    tile_ranges: Tensor | None,
+    split_offsets: Tensor | None,
+    batch_invariant: bool,
+) -> None:
+    """Merge what `mla_decode_parts` left, into its `out`."""
+    cut = (tile_ranges, split_offsets, batch_invariant)
+    merge_parts(part_out, part_lse, query_start_loc, max_query_len, *cut, out, lse, write_lse=False)
+
+
+def merge_parts(
+    part_out: Tensor,
+    part_lse: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    tile_ranges: Tensor | None,
+    split_offsets: Tensor | None,
+    batch_invariant: bool,
+    out: Tensor,
+    lse: Tensor,
+    write_out: bool = True,
+    write_lse: bool = True,
+) -> None:
+    """Merge the parts of a decode, where it has any.
+
+    Args:
+        part_out: flat; no element where no row has parts.
+        part_lse: flat.
+        query_start_loc: [B + 1].
+        max_query_len: bounds the rows of a request.
+        tile_ranges: [programs, 5] of a schedule, or None: every request has equally many parts.
+        split_offsets: [B + 1] of that schedule.
+        batch_invariant: it cuts requests by their own length.
+        out: [T, N, Lkv], contiguous.
+        lse: [N, T], contiguous.
+        write_out: whether.
+        write_lse: whether.
+    """
+    if part_out.numel() == 0:
+        return
+    tokens, heads, latent = out.shape
+    whole = triton.next_power_of_2(latent)
+    # few rows have many parts each and leave most of the device idle: then small tiles, many parts at a time, but not
+    # where the order of a sum may depend on nothing but the request
+    if tile_ranges is None:
+        splits = part_out.numel() // out.numel()
+        rows, columns, at_once = (1, 128, 32) if splits > MANY_PARTS else (4, 512, 4)
+        columns = min(columns, whole) if write_out else whole  # the lse takes one program, however wide the latent is
+        with torch.cuda.device_of(out):
+            _merge_splits_kernel[(triton.cdiv(tokens * heads, rows) * triton.cdiv(latent, columns),)](
+                part_out, part_lse, out, lse, tokens, splits,
+                HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once, OUT=write_out, LSE=write_lse,
+                num_warps=4,
+            )  # fmt: skip
+        return
+    requests, programs = split_offsets.shape[0] - 1, tile_ranges.shape[0]
+    request_rows = rows_of_a_request(tokens, heads, max_query_len)
+    slots = part_out.numel() // (request_rows * latent)
+    many = programs > MANY_PARTS * requests and not batch_invariant
+    rows, columns, at_once = (1, 128, 32) if many else (4, 512, 4)
+    columns = min(columns, whole) if write_out else whole
+    row_tiles = triton.cdiv(request_rows, rows)
+    with torch.cuda.device_of(out):
+        _merge_scheduled_kernel[(requests * row_tiles * triton.cdiv(latent, columns),)](
+            tile_ranges.contiguous(), split_offsets.contiguous(), query_start_loc.contiguous(), part_out, part_lse, out,
+            lse, tokens, programs, request_rows, slots, slots // requests if batch_invariant else 0, row_tiles,
+            HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once,
+            PROGRAMS=max(FEW_PROGRAMS, triton.next_power_of_2(programs)),
+            MAX_SPLITS=max_invariant_splits(heads) if batch_invariant else 0, OUT=write_out, LSE=write_lse,
+            num_warps=4,
+        )  # fmt: skip
+
+
+def rows_of_a_request(tokens: int, heads: int, max_query_len: int) -> int:
+    """Most rows of a request, from bounds that the host knows."""
+    return max(1, min(max_query_len, tokens)) * heads

@@ -1,0 +1,62 @@
+"""What the tests of decode kernels share: inputs that betray mistakes, the launch, and the verdict on its outcome."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import reference
+from fast.parity import compare_states
+from reference.interfaces import AttentionState, DecodeMetadata
+
+from .factories import make_batch, make_cache, make_entries
+from .triton_mode import DEVICE
+
+SCALE = 0.13
+
+
+def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512, 64), block_size=64):
+    """Queries, cache and plan on the CPU: unowned bytes NaN, block-table tails GARBAGE."""
+    latent, rope = widths
+    batch = make_batch(query_lens, seq_lens, block_size)
+    cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype)
+    plan = reference.build_mla_metadata(batch.common, block_size, 4096, max([1, *query_lens])).decode
+    ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in widths)
+    return ql / latent**0.5, q_pe, cache, plan
+
+
+def on_device(plan: DecodeMetadata) -> DecodeMetadata:
+    """Its tensors there."""
+    tensors = {name: value.to(DEVICE) for name, value in vars(plan).items() if isinstance(value, torch.Tensor)}
+    return replace(plan, **tensors)
+
+
+def launch(kernels, ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> AttentionState:
+    """The kernels of a set on the device; the state comes back to the CPU."""
+    p = on_device(plan)
+    cut = (None, None, False)
+    if schedule is not None:
+        cut = (schedule.tile_ranges.to(DEVICE), schedule.split_offsets.to(DEVICE), schedule.batch_invariant)
+    out, lse = kernels.mla_decode(
+        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
+        p.max_query_len, scale, out_dtype or ql.dtype, *cut,
+    )  # fmt: skip
+    assert out.is_contiguous() and lse.is_contiguous()
+    return AttentionState(out.cpu(), lse.cpu())
+
+
+def verdict(value, ql, q_pe, cache, plan):
+    """Within the budget that the reference in the same dtype sets; empty rows are exactly 0 and -inf."""
+    gold = reference.mla_decode(ql.double(), q_pe.double(), cache.double(), plan, SCALE)
+    low = reference.mla_decode(ql, q_pe, cache, plan, SCALE)
+    assert value.out.dtype == low.out.dtype and value.lse.dtype == low.lse.dtype
+    for parity in compare_states("mla_decode", value, low, gold):
+        assert parity.passed, parity
+    unseen = plan.visible_lens == 0
+    assert value.out[unseen].eq(0).all() and value.lse[:, unseen].eq(-torch.inf).all()
+
+
+def schedule_of(plan, heads, programs, batch_invariant=False, overhead=5):
+    """The reference's."""
+    return reference.plan_decode(plan.seq_lens, programs, heads, overhead, batch_invariant)

@@ -1,0 +1,146 @@
+"""The Hopper kernels compiled for sm_90 without a GPU: what the loops that multiply must not contain.
+
+A register spilled within them, or products that the assembler runs one after another, cost a third of the speed and no
+test of results would notice. Compilers change: this runs with the pinned Triton and with any other that is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import reference
+from reference.interfaces import DecodeMetadata
+
+from .factories import integers, offsets
+from .test_compilation import TYPES, Recorded
+
+triton = pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from fast.kernels.hopper import decode, few_heads, many_heads  # noqa: E402
+from fast.kernels.triton.device import DeviceFacts  # noqa: E402
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+H200 = DeviceFacts(132, (9, 0), 232448)
+CUTS = ("whole", "split", "scheduled", "batch-invariant")
+
+
+class RecordedGluon(Recorded):
+    """As for portable kernels; descriptors carry the layout of their boxes."""
+
+    @staticmethod
+    def kind(parameter, value) -> tuple:
+        if hasattr(value, "block_shape"):
+            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>", False
+        return Recorded.kind(parameter, value)
+
+
+def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16):
+    """What one launch of `mla_decode` would compile: the kernel, its arguments' kinds, its constants."""
+    launches = {}
+    for kernel in (few_heads._few_heads_kernel, many_heads._many_heads_kernel):
+        monkeypatch.setattr(decode, kernel.fn.__name__, RecordedGluon(kernel, launches))
+    monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
+    monkeypatch.setattr(decode, "device_facts", lambda _: H200)
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    latent, rope = widths
+    plan = DecodeMetadata(integers(*range(40))[None], integers(600), offsets([1]), 1, integers(600))
+    schedule = (None, None, False)
+    if cut in ("scheduled", "batch-invariant"):
+        made = reference.plan_decode(plan.seq_lens, 3, heads, 5, cut == "batch-invariant")
+        schedule = (made.tile_ranges, made.split_offsets, made.batch_invariant)
+    decode.mla_decode(
+        torch.zeros(1, heads, latent, dtype=dtype), torch.zeros(1, heads, rope, dtype=dtype),
+        torch.zeros(40, block_size, latent + rope, dtype=dtype), plan.block_table, plan.seq_lens, plan.query_start_loc,
+        plan.visible_lens, 1, 0.1, dtype, *schedule,
+    )  # fmt: skip
+    (launch,) = launches.values()
+    return launch
+
+
+def compiled(kernel, kinds, constants):
+    """Compiled for sm_90a, which need not be here."""
+    options = {key: constants[key] for key in ("num_warps",)}
+    values = {key: value for key, value in constants.items() if key not in options}
+    values |= {name: what for name, (kind, what) in kinds.items() if kind == "constexpr"}
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: "constexpr" if name in values else kinds[name][0] for name in names}
+    divided = {(names.index(n),): [["tt.divisibility", 16]] for n, (kind, what) in kinds.items()
+               if kind != "constexpr" and what}  # fmt: skip
+    source = GluonASTSource(kernel, signature, values, divided)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def run(tool, *arguments) -> str:
+    done = subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True, timeout=300)
+    return done.stdout + done.stderr
+
+
+def product_loops(disassembly: str) -> list[list[str]]:
+    """The innermost loops that multiply, as instructions; not the one of the last tiles, which also reads the table."""
+    instructions, labels = [], {}
+    for line in disassembly.splitlines():
+        if found := re.match(r"\s*(\.L\w+):", line):
+            labels[found.group(1)] = len(instructions)
+        elif found := re.search(r"/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(found.group(1))
+    loops = []
+    for end, text in enumerate(instructions):
+        found = re.search(r"\bBRA\b.*`\((\.L\w+)\)", text)
+        if text.startswith("BRA `"):  # the way back from where a barrier is asked again, not the end of a loop
+            continue
+        if found and labels.get(found.group(1), end + 1) <= end:
+            loops.append((labels[found.group(1)], end))
+    multiply = [(a, b) for a, b in set(loops) if any("HGMMA" in text for text in instructions[a : b + 1])]
+    innermost = [(a, b) for a, b in multiply
+                 if not any(a <= c and d <= b and (c, d) != (a, b) for c, d in multiply)]  # fmt: skip
+    return [instructions[a : b + 1] for a, b in sorted(innermost)]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
+    if not DEEP and (heads, cut) not in ((16, "whole"), (32, "scheduled"), (128, "whole"), (128, "scheduled")):
+        pytest.skip("under HYPOTHESIS_PROFILE=deep")
+    kernel = compiled(*recorded(monkeypatch, heads, cut))
+    assert kernel.metadata.shared <= H200.shared
+    (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
+    (tmp_path / "kernel.ptx").write_text(kernel.asm["ptx"])
+    loops = product_loops(run("nvdisasm", "-c", tmp_path / "kernel.cubin"))
+    assert loops
+    main = [loop for loop in loops if not any("LDG" in text for text in loop)] if heads > 32 else loops
+    assert len(main) == (2 if heads > 32 else 1)  # one a warp group
+    for loop in main:
+        assert not [text for text in loop if re.search(r"\b(LDL|STL)\b", text)]
+    said = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
+    assert "serialized" not in said
+
+
+@pytest.mark.parametrize("block_size, widths, dtype", [
+    (16, (512, 64), torch.bfloat16), (32, (256, 32), torch.float16), (128, (512, 0), torch.bfloat16),
+    (64, (256, 64), torch.bfloat16),
+])  # fmt: skip
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_every_shape_fits(heads, block_size, widths, dtype, monkeypatch):
+    """Pages of every size, every preset's widths: compiled, and within the shared memory of the chip."""
+    if not DEEP and (heads, block_size) not in ((32, 16), (16, 32)):
+        pytest.skip("under HYPOTHESIS_PROFILE=deep")
+    kernel = compiled(*recorded(monkeypatch, heads, "whole", block_size, widths, dtype))
+    assert kernel.metadata.shared <= H200.shared
+
+
+def test_which_kernel_takes_how_many_rows(monkeypatch):
+    for heads, name in ((1, "_few_heads_kernel"), (32, "_few_heads_kernel"), (33, "_many_heads_kernel")):
+        kernel, _, constants = recorded(monkeypatch, heads)
+        assert kernel.fn.__name__ == name and constants["HEADS"] == heads

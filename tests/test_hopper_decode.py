@@ -1,0 +1,354 @@
+"""The Hopper decode kernels against the reference: every shape they declare, and values they must survive.
+
+Gluon has no interpreter, so they run on a GPU only; `test_hopper_compilation` compiles them anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import fast
+from fast import backends
+from reference.interfaces import AttentionState, DecodeMetadata, MLAConfig, UnsupportedConfiguration
+
+from . import decode_inputs
+from .decode_inputs import SCALE, make_inputs, on_device, schedule_of, verdict
+from .factories import GARBAGE, assert_same_bits, far_heads, integers, offsets
+from .triton_mode import DEVICE, ON_GPU
+
+HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+if not HOPPER:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from fast.kernels.hopper import decode  # noqa: E402
+
+DTYPES = [torch.bfloat16, torch.float16]
+BF16 = torch.bfloat16
+FEW_AND_MANY = [3, 16, 32, 64, 128]
+LENS = {  # query lengths and lengths; 0 with a query is a padding row
+    "one each": ([1, 1, 1], [1, 130, 67]),
+    "page edges": ([1, 1, 1, 1, 1], [63, 64, 65, 127, 128]),
+    "long": ([1, 1, 1], [1025, 640, 1536]),
+    "uniform": ([2, 2, 2], [97, 2, 64]),
+    "ragged": ([3, 0, 1, 8], [331, 20, 0, 270]),
+    "padding rows": ([1, 1], [0, 0]),
+    "nobody": ([], []),
+}
+launch = partial(decode_inputs.launch, decode)
+
+
+def check_parity(*args, **options):
+    inputs = make_inputs(*args, **options)
+    verdict(launch(*inputs), *inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", FEW_AND_MANY)
+@pytest.mark.parametrize("lens", LENS.values(), ids=LENS)
+def test_lengths(lens, heads, dtype):
+    check_parity(*lens, heads, dtype)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 16])
+@pytest.mark.parametrize("heads", [4, 32, 64])
+def test_splits(heads, splits, monkeypatch):
+    """Pitfall 2: more splits than tiles, so that some attend nothing."""
+    monkeypatch.setattr(decode, "_num_splits", lambda *bounds: splits)
+    check_parity([1, 0, 2, 1], [590, 9, 267, 0], heads, BF16)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize("heads", [4, 32, 40, 128])
+def test_scheduled(heads, programs, batch_invariant):
+    """Requests cut anywhere, whole requests between two cuts, idle programs, rows without keys or without queries."""
+    lens, query_lens = [0, 1100, 70, 9, 0, 300, 64, 33, 0], [1, 1, 2, 3, 2, 1, 0, 1, 1]
+    for dtype, overhead in zip(DTYPES, (0, 5), strict=True):
+        inputs = make_inputs(query_lens, lens, heads, dtype)
+        schedule = schedule_of(inputs[3], heads, programs, batch_invariant, overhead)
+        verdict(launch(*inputs, schedule=schedule), *inputs)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant"])
+def test_in_parts(cut, heads, monkeypatch):
+    """In two steps the bits of one: the LSE stand after the first, and the second leaves them alone."""
+    ql, q_pe, cache, plan = make_inputs([1, 2, 0, 1], [450, 170, 0, 3], heads, BF16)
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    schedule, cutting = None, (None, None, False)
+    if cut in ("scheduled", "batch-invariant"):
+        schedule = on_device(schedule_of(plan, heads, 3, cut == "batch-invariant", 1))
+        cutting = (schedule.tile_ranges, schedule.split_offsets, schedule.batch_invariant)
+    wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
+    plan = on_device(plan)
+    out, lse, *parts = decode.mla_decode_parts(
+        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), plan.block_table, plan.seq_lens, plan.query_start_loc,
+        plan.visible_lens, plan.max_query_len, SCALE, BF16, *cutting,
+    )  # fmt: skip
+    assert (parts[0].numel() > 0) == (cut != "whole")
+    assert_same_bits(lse.cpu(), wanted.lse)
+    merge = backends.kernel("hopper", "merge_decode_parts")
+    merge(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cutting)
+    assert_same_bits(out.cpu(), wanted.out)
+    assert_same_bits(lse.cpu(), wanted.lse)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_batch_invariance(heads):
+    """Pitfall 19: neighbours, position, padding and the number of programs change no bit, under that schedule."""
+    lens, query_lens = [1100, 70, 5200, 64, 0, 2500], [1, 1, 1, 2, 1, 3]
+    ql, q_pe, cache, plan = make_inputs(query_lens, lens, heads, BF16)
+    for request in range(len(lens)):
+        first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
+        one = replace(
+            plan, block_table=plan.block_table[request : request + 1], seq_lens=plan.seq_lens[request : request + 1],
+            query_start_loc=integers(0, last - first), max_query_len=query_lens[request],
+            visible_lens=plan.visible_lens[first:last],
+        )  # fmt: skip
+        for programs in (3, 40, 132):
+            alone = launch(
+                ql[first:last], q_pe[first:last], cache, one, schedule=schedule_of(one, heads, programs, True)
+            )
+            beside = launch(ql, q_pe, cache, plan, schedule=schedule_of(plan, heads, programs - 1, True))
+            assert_same_bits(beside.out[first:last], alone.out)
+            assert_same_bits(beside.lse[:, first:last], alone.lse)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_lengths_beyond_the_table(batch_invariant):
+    """A length that the table cannot hold is read as far as the table goes, and harms no neighbour."""
+    for heads in (4, 64):
+        ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], heads, BF16)
+        far = replace(plan, seq_lens=integers(1100, 5000, 70))
+        state = launch(ql, q_pe, cache, far, schedule=schedule_of(far, heads, 5, batch_invariant))
+        verdict(state, ql, q_pe, cache, plan)  # that request still sees 64 keys, as `visible_lens` says
+
+
+@pytest.mark.parametrize("heads", [4, 64])
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_wide_output(scheduled, heads):
+    """States that are merged later keep float32."""
+    inputs = make_inputs([1, 2], [300, 131], heads, BF16)
+    schedule = schedule_of(inputs[3], heads, 3) if scheduled else None
+    wide = launch(*inputs, schedule=schedule, out_dtype=torch.float32)
+    assert wide.out.dtype == torch.float32
+    assert torch.equal(wide.out.to(BF16), launch(*inputs, schedule=schedule).out)
+
+
+@pytest.mark.parametrize("heads", [5, 32, 100])
+def test_mask_is_data(heads):
+    """Any visible length, as under context parallelism; later rows may see less than earlier ones."""
+    ql, q_pe, cache, plan = make_inputs([4, 2, 3], [250, 170, 40], heads, BF16)
+    plan = replace(plan, visible_lens=integers(250, 0, 64, 1, 0, 0, 39, 40, 3))
+    verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.13, 1.0])
+@pytest.mark.parametrize("heads", [5, 64])
+def test_any_scale(heads, scale):
+    """Negative ones too, though the kernels look for the largest score before they scale."""
+    ql, q_pe, cache, plan = make_inputs([1, 2], [250, 170], heads, BF16)
+    state = launch(ql, q_pe, cache, plan, scale=scale)
+    turned = launch(-ql, -q_pe, cache, plan, scale=-scale)
+    assert_same_bits(state.out, turned.out)
+    assert_same_bits(state.lse, turned.lse)
+    if scale == 0:
+        assert torch.allclose(state.lse[:, 0], torch.tensor(250.0).log().expand(heads), atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [4, 40])
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_values_outside_the_tensors(heads, block_size):
+    """Pitfall 8 and the memory law: blocks outside the cache are masked, lengths clamped to the table."""
+    latent, rope = 512, 64
+    cache = torch.randn(9, block_size, latent + rope).to(BF16)
+    table = integers(3, GARBAGE, 0, 7, -1, 9, 8, -(2**31), 2**31 - 1, -5, 9, 10).view(3, 4)
+    lengths, visible = integers(2**31 - 1, 2 * block_size + 5, 3 * block_size), integers(2**31 - 1, 2**30, 2**29)
+    ql, q_pe = torch.randn(3, heads, latent).to(BF16) / latent**0.5, torch.randn(3, heads, rope).to(BF16)
+    plan = DecodeMetadata(table, lengths, offsets([1, 1, 1]), 1, visible)
+    state = launch(ql, q_pe, cache, plan)
+
+    # the same requests with the masked tokens left out, one block each
+    kept = [[(0, cache[3]), (2, cache[0]), (3, cache[7])], [(2, cache[8])], []]
+    own = [torch.cat([page[: max(0, int(n) - at * block_size)] for at, page in pages] or [cache[0, :0]])
+           for pages, n in zip(kept, lengths, strict=True)]  # fmt: skip
+    packed = torch.zeros(3, max(map(len, own)), latent + rope, dtype=BF16)
+    for block, entries in enumerate(own):
+        packed[block, : len(entries)] = entries
+    counts = integers(*map(len, own))
+    same = DecodeMetadata(integers(0, 1, 2)[:, None], counts, offsets([1, 1, 1]), 1, counts)
+    verdict(state, ql, q_pe, packed, same)
+
+    below = replace(plan, seq_lens=integers(-1, 0, -(2**31)), visible_lens=integers(5, -3, -(2**31)))
+    state = launch(ql, q_pe, cache, below)
+    assert state.out.eq(0).all() and state.lse.eq(-torch.inf).all()
+    assert launch(ql, q_pe, cache, replace(plan, block_table=table[:, :0])).lse.eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("heads", [3, 40])
+def test_nan_stays_with_its_owner(heads):
+    ql, q_pe, cache, plan = make_inputs([2, 1, 1], [70, 130, 17], heads, BF16)
+    clean = launch(ql, q_pe, cache, plan)
+    spoilt = ql.clone()
+    spoilt[1, 2, 5] = torch.nan
+    state = launch(spoilt, q_pe, cache, plan)
+    assert state.out[1, 2].isnan().all() and state.lse[2, 1].isnan()
+    state.out[1, 2], state.lse[2, 1] = clean.out[1, 2], clean.lse[2, 1]
+    assert_same_bits(state.out, clean.out)
+    assert_same_bits(state.lse, clean.lse)
+
+    spoilt = cache.clone()
+    spoilt[plan.block_table[1, 0], 3] = torch.nan
+    state = launch(ql, q_pe, spoilt, plan)
+    assert state.out[2].isnan().any()
+    assert_same_bits(state.out[[0, 1, 3]], clean.out[[0, 1, 3]])
+
+
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_same_bits_a_thousand_times(heads, cut, monkeypatch):
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    ql, q_pe, cache, plan = make_inputs([1, 2, 1, 1], [900, 265, 0, 1501], heads, BF16)
+    p = on_device(plan)
+    schedule = fast.plan_decode(p.seq_lens, 7, heads) if cut == "scheduled" else None
+    cutting = (None, None, False) if schedule is None else (schedule.tile_ranges, schedule.split_offsets, False)
+    inputs = (
+        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
+        p.max_query_len, SCALE, BF16, *cutting,
+    )  # fmt: skip
+    first = decode.mla_decode(*inputs)
+    verdict(AttentionState(*(x.cpu() for x in first)), ql, q_pe, cache, plan)
+    differs = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(1000):
+        for mine, other in zip(decode.mla_decode(*inputs), first, strict=True):
+            kind = torch.int16 if mine.dtype == BF16 else torch.int32
+            differs += (mine.view(kind) != other.view(kind)).sum()
+    assert int(differs) == 0
+
+
+@pytest.mark.parametrize("heads", [4, 40])
+def test_strides(heads):
+    """Pitfall 18: one layer of many; queries and tables that are slices of larger tensors."""
+    ql, q_pe, cache, plan = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+                             for x in make_inputs([1, 2], [130, 64], heads, BF16))  # fmt: skip
+    dense = launch(ql, q_pe, cache, plan)
+    layers = torch.full((cache.shape[0], 3, *cache.shape[1:]), torch.nan, dtype=cache.dtype, device=DEVICE)
+    layers[:, 1] = cache
+    wide = torch.full((*cache.shape[:2], cache.shape[2] + 8), torch.nan, dtype=cache.dtype, device=DEVICE)
+    wide[..., 8:] = cache
+    heads_first = ql.transpose(0, 1).contiguous().transpose(0, 1)
+    odd = torch.stack((q_pe, q_pe), dim=-1)[..., 1]
+    table = torch.stack((plan.block_table,) * 2, dim=-1)[..., 0]
+    cut = replace(plan, block_table=table, visible_lens=torch.stack((plan.visible_lens,) * 2, dim=-1)[:, 0])
+    for pages in (layers[:, 1], wide[..., 8:]):
+        state = launch(heads_first, odd, pages, cut)
+        assert_same_bits(state.out, dense.out)
+        assert_same_bits(state.lse, dense.lse)
+
+
+@pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
+@pytest.mark.parametrize("heads", [4, 40])
+def test_query_offsets_out_of_range(heads, starts):
+    """They are clamped to the tokens: nothing outside the queries is read, nothing outside the result written."""
+    ql, q_pe, cache, plan = make_inputs([8], [40], heads, BF16)
+    assert launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts))).out.shape == ql.shape
+
+
+def test_query_strides_beyond_32_bit():
+    """Pitfall 8: queries as `query_to_latent` leaves them, head by head, but further apart."""
+    for query_lens in ([2, 1], [22, 3]):  # 6 and 66 rows: both kernels
+        ql, q_pe, cache, plan = make_inputs(query_lens, [40, 17], 3, BF16)
+        near = launch(ql, q_pe, cache, plan)
+        far = launch(far_heads(ql.to(DEVICE)), far_heads(q_pe.to(DEVICE)), cache, plan)
+        assert_same_bits(far.out, near.out)
+        assert_same_bits(far.lse, near.lse)
+
+
+def test_choice_of_splits():
+    """One program a processor where there are few; no split where they fill the device; never more than the tiles."""
+    for program_rows in (16, 64):
+        choose = partial(decode._num_splits, program_rows=program_rows, processors=132)
+        assert choose(pieces=1, rows=program_rows, keys=131072) > 40
+        assert choose(pieces=128, rows=128 * program_rows, keys=4096) == 1
+        assert choose(pieces=1, rows=program_rows, keys=64) == choose(pieces=1, rows=1, keys=0) == 1
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_offsets_beyond_32_bit(heads, block_size):
+    """Pitfall 8: the requests live past element 2^31 of the cache."""
+    ql, q_pe, cache, plan = make_inputs([1, 1], [130, 67], heads, BF16, block_size=block_size)
+    away = 2**31 // cache[0].numel() + 5
+    if torch.cuda.mem_get_info()[0] < 2 * (away + 100) * cache[0].numel() * 2:
+        pytest.skip("too little memory")
+    large = torch.empty(away + cache.shape[0], *cache.shape[1:], dtype=cache.dtype, device=DEVICE)
+    large[away:] = cache.to(DEVICE)
+    state = launch(ql, q_pe, large, replace(plan, block_table=plan.block_table.clamp(max=2**30) + away))
+    verdict(state, ql, q_pe, cache, plan)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+def test_graph_replays_with_other_lengths(heads):
+    """Captured once without a copy to the host; a replay reads the lengths that stand in the buffers then."""
+    ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, BF16)
+    buffers = on_device(plan)
+    q = ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE)
+    rest = (
+        buffers.block_table, buffers.seq_lens, buffers.query_start_loc, buffers.visible_lens, 2, SCALE, BF16, None,
+        None, False,
+    )  # fmt: skip
+    decode.mla_decode(*q, *rest)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = decode.mla_decode(*q, *rest)
+    for lens, visible in (((65, 0), (64, 65, 0)), ((0, 150), (0, 0, 150)), ((300, 1), (299, 300, 1))):
+        other = replace(plan, seq_lens=integers(*lens), visible_lens=integers(*visible))
+        buffers.seq_lens.copy_(other.seq_lens)
+        buffers.visible_lens.copy_(other.visible_lens)
+        graph.replay()
+        verdict(AttentionState(out.cpu(), lse.cpu()), ql, q_pe, cache, other)
+
+
+# Which kernel set a call goes to.
+
+
+def test_what_it_does_not_cover_goes_to_triton():
+    """Under `backend=None`, and `explain` says why; asked for by name it raises every reason."""
+    config = MLAConfig.from_preset("deepseek-v3")
+    settings = {"device": DEVICE, "dtype": BF16}
+    assert "mla_decode: hopper" in backends.explain(config, **settings)
+    odd = backends.explain(config, **settings, block_size=48)
+    assert "mla_decode: triton (" in odd and "hopper: serves block sizes (16, 32, 64, 128), got 48" in odd
+    assert "mla_decode: triton (" in backends.explain(config, device=DEVICE, dtype=torch.float32)
+
+    ql, q_pe, cache, plan = make_inputs([1, 2], [100, 40], 4, torch.float32, (40, 24), block_size=48)
+    inputs = ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), on_device(plan), SCALE
+    assert fast.mla_decode(*inputs).out.shape == ql.shape
+    with pytest.raises(UnsupportedConfiguration) as error:
+        fast.mla_decode(*inputs, backend="hopper")
+    assert list(error.value.reasons) == [
+        "hopper: serves torch.bfloat16, torch.float16, got torch.float32",
+        "hopper: serves kv_lora_rank in (256, 512), got 40",
+        "hopper: serves qk_rope_head_dim in (0, 32, 64), got 24",
+        "hopper: serves block sizes (16, 32, 64, 128), got 48",
+    ]
+
+
+def test_caches_the_copy_engine_cannot_read():
+    """Entries that are no whole 16-byte words, or none at all, are read by the portable kernel."""
+    ql, q_pe, cache, plan = make_inputs([1, 2], [130, 64], 4, BF16)
+    wanted = launch(ql, q_pe, cache, plan)
+    on = ql.to(DEVICE), q_pe.to(DEVICE)
+    shifted = torch.zeros(cache.numel() + 1, dtype=BF16, device=DEVICE)[1:].view(cache.shape).copy_(cache)
+    apart = torch.full((*cache.shape[:2], 577), torch.nan, dtype=BF16, device=DEVICE)[..., 1:].copy_(cache)
+    for pages in (shifted, apart):
+        state = fast.mla_decode(*on, pages, on_device(plan), SCALE)
+        assert torch.allclose(state.out.cpu().float(), wanted.out.float(), atol=2e-2)
+        with pytest.raises(UnsupportedConfiguration, match="hopper: needs a cache of whole, aligned 16-byte words"):
+            fast.mla_decode(*on, pages, on_device(plan), SCALE, backend="hopper")
+    empty = replace(plan, seq_lens=integers(0, 0), visible_lens=integers(0, 0, 0))
+    assert fast.mla_decode(*on, cache[:0].to(DEVICE), on_device(empty), SCALE).lse.eq(-torch.inf).all()
