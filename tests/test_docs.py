@@ -146,15 +146,15 @@ def decode_dims(B: int, S: int, N: int, lens: str = "equal") -> dict:
     return {"B": B, "S": S, "Sq": 1, "N": N, "lens": lens}
 
 
-PLAIN, PLANNED = "fast", "fast, planned"
+PLAIN, SCHEDULED = "fast", "fast, scheduled"
 GPU_ROWS = {
     "decode, 128 requests of 4096 tokens, 128 heads": ("decode", PLAIN, decode_dims(128, 4096, 128)),
     "decode, 128 requests of 4096 tokens, 16 heads": ("decode", PLAIN, decode_dims(128, 4096, 16)),
     "decode, 1 request of 131072 tokens, 16 heads": ("decode", PLAIN, decode_dims(1, 131072, 16)),
-    "decode, 128 requests of 1024 to 16384 tokens, 128 heads, planned":
-        ("decode", PLANNED, decode_dims(128, 16384, 128, "mixed")),
-    "decode, 128 requests of 1024 to 16384 tokens, 16 heads, planned":
-        ("decode", PLANNED, decode_dims(128, 16384, 16, "mixed")),
+    "decode, 128 requests of 1024 to 16384 tokens, 128 heads, scheduled":
+        ("decode", SCHEDULED, decode_dims(128, 16384, 128, "mixed")),
+    "decode, 128 requests of 1024 to 16384 tokens, 16 heads, scheduled":
+        ("decode", SCHEDULED, decode_dims(128, 16384, 16, "mixed")),
     "prefill, 16384 tokens, 128 heads":
         ("prefill", PLAIN, {"B": 1, "Sq": 16384, "Skv": 16384, "N": 128, "mask": "causal"}),
 }  # fmt: skip
@@ -182,6 +182,44 @@ def test_gpu_table():
     for line in gpu_rows():
         assert line in text.splitlines(), line
     assert f"{results['date']}, medians; `make gpu" in text
+
+
+HOPPER_ROWS = {
+    "128 requests of 4096 tokens, 128 heads": decode_dims(128, 4096, 128),
+    "256 requests of 1024 tokens, 128 heads": decode_dims(256, 1024, 128),
+    "32 requests of 32768 tokens, 128 heads": decode_dims(32, 32768, 128),
+    "16 requests of 4096 tokens, 128 heads": decode_dims(16, 4096, 128),
+    "16 requests of 4096 tokens, 16 heads": decode_dims(16, 4096, 16),
+    "1 request of 8192 tokens, 128 heads": decode_dims(1, 8192, 128),
+    "1 request of 8192 tokens, 16 heads": decode_dims(1, 8192, 16),
+    "1 request of 131072 tokens, 128 heads": decode_dims(1, 131072, 128),
+    "1 request of 131072 tokens, 16 heads": decode_dims(1, 131072, 16),
+    "96 requests of 256 to 32768 tokens, 128 heads, planned": decode_dims(96, 32768, 128, "ragged"),
+    "96 requests of 256 to 32768 tokens, 16 heads, planned": decode_dims(96, 32768, 16, "ragged"),
+}
+
+
+def hopper_rows() -> list[str]:
+    """The README's table of the Hopper kernels, from their results file."""
+    results = json.loads((ROOT / "docs" / "results" / "h200-decode.json").read_text(encoding="utf-8"))
+    lines = []
+    for label, dims in HOPPER_ROWS.items():
+        row = next(row for row in results["rows"] if row["dims"] == dims)
+        assert row["passed"]
+        times = row["times"]["replayed"]
+        ours = times["fast, planned" if label.endswith("planned") else "fast"]["median_us"]
+        ratios = " | ".join(f"{times[peer]['median_us'] / ours:.2f}" for peer in ("FlashMLA", "FA3"))
+        lines.append(f"| {label} | {ours:.1f} us | {ratios} |")
+    return lines
+
+
+def test_hopper_table():
+    """Every time and ratio is the results file's, and no row of that file is left out."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for line in hopper_rows():
+        assert line in text, line
+    results = json.loads((ROOT / "docs" / "results" / "h200-decode.json").read_text(encoding="utf-8"))
+    assert [row["dims"] for row in results["rows"]] == list(HOPPER_ROWS.values())
 
 
 def test_context_parallel_table():

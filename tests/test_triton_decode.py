@@ -20,7 +20,7 @@ from .factories import GARBAGE, HEADS, assert_same_bits, far_heads, integers, of
 from .triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
 
 if ON_GPU or INTERPRETED:
-    from fast.kernels.triton import decode
+    from fast.kernels.triton import decode, decode_merge
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter's bfloat16 products are garbage
 NARROW = {"narrow rope": (32, 8), "narrow": (8, 16)}
@@ -145,7 +145,7 @@ def test_in_parts(cut, dtype, monkeypatch):
     )  # fmt: skip
     assert (parts[0].numel() > 0) == (cut != "whole")
     assert_same_bits(lse.cpu(), wanted.lse.cpu())
-    decode.merge_decode_parts(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cutting)
+    decode_merge.merge_decode_parts(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cutting)
     assert_same_bits(out.cpu(), wanted.out.cpu())
     assert_same_bits(lse.cpu(), wanted.lse.cpu())
 
