@@ -6,19 +6,23 @@ test of results would notice. Compilers change: this runs with the pinned Triton
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import fast
 import reference
+from fast import backends
 from reference.interfaces import DecodeMetadata
 
-from .factories import integers, offsets
-from .test_compilation import TYPES, Recorded
+from .factories import LOW_RANK, integers, offsets
+from .test_compilation import ROOMS, TYPES, Recorded, serve
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -27,6 +31,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
+from fast.kernels import hopper  # noqa: E402
 from fast.kernels.hopper import decode, few_heads, many_heads  # noqa: E402
 from fast.kernels.triton.device import DeviceFacts  # noqa: E402
 
@@ -144,3 +149,22 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
     for heads, name in ((1, "_few_heads_kernel"), (32, "_few_heads_kernel"), (33, "_many_heads_kernel")):
         kernel, _, constants = recorded(monkeypatch, heads)
         assert kernel.fn.__name__ == name and constants["HEADS"] == heads
+
+
+@pytest.mark.parametrize("heads", [4, 40])
+def test_warmup_specialises_for_every_step(heads, monkeypatch):
+    """What steps of every kind launch was launched ahead; the launchers serve the CPU meanwhile."""
+    found = {}
+    for name in ROOMS:
+        module = importlib.import_module(f"fast.kernels.triton.{name}")
+        for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
+            monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
+    for kernel in (few_heads._few_heads_kernel, many_heads._many_heads_kernel):
+        monkeypatch.setattr(decode, kernel.fn.__name__, RecordedGluon(kernel, found))
+    monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", hopper.KERNELS),))
+    config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=256, qk_rope_head_dim=32)
+    fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3)
+    ahead = set(found)
+    assert {"_few_heads_kernel", "_many_heads_kernel"} & {key[0] for key in ahead}
+    serve(config, torch.bfloat16, 3)
+    assert set(found) == ahead

@@ -219,7 +219,7 @@ def _num_splits(pieces: int, rows: int, keys: int, program_rows: int, processors
     tile_ns, least, piece_ns = COSTS_NS["many" if many else "few"]
     step = 2 if many else 1  # tiles are taken in pairs
 
-    def cost(splits: int) -> float:
+    def cost(splits: int) -> int | float:
         turns = triton.cdiv(pieces * splits, processors)
         split_tiles = max(least, step * triton.cdiv(tiles, step * splits))
         memory_ns = 0 if many else MEMORY_TILE_NS * min(pieces * splits, processors)
