@@ -147,17 +147,33 @@ def test_mask_is_data(heads):
     verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.13, 1.0])
+@pytest.mark.parametrize("scale", [0.0, -0.13, 1.0, 30.0])
 @pytest.mark.parametrize("heads", [5, 64])
 def test_any_scale(heads, scale):
-    """Negative ones too, though the kernels look for the largest score before they scale."""
-    ql, q_pe, cache, plan = make_inputs([1, 2], [250, 170], heads, BF16)
+    """Negative ones too, though the kernels look for the largest score before they scale; empty rows stay empty."""
+    ql, q_pe, cache, plan = make_inputs([1, 2, 1], [250, 170, 0], heads, BF16)
+    plan = replace(plan, visible_lens=integers(250, 0, 170, 0))
     state = launch(ql, q_pe, cache, plan, scale=scale)
     turned = launch(-ql, -q_pe, cache, plan, scale=-scale)
     assert_same_bits(state.out, turned.out)
     assert_same_bits(state.lse, turned.lse)
+    assert state.out[[1, 3]].eq(0).all() and state.lse[:, [1, 3]].eq(-torch.inf).all()
+    assert state.out.isfinite().all() and state.lse[:, [0, 2]].isfinite().all()
     if scale == 0:
         assert torch.allclose(state.lse[:, 0], torch.tensor(250.0).log().expand(heads), atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("heads", [4, 64])
+def test_a_length_that_was_not_planned(heads, batch_invariant):
+    """One of 2^31 keys under a schedule for other lengths ends as soon as any, and harms no neighbour."""
+    ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], heads, BF16)
+    schedule = schedule_of(plan, heads, 5, batch_invariant)
+    wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
+    for hostile in (2**31 - 1, 2147480000):
+        state = launch(ql, q_pe, cache, replace(plan, seq_lens=integers(1100, hostile, 70)), schedule=schedule)
+        assert_same_bits(state.out[[0, 2]], wanted.out[[0, 2]])
+        assert_same_bits(state.lse[:, [0, 2]], wanted.lse[:, [0, 2]])
 
 
 @pytest.mark.parametrize("heads", [4, 40])

@@ -19,32 +19,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_versions import partition_barrier
-from .pieces import LEAST, LN_2, TILE, ceil_div, first_piece, load_columns, next_piece, page_of, pages_held, piece_at
+from .pieces import (
+    LEAST,
+    LN_2,
+    TILE,
+    ceil_div,
+    first_piece,
+    load_columns,
+    load_queries,
+    next_piece,
+    page_of,
+    pages_held,
+    piece_at,
+    rows_at,
+    shift_of,
+    slot_of,
+)
 
 STAGES = gl.constexpr(2)
-
-
-@gluon.jit
-@no_type_check
-def _rows(where, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows of a request [ROWS], their tokens and heads, and which are real."""
-    query_start, query_end, row_block, request_rows, _, num_heads = where
-    row = row_block * ROWS + gl.arange(0, ROWS, LAYOUT)
-    token = query_start + row // num_heads
-    return row, token, row % num_heads, (token < query_end) & (row < request_rows)
-
-
-@gluon.jit
-@no_type_check
-def _load_queries(
-    source, where, token_stride, head_stride, ROWS: gl.constexpr, COLUMNS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The rows' queries; rows that are nobody's are zeros."""
-    _, token, head, real = _rows(where, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    offsets = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
-    return gl.load(source + offsets[:, None] + columns[None, :], mask=real[:, None], other=0.0)
 
 
 @gluon.jit
@@ -56,7 +48,7 @@ def _write_whole(
     """Outputs of rows that one program saw whole."""
     largest, total, values = state
     num_tokens, num_heads = where[4], where[5]
-    _, token, head, real = _rows(where, ROWS, gl.SliceLayout(0, TRANSPOSED))
+    _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(0, TRANSPOSED))
     divisor = gl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0
     values = values * (1.0 / divisor)[None, :]
     log = gl.where(total == 0, float("-inf"), largest * scale_log2 + gl.log2(divisor))
@@ -65,7 +57,7 @@ def _write_whole(
         # by way of the queries' memory, which nobody multiplies by any more, so that whole lines are written
         staged = q_latent.index(0)
         staged.permute([1, 0]).store(values.to(q_latent.dtype))
-        _, token, head, real = _rows(where, ROWS, gl.SliceLayout(1, WIDE))
+        _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, WIDE))
         columns = gl.arange(0, LATENT, gl.SliceLayout(0, WIDE))
         offsets = (token.to(gl.int64) * num_heads + head) * LATENT
         gl.store(out + offsets[:, None] + columns[None, :], staged.load(WIDE), mask=real[:, None])
@@ -84,7 +76,7 @@ def _write_part(
     """Parts of rows for the merge."""
     largest, total, values = state
     request_rows, num_tokens, num_heads = where[3], where[4], where[5]
-    row, token, head, real = _rows(where, ROWS, gl.SliceLayout(0, TRANSPOSED))
+    row, token, head, real = rows_at(where, ROWS, gl.SliceLayout(0, TRANSPOSED))
     if SCHEDULED:
         part_row = slot.to(gl.int64) * request_rows + row
         out_row = part_row
@@ -139,16 +131,16 @@ def _consume(
             works = works & (begin < end)
         if works:
             where = (query_start, query_end, row_block, request_rows, num_tokens, HEADS)
-            _row, token, _head, real = _rows(where, ROWS, ROW)
+            _row, token, _head, real = rows_at(where, ROWS, ROW)
             visible = gl.load(visible_lens + token, mask=real, other=0)
             table_row = block_table + request.to(gl.int64) * table_row_stride
-            seen_end = gl.minimum(end, ceil_div(length, TILE))
-            queries = _load_queries(ql_nope, where, latent_token_stride, latent_head_stride, ROWS, LATENT, WIDE)
-            held = pages_held(begin, seen_end, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
+            stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond the table
+            queries = load_queries(ql_nope, where, latent_token_stride, latent_head_stride, ROWS, 0, LATENT, WIDE)
+            held = pages_held(begin, stop, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
             q_latent.index(0).store(queries)
             if ROPE > 0:
                 q_rope.index(0).store(
-                    _load_queries(q_pe, where, rope_token_stride, rope_head_stride, ROWS, ROPE, NARROW)
+                    load_queries(q_pe, where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, NARROW)
                 )
             fence_async_shared()
             visible = gl.minimum(visible, length)
@@ -159,7 +151,7 @@ def _consume(
             largest = gl.full([ROWS], LEAST, gl.float32, ROW)
             totals = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
             values = warpgroup_mma_init(gl.zeros([LATENT, ROWS], gl.float32, TRANSPOSED))
-            for tile in range(begin, end):
+            for tile in range(begin, stop):
                 stage = step % STAGES
                 phase = (step // STAGES) & 1
                 zero = step >> 30  # the compiler must not see that this is 0: it would keep the queries' addresses
@@ -178,7 +170,7 @@ def _consume(
                 if tile >= plain:
                     key = tile * TILE + gl.arange(0, TILE, KEY)
                     page = gl.load(table_row + (key // BLOCK_SIZE) * table_stride, mask=key < length, other=-1)
-                    held_keys = (page >= 0) & (page < num_blocks) & (key < end * TILE)
+                    held_keys = (page >= 0) & (page < num_blocks) & (key < stop * TILE)
                     scores = gl.where(held_keys[:, None] & (key[:, None] < visible[None, :]), scores, float("-inf"))
                     if (tile + 1) * TILE > length:  # nobody owns those bytes, and 0 * NaN is NaN
                         own = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, NARROW))
@@ -186,7 +178,7 @@ def _consume(
                             part = k_tile.slice(column, 64, dim=1)
                             part.store(gl.where((own < length)[:, None], part.load(NARROW), 0.0))
                 new_largest = gl.maximum(largest, gl.max(scores, 0))
-                weights = gl.exp2(scores * scale_log2 - (new_largest * scale_log2)[None, :])
+                weights = gl.exp2(scores * scale_log2 - shift_of(new_largest, scale_log2)[None, :])
                 decay = gl.exp2((largest - new_largest) * scale_log2)
                 largest = new_largest
                 totals = totals * decay[None, :] + weights
@@ -197,43 +189,21 @@ def _consume(
                 values = warpgroup_mma(k_tile.permute([1, 0]), weights_shared.index(zero), values, is_async=True)
                 step += 1
             values = warpgroup_mma_wait(0, deps=[values])
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=begin < end)
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=begin < stop)
             state = (largest, gl.sum(totals, 0), values)
             if SCHEDULED:
                 first_split = gl.load(split_offsets + request)
-                slot = 2 * (gl.program_id(0) // row_blocks) + (begin == 0).to(gl.int32)
-                if MAX_SPLITS > 0:
-                    slot = request * request_slots + gl.minimum(split, request_slots - 1)
+                slot = slot_of(request, begin, split, row_blocks, request_slots, MAX_SPLITS)
                 if gl.load(split_offsets + request + 1) - first_split <= 1:
                     _write_whole(state, where, scale_log2, out, lse, q_latent, ROWS, LATENT, TRANSPOSED, WIDE)
                 else:
                     _write_part(
-                        state,
-                        where,
-                        scale_log2,
-                        part_out,
-                        part_lse,
-                        slot,
-                        num_slots,
-                        ROWS,
-                        LATENT,
-                        TRANSPOSED,
-                        True,
-                    )
+                        state, where, scale_log2, part_out, part_lse, slot, num_slots, ROWS, LATENT, TRANSPOSED, True,
+                    )  # fmt: skip
             elif SPLIT:
                 _write_part(
-                    state,
-                    where,
-                    scale_log2,
-                    part_out,
-                    part_lse,
-                    split,
-                    num_slots,
-                    ROWS,
-                    LATENT,
-                    TRANSPOSED,
-                    False,
-                )
+                    state, where, scale_log2, part_out, part_lse, split, num_slots, ROWS, LATENT, TRANSPOSED, False,
+                )  # fmt: skip
             else:
                 _write_whole(state, where, scale_log2, out, lse, q_latent, ROWS, LATENT, TRANSPOSED, WIDE)
         walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
@@ -246,7 +216,7 @@ def _produce(
     ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr,
 ):  # fmt: skip
-    """One warp fetches tiles into the ring, and asks for those after them."""
+    """One warp fetches tiles into the ring."""
     _, _, block_table, seq_lens, query_start_loc, _ = inputs
     num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
     _, _, _, _, table_row_stride, table_stride = strides
@@ -264,10 +234,11 @@ def _produce(
         )
         if query_start + row_block * ROWS // HEADS < query_end:
             table_row = block_table + request.to(gl.int64) * table_row_stride
-            end_key = gl.minimum(end * TILE, length)
+            stop = gl.minimum(end, ceil_div(length, TILE))
+            end_key = gl.minimum(stop * TILE, length)
             page = page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
             ahead = page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
-            for tile in range(begin, end):
+            for tile in range(begin, stop):
                 stage = step % STAGES
                 bar = full.index(stage)
                 mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)

@@ -19,32 +19,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .gluon_versions import partition_barrier
-from .pieces import LEAST, LN_2, TILE, ceil_div, first_piece, load_columns, next_piece, page_of, pages_held, piece_at
+from .pieces import (
+    LEAST,
+    LN_2,
+    TILE,
+    ceil_div,
+    first_piece,
+    load_columns,
+    load_queries,
+    next_piece,
+    page_of,
+    pages_held,
+    piece_at,
+    rows_at,
+    shift_of,
+    slot_of,
+)
 
 ROWS = gl.constexpr(64)
-
-
-@gluon.jit
-@no_type_check
-def _rows(where, LAYOUT: gl.constexpr):
-    """Rows of a request [ROWS], their tokens and heads, and which are real."""
-    query_start, query_end, row_block, request_rows, _, num_heads = where
-    row = row_block * ROWS + gl.arange(0, ROWS, LAYOUT)
-    token = query_start + row // num_heads
-    return row, token, row % num_heads, (token < query_end) & (row < request_rows)
-
-
-@gluon.jit
-@no_type_check
-def _load_queries(
-    source, where, token_stride, head_stride, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """COLUMNS columns of the rows' queries; rows that are nobody's are zeros."""
-    _, token, head, real = _rows(where, gl.SliceLayout(1, LAYOUT))
-    columns = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    offsets = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
-    return gl.load(source + offsets[:, None] + columns[None, :], mask=real[:, None], other=0.0)
 
 
 @gluon.jit
@@ -60,19 +52,19 @@ def _write_whole(
     divisor = gl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0
     values = values * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, VALUES))[:, None]
     if OWN == 0:
-        _, token, head, real = _rows(where, gl.SliceLayout(1, SCORES))
+        _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, SCORES))
         log = gl.where(total == 0, float("-inf"), largest * scale_log2 + gl.log2(divisor))
         gl.store(lse + head.to(gl.int64) * num_tokens + token, log * LN_2, mask=real)
     if out.dtype.element_ty == q_latent.dtype:
         # by way of the queries' memory, which nobody multiplies by any more, so that whole lines are written
-        _, token, head, real = _rows(where, gl.SliceLayout(1, WIDE))
+        _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, WIDE))
         staged = q_latent.index(0).slice(OWN * HALF, HALF, dim=1)
         staged.store(values.to(q_latent.dtype))
         columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
         offsets = (token.to(gl.int64) * num_heads + head) * LATENT
         gl.store(out + offsets[:, None] + columns[None, :], staged.load(WIDE), mask=real[:, None])
     else:
-        _, token, head, real = _rows(where, gl.SliceLayout(1, VALUES))
+        _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, VALUES))
         columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
         offsets = (token.to(gl.int64) * num_heads + head) * LATENT
         gl.store(out + offsets[:, None] + columns[None, :], values.to(out.dtype.element_ty), mask=real[:, None])
@@ -88,8 +80,8 @@ def _write_part(
     largest, total, values = state
     request_rows, num_tokens, num_heads = where[3], where[4], where[5]
     HALF: gl.constexpr = LATENT // 2
-    row, token, head, real = _rows(where, gl.SliceLayout(1, SCORES))
-    o_row, o_token, o_head, o_real = _rows(where, gl.SliceLayout(1, VALUES))
+    row, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, SCORES))
+    o_row, o_token, o_head, o_real = rows_at(where, ROWS, gl.SliceLayout(1, VALUES))
     if SCHEDULED:
         part_row = slot.to(gl.int64) * request_rows + row
         out_row = slot.to(gl.int64) * request_rows + o_row
@@ -181,7 +173,7 @@ def _first_group(
     if MASKED:
         _zero_unowned(own, length - first * TILE, HALF)
     middle = gl.maximum(largest, gl.max(scores, 1))
-    weights = gl.exp2(scores * scale_log2 - (middle * scale_log2)[:, None])
+    weights = gl.exp2(scores * scale_log2 - shift_of(middle, scale_log2)[:, None])
     rounded = weights.to(halves.dtype)
     tails.index(zero).store(rounded)
     row_values.index(0).store(middle)
@@ -234,7 +226,7 @@ def _second_group(
     if MASKED and first + 1 >= plain:
         scores = _mask(scores, first + 1, end, seen, SCORES, BLOCK_SIZE)
     top = gl.maximum(middle, gl.max(scores, 1))
-    weights = gl.exp2(scores * scale_log2 - (top * scale_log2)[:, None])
+    weights = gl.exp2(scores * scale_log2 - shift_of(top, scale_log2)[:, None])
     rounded = weights.to(halves.dtype)
     tails.index(1 + zero).store(rounded)
     row_values.index(1).store(top)
@@ -291,17 +283,19 @@ def _consume(
             works = works & (begin < end)
         if works:
             where = (query_start, query_end, row_block, request_rows, num_tokens, HEADS)
-            _row, token, _head, real = _rows(where, ROW)
+            _row, token, _head, real = rows_at(where, ROWS, ROW)
             visible = gl.load(visible_lens + token, mask=real, other=0)
             table_row = block_table + request.to(gl.int64) * table_row_stride
-            seen_end = gl.minimum(end, ceil_div(length, TILE))
+            stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond the table
             # queries: each group brings the columns that it holds of the output
-            queries = _load_queries(ql_nope, where, latent_token_stride, latent_head_stride, OWN * HALF, HALF, WIDE)
-            held = pages_held(begin, seen_end, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
+            queries = load_queries(
+                ql_nope, where, latent_token_stride, latent_head_stride, ROWS, OWN * HALF, HALF, WIDE
+            )
+            held = pages_held(begin, stop, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
             q_latent.index(0).slice(OWN * HALF, HALF, dim=1).store(queries)
             if ROPE > 0 and OWN == 1:
                 q_rope.index(0).store(
-                    _load_queries(q_pe, where, rope_token_stride, rope_head_stride, 0, ROPE, ROPE_WIDE)
+                    load_queries(q_pe, where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, ROPE_WIDE)
                 )
             fence_async_shared()
             mbarrier.arrive(query_bar)
@@ -309,16 +303,16 @@ def _consume(
             visible = gl.minimum(visible, length)
             seen = (visible, length, table_row, table_stride, num_blocks)
             plain = gl.maximum(gl.min(gl.where(real, visible, length), 0), 0) // TILE  # tiles that all rows see whole
-            plain = gl.where(gl.min(held, 0) == 0, begin, gl.minimum(plain, end))
+            plain = gl.where(gl.min(held, 0) == 0, begin, gl.minimum(plain, stop))
             # the end of the pairs of such tiles; the last pair is not among them, as its successor has no scores
-            plain_end = begin + gl.maximum(gl.minimum(plain - begin, end - 1 - begin), 0) // 2 * 2
+            plain_end = begin + gl.maximum(gl.minimum(plain - begin, stop - 1 - begin), 0) // 2 * 2
             mbarrier.wait(query_bar, piece & 1)
 
             largest = gl.full([ROWS], LEAST, gl.float32, ROW)
             total = gl.full([ROWS], 0.0, gl.float32, ROW)
             values = gl.zeros([ROWS, HALF], gl.float32, VALUES)
             if OWN == 0:
-                if begin < end:
+                if begin < stop:
                     zero = pair >> 30  # the compiler must not see that this is 0: it would share the addresses of all
                     # buffers among all products, and spill them
                     scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
@@ -328,7 +322,7 @@ def _consume(
                         zero = pair >> 30
                         scores = warpgroup_mma_wait(0, deps=[scores])
                         largest, total, values = _first_group(
-                            scores, (largest, total, values), first, end, plain, seen, buffers, row_values, bars, zero,
+                            scores, (largest, total, values), first, stop, plain, seen, buffers, row_values, bars, zero,
                             pair & 1, scale_log2, HALF, BLOCK_SIZE, SCORES, VALUES, False,
                         )  # fmt: skip
                         pair += 1
@@ -342,16 +336,16 @@ def _consume(
                             scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 1, LATENT, ROPE
                         )
                     scores = warpgroup_mma_wait(0, deps=[scores])
-                    for first in range(plain_end, end, 2):
+                    for first in range(plain_end, stop, 2):
                         zero = pair >> 30
                         largest, total, values = _first_group(
-                            scores, (largest, total, values), first, end, plain, seen, buffers, row_values, bars, zero,
+                            scores, (largest, total, values), first, stop, plain, seen, buffers, row_values, bars, zero,
                             pair & 1, scale_log2, HALF, BLOCK_SIZE, SCORES, VALUES, True,
                         )  # fmt: skip
                         values = warpgroup_mma_wait(0, deps=[values])
                         mbarrier.arrive(free.index(2))
                         pair += 1
-                        if first + 2 < end:
+                        if first + 2 < stop:
                             scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
                             scores = _score_half(
                                 scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE
@@ -363,13 +357,13 @@ def _consume(
             else:
                 for first in range(begin, plain_end, 2):
                     largest, total, values = _second_group(
-                        (largest, total, values), first, end, plain, seen, buffers, row_values, q_latent, q_rope, bars,
+                        (largest, total, values), first, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars,
                         pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, False,
                     )  # fmt: skip
                     pair += 1
-                for first in range(plain_end, end, 2):
+                for first in range(plain_end, stop, 2):
                     largest, total, values = _second_group(
-                        (largest, total, values), first, end, plain, seen, buffers, row_values, q_latent, q_rope, bars,
+                        (largest, total, values), first, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars,
                         pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, True,
                     )  # fmt: skip
                     pair += 1
@@ -383,41 +377,19 @@ def _consume(
             state = (largest, total, values)
             if SCHEDULED:
                 first_split = gl.load(split_offsets + request)
-                slot = 2 * (gl.program_id(0) // row_blocks) + (begin == 0).to(gl.int32)
-                if MAX_SPLITS > 0:
-                    slot = request * request_slots + gl.minimum(split, request_slots - 1)
+                slot = slot_of(request, begin, split, row_blocks, request_slots, MAX_SPLITS)
                 if gl.load(split_offsets + request + 1) - first_split <= 1:
                     _write_whole(state, where, scale_log2, out, lse, q_latent, OWN, LATENT, SCORES, VALUES, WIDE)
                 else:
                     _write_part(
-                        state,
-                        where,
-                        scale_log2,
-                        part_out,
-                        part_lse,
-                        slot,
-                        num_slots,
-                        OWN,
-                        LATENT,
-                        SCORES,
-                        VALUES,
+                        state, where, scale_log2, part_out, part_lse, slot, num_slots, OWN, LATENT, SCORES, VALUES,
                         True,
-                    )
+                    )  # fmt: skip
             elif SPLIT:
                 _write_part(
-                    state,
-                    where,
-                    scale_log2,
-                    part_out,
-                    part_lse,
-                    split,
-                    num_slots,
-                    OWN,
-                    LATENT,
-                    SCORES,
-                    VALUES,
+                    state, where, scale_log2, part_out, part_lse, split, num_slots, OWN, LATENT, SCORES, VALUES,
                     False,
-                )
+                )  # fmt: skip
             else:
                 _write_whole(state, where, scale_log2, out, lse, q_latent, OWN, LATENT, SCORES, VALUES, WIDE)
         walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
@@ -475,12 +447,13 @@ def _produce(
         )
         if query_start + row_block * ROWS // HEADS < query_end:
             table_row = block_table + request.to(gl.int64) * table_row_stride
-            end_key = gl.minimum(end * TILE, length)
+            stop = gl.minimum(end, ceil_div(length, TILE))
+            end_key = gl.minimum(stop * TILE, length)
             next_pages = (
                 page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
                 page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
             )
-            for first in range(begin, end, 2):
+            for first in range(begin, stop, 2):
                 phase = (pair & 1) ^ 1
                 pages = next_pages
                 next_pages = (

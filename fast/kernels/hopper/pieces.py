@@ -26,6 +26,13 @@ def ceil_div(a, b):
 
 @gluon.jit
 @no_type_check
+def shift_of(largest, scale_log2):
+    """What is taken from scaled scores; 0 where no key was seen yet, for LEAST may become an infinity when scaled."""
+    return gl.where(largest == LEAST, 0.0, largest * scale_log2)
+
+
+@gluon.jit
+@no_type_check
 def first_piece(cut, num_requests, row_blocks, MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr):
     """Where a program begins: place, first tile, split, and whether there is anything at all.
 
@@ -144,6 +151,42 @@ def _planned_tiles(length):
 def _split_tiles(tiles, MAX_SPLITS: gl.constexpr):
     """Tiles of a split of a request that is cut by its own length, as `invariant_split_tiles` counts them."""
     return gl.maximum(ceil_div(tiles, MAX_SPLITS), 16)
+
+
+@gluon.jit
+@no_type_check
+def rows_at(where, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows of a request [ROWS], their tokens and heads, and which are real.
+
+    `where` is query start and end, block of rows, rows of a request, all tokens, heads.
+    """
+    query_start, query_end, row_block, request_rows, _, num_heads = where
+    row = row_block * ROWS + gl.arange(0, ROWS, LAYOUT)
+    token = query_start + row // num_heads
+    return row, token, row % num_heads, (token < query_end) & (row < request_rows)
+
+
+@gluon.jit
+@no_type_check
+def load_queries(
+    source, where, token_stride, head_stride, ROWS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """COLUMNS columns of the rows' queries from FIRST on; rows that are nobody's are zeros."""
+    _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    offsets = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
+    return gl.load(source + offsets[:, None] + columns[None, :], mask=real[:, None], other=0.0)
+
+
+@gluon.jit
+@no_type_check
+def slot_of(request, begin, split, row_blocks, request_slots, MAX_SPLITS: gl.constexpr):
+    """Where a scheduled part lies for the merge (`fast.kernels.triton.decode_merge`)."""
+    slot = 2 * (gl.program_id(0) // row_blocks) + (begin == 0).to(gl.int32)
+    if MAX_SPLITS > 0:
+        slot = request * request_slots + gl.minimum(split, request_slots - 1)
+    return slot
 
 
 @gluon.jit
