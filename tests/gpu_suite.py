@@ -8,8 +8,11 @@ A run of some stages keeps the others' results in the file, if those are of the 
 
 Stages: the test suite (one process a file, the kernels compiled; what compares the wings runs twice, its tensors on
 the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same ops on hostile indices under
-compute-sanitizer, where that is on PATH; the main job in float32, with three token streams compared; the benchmarks;
+compute-sanitizer's memcheck (and racecheck), where that is on PATH; the main job in float32, with three token streams
+compared; the benchmarks;
 between_gpus, where there are several: context parallelism over NCCL and its benchmark.
+racecheck runs where it is asked for: it sees no order through mbarriers, and so reports what warp groups hand to each
+other through them.
 What a missing package leaves out is skipped with the reason and listed in the file.
 """
 
@@ -27,6 +30,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,21 +196,21 @@ def hostile(name: str, value: Any, far: int) -> Any:
     return changed
 
 
-def run_memcheck(args: argparse.Namespace) -> dict[str, Any]:
-    """`launch_samples` under compute-sanitizer, each tensor in an allocation of its own."""
-    tool = shutil.which("compute-sanitizer")
-    if tool is None:
-        print("memcheck: skipped, compute-sanitizer is not on PATH")
+def run_sanitizer(check: str, args: argparse.Namespace) -> dict[str, Any]:
+    """`launch_samples` under a tool of compute-sanitizer, each tensor in an allocation of its own."""
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        print(f"{check}: skipped, compute-sanitizer is not on PATH")
         return {"ok": True, "not_run": "compute-sanitizer is not on PATH"}
     code = "from tests.gpu_suite import launch_samples; launch_samples()"
     status, output = run(
-        [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code],
+        [program, "--tool", check, "--error-exitcode", "9", sys.executable, "-c", code],
         args.limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1",
     )  # fmt: skip
-    summary = [line for line in output.splitlines() if "ERROR SUMMARY" in line or "every op was launched" in line]
+    summary = [line for line in output.splitlines() if "SUMMARY" in line or "every op was launched" in line]
     if status:
-        print(output)
-    print(f"memcheck: {'; '.join(summary)}")
+        print(output[:20000])
+    print(f"{check}: {'; '.join(summary)}")
     return {"ok": status == 0 and len(summary) == 2, "summary": summary}
 
 
@@ -272,7 +276,8 @@ def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
 STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "tests": run_tests,
     "opcheck": run_opcheck,
-    "memcheck": run_memcheck,
+    "memcheck": partial(run_sanitizer, "memcheck"),
+    "racecheck": partial(run_sanitizer, "racecheck"),
     "main_job": run_main_job,
     "benchmarks": run_benchmarks,
     "between_gpus": run_between_gpus,
@@ -300,7 +305,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR",
                         help="where <gpu>.json goes (default: docs/results)")  # fmt: skip
-    parser.add_argument("--stages", nargs="+", choices=tuple(STAGES), default=list(STAGES), help="which (default: all)")
+    parser.add_argument("--stages", nargs="+", choices=tuple(STAGES), default=[s for s in STAGES if s != "racecheck"],
+                        help="which (default: all but racecheck)")  # fmt: skip
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with peers.py, for the benchmarks")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), metavar="N",
                         help="test files at a time (default: %(default)s)")  # fmt: skip

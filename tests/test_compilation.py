@@ -202,7 +202,7 @@ def compiled(kernel, kinds: dict, constants: dict, capability: tuple[int, int]):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {key: constants[key] for key in ("num_warps", "num_stages") if key in constants}
+    options = {key: constants[key] for key in ("num_warps", "num_stages", "launch_pdl") if key in constants}
     values = {key: value for key, value in constants.items() if key not in options}
     values |= {name: what for name, (kind, what) in kinds.items() if kind == "constexpr"}
     names = [parameter.name for parameter in kernel.params]
@@ -220,14 +220,14 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
 
     By default those that depend on the chip most: decode and attention, on the smallest of the chips and on Hopper.
     """
-    from fast.kernels.triton import attention, decode
+    from fast.kernels.triton import attention, decode, decode_merge
     from fast.kernels.triton.device import DeviceFacts
 
     facts = DeviceFacts(*CHIPS[chip])
     deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
     if not deep and (chip, heads) not in (("RTX 4090", 128), ("H200", 128)):
         pytest.skip("under HYPOTHESIS_PROFILE=deep")
-    for module in (attention, decode):
+    for module in (attention, decode, decode_merge):
         monkeypatch.setattr(module, "device_facts", lambda device: facts)
     config = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=heads)
     fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=64)

@@ -76,7 +76,7 @@ def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), d
 
 def compiled(kernel, kinds, constants):
     """Compiled for sm_90a, which need not be here."""
-    options = {key: constants[key] for key in ("num_warps",)}
+    options = {key: constants[key] for key in ("num_warps", "launch_pdl")}
     values = {key: value for key, value in constants.items() if key not in options}
     values |= {name: what for name, (kind, what) in kinds.items() if kind == "constexpr"}
     names = [parameter.name for parameter in kernel.params]

@@ -26,10 +26,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
 FEW_ROWS = (16, 32)  # of one request, that `few_heads` takes
 MANY_ROWS = 64
+LAUNCH = {"num_warps": 4, "launch_pdl": True}  # to begin while the kernel before ends: `pieces.follow_kernel`
 LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
 # nanoseconds on an H200, for the choice of splits: a tile of keys in one program, the least tiles that show in its
 # time, a program besides; a tile's bytes over the bandwidth of the whole device; a merge, and a row of it
-COSTS_NS = {"few": (1000, 1, 5000), "many": (2000, 4, 6500)}
+COSTS_NS = {"few": (1300, 1, 5000), "many": (2000, 4, 6500)}
 MEMORY_TILE_NS = 17
 MERGE_NS, MERGED_ROW_NS = 3000, 1.5
 
@@ -178,9 +179,9 @@ def _attend(
     }  # fmt: skip
     with torch.cuda.device_of(ql_nope):
         if few:
-            _few_heads_kernel[(programs,)](*arguments, ROWS=program_rows, **constants, num_warps=4)
+            _few_heads_kernel[(programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
-            _many_heads_kernel[(programs,)](*arguments, **constants, num_warps=4)
+            _many_heads_kernel[(programs,)](*arguments, **constants, **LAUNCH)
     return out, lse, part_out, part_lse
 
 
@@ -233,7 +234,7 @@ def _page_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorD
     """How the copy engine takes boxes out of the pages: of the latents, and of the rope parts."""
     shape, strides = list(kv_cache.shape), list(kv_cache.stride())
     keys = min(kv_cache.shape[1], DECODE_TILE)
-    columns = latent // 2 if keys == DECODE_TILE else 64  # of pages that are no whole tile, one swizzled column
+    columns = latent // 4 if keys == DECODE_TILE else 64  # of pages that are no whole tile, one swizzled column
     latent_pages = TensorDescriptor(kv_cache, shape, strides, [1, keys, columns], gl.NVMMASharedLayout(128, 16, rank=3))
     if rope == 0:
         return latent_pages, latent_pages

@@ -25,6 +25,7 @@ from .pieces import (
     TILE,
     ceil_div,
     first_piece,
+    follow_kernel,
     load_columns,
     load_queries,
     next_piece,
@@ -169,7 +170,9 @@ def _consume(
                 scores = warpgroup_mma_wait(0, deps=[scores])
                 if tile >= plain:
                     key = tile * TILE + gl.arange(0, TILE, KEY)
-                    page = gl.load(table_row + (key // BLOCK_SIZE) * table_stride, mask=key < length, other=-1)
+                    page = gl.load(
+                        table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < length, other=-1
+                    )
                     held_keys = (page >= 0) & (page < num_blocks) & (key < stop * TILE)
                     scores = gl.where(held_keys[:, None] & (key[:, None] < visible[None, :]), scores, float("-inf"))
                     if (tile + 1) * TILE > length:  # nobody owns those bytes, and 0 * NaN is NaN
@@ -298,6 +301,7 @@ def _few_heads_kernel(
         mbarrier.init(full.index(i), 1)
         mbarrier.init(free.index(i), 1)
     fence_async_shared()
+    follow_kernel()
 
     inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
     cut = (tile_ranges, split_offsets, num_splits, request_slots, num_slots)

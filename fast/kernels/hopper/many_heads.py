@@ -2,7 +2,8 @@
 
 Each group scores its own tile of a pair with all rows, and holds one half of the latent columns of the output. The
 probabilities of both tiles multiply both halves, so each group hands its own to the other through shared memory: one
-group's products run while the other is at its softmax. A third partition, one warp, fetches tiles.
+group's products run while the other is at its softmax. A third partition, one warp, fetches tiles, a quarter of their
+columns at a time: each quarter is released, fetched again and multiplied by itself, as no third tile fits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .pieces import (
     TILE,
     ceil_div,
     first_piece,
+    follow_kernel,
     load_columns,
     load_queries,
     next_piece,
@@ -37,6 +39,7 @@ from .pieces import (
 )
 
 ROWS = gl.constexpr(64)
+MOST_GROWTH = gl.constexpr(8.0)  # binary orders of magnitude
 
 
 @gluon.jit
@@ -46,11 +49,12 @@ def _write_whole(
     SCORES: gl.constexpr, VALUES: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Outputs of rows that one program saw whole: half OWN of the columns."""
-    largest, total, values = state
+    largest, total, left, right = state
     num_tokens, num_heads = where[4], where[5]
     HALF: gl.constexpr = LATENT // 2
+    WIDTH: gl.constexpr = LATENT // 4
     divisor = gl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0
-    values = values * gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, VALUES))[:, None]
+    left, right = _scaled(left, right, 1.0 / divisor, VALUES)
     if OWN == 0:
         _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, SCORES))
         log = gl.where(total == 0, float("-inf"), largest * scale_log2 + gl.log2(divisor))
@@ -59,15 +63,18 @@ def _write_whole(
         # by way of the queries' memory, which nobody multiplies by any more, so that whole lines are written
         _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, WIDE))
         staged = q_latent.index(0).slice(OWN * HALF, HALF, dim=1)
-        staged.store(values.to(q_latent.dtype))
+        staged.slice(0, WIDTH, dim=1).store(left.to(q_latent.dtype))
+        staged.slice(WIDTH, WIDTH, dim=1).store(right.to(q_latent.dtype))
         columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
         offsets = (token.to(gl.int64) * num_heads + head) * LATENT
         gl.store(out + offsets[:, None] + columns[None, :], staged.load(WIDE), mask=real[:, None])
     else:
         _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, VALUES))
-        columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
+        columns = OWN * HALF + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
         offsets = (token.to(gl.int64) * num_heads + head) * LATENT
-        gl.store(out + offsets[:, None] + columns[None, :], values.to(out.dtype.element_ty), mask=real[:, None])
+        place = out + offsets[:, None] + columns[None, :]
+        gl.store(place, left.to(out.dtype.element_ty), mask=real[:, None])
+        gl.store(place + WIDTH, right.to(out.dtype.element_ty), mask=real[:, None])
 
 
 @gluon.jit
@@ -77,9 +84,10 @@ def _write_part(
     LATENT: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr, SCHEDULED: gl.constexpr,
 ):  # fmt: skip
     """Parts of rows for the merge: half OWN of the columns, and one of largest and total."""
-    largest, total, values = state
+    largest, total, left, right = state
     request_rows, num_tokens, num_heads = where[3], where[4], where[5]
     HALF: gl.constexpr = LATENT // 2
+    WIDTH: gl.constexpr = LATENT // 4
     row, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, SCORES))
     o_row, o_token, o_head, o_real = rows_at(where, ROWS, gl.SliceLayout(1, VALUES))
     if SCHEDULED:
@@ -94,25 +102,27 @@ def _write_part(
         gl.store(part_lse + part_row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
     else:
         gl.store(part_lse + all_rows + part_row, total, mask=real)
-    columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, VALUES))
-    gl.store(part_out + out_row[:, None] * LATENT + columns[None, :], values, mask=o_real[:, None])
+    columns = OWN * HALF + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
+    place = part_out + out_row[:, None] * LATENT + columns[None, :]
+    gl.store(place, left, mask=o_real[:, None])
+    gl.store(place + WIDTH, right, mask=o_real[:, None])
 
 
 @gluon.jit
 @no_type_check
-def _score_half(
-    scores, buffers, q_latent, q_rope, full, zero, phase, PLACE: gl.constexpr, SECOND: gl.constexpr,
+def _score(
+    scores, buffers, q_latent, q_rope, full, zero, phase, PLACE: gl.constexpr, NUMBER: gl.constexpr,
     LATENT: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the half of a tile that comes first (half PLACE), or SECOND the other one and the rope part."""
-    HALF: gl.constexpr = LATENT // 2
-    NUMBER: gl.constexpr = PLACE ^ SECOND
-    halves, tails = buffers
-    mbarrier.wait(full.index(2 * PLACE + NUMBER), phase)
-    queries = q_latent.index(zero).slice(NUMBER * HALF, HALF, dim=1)
-    keys = _half(halves, PLACE, NUMBER, zero, HALF)
-    scores = warpgroup_mma(queries, keys.permute([1, 0]), scores, use_acc=SECOND == 1, is_async=True)
-    if SECOND == 1 and ROPE > 0:
+    """Multiply the quarter of a tile that comes as number NUMBER; with the last one also the rope part."""
+    latents, tails = buffers
+    WIDTH: gl.constexpr = LATENT // 4
+    QUARTER: gl.constexpr = (2 * PLACE + NUMBER) % 4
+    mbarrier.wait(full.index(4 * PLACE + QUARTER), phase)
+    queries = q_latent.index(zero).slice(QUARTER * WIDTH, WIDTH, dim=1)
+    keys = _quarter(latents, PLACE, QUARTER, zero, WIDTH)
+    scores = warpgroup_mma(queries, keys.permute([1, 0]), scores, use_acc=NUMBER > 0, is_async=True)
+    if NUMBER == 3 and ROPE > 0:
         layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE, 16)
         keys = tails.index(PLACE + zero)._reinterpret(tails.dtype, [TILE, ROPE], layout)
         scores = warpgroup_mma(q_rope.index(zero), keys.permute([1, 0]), scores, is_async=True)
@@ -121,11 +131,19 @@ def _score_half(
 
 @gluon.jit
 @no_type_check
-def _half(halves, PLACE: gl.constexpr, HALF_NUMBER: gl.constexpr, zero, HALF: gl.constexpr):
-    """Half of the latents of a tile in shared memory, [TILE, HALF]."""
-    BUFFERS: gl.constexpr = halves.shape[0] // 4
+def _quarter(latents, PLACE: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr):
+    """A quarter of the latents of a tile in shared memory, [TILE, WIDTH]."""
+    BUFFERS: gl.constexpr = latents.shape[0] // 8
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    return halves.index((2 * PLACE + HALF_NUMBER) * BUFFERS + zero)._reinterpret(halves.dtype, [TILE, HALF], layout)
+    return latents.index((4 * PLACE + QUARTER) * BUFFERS + zero)._reinterpret(latents.dtype, [TILE, WIDTH], layout)
+
+
+@gluon.jit
+@no_type_check
+def _scaled(left, right, factor, VALUES: gl.constexpr):
+    """Both quarters of the values, each row times its factor."""
+    factor = gl.convert_layout(factor, gl.SliceLayout(1, VALUES))[:, None]
+    return left * factor, right * factor
 
 
 @gluon.jit
@@ -134,20 +152,59 @@ def _mask(scores, tile, end, seen, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.constexp
     """-inf for keys that a row must not see, or that lie in no page."""
     visible, length, table_row, table_stride, num_blocks = seen
     key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
-    page = gl.load(table_row + (key // BLOCK_SIZE) * table_stride, mask=key < length, other=-1)
+    page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < length, other=-1)
     held = (page >= 0) & (page < num_blocks) & (key < end * TILE)
     return gl.where(held[None, :] & (key[None, :] < visible[:, None]), scores, float("-inf"))
 
 
 @gluon.jit
 @no_type_check
-def _zero_unowned(tile, first_row, HALF: gl.constexpr):
-    """Zeros from a row of a tile on: nobody owns those bytes, and 0 * NaN is NaN."""
+def _reference(before, largest, scale_log2):
+    """What a row's scores are taken relative to: as before, unless the largest would pass it by a factor over 2^8.
+
+    Weights up to 2^8 lose nothing in the sums, and most tiles then rescale no row.
+    """
+    return gl.where((largest - before) * scale_log2 > MOST_GROWTH, largest, before)
+
+
+@gluon.jit
+@no_type_check
+def _all_rows(row_values, PLACE: gl.constexpr):
+    """The references that were left in a place, of all rows in every warp: warps then agree without a barrier."""
+    return row_values.index(PLACE).load(gl.BlockedLayout([2], [32], [4], [0]))
+
+
+@gluon.jit
+@no_type_check
+def _rescaled(left, right, known, found, before, after, scale_log2, VALUES: gl.constexpr):
+    """The values relative to other references, unless none has moved.
+
+    Args:
+        left: the first quarter that the group holds of them.
+        right: the second one.
+        known: all rows' references until now.
+        found: all rows' references from now on.
+        before: references until now of the rows that a thread has.
+        after: references from now on of the rows that a thread has.
+        scale_log2: of scores.
+        VALUES: layout of a quarter.
+    """
+    if gl.max((known != found).to(gl.int32), 0) > 0:
+        left, right = _scaled(left, right, gl.exp2((before - after) * scale_log2), VALUES)
+    return left, right
+
+
+@gluon.jit
+@no_type_check
+def _zero_unowned(left, right, first_row, WIDTH: gl.constexpr):
+    """Zeros from a row of two quarters on: nobody owns those bytes, and 0 * NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if first_row < TILE:
         row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
-        for column in gl.static_range(0, HALF, 64):
-            part = tile.slice(column, 64, dim=1)
+        for column in gl.static_range(0, WIDTH, 64):
+            part = left.slice(column, 64, dim=1)
+            part.store(gl.where((row < first_row)[:, None], part.load(layout), 0.0))
+            part = right.slice(column, 64, dim=1)
             part.store(gl.where((row < first_row)[:, None], part.load(layout), 0.0))
         fence_async_shared()
         partition_barrier()
@@ -157,45 +214,53 @@ def _zero_unowned(tile, first_row, HALF: gl.constexpr):
 @no_type_check
 def _first_group(
     scores, state, first, end, plain, seen, buffers, row_values, bars, zero, phase, scale_log2,
-    HALF: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr, MASKED: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """A pair of tiles in the group that scores the first: P0 V0 from registers, then P1 V1 from shared memory.
 
     Returns with the second product in flight.
     """
-    largest, total, values = state
-    halves, tails = buffers
+    largest, total, left, right = state
+    latents, tails = buffers
     full, free, handed, _, _ = bars
     length = seen[1]
-    own, cross = _half(halves, 0, 0, zero, HALF), _half(halves, 1, 0, zero, HALF)
+    own_left, own_right = _quarter(latents, 0, 0, zero, WIDTH), _quarter(latents, 0, 1, zero, WIDTH)
+    cross_left, cross_right = _quarter(latents, 1, 0, zero, WIDTH), _quarter(latents, 1, 1, zero, WIDTH)
     if MASKED and first >= plain:
         scores = _mask(scores, first, end, seen, SCORES, BLOCK_SIZE)
     if MASKED:
-        _zero_unowned(own, length - first * TILE, HALF)
-    middle = gl.maximum(largest, gl.max(scores, 1))
+        _zero_unowned(own_left, own_right, length - first * TILE, WIDTH)
+    middle = _reference(largest, gl.max(scores, 1), scale_log2)
     weights = gl.exp2(scores * scale_log2 - shift_of(middle, scale_log2)[:, None])
-    rounded = weights.to(halves.dtype)
+    rounded = weights.to(latents.dtype)
     tails.index(zero).store(rounded)
     row_values.index(0).store(middle)
     fence_async_shared()
+    known = _all_rows(row_values, 1)  # of the pair before; before the first one the values are zeros
     mbarrier.arrive(handed.index(0))
     decay = gl.exp2((largest - middle) * scale_log2)
-    total = total * decay + gl.sum(weights, 1)
-    values = values * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
+    found = _all_rows(row_values, 0)
+    left, right = _rescaled(left, right, known, found, largest, middle, scale_log2, VALUES)
     probabilities = gl.convert_layout(rounded, gl.DotOperandLayout(0, VALUES, 2))
-    values = warpgroup_mma(probabilities, own, values, is_async=True)
-    values, probabilities = warpgroup_mma_wait(0, deps=[values, probabilities])
+    left = warpgroup_mma(probabilities, own_left, left, is_async=True)
+    right = warpgroup_mma(probabilities, own_right, right, is_async=True)
+    total = total * decay + gl.sum(weights, 1)
+    left = warpgroup_mma_wait(1, deps=[left])
     mbarrier.arrive(free.index(0))
+    right, probabilities = warpgroup_mma_wait(0, deps=[right, probabilities])
+    mbarrier.arrive(free.index(1))
     mbarrier.wait(handed.index(1), phase)
     largest = row_values.index(1).load(gl.SliceLayout(1, SCORES))
     decay = gl.exp2((middle - largest) * scale_log2)
-    total = total * decay
-    values = values * gl.convert_layout(decay, gl.SliceLayout(1, VALUES))[:, None]
+    left, right = _rescaled(left, right, found, _all_rows(row_values, 1), middle, largest, scale_log2, VALUES)
     if MASKED:
-        mbarrier.wait(full.index(2), phase)
-        _zero_unowned(cross, length - (first + 1) * TILE, HALF)
-    values = warpgroup_mma(tails.index(1 + zero), cross, values, is_async=True)
-    return largest, total, values
+        mbarrier.wait(full.index(4), phase)
+        mbarrier.wait(full.index(5), phase)
+        _zero_unowned(cross_left, cross_right, length - (first + 1) * TILE, WIDTH)
+    left = warpgroup_mma(tails.index(1 + zero), cross_left, left, is_async=True)
+    right = warpgroup_mma(tails.index(1 + zero), cross_right, right, is_async=True)
+    total = total * decay
+    return largest, total, left, right
 
 
 @gluon.jit
@@ -206,43 +271,52 @@ def _second_group(
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """A pair of tiles in the group that scores the second: P0 V0 before its own scores, then P1 V1 from registers."""
-    HALF: gl.constexpr = LATENT // 2
-    largest, total, values = state
-    halves, tails = buffers
+    WIDTH: gl.constexpr = LATENT // 4
+    largest, total, left, right = state
+    latents, tails = buffers
     full, free, handed, _, _ = bars
     length = seen[1]
-    own, cross = _half(halves, 1, 1, zero, HALF), _half(halves, 0, 1, zero, HALF)
+    own_left, own_right = _quarter(latents, 1, 2, zero, WIDTH), _quarter(latents, 1, 3, zero, WIDTH)
+    cross_left, cross_right = _quarter(latents, 0, 2, zero, WIDTH), _quarter(latents, 0, 3, zero, WIDTH)
     scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-    scores = _score_half(scores, buffers, q_latent, q_rope, full, zero, phase, 1, 0, LATENT, ROPE)
-    scores = _score_half(scores, buffers, q_latent, q_rope, full, zero, phase, 1, 1, LATENT, ROPE)
+    for number in gl.static_range(4):
+        scores = _score(scores, buffers, q_latent, q_rope, full, zero, phase, 1, number, LATENT, ROPE)
     mbarrier.wait(handed.index(0), phase)
     middle = row_values.index(0).load(gl.SliceLayout(1, SCORES))
-    values = values * gl.convert_layout(gl.exp2((largest - middle) * scale_log2), gl.SliceLayout(1, VALUES))[:, None]
+    known, found = _all_rows(row_values, 1), _all_rows(row_values, 0)
+    left, right = _rescaled(left, right, known, found, largest, middle, scale_log2, VALUES)
     if MASKED:
-        mbarrier.wait(full.index(1), phase)
-        _zero_unowned(cross, length - first * TILE, HALF)
-    values = warpgroup_mma(tails.index(zero), cross, values, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.wait(full.index(2), phase)
+        mbarrier.wait(full.index(3), phase)
+        _zero_unowned(cross_left, cross_right, length - first * TILE, WIDTH)
+    left = warpgroup_mma(tails.index(zero), cross_left, left, is_async=True)
+    right = warpgroup_mma(tails.index(zero), cross_right, right, is_async=True)
+    scores = warpgroup_mma_wait(2, deps=[scores])
     if MASKED and first + 1 >= plain:
         scores = _mask(scores, first + 1, end, seen, SCORES, BLOCK_SIZE)
-    top = gl.maximum(middle, gl.max(scores, 1))
+    top = _reference(middle, gl.max(scores, 1), scale_log2)
     weights = gl.exp2(scores * scale_log2 - shift_of(top, scale_log2)[:, None])
-    rounded = weights.to(halves.dtype)
+    rounded = weights.to(latents.dtype)
     tails.index(1 + zero).store(rounded)
     row_values.index(1).store(top)
     fence_async_shared()
     mbarrier.arrive(handed.index(1))
-    values = warpgroup_mma_wait(0, deps=[values])
-    mbarrier.arrive(free.index(1))
-    values = values * gl.convert_layout(gl.exp2((middle - top) * scale_log2), gl.SliceLayout(1, VALUES))[:, None]
-    if MASKED:
-        _zero_unowned(own, length - (first + 1) * TILE, HALF)
-    probabilities = gl.convert_layout(rounded, gl.DotOperandLayout(0, VALUES, 2))
-    values = warpgroup_mma(probabilities, own, values, is_async=True)
-    total = total * gl.exp2((largest - top) * scale_log2) + gl.sum(weights, 1)
-    values, probabilities = warpgroup_mma_wait(0, deps=[values, probabilities])
+    left = warpgroup_mma_wait(1, deps=[left])
+    mbarrier.arrive(free.index(2))
+    right = warpgroup_mma_wait(0, deps=[right])
     mbarrier.arrive(free.index(3))
-    return top, total, values
+    left, right = _rescaled(left, right, found, _all_rows(row_values, 1), middle, top, scale_log2, VALUES)
+    if MASKED:
+        _zero_unowned(own_left, own_right, length - (first + 1) * TILE, WIDTH)
+    probabilities = gl.convert_layout(rounded, gl.DotOperandLayout(0, VALUES, 2))
+    left = warpgroup_mma(probabilities, own_left, left, is_async=True)
+    right = warpgroup_mma(probabilities, own_right, right, is_async=True)
+    total = total * gl.exp2((largest - top) * scale_log2) + gl.sum(weights, 1)
+    left = warpgroup_mma_wait(1, deps=[left])
+    mbarrier.arrive(free.index(6))
+    right, probabilities = warpgroup_mma_wait(0, deps=[right, probabilities])
+    mbarrier.arrive(free.index(7))
+    return top, total, left, right
 
 
 @gluon.jit
@@ -260,12 +334,13 @@ def _consume(
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
         strides
     )
-    q_latent, q_rope, halves, tails, row_values = shared
-    buffers = (halves, tails)
+    q_latent, q_rope, latents, tails, row_values = shared
+    buffers = (latents, tails)
     full, free, _, query_bar, sum_bar = bars
     HALF: gl.constexpr = LATENT // 2
+    WIDTH: gl.constexpr = LATENT // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
     ROPE_WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -310,61 +385,64 @@ def _consume(
 
             largest = gl.full([ROWS], LEAST, gl.float32, ROW)
             total = gl.full([ROWS], 0.0, gl.float32, ROW)
-            values = gl.zeros([ROWS, HALF], gl.float32, VALUES)
+            left = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
+            right = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
             if OWN == 0:
                 if begin < stop:
                     zero = pair >> 30  # the compiler must not see that this is 0: it would share the addresses of all
                     # buffers among all products, and spill them
                     scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-                    scores = _score_half(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE)
-                    scores = _score_half(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 1, LATENT, ROPE)
+                    for number in gl.static_range(4):
+                        scores = _score(
+                            scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE
+                        )
                     for first in range(begin, plain_end, 2):
                         zero = pair >> 30
                         scores = warpgroup_mma_wait(0, deps=[scores])
-                        largest, total, values = _first_group(
-                            scores, (largest, total, values), first, stop, plain, seen, buffers, row_values, bars, zero,
-                            pair & 1, scale_log2, HALF, BLOCK_SIZE, SCORES, VALUES, False,
+                        largest, total, left, right = _first_group(
+                            scores, (largest, total, left, right), first, stop, plain, seen, buffers, row_values, bars,
+                            zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, False,
                         )  # fmt: skip
+                        left = warpgroup_mma_wait(1, deps=[left])
+                        mbarrier.arrive(free.index(4))
                         pair += 1
                         scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-                        scores = _score_half(
-                            scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE
-                        )
-                        values = warpgroup_mma_wait(1, deps=[values])
-                        mbarrier.arrive(free.index(2))
-                        scores = _score_half(
-                            scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 1, LATENT, ROPE
-                        )
+                        scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE)
+                        right = warpgroup_mma_wait(1, deps=[right])
+                        mbarrier.arrive(free.index(5))
+                        for number in gl.static_range(1, 4):
+                            scores = _score(
+                                scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE
+                            )
                     scores = warpgroup_mma_wait(0, deps=[scores])
                     for first in range(plain_end, stop, 2):
                         zero = pair >> 30
-                        largest, total, values = _first_group(
-                            scores, (largest, total, values), first, stop, plain, seen, buffers, row_values, bars, zero,
-                            pair & 1, scale_log2, HALF, BLOCK_SIZE, SCORES, VALUES, True,
+                        largest, total, left, right = _first_group(
+                            scores, (largest, total, left, right), first, stop, plain, seen, buffers, row_values, bars,
+                            zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, True,
                         )  # fmt: skip
-                        values = warpgroup_mma_wait(0, deps=[values])
-                        mbarrier.arrive(free.index(2))
+                        left, right = warpgroup_mma_wait(0, deps=[left, right])
+                        mbarrier.arrive(free.index(4))
+                        mbarrier.arrive(free.index(5))
                         pair += 1
                         if first + 2 < stop:
                             scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-                            scores = _score_half(
-                                scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE
-                            )
-                            scores = _score_half(
-                                scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 1, LATENT, ROPE
-                            )
+                            for number in gl.static_range(4):
+                                scores = _score(
+                                    scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE
+                                )
                             scores = warpgroup_mma_wait(0, deps=[scores])
             else:
                 for first in range(begin, plain_end, 2):
-                    largest, total, values = _second_group(
-                        (largest, total, values), first, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars,
-                        pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, False,
+                    largest, total, left, right = _second_group(
+                        (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
+                        bars, pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, False,
                     )  # fmt: skip
                     pair += 1
                 for first in range(plain_end, stop, 2):
-                    largest, total, values = _second_group(
-                        (largest, total, values), first, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars,
-                        pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, True,
+                    largest, total, left, right = _second_group(
+                        (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
+                        bars, pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, True,
                     )  # fmt: skip
                     pair += 1
 
@@ -374,7 +452,7 @@ def _consume(
             mbarrier.wait(sum_bar.index(1 - OWN), piece & 1)
             total += row_values.index(3 - OWN).load(ROW)
             piece += 1
-            state = (largest, total, values)
+            state = (largest, total, left, right)
             if SCHEDULED:
                 first_split = gl.load(split_offsets + request)
                 slot = slot_of(request, begin, split, row_blocks, request_slots, MAX_SPLITS)
@@ -398,31 +476,30 @@ def _consume(
 @gluon.jit
 @no_type_check
 def _fetch(
-    tile, end_key, page, table_row, table_stride, latent_pages, rope_pages, halves, tails, full, free, phase,
-    PLACE: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    tile, end_key, page, table_row, table_stride, latent_pages, rope_pages, buffers, full, free, phase,
+    PLACE: gl.constexpr, NUMBER: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """One tile of a pair: its first half, then the second with the rope part."""
-    HALF: gl.constexpr = LATENT // 2
-    BUFFERS: gl.constexpr = halves.shape[0] // 4
-    for second in gl.static_range(2):
-        # the rope part goes with the half that the other group releases, as it then holds what that group multiplies
-        half = PLACE ^ second
-        mbarrier.wait(free.index(2 * PLACE + half), phase)
-        bar = full.index(2 * PLACE + half)
-        mbarrier.expect(bar, TILE * (HALF + second * ROPE) * 2)
-        load_columns(
-            tile, end_key, page, table_row, table_stride, latent_pages, halves, (2 * PLACE + half) * BUFFERS, bar,
-            BLOCK_SIZE, half * HALF, HALF,
-        )  # fmt: skip
-        if second == 1 and ROPE > 0:
-            boxes = tails.index(PLACE)._reinterpret(
-                tails.dtype,
-                [TILE // rope_pages.block_shape[1], 1, rope_pages.block_shape[1], rope_pages.block_shape[2]],
-                rope_pages.layout,
-            )
-            load_columns(
-                tile, end_key, page, table_row, table_stride, rope_pages, boxes, 0, bar, BLOCK_SIZE, LATENT, ROPE
-            )
+    """The quarter of a tile that is released and multiplied as number NUMBER."""
+    latents, tails = buffers
+    WIDTH: gl.constexpr = LATENT // 4
+    BUFFERS: gl.constexpr = latents.shape[0] // 8
+    QUARTER: gl.constexpr = (2 * PLACE + NUMBER) % 4
+    # the rope part goes with the quarter that the other group releases last: it then holds what that group multiplies
+    TAIL: gl.constexpr = ROPE if NUMBER == 3 else 0
+    bar = full.index(4 * PLACE + QUARTER)
+    mbarrier.wait(free.index(4 * PLACE + QUARTER), phase)
+    mbarrier.expect(bar, TILE * (WIDTH + TAIL) * 2)
+    load_columns(
+        tile, end_key, page, table_row, table_stride, latent_pages, latents, (4 * PLACE + QUARTER) * BUFFERS, bar,
+        BLOCK_SIZE, QUARTER * WIDTH, WIDTH,
+    )  # fmt: skip
+    if TAIL > 0:
+        boxes = tails.index(PLACE)._reinterpret(
+            tails.dtype,
+            [TILE // rope_pages.block_shape[1], 1, rope_pages.block_shape[1], rope_pages.block_shape[2]],
+            rope_pages.layout,
+        )
+        load_columns(tile, end_key, page, table_row, table_stride, rope_pages, boxes, 0, bar, BLOCK_SIZE, LATENT, ROPE)
 
 
 @gluon.jit
@@ -436,7 +513,7 @@ def _produce(
     _, _, block_table, seq_lens, query_start_loc, _ = inputs
     num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
     _, _, _, _, table_row_stride, table_stride = strides
-    _, _, halves, tails, _ = shared
+    _, _, latents, tails, _ = shared
     full, free, _, _, _ = bars
     lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
     walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
@@ -461,10 +538,11 @@ def _produce(
                     page_of((first + 3) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
                 )
                 for place in gl.static_range(2):
-                    _fetch(
-                        first + place, end_key, pages[place], table_row, table_stride, latent_pages, rope_pages, halves,
-                        tails, full, free, phase, place, LATENT, ROPE, BLOCK_SIZE,
-                    )  # fmt: skip
+                    for number in gl.static_range(4):
+                        _fetch(
+                            first + place, end_key, pages[place], table_row, table_stride, latent_pages, rope_pages,
+                            (latents, tails), full, free, phase, place, number, LATENT, ROPE, BLOCK_SIZE,
+                        )  # fmt: skip
                 pair += 1
         walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
 
@@ -494,7 +572,7 @@ def _many_heads_kernel(
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (LATENT // BOX_COLUMNS)
-    halves = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout)
+    latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout)
     q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
     # rope parts of the keys, then the probabilities of their tile
     tails = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
@@ -502,12 +580,12 @@ def _many_heads_kernel(
     if ROPE > 0:
         q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
     row_values = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)  # halves of both tiles
-    free = gl.allocate_shared_memory(gl.int64, [4, 1], BAR)
-    handed = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # probabilities and largest scores of both tiles
+    full = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)  # quarters of both tiles
+    free = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)
+    handed = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # probabilities and references of both tiles
     sum_bar = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     query_bar = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    for i in gl.static_range(4):
+    for i in gl.static_range(8):
         mbarrier.init(full.index(i), 1)
         mbarrier.init(free.index(i), 1)
     for i in gl.static_range(2):
@@ -515,6 +593,7 @@ def _many_heads_kernel(
         mbarrier.init(sum_bar.index(i), 1)
     mbarrier.init(query_bar, 2)
     fence_async_shared()
+    follow_kernel()
 
     inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
     cut = (tile_ranges, split_offsets, num_splits, request_slots, num_slots)
@@ -523,7 +602,7 @@ def _many_heads_kernel(
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )  # fmt: skip
-    shared = (q_latent, q_rope, halves, tails, row_values)
+    shared = (q_latent, q_rope, latents, tails, row_values)
     bars = (full, free, handed, query_bar, sum_bar)
     gl.warp_specialize(
         [

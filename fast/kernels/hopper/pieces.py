@@ -26,6 +26,16 @@ def ceil_div(a, b):
 
 @gluon.jit
 @no_type_check
+def follow_kernel():
+    """Let the next kernel be launched already, and wait for the one before, whose launch let this one begin."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1
+    )
+    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
 def shift_of(largest, scale_log2):
     """What is taken from scaled scores; 0 where no key was seen yet, for LEAST may become an infinity when scaled."""
     return gl.where(largest == LEAST, 0.0, largest * scale_log2)
@@ -195,7 +205,7 @@ def page_of(key, end_key, table_row, table_stride, BLOCK_SIZE: gl.constexpr):
     """The page of a key; none, which the copy engine fills with zeros, from `end_key` on."""
     page = gl.to_tensor(-1)
     if key < end_key:
-        page = gl.load(table_row + (key // BLOCK_SIZE) * table_stride)
+        page = gl.load(table_row + gl.to_tensor(key // BLOCK_SIZE).to(gl.int64) * table_stride)
     return page
 
 

@@ -1,8 +1,9 @@
 """The merge of a decode's parts: what several programs found about a row's keys becomes its output and its LSE.
 
 A part of a row is a sum of values by exp2(score - largest), not divided yet, in float32, with `largest`, in base 2, and
-the sum of those weights. Where every request is cut into equally many parts, they lie as [splits, T, N, Lkv] and
-[2, splits, T, N]; where a schedule cuts, as [slots, rows of a request, Lkv] and [2, slots, rows].
+the sum of those weights; `largest` may lie a little below the largest score. Where every request is cut into equally
+many parts, they lie as [splits, T, N, Lkv] and [2, splits, T, N]; where a schedule cuts, as [slots, rows of a request,
+Lkv] and [2, slots, rows].
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from reference.interfaces import max_invariant_splits
 
 from .decode_tiles import LN_2
+from .device import device_facts
 
-MANY_PARTS = 8  # of a row, on average
+MANY_PARTS = 16  # of a row, on average
+FOR_MANY_PARTS = (1, 32, 128)  # rows and columns of a program, and parts at a time
+FOR_FEW_PARTS = (4, 512, 4)
 FEW_PROGRAMS = 1024  # one compilation serves schedules up to so many
 
 
@@ -78,9 +83,12 @@ def _write_rows(
 def _merge_splits_kernel(
     part_out, part_lse, out, lse, num_tokens, num_splits,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    OUT: tl.constexpr, LSE: tl.constexpr,
+    OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge the equally many parts of ROWS rows of the batch by COLUMNS of their latents."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     column_tile = tl.program_id(0) % column_tiles
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -103,9 +111,12 @@ def _merge_scheduled_kernel(
     tile_ranges, split_offsets, query_start_loc, part_out, part_lse, out, lse,
     num_tokens, num_programs, request_rows, num_slots, request_slots, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr,
+    PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a request, ROWS of its rows by COLUMNS; of one without keys, write the empty rows."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     number = tl.program_id(0)
     request = number // (row_tiles * column_tiles)
@@ -188,25 +199,27 @@ def merge_parts(
     if part_out.numel() == 0:
         return
     tokens, heads, latent = out.shape
+    dependent = device_facts(out.device).has_dependent_launch
+    launch = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
     whole = triton.next_power_of_2(latent)
     # few rows have many parts each and leave most of the device idle: then small tiles, many parts at a time, but not
     # where the order of a sum may depend on nothing but the request
     if tile_ranges is None:
         splits = part_out.numel() // out.numel()
-        rows, columns, at_once = (1, 128, 32) if splits > MANY_PARTS else (4, 512, 4)
+        rows, columns, at_once = FOR_MANY_PARTS if splits > MANY_PARTS else FOR_FEW_PARTS
         columns = min(columns, whole) if write_out else whole  # the lse takes one program, however wide the latent is
         with torch.cuda.device_of(out):
             _merge_splits_kernel[(triton.cdiv(tokens * heads, rows) * triton.cdiv(latent, columns),)](
                 part_out, part_lse, out, lse, tokens, splits,
                 HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once, OUT=write_out, LSE=write_lse,
-                num_warps=4,
+                num_warps=4, **launch,
             )  # fmt: skip
         return
     requests, programs = split_offsets.shape[0] - 1, tile_ranges.shape[0]
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     slots = part_out.numel() // (request_rows * latent)
     many = programs > MANY_PARTS * requests and not batch_invariant
-    rows, columns, at_once = (1, 128, 32) if many else (4, 512, 4)
+    rows, columns, at_once = FOR_MANY_PARTS if many else FOR_FEW_PARTS
     columns = min(columns, whole) if write_out else whole
     row_tiles = triton.cdiv(request_rows, rows)
     with torch.cuda.device_of(out):
@@ -216,7 +229,7 @@ def merge_parts(
             HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once,
             PROGRAMS=max(FEW_PROGRAMS, triton.next_power_of_2(programs)),
             MAX_SPLITS=max_invariant_splits(heads) if batch_invariant else 0, OUT=write_out, LSE=write_lse,
-            num_warps=4,
+            num_warps=4, **launch,
         )  # fmt: skip
 
 

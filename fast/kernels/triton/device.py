@@ -28,6 +28,11 @@ class DeviceFacts(NamedTuple):
         """Tiles can be fetched by tensor descriptors."""
         return self.capability >= (9, 0)
 
+    @property
+    def has_dependent_launch(self) -> bool:
+        """A kernel can begin while the one before ends, and wait for it."""
+        return self.capability >= (9, 0) and not self.interpreted and torch.version.hip is None
+
 
 @functools.cache
 def device_facts(device: torch.device) -> DeviceFacts:
