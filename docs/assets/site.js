@@ -1,0 +1,27 @@
+// Typesets what the Markdown extension marked as maths, with the copy of KaTeX that lies beside this file, and tells
+// those who use a keyboard or a screen reader what the theme leaves out.
+document.addEventListener("DOMContentLoaded", () => {
+  for (const element of document.querySelectorAll(".arithmatex")) {
+    const source = element.textContent.trim();
+    const displayMode = source.startsWith("\\[");
+    try {
+      katex.render(source.slice(2, -2), element, { displayMode, throwOnError: true });
+    } catch (error) {
+      console.error(`maths: ${error.message}: ${source}`);
+    }
+  }
+
+  document.querySelector(".md-search[role=dialog]")?.setAttribute("aria-label", "Search");
+
+  // what scrolls sideways can be reached from the keyboard
+  const scrolls = "div.arithmatex, .katex-display, .md-typeset__scrollwrap, .highlight pre > code, .highlight pre, .output";
+  const reachable = () => {
+    for (const element of document.querySelectorAll(scrolls)) {
+      if (element.scrollWidth > element.clientWidth) element.tabIndex = 0;
+    }
+  };
+  reachable();
+  document.fonts.ready.then(reachable);
+  addEventListener("resize", reachable);
+  addEventListener("toggle", reachable, true);
+});

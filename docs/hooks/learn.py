@@ -1,0 +1,207 @@
+"""The notebooks as pages of the site: Markdown from their cells and stored outputs. Nothing is executed here.
+
+A notebook `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`; its figures and the notebook itself lie
+beside it. Any page of the site may link to the notebook's file, and the link leads to the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import posixpath
+import re
+from html import escape, unescape
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+FOLDER = "notebooks"
+SECTION = "learn"
+ABOUT_A_FIGURE = re.compile(r"\b(figure|plot|plotted|drawn|diagram|bars?|curves?|colou?rs?|axis|axes|shows?)\b", re.I)
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+FENCED = re.compile(r"^(`{3,}|~{3,})[^\n]*\n.*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
+ITEM = re.compile(r"^ {0,3}([-*+]|\d+[.)]) ")
+LINK_TO_NOTEBOOK = re.compile(r"\]\((?!\w+:)(?P<path>[^)\s#]*?)(?P<name>[\w-]+)\.ipynb(?P<anchor>#[^)\s]*)?\)")
+
+
+def fenced(text: str, language: str) -> str:
+    """A block that no run of backticks in the text can close."""
+    ticks = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
+    return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
+
+
+def joined(value: str | list[str]) -> str:
+    """A multi-line value of a notebook as one string."""
+    return value if isinstance(value, str) else "".join(value)
+
+
+def indented(text: str) -> str:
+    """Four columns to the right, as the body of an admonition."""
+    return "\n".join("    " + line if line.strip() else "" for line in text.strip("\n").splitlines())
+
+
+def outside_fences(text: str, change: Any) -> str:
+    """The text with `change` applied to what stands outside fenced blocks."""
+    parts, at = [], 0
+    for fence in FENCED.finditer(text):
+        parts += [change(text[at : fence.start()]), fence.group()]
+        at = fence.end()
+    return "".join([*parts, change(text[at:])])
+
+
+def blank_lines(text: str) -> str:
+    """The text with the blank lines that Python-Markdown needs where CommonMark, and so Jupyter, needs none.
+
+    Before a list or a table that follows a paragraph at once, and before an item where the one above has several
+    paragraphs.
+    """
+    lines: list[str] = []
+    formula = False  # between two lines of $$, where a line may begin with a plus
+    opening = ""  # first line of the paragraph that the line belongs to
+    for line in text.split("\n"):
+        before = lines[-1] if lines else ""
+        table, item = line.startswith("|"), bool(ITEM.match(line))
+        inside = before.startswith(("|", "#")) or bool(ITEM.match(opening))
+        if before.strip() and (item or table) and not inside and not formula:
+            lines.append("")
+            before = ""
+        if not before.strip():
+            opening = line
+        lines.append(line)
+        formula ^= line.count("$$") % 2 == 1
+    return "\n".join(lines)
+
+
+def takeaways(text: str) -> str:
+    """Each blockquote that opens with a bold word and a full stop, such as **Takeaway.**, as a box of that title."""
+
+    def box(quote: re.Match[str]) -> str:
+        body = re.sub(r"^> ?", "", quote.group(), flags=re.MULTILINE)
+        title = re.match(r"\*\*(\w+)\.\*\* *", body)
+        return f'!!! tip "{title[1]}"\n\n{indented(body[title.end() :])}\n' if title else quote.group()
+
+    return re.sub(r"(?:^>[^\n]*\n?)+", box, text, flags=re.MULTILINE)
+
+
+def answers(text: str) -> str:
+    """Each <details> as a box that opens, its body Markdown with maths and blocks."""
+
+    def box(details: re.Match[str]) -> str:
+        summary, body = unescape(re.sub(r"<[^>]+>", "", details[1])).strip(), blank_lines(details[2])
+        title = summary.replace('"', "'")
+        return f'\n??? question "{title}"\n\n{indented(body)}\n'
+
+    found = re.compile(r"^<details>\s*<summary>(.*?)</summary>(.*?)</details>[ \t]*$", re.MULTILINE | re.DOTALL)
+    return found.sub(box, text)
+
+
+def markdown_cell(source: str) -> str:
+    """The text of a cell as Markdown of this site."""
+    return answers(outside_fences(source, lambda text: takeaways(blank_lines(text))))
+
+
+def plain(text: str) -> str:
+    """A sentence of Markdown without its marks."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"\\[a-zA-Z]+|[*`$\\{}]", "", text)
+    return " ".join(text.split())
+
+
+def figure_text(cells: list[Any], index: int) -> str:
+    """What a figure shows, in words: the cell's own "alt", or the paragraph beside it that speaks of a figure."""
+    if alt := cells[index].metadata.get("alt"):
+        return plain(alt)
+    after = next((cell for cell in cells[index + 1 :] if cell.cell_type == "markdown"), None)
+    before = next((cell for cell in reversed(cells[:index]) if cell.cell_type == "markdown"), None)
+    prose: list[str] = []
+    for cell, order in ((after, 1), (before, -1)):
+        paragraphs = re.split(r"\n\s*\n", cell.source.strip()) if cell is not None else []
+        paragraphs = [text for text in paragraphs if not text.startswith(("#", "$$", "|", ">", "```", "<"))]
+        prose += paragraphs[::order][:1]
+    told = [text for text in prose if ABOUT_A_FIGURE.search(text)] or prose
+    text = plain(told[0]) if told else ""
+    return text if len(text) <= 400 else text[:400].rsplit(". ", 1)[0].rstrip(".") + "."
+
+
+def output_block(output: Any, stem: str, alt: str, figures: dict[str, bytes]) -> str:
+    """One stored output as Markdown; a picture goes into `figures` under the name that the text refers to."""
+    if output.output_type == "stream":
+        return fenced(ANSI.sub("", joined(output.text)), "text") if output.name == "stdout" else ""
+    if output.output_type == "error":
+        raise PluginError(f"{stem}: an error is stored among the outputs: {output.ename}: {output.evalue}")
+    data = output.data
+    if "application/vnd.jupyter.widget-view+json" in data:
+        return ""  # a page has no kernel to move the slider
+    for kind, ending in (("image/svg+xml", "svg"), ("image/png", "png")):
+        if kind in data:
+            if not alt:
+                raise PluginError(f"{stem}: a figure without a sentence that says what it shows")
+            raw = joined(data[kind])
+            name = f"{stem}-{len(figures) + 1}.{ending}"
+            figures[name] = raw.encode() if ending == "svg" else base64.b64decode(raw)
+            return f'<figure markdown="span">![{escape(alt).replace("]", ")").replace("[", "(")}]({name})</figure>'
+    if "text/markdown" in data:
+        return blank_lines(joined(data["text/markdown"]))
+    if "text/latex" in data:
+        return joined(data["text/latex"])
+    if "text/html" in data:
+        return f'<div class="output">\n{joined(data["text/html"]).strip()}\n</div>'
+    return fenced(ANSI.sub("", joined(data.get("text/plain", ""))), "text")
+
+
+def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
+    """Markdown of a notebook, and its figures by name."""
+    notebook = nbformat.read(path, as_version=4)
+    parts: list[str] = []
+    figures: dict[str, bytes] = {}
+    for index, cell in enumerate(notebook.cells):
+        if cell.cell_type == "markdown":
+            parts.append(markdown_cell(cell.source))
+        elif cell.cell_type == "code" and cell.source.strip():
+            parts.append(fenced(cell.source, "python"))
+            alt = figure_text(notebook.cells, index)
+            blocks = [output_block(output, path.stem, alt, figures) for output in cell.outputs]
+            parts += [f'<div class="output" markdown>\n\n{block}\n\n</div>' for block in blocks if block]
+    note = f'[The notebook itself]({path.name}){{ .notebook download="{path.name}" }} runs on a CPU, without a network.'
+    return "\n\n".join([*parts, note]) + "\n", figures
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page, its figures and the file of each notebook."""
+    for path in sorted((Path(config.config_file_path).parent / FOLDER).glob("*.ipynb")):
+        markdown, figures = page_of(path)
+        files.append(File.generated(config, f"{SECTION}/{path.stem}.md", content=pages_for_notebooks(markdown)))
+        files.append(File.generated(config, f"{SECTION}/{path.name}", abs_src_path=str(path)))
+        for name, content in figures.items():
+            files.append(File.generated(config, f"{SECTION}/{name}", content=content))
+    return files
+
+
+def pages_for_notebooks(markdown: str) -> str:
+    """Links from one notebook to another, and to files of docs/, as links between pages; downloads stay."""
+    markdown = markdown.replace("](../docs/", "](../")
+    return LINK_TO_NOTEBOOK.sub(
+        lambda link: link.group() if markdown[link.end() :].startswith("{") else
+        f"]({link['path']}{link['name']}.md{link['anchor'] or ''})", markdown)  # fmt: skip
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """In pages written by hand a link to a notebook's file leads to its page; lists are read as CommonMark does."""
+    here = posixpath.dirname(page.file.src_uri)
+    if here == SECTION:
+        return markdown
+    markdown = outside_fences(markdown, blank_lines)
+
+    def link(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join("docs", here, found["path"], found["name"] + ".ipynb"))
+        from_readme = posixpath.normpath(posixpath.join(found["path"], found["name"] + ".ipynb"))
+        if f"{FOLDER}/{found['name']}.ipynb" not in (target, from_readme):
+            return found.group()
+        return f"]({os.path.relpath(SECTION, here or '.')}/{found['name']}.md{found['anchor'] or ''})"
+
+    return LINK_TO_NOTEBOOK.sub(link, markdown)

@@ -1,0 +1,381 @@
+"""Tables and rooflines of the site, drawn from docs/results/*.json whenever it is built.
+
+A page asks for one with a comment of its own, `<!-- results: times h200-decode.json . replayed -->`: which drawing, of
+which file, of which part of it. No figure is written into a page by hand, so another file gives another page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from charts import Chart, Line, Mark
+from markdown.extensions.toc import slugify
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import Files
+from mkdocs.structure.pages import Page
+
+OURS = "fast"
+NONE = "-"  # in the place of a figure that was not measured
+REQUEST = re.compile(r"^<!-- results: (?P<name>\w+) ?(?P<words>[^\n]*?) -->$", re.MULTILINE)
+DIMS = {
+    "B": "requests", "S": "tokens", "Sq": "new tokens", "Skv": "keys", "N": "heads", "lens": "lengths", "mask": "mask",
+    "op": "op", "tokens": "tokens", "decodes": "decodes", "prefills": "prefills", "programs": "programs",
+}  # fmt: skip
+VERSIONS = {"python": "Python", "triton": "Triton", "cuda": "CUDA"}  # as they are spelt; others as in the file
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
+    """A Markdown table whose first `words` columns are flush left and the rest flush right."""
+    line = "|".join([":---"] * words + ["---:"] * (len(head) - words))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, *rows]).replace("\n", f"\n|{line}|\n", 1)
+
+
+def code(text: str) -> str:
+    """A name as code where it is one of ours."""
+    return f"`{text}`" if is_ours(text) else text
+
+
+def is_ours(who: str) -> bool:
+    """`fast` itself, or `fast` in one of its ways: "fast, planned"."""
+    return who == OURS or who.startswith(OURS + ", ")
+
+
+def part_of(report: dict[str, Any], path: str) -> dict[str, Any]:
+    """The part of a file at a dotted path; "." is all of it."""
+    for key in filter(None, path.split(".")):
+        report = report[key]
+    return report
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Each name once, ours first."""
+    return sorted(dict.fromkeys(names), key=lambda name: not is_ours(name))
+
+
+def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
+    """Dims that differ between rows as columns (names, cells of each row), and those that do not as words."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    shown = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1] or keys[:1]
+    said = [f"{DIMS.get(key, key)} {rows[0][key]}" for key in keys if key not in shown]
+    return [DIMS.get(key, key) for key in shown], said, [[str(row.get(key, "")) for key in shown] for row in rows]
+
+
+def best(times: dict[str, Any], ours: bool) -> str | None:
+    """Who of ours, or of the peers, has the smallest median; None where nobody is there."""
+    who = [name for name in times if is_ours(name) == ours]
+    return min(who, key=lambda name: times[name]["median_us"], default=None)
+
+
+def gain(times: dict[str, Any]) -> str:
+    """The best peer's time over our best, and which of our ways that was unless it is plain `fast`."""
+    ours, peer = best(times, True), best(times, False)
+    if ours is None or peer is None:
+        return NONE
+    way = "" if ours == OURS else f" ({ours.removeprefix(OURS + ', ')})"
+    return f"{times[peer]['median_us'] / times[ours]['median_us']:.2f}{way}"
+
+
+def spread(rows: Iterable[dict[str, Any]], way: str) -> float:
+    """The farthest that a quartile lies from its median, as a share of it."""
+    times = [time for row in rows for time in row["times"][way].values()]
+    return max(abs(quartile / time["median_us"] - 1) for time in times for quartile in time["quartiles_us"])
+
+
+def described(dims: dict[str, Any]) -> str:
+    """The dims of a row in words."""
+    return ", ".join(f"{DIMS.get(key, key)} {value}" for key, value in dims.items())
+
+
+def gb_s(ceilings: dict[str, Any]) -> list[tuple[str, float]]:
+    """The bandwidths among the ceilings, by name."""
+    return [(key.removesuffix("_gb_s"), value) for key, value in ceilings.items() if key.endswith("_gb_s")]
+
+
+def tflops(ceilings: dict[str, Any]) -> list[tuple[str, float]]:
+    """The rates of products among the ceilings, by name, the highest first."""
+    found = [(key.removesuffix("_tflops").replace("_", " "), value) for key, value in ceilings.items()
+             if key.endswith("_tflops")]  # fmt: skip
+    return sorted(found, key=lambda entry: -entry[1])
+
+
+class Results:
+    """The folder of results and what can be drawn from it; every public method answers to its name in a page."""
+
+    def __init__(self, docs: Path) -> None:
+        self._docs = docs
+
+    def _load(self, name: str) -> dict[str, Any]:
+        return json.loads((self._docs / "results" / name).read_text(encoding="utf-8"))
+
+    def facts(self, name: str) -> str:
+        """Hardware, versions, date, and whether the sources that were measured are those of this tree."""
+        report = self._load(name)
+        hardware = report["hardware"]
+        if isinstance(hardware, dict):  # the main job's file
+            hardware, threads = hardware["gpu"] or hardware["cpu"], hardware["threads"]
+        else:
+            threads = report["threads"]
+        on = (
+            [hardware, f"driver {report['driver']}"]
+            if "driver" in report
+            else [f"{threads} thread{'s' * (threads > 1)} of an {hardware}"]
+        )
+        if ranks := sorted(key for key in report.get("between_gpus", {}) if key.endswith(" GPUs")):
+            on.insert(1, " and ".join(ranks))
+        versions = [f"{VERSIONS.get(key, key)} {value}" for key, value in report["versions"].items() if value]
+        lines = [f"{', '.join(on)}; {', '.join(versions)}; measured on {report['date'][:10]}"]
+        if "fast_sha256" in report:
+            same = report["fast_sha256"] == digest(self._docs.parent / OURS)
+            lines.append(
+                f"sources of `fast/`: sha256 `{report['fast_sha256'][:12]}`, "
+                + ("unchanged since" if same else "changed since")
+            )
+        return f"*{'; '.join(lines)}.* All of it: [`{name}`](results/{name})."
+
+    def command(self, name: str, path: str = ".") -> str:
+        """The command that wrote the file, ready to be copied."""
+        commands = re.split(" && |; ", part_of(self._load(name), path)["command"])
+        return "```sh\n" + "\n".join(commands) + "\n```"
+
+    def times(self, name: str, path: str, way: str) -> str:
+        """A table of medians: ours, peers, and the best peer's time over our best."""
+        part = part_of(self._load(name), path)
+        rows = [row for row in part["rows"] if way in row["times"]]
+        who = in_order(who for row in rows for who in row["times"][way])
+        heads, said, cells = dims_table([row["dims"] for row in rows])
+        medians = sorted(time["median_us"] for row in rows for time in row["times"][way].values())
+        unit, scale = ("ms", 1e-3) if medians[len(medians) // 2] > 2000 else ("us", 1.0)
+        peers = [name for name in who if not is_ours(name)]
+        ratio = "`fast` against the best peer" if len(peers) > 1 else f"`fast` against {(peers or ['peers'])[0]}"
+        lines = []
+        for row, dims in zip(rows, cells, strict=True):
+            times = row["times"][way]
+            if not row["passed"]:
+                lines.append([*dims, *[NONE] * len(who), "parity failed"])
+                continue
+            shown = [f"{times[name]['median_us'] * scale:.1f}" if name in times else NONE for name in who]
+            fastest = who.index(min(times, key=lambda name: times[name]["median_us"]))
+            shown[fastest] = f"**{shown[fastest]}**"
+            lines.append([*dims, *shown, gain(times)])
+        words = [f"Medians in {unit}; quartiles within {100 * spread(rows, way):.1f} % of them"]
+        words += [f"all rows: {', '.join(said)}"] if said else []
+        words += ["the outputs of every row passed the comparison first"] if all(row["passed"] for row in rows) else []
+        words += sorted({f"{NONE} is {who}: {why}" for row in rows for who, why in row["absent"].items()})
+        return f"{table([*heads, *map(code, who), ratio], lines, len(heads))}\n\n{'; '.join(words)}."
+
+    def roofline(self, name: str, path: str, way: str) -> str:
+        """Our best and the best peer of each row under the ceilings that the same run measured."""
+        part = part_of(self._load(name), path)
+        rows = [row for row in part["rows"] if way in row["times"] and row["passed"]]
+        ceilings = part["ceilings"]
+        marks, links = [], []
+        for row in rows:
+            x, both = row["flops"] / row["bytes"], []
+            for ours, style in ((True, "ours"), (False, "peer")):
+                if (who := best(row["times"][way], ours)) is not None:
+                    time = row["times"][way][who]
+                    text = f"{who}, {described(row['dims'])}: {time['tflops']:.0f} TFLOPS, {time['median_us']:.1f} us"
+                    marks.append(Mark(style, x, time["tflops"], text))
+                    both.append((x, time["tflops"]))
+            links += [(both[0], both[1])] if len(both) == 2 else []
+        peaks = tflops(ceilings)
+        # TFLOPS that x FLOPs a byte allow: x GB/s are x / 1000 of them
+        ways = dict(gb_s(ceilings))
+        bandwidth = part["bandwidth"].removesuffix("_gb_s")
+        rate = ways[bandwidth] / 1000
+        top = peaks[0][1]
+        left = min(min(mark.x for mark in marks) / 1.5, min(mark.y for mark in marks) / rate)
+        right = max(max(mark.x for mark in marks) * 1.5, 2 * top / rate)
+        lines = [
+            Line(
+                f"memory, {bandwidth}: {ways[bandwidth]:.0f} GB/s", "memory", [(left, left * rate), (top / rate, top)]
+            ),
+            *(
+                Line(f"{label}: {peak:.0f} TFLOPS", f"product{order}", [(peak / rate, peak), (right, peak)])
+                for order, (label, peak) in enumerate(peaks)
+            ),
+        ]
+        shares = [mark.y / min(top, mark.x * rate) for mark in marks if mark.style == "ours"]
+        description = (
+            f"Roofline of {way} times: TFLOPS against FLOPs a byte, both logarithmic. {len(rows)} shapes; ours lie at "
+            f"{100 * min(shares):.0f} to {100 * max(shares):.0f} percent of the ceiling above them, which is memory at "
+            f"{ways[bandwidth]:.0f} GB/s or products at {top:.0f} TFLOPS. The table gives every time."
+        )
+        chart = Chart(
+            description, "FLOPs a byte", "TFLOPS", lines, marks,
+            {"ours": "fast, the best of its ways", "peer": "the best peer of the same row"}, links,
+        )  # fmt: skip
+        return chart.html()
+
+    def ranks(self, name: str) -> str:
+        """Decode steps over several GPUs beside one: times of each merge, the gain, bytes that a rank receives."""
+        part = self._load(name)["between_gpus"]
+        lines, merges = [], []
+        for gpus in sorted(key for key in part if key.endswith(" GPUs")):
+            for row in part[gpus]["rows"]:
+                merges = merges or [who for who in row["times"] if who != "one GPU"]
+                first = min(merges, key=lambda who: row["times"][who]["median_us"])
+                wire = sum(row["received_bytes"][merges[0]].values()) / 1e6
+                shown = [f"{row['times'][who]['median_us']:.1f}" for who in merges]
+                shown = [f"**{text}**" if who == first else text for who, text in zip(merges, shown, strict=True)]
+                one = f"{row['times']['one GPU']['median_us']:.1f}"
+                gain = f"{row['speedup'][merges[0]]:.2f}" if row["passed"] else "parity failed"
+                lines.append([gpus, *(str(row[key]) for key in "BSN"), one, *shown, gain, f"{wire:.1f}"])
+        head = [
+            "",
+            *(DIMS[key] for key in "BSN"),
+            "one GPU",
+            *(f"`{who}`" if "," not in who else who for who in merges),
+        ]
+        return table([*head, f"gain with `{merges[0]}`", "MB received"], lines, 4) + "\n\nMedians in us."
+
+    def contexts(self, name: str) -> str:
+        """One decoded token at several context lengths: a table and a chart."""
+        rows = self._load(name)["rows"]
+        who = list(dict.fromkeys(row["who"] for row in rows))
+        at = {(row["context"], row["who"]): row for row in rows}
+        contexts = sorted({row["context"] for row in rows})
+        lines = [
+            [str(context), *(f"{at[context, name]['ms_median']:.1f}" for name in who),
+             f"{at[context, OURS]['times_faster_than_transformers']:.1f}"]
+            for context in contexts
+        ]  # fmt: skip
+        head = ["context", *(name if name == "transformers" else f"`{name}`" for name in who), "gain of `fast`"]
+        styles = {"fast": "ours", "reference": "memory", "transformers": "peer"}
+        lines_drawn = [
+            Line(name, styles[name], [(context, at[context, name]["ms_median"]) for context in contexts])
+            for name in who
+        ]
+        chart = Chart(
+            "Milliseconds for one decoded token against the length of the context, both logarithmic: "
+            + "; ".join(f"{name} {at[contexts[-1], name]['ms_median']:.0f} at {contexts[-1]} tokens" for name in who)
+            + ".",
+            "tokens of context",
+            "ms a token",
+            lines_drawn,
+            [
+                Mark(
+                    styles[name],
+                    context,
+                    at[context, name]["ms_median"],
+                    f"{name}, {context} tokens: {at[context, name]['ms_median']:.1f} ms",
+                )
+                for name in who
+                for context in contexts
+            ],
+        )  # fmt: skip
+        return f"{table(head, lines, 1)}\n\nMedians in ms.\n\n{chart.html()}"
+
+    def planning(self, name: str, path: str) -> str:
+        """The host's time to plan a step, and where it was measured the device's time to plan a schedule."""
+        part = part_of(self._load(name), path)
+        batches = part["batches"]
+        heads, _, cells = dims_table([{key: row["dims"][key] for key in ("decodes", "prefills")} for row in batches])
+        who = list(dict.fromkeys(name for row in batches for name in row["host_us"]))
+        lines = [
+            [*dims, *(f"{row['host_us'][name]['median_us']:.1f}" if name in row["host_us"] else NONE for name in who)]
+            for row, dims in zip(batches, cells, strict=True)
+        ]
+        names = {OURS: "`build_mla_metadata`", "builder": "`MLAMetadataBuilder`", "reference": "`reference`"}
+        shown = table([*heads, *(names.get(name, name) for name in who)], lines, len(heads))
+        return f"{shown}\n\nMedians in us, of the host."
+
+    def schedules(self, name: str, path: str) -> str:
+        """The device's time to plan a decode schedule, in a CUDA graph."""
+        rows = part_of(self._load(name), path)["schedule"]
+        who = list(rows[0]["replayed"])
+        heads, said, cells = dims_table([{key: row[key] for key in ("B", "programs")} for row in rows])
+        lines = [
+            [*dims, *(f"{row['replayed'][name]['median_us']:.1f}" for name in who)]
+            for row, dims in zip(rows, cells, strict=True)
+        ]
+        names = [f"`{name}`" if name.isidentifier() else name for name in who]
+        return f"{table([*heads, *names], lines, len(heads))}\n\nMedians in us, replayed; {', '.join(said)}."
+
+    def crossover(self, name: str, path: str) -> str:
+        """What choosing a path by measured and by counted costs loses against the better path, at worst."""
+        rows = part_of(self._load(name), path)["heads"]
+        ways = list(rows[0]["lost"])
+        lines = [
+            [str(row["N"]), str(len(row["points"])), *(f"{100 * row['lost'][way]:.1f} %" for way in ways)]
+            for row in rows
+        ]
+        return table(["heads", "shapes", *(f"{way} costs" for way in ways)], lines, 1)
+
+    def speed(self, name: str, path: str) -> str:
+        """Tokens a second of the main job."""
+        part = part_of(self._load(name), path)
+        lines = [
+            [f"`{who}`" if who != "transformers" else who, row["how"], f"{row['tokens_per_second']:.1f}"]
+            for who, row in part["speed"].items()
+        ]
+        return table(["who", "prompts", "tokens a second"], lines, 2)
+
+    def checks(self, name: str) -> str:
+        """What was checked on the card besides speed, and what came of it."""
+        report, lines = self._load(name), []
+        for stage in (stage for stage in report if isinstance(report[stage], dict) and "ok" in report[stage]):
+            found = report[stage]
+            if "skipped" in found:
+                left_out = sum(found["skipped"].values())
+                said = f"{found['passed']} passed, {len(found['failed'])} failed, {left_out} left out"
+            elif "ops" in found:
+                said = f"{len(found['ops'])} ops, {len(found['failed'])} failed"
+            else:
+                said = "; ".join(line.strip("= ") for line in found.get("verdict", {}).get("lines") or found["summary"])
+            lines.append([stage.replace("_", " "), "passed" if found["ok"] else "**not passed**", said])
+        return table(["check", "verdict", "in its words"], lines, 3)
+
+    def negative(self, name: str) -> str:
+        """What the log says was tried and not kept."""
+        text = re.sub(r"^```.*?^```$", "", (self._docs / name).read_text(encoding="utf-8"), flags=re.M | re.S)
+        lines, slugs = [], set()
+        for entry in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+            title, _, body = entry.partition("\n")
+            slug = base = slugify(title, "-")
+            count = 0
+            while slug in slugs:
+                slug, count = f"{base}_{count + 1}", count + 1
+            slugs.add(slug)
+            for tried in re.split(r"^(?=Prediction )", body, flags=re.MULTILINE)[1:]:
+                found = re.findall(r"^(Prediction|Measured|Kept|Learned) +(.*?)(?=^\w|\Z)", tried, re.M | re.S)
+                said = {key: " ".join(value.split()) for key, value in found}
+                if re.match(r"no\b", said["Kept"]):
+                    date, what = title.split(maxsplit=1)
+                    lines.append(
+                        f"- [{what}]({name}#{slug}), {date}. Expected: {said['Prediction']}. "
+                        f"Measured: {said['Measured']}. Learned: {said['Learned']}."
+                    )
+        return "\n".join(lines).replace("..", ".")
+
+
+def digest(folder: Path) -> str:
+    """As tests/benchmarks/report.py has it: sha256 over the Python sources of a folder, by sorted path."""
+    total = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()
+
+
+def filled(markdown: str, docs: Path) -> str:
+    """A page with each request answered."""
+    results = Results(docs)
+
+    def draw(request: re.Match[str]) -> str:
+        draw: Callable[..., str] | None = getattr(results, request["name"], None)
+        if draw is None or request["name"].startswith("_"):
+            raise PluginError(f"no drawing is called {request['name']!r}: {request.group()}")
+        return draw(*request["words"].split())
+
+    return REQUEST.sub(draw, markdown)
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Answer the requests of every page."""
+    return filled(markdown, Path(config.docs_dir))
