@@ -1,4 +1,8 @@
-"""What every test runs under: checked shapes, poisoned memory, fixed seeds, two threads."""
+"""What every test runs under: checked shapes, poisoned memory, fixed seeds, two threads or a worker's share of them.
+
+Several files run side by side, a file in one process, where pytest-xdist is installed: plain `pytest` takes every core.
+One file runs in this process, and `-n 0` runs all of them here.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,9 @@ try:
 except ModuleNotFoundError:  # the tests that use it are left out, with the reason
     hypothesis = None
 
-torch.set_num_threads(2)
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(max(1, min(2, CORES // WORKERS)))
 # torch.empty is NaN (integers: their largest value): what nobody wrote reaches nothing, or a test turns red
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
@@ -47,6 +53,34 @@ if hypothesis is not None:
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu (default) or cuda")
+
+
+MOST_WORKERS = 8  # each holds torch, transformers and a model or two
+# files that take longest begin first, or one of them is still running when all others are done
+LONG = ("triton", "site", "notebooks", "context_parallel", "process_groups", "docs", "transformers", "hopper")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Several files on the CPU: one process a core, unless the command says otherwise."""
+    several = len(config.args) > 1 or any(os.path.isdir(argument) for argument in config.args)
+    unsaid = {"numprocesses": None, "dist": "no", "device": "cpu"}
+    if "PYTEST_XDIST_WORKER" in os.environ:  # this is a worker, or a run that a test started: no workers of its own
+        return
+    if several and all(config.getoption(name, Ellipsis) == value for name, value in unsaid.items()):
+        config.option.numprocesses = "logical"
+        config.option.dist, config.option.loadscopereorder = "loadfile", False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """All cores, up to a number."""
+    return min(CORES, MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest first; within a file the order stands."""
+    items.sort(key=lambda item: next((rank for rank, word in enumerate(LONG) if word in item.path.name), len(LONG)))
 
 
 @pytest.fixture(autouse=True)

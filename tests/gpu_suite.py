@@ -100,9 +100,9 @@ def read_junit(path: Path) -> dict[str, Any]:
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     """Every test file in a process of its own, several at a time, the slow ones first.
 
-    All but test_docs: it holds the pages to the results file that this run is about to replace.
+    All but test_docs and test_site: they hold the pages to the results file that this run is about to replace.
     """
-    files = {*(ROOT / "tests").glob("test_*.py")} - {ROOT / "tests" / "test_docs.py"}
+    files = {*(ROOT / "tests").glob("test_*.py")} - {ROOT / "tests" / f"test_{name}.py" for name in ("docs", "site")}
     files = sorted(files, key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name))
     runs = [(ROOT / "tests" / f"test_{name}.py", "cuda") for name in ANY_DEVICE] + [(file, "cpu") for file in files]
 
@@ -116,6 +116,8 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
                 "-q",
                 "-p",
                 "no:cacheprovider",
+                "-p",
+                "no:xdist",
                 str(file),
                 f"--device={device}",
                 f"--junitxml={report}",
@@ -256,8 +258,8 @@ def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
         return {"ok": True, "not_run": "needs two GPUs"}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_process_groups.py", "-k",
-                   "nccl", f"--junitxml={path}"]  # fmt: skip
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
+                   "tests/test_process_groups.py", "-k", "nccl", f"--junitxml={path}"]  # fmt: skip
         status, output = run(command, args.limit)
         tests = read_junit(path) if path.exists() else {"passed": 0, "failed": [output[-2000:]], "skipped": {}}
         print(output[-3000:] if status else f"between_gpus: {tests['passed']} passed", flush=True)
