@@ -10,7 +10,6 @@ import base64
 import json
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,13 @@ NAMES = [
     "08-serving",
     "09-trusting-a-kernel",
 ]
-SECONDS = 60
+SECONDS, ALL_SECONDS = 60, 240  # of the processor, which are fewer than those of the clock where others use it too
+LAST_CELL = """
+import resource
+
+print(sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+"""
+TOOK: dict[str, float] = {}
 LARGEST = 300_000  # bytes of a notebook, figures included
 OF_ONE_MACHINE = re.compile(r"/tmp/|/home/|/root/|site-packages|\b0x[0-9a-f]{8,}", re.IGNORECASE)
 
@@ -131,12 +136,19 @@ def test_runs(name, tmp_path, monkeypatch):
     empty.mkdir()
     stored, notebook = load(name), load(name)
     client = nbclient.NotebookClient(
-        notebook, timeout=SECONDS, kernel_name="twins", resources={"metadata": {"path": str(empty)}}
+        notebook, timeout=5 * SECONDS, kernel_name="twins", resources={"metadata": {"path": str(empty)}}
     )
-    start = time.perf_counter()
+    notebook.cells.append(nbformat.v4.new_code_cell(LAST_CELL))
     client.execute()
-    took = time.perf_counter() - start
-    assert took < SECONDS
+    TOOK[name] = float(notebook.cells.pop().outputs[0].text)
+    assert TOOK[name] < SECONDS
     for before, after in zip(code_cells(stored), code_cells(notebook), strict=True):
         if not interactive(before):
             assert form(after) == form(before), before.source
+
+
+def test_together():
+    """All nine in four minutes; after the tests above, so that they need not run twice."""
+    if len(TOOK) < len(NAMES):
+        pytest.skip("not all of them ran in this process")
+    assert sum(TOOK.values()) < ALL_SECONDS
