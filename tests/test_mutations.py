@@ -216,6 +216,19 @@ def stale_last_block_in_decode(ops, patch):
     return altered(ops, mla_decode=wrong)
 
 
+def dropped_last_block(ops, patch):
+    """Only whole blocks are read, as where a count of pages is rounded down."""
+
+    def wrong(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule=None):
+        block_size = kv_cache.shape[1]
+        rows = metadata.query_start_loc.diff().long()
+        whole = (metadata.seq_lens // block_size * block_size).repeat_interleave(rows)
+        seen = torch.minimum(metadata.visible_lens, whole)
+        return ops.mla_decode(ql_nope, q_pe, kv_cache, replace(metadata, visible_lens=seen), softmax_scale)
+
+    return altered(ops, mla_decode=wrong)
+
+
 def stale_last_block_in_gather(ops, patch):
     def wrong(kv_cache, block_table, cu_seq_lens, starts, num_tokens):
         table = stale_table(block_table, (starts + cu_seq_lens.diff()).tolist(), kv_cache.shape[1])
@@ -439,6 +452,7 @@ CONTROLS = [
     ("chunk twice", chunk_twice, chunked_in_float32),
     ("chunk twice", chunk_twice, lambda ops: check_chunks(ops, [40, 0, 7], 32, 16)),
     ("stale last block", stale_last_block_in_decode, decode),
+    ("dropped last block", dropped_last_block, decode),
     ("stale last block", stale_last_block_in_gather,
      lambda ops: check_gather(ops, (33, 5), (0, 0), (33, 5), torch.float32)),
     ("last token unwritten", in_layer_write(last_token_unwritten), layer),
