@@ -26,6 +26,27 @@ def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512,
     return ql / latent**0.5, q_pe, cache, plan
 
 
+def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
+    """Inputs whose largest scores jump by far more than 2^8 from some tiles to the next, in every second head alone.
+
+    Elsewhere random scores stay below what came first, and a kernel that never rescaled its sums would go unnoticed.
+    """
+    inputs = make_inputs([1, 2, 1], [700, 330, 190], heads, dtype, widths, block_size)
+    ql, q_pe, cache, plan = inputs
+    ql[:, 1::2] /= 4096
+    q_pe[:, 1::2] /= 4096
+    grows = (1, 1, 8, 8, 2, 64, 64, 1, 512, 64, 4)  # tiles of 64 keys; powers of two, so that nothing is rounded
+    for request, length in enumerate(plan.seq_lens.tolist()):
+        for page in range(-(-length // block_size)):
+            cache[plan.block_table[request, page]] *= grows[page * block_size // 64]
+    queries = torch.cat((ql, q_pe), -1)[0].float()  # of the longest request
+    keys = cache[plan.block_table[0, : -(-700 // block_size)].long()].flatten(0, 1)[:700].float()
+    highest = torch.stack([tile.amax(-1) for tile in (queries @ keys.T * SCALE * 1.4427).split(64, -1)], -1)
+    jumps = highest[:, 1:] - highest.cummax(-1).values[:, :-1] > 8  # [heads, tiles but the first]
+    assert jumps[::2, ::2].any() and jumps[::2, 1::2].any() and not jumps[1::2].any()
+    return inputs
+
+
 def on_device(plan: DecodeMetadata) -> DecodeMetadata:
     """Its tensors there."""
     tensors = {name: value.to(DEVICE) for name, value in vars(plan).items() if isinstance(value, torch.Tensor)}

@@ -218,7 +218,8 @@ def compiled(kernel, kinds: dict, constants: dict, capability: tuple[int, int]):
 def test_kernels_compile_for(chip, heads, launches, monkeypatch):
     """Each kernel that a layer of DeepSeek's dims launches fits into the shared memory of a chip.
 
-    By default those that depend on the chip most: decode and attention, on the smallest of the chips and on Hopper.
+    By default those that depend on the chip most: decode with its merges and attention, on the smallest chip and on
+    Hopper, where merges wait for the kernel before.
     """
     from fast.kernels.triton import attention, decode, decode_merge
     from fast.kernels.triton.device import DeviceFacts
@@ -231,7 +232,13 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
         monkeypatch.setattr(module, "device_facts", lambda device: facts)
     config = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=heads)
     fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=64)
-    wanted = {key: launch for key, launch in launches.items() if deep or "decode" in key[0] or "attn" in key[0]}
+    wanted = {
+        key: launch
+        for key, launch in launches.items()
+        if deep or any(word in key[0] for word in ("decode", "attn", "merge_s"))
+    }
+    merges = [constants for key, (_, _, constants) in wanted.items() if "merge_s" in key[0]]
+    assert merges and all(found["DEPENDENT"] == facts.has_dependent_launch for found in merges)
     assert len(wanted) >= 3
     for launch in wanted.values():
         kernel = compiled(*launch, facts.capability)

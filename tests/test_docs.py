@@ -448,6 +448,29 @@ def test_hopper_table():
         assert rows[label] in shown, f"the least of {name}, {ratios[peer]:.2f}, is left out: {rows[label]}"
 
 
+def test_costs_in_words():
+    """What the README's text says of plans, of batch invariance and of a hot card are the extremes of the files."""
+    plans, cuts, invariants = [], [], []
+    for row in results_of("h200-decode")["rows"]:
+        for way, times in row["times"].items():
+            cut, planned, invariant = (times[who]["median_us"] for who in ("fast", "fast, planned", "fast, invariant"))
+            invariants.append(invariant / min(cut, planned))
+            if way == "replayed":
+                plans += [planned / cut] if row["dims"]["lens"] == "equal" else []
+                cuts += [cut / planned] if row["dims"]["lens"] != "equal" else []
+    dims = {"B": 1, "Sq": 16384, "Skv": 16384, "N": 128, "mask": "causal"}
+    prefill = next(row for row in results_of("h200")["benchmarks"]["prefill"]["rows"] if row["dims"] == dims)
+    hot = prefill["times"]["flushed"]["FA3"]["median_us"] / prefill["times"]["flushed"]["fast"]["median_us"]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for said in (
+        f"a plan costs {100 * min(plans) - 100:.0f} to {100 * max(plans) - 100:.0f} %",
+        f"own cut takes {min(cuts):.1f} to {max(cuts):.1f} times as long",
+        f"batch-invariant schedule costs {100 * min(invariants) - 100:.0f} to {100 * max(invariants) - 100:.0f} %",
+        f"on a hot card it is {hot:.2f}",
+    ):
+        assert said in text, said
+
+
 def test_picture():
     """It shows the results that are in docs/results now; `python docs/hooks/picture.py` draws it."""
     sys.path.insert(0, str(ROOT / "docs" / "hooks"))

@@ -16,7 +16,7 @@ from fast import backends
 from reference.interfaces import AttentionState, DecodeMetadata, MLAConfig, UnsupportedConfiguration
 
 from . import decode_inputs
-from .decode_inputs import SCALE, make_inputs, on_device, schedule_of, verdict
+from .decode_inputs import SCALE, make_inputs, on_device, rising_inputs, schedule_of, verdict
 from .factories import GARBAGE, assert_same_bits, far_heads, integers, offsets
 from .triton_mode import DEVICE, ON_GPU
 
@@ -145,6 +145,17 @@ def test_mask_is_data(heads):
     ql, q_pe, cache, plan = make_inputs([4, 2, 3], [250, 170, 40], heads, BF16)
     plan = replace(plan, visible_lens=integers(250, 0, 64, 1, 0, 0, 39, 40, 3))
     verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
+
+
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
+@pytest.mark.parametrize("heads", FEW_AND_MANY)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_rising_scores(heads, cut, block_size, monkeypatch):
+    """References move at first and at second tiles, in some rows and not in others: the values move with them."""
+    inputs = rising_inputs(heads, BF16, block_size=block_size)
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    schedule = schedule_of(inputs[3], heads, 3) if cut == "scheduled" else None
+    verdict(launch(*inputs, schedule=schedule), *inputs)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.13, 1.0, 30.0])

@@ -15,7 +15,7 @@ import torch
 from reference.interfaces import AttentionState, DecodeMetadata
 
 from . import decode_inputs
-from .decode_inputs import SCALE, on_device, schedule_of, verdict
+from .decode_inputs import SCALE, on_device, rising_inputs, schedule_of, verdict
 from .factories import GARBAGE, HEADS, assert_same_bits, far_heads, integers, offsets
 from .triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
 
@@ -148,6 +148,17 @@ def test_in_parts(cut, dtype, monkeypatch):
     decode_merge.merge_decode_parts(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cutting)
     assert_same_bits(out.cpu(), wanted.out.cpu())
     assert_same_bits(lse.cpu(), wanted.lse.cpu())
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
+def test_rising_scores(cut, dtype, monkeypatch):
+    """The largest score jumps at some tiles, in some rows and not in others: the sums move with it."""
+    inputs = rising_inputs(4, dtype, WIDTH)
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    schedule = schedule_of(inputs[3], 4, 3) if cut == "scheduled" else None
+    verdict(launch(*inputs, schedule=schedule), *inputs)
 
 
 @runs

@@ -66,7 +66,7 @@ def draw() -> None:
                 left.text(share + 0.02, y, f"{share:.2f}", va="center", fontsize=7.5)
     left.set_yticks(range(len(rows)), rows)
     left.invert_yaxis()
-    left.set_xlabel("time of a decode, that of fast = 1 (less is better)")
+    left.set_xlabel("time of a decode, that of fast (the better of its two cuts) = 1")
     left.set_title(f"Absorbed decode, {gpu['gpu']}, bfloat16", fontsize=10, loc="left")
     left.legend(frameon=False, loc="upper right", fontsize=8)
     for who in ("transformers", "reference", "fast"):

@@ -67,7 +67,7 @@ class Case:
 
 
 def is_ours(who: str) -> bool:
-    """`fast`, or `fast` in another way: "fast, scheduled"."""
+    """`fast`, or `fast` in another way: "fast, planned"."""
     return who.split(",")[0] == OURS
 
 
