@@ -242,7 +242,11 @@ def decode_request(
 
 
 def cache_in_words(kv_cache: torch.Tensor) -> bool:
-    """Whether the copy engine can read a cache, as `KernelRequest` asks."""
+    """Whether the copy engine can read a cache, as `KernelRequest` asks: rows of 16-byte words, one after another.
+
+    Args:
+        kv_cache: [num_blocks, block_size, Lkv + R], any strides; bfloat16 or float16.
+    """
     size = kv_cache.element_size()
     *outer, inner = kv_cache.stride()
     words = all(stride > 0 and stride * size % 16 == 0 for stride in outer)

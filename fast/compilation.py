@@ -25,6 +25,7 @@ from .layer import MLAAttention
 from .schedule import decode_programs, plan_decode
 
 LONG_CONTEXT = 16384  # tokens: enough that a decode splits them and merges the parts
+SHORT_CONTEXTS = (64, *(256 << step for step in range(6)))  # tokens: of one request, whose rows then divide otherwise
 MANY_REQUESTS = 512  # enough to fill any card, so that a short decode is not split
 
 
@@ -128,6 +129,8 @@ def _launch_all(
     for query_len in range(1, decode_threshold + 1):
         for requests in (1, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)
+        for length in SHORT_CONTEXTS:
+            step([query_len], [max(length, query_len)])
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
     longer = max(decode_threshold + 1, 17)  # `choose_path` may absorb it: with any heads more rows than one token has

@@ -20,6 +20,7 @@ from reference.interfaces import (
     chunked_prefill_workspace_size,
     context_unit,
     get_dcp_local_seq_lens,
+    piece_overhead,
     reorder_batch_threshold,
 )
 
@@ -149,7 +150,7 @@ def plan_decode(
     seq_lens: Int32[Tensor, " B"],
     num_programs: int,
     num_heads: int,
-    fixed_overhead: int = 5,
+    fixed_overhead: int | None = None,
     batch_invariant: bool = False,
     *,
     backend: str | None = None,
@@ -169,7 +170,7 @@ def plan_decode(
         seq_lens: [B], keys of each request.
         num_programs: that run at once.
         num_heads: N.
-        fixed_overhead: what starting on a request costs, in tiles.
+        fixed_overhead: what starting on a request costs, in tiles, or None for `piece_overhead`.
         batch_invariant: see above.
         backend: kernel set, or None for the choice by capability.
 
@@ -183,7 +184,9 @@ def plan_decode(
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     check(num_programs >= 1, "num_programs", "at least 1", num_programs)
     check(num_heads >= 1, "num_heads", "at least 1", num_heads)
-    check(fixed_overhead >= 0, "fixed_overhead", "an int >= 0", fixed_overhead)
+    if fixed_overhead is None:
+        fixed_overhead = piece_overhead(num_heads)
+    check(fixed_overhead >= 0, "fixed_overhead", "an int >= 0 or None", fixed_overhead)
     chosen = backends.select(backends.KernelRequest("plan_decode", seq_lens.device), backend)
     tile_ranges, split_offsets = torch.ops.mla_twins.plan_decode(
         seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant, chosen.name

@@ -21,6 +21,7 @@ from .interfaces import (
     chunked_prefill_workspace_size,
     context_unit,
     invariant_split_tiles,
+    piece_overhead,
     reorder_batch_threshold,
 )
 
@@ -155,7 +156,7 @@ def plan_decode(
     seq_lens: Int32[Tensor, " B"],
     num_programs: int,
     num_heads: int,
-    fixed_overhead: int = 5,
+    fixed_overhead: int | None = None,
     batch_invariant: bool = False,
 ) -> DecodeSchedule:
     """Cut the keys of a decode over programs, so that all take about as long.
@@ -173,7 +174,7 @@ def plan_decode(
         seq_lens: [B], keys of each request.
         num_programs: that run at once.
         num_heads: N.
-        fixed_overhead: what starting on a request costs, in tiles.
+        fixed_overhead: what starting on a request costs, in tiles, or None for `piece_overhead`.
         batch_invariant: see above.
 
     Returns:
@@ -185,7 +186,9 @@ def plan_decode(
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     check(num_programs >= 1, "num_programs", "at least 1", num_programs)
     check(num_heads >= 1, "num_heads", "at least 1", num_heads)
-    check(fixed_overhead >= 0, "fixed_overhead", "an int >= 0", fixed_overhead)
+    if fixed_overhead is None:
+        fixed_overhead = piece_overhead(num_heads)
+    check(fixed_overhead >= 0, "fixed_overhead", "an int >= 0 or None", fixed_overhead)
     check_not_negative("seq_lens", seq_lens)
     lens = seq_lens.tolist()
 

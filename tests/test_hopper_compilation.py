@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), d
     monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    monkeypatch.setattr(decode, "_rows_where_few", lambda program_rows, *_: program_rows)
     latent, rope = widths
     plan = DecodeMetadata(integers(*range(40))[None], integers(600), offsets([1]), 1, integers(600))
     schedule = (None, None, False)
@@ -143,6 +145,28 @@ def test_every_shape_fits(heads, block_size, widths, dtype, monkeypatch):
         pytest.skip("under HYPOTHESIS_PROFILE=deep")
     kernel = compiled(*recorded(monkeypatch, heads, "whole", block_size, widths, dtype))
     assert kernel.metadata.shared <= H200.shared
+
+
+def test_choice_of_splits():
+    """One program a processor where there are few; no split where they fill the device; never more than the tiles."""
+    for program_rows in (16, 64):
+        choose = partial(decode._num_splits, program_rows=program_rows, row_blocks=1, processors=132)
+        assert choose(pieces=1, rows=program_rows, keys=131072) > 40
+        assert choose(pieces=128, rows=128 * program_rows, keys=4096) == 1
+        assert choose(pieces=1, rows=program_rows, keys=64) == choose(pieces=1, rows=1, keys=0) == 1
+
+
+def test_choice_of_rows():
+    """Few rows where programs of 4 tiles would leave processors idle, as few as still fit; else by the request."""
+    for requests, rows, keys, chosen in (
+        (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 16),
+        (4, 128, 8192, 64), (1, 128, 131072, 64), (128, 128, 4096, 64), (128, 128, 64, 64), (1, 24, 131072, 32),
+        (1, 24, 256, 16), (1, 3, 64, 16),
+    ):  # fmt: skip
+        program_rows = decode.rows_of_a_program(rows)
+        assert decode._rows_where_few(program_rows, requests, rows, keys, processors=132) == chosen
+        blocks = triton.cdiv(rows, chosen)
+        assert chosen == program_rows or requests * blocks * triton.cdiv(keys, 256) <= 132
 
 
 def test_which_kernel_takes_how_many_rows(monkeypatch):

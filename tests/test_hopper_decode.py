@@ -41,6 +41,15 @@ LENS = {  # query lengths and lengths; 0 with a query is a padding row
 launch = partial(decode_inputs.launch, decode)
 
 
+rows_where_few = decode._rows_where_few
+
+
+@pytest.fixture(autouse=True)
+def rows_as_of_many_requests(monkeypatch):
+    """These batches are so small that `few_heads` would take them all."""
+    monkeypatch.setattr(decode, "_rows_where_few", lambda program_rows, *_: program_rows)
+
+
 def check_parity(*args, **options):
     inputs = make_inputs(*args, **options)
     verdict(launch(*inputs), *inputs)
@@ -59,6 +68,26 @@ def test_splits(heads, splits, monkeypatch):
     """Pitfall 2: more splits than tiles, so that some attend nothing."""
     monkeypatch.setattr(decode, "_num_splits", lambda *bounds: splits)
     check_parity([1, 0, 2, 1], [590, 9, 267, 0], heads, BF16)
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("heads", [20, 64, 128])
+def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
+    """Requests of more rows than `few_heads` takes at a time: some blocks lie across two tokens, some beyond all."""
+    monkeypatch.setattr(decode, "_rows_where_few", lambda *_: rows)
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: splits)
+    for dtype, block_size, widths in ((BF16, 64, (512, 64)), (torch.float16, 16, (256, 32))):
+        check_parity([1, 0, 3, 2], [590, 9, 267, 2], heads, dtype, widths, block_size)
+
+
+@pytest.mark.parametrize("length", [40, 700, 3000, 9000])
+@pytest.mark.parametrize("heads", [40, 64, 128])
+def test_few_requests(heads, length, monkeypatch):
+    """As the launcher chooses rows and splits."""
+    monkeypatch.setattr(decode, "_rows_where_few", rows_where_few)
+    check_parity([1], [length], heads, BF16)
+    check_parity([2, 1], [length, 70], heads, BF16)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -293,15 +322,6 @@ def test_query_strides_beyond_32_bit():
         far = launch(far_heads(ql.to(DEVICE)), far_heads(q_pe.to(DEVICE)), cache, plan)
         assert_same_bits(far.out, near.out)
         assert_same_bits(far.lse, near.lse)
-
-
-def test_choice_of_splits():
-    """One program a processor where there are few; no split where they fill the device; never more than the tiles."""
-    for program_rows in (16, 64):
-        choose = partial(decode._num_splits, program_rows=program_rows, processors=132)
-        assert choose(pieces=1, rows=program_rows, keys=131072) > 40
-        assert choose(pieces=128, rows=128 * program_rows, keys=4096) == 1
-        assert choose(pieces=1, rows=program_rows, keys=64) == choose(pieces=1, rows=1, keys=0) == 1
 
 
 @pytest.mark.parametrize("heads", [16, 64])

@@ -173,8 +173,8 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
     tiles, ranges = tiles_of(lens), taken_by(schedule, lens)
     everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
     assert [item for own, _ in ranges for item in own] == everything and schedule.batch_invariant
-    most = 32 if heads <= 64 else 16
-    sizes = [max(16, math.ceil(count / most)) for count in tiles]
+    most = 64 if heads <= 64 else 32
+    sizes = [max(16, min(32, math.ceil(count / 8)), math.ceil(count / most)) for count in tiles]
     parts = [math.ceil(count / size) for count, size in zip(tiles, sizes, strict=True)]
     assert max(parts, default=0) <= most
     assert schedule.split_offsets.tolist() == [sum(parts[:request]) for request in range(len(lens) + 1)]

@@ -86,6 +86,8 @@ from .sizes import (
     invariant_split_tiles,
     kv_cache_shape,
     max_invariant_splits,
+    most_invariant_splits,
+    piece_overhead,
     reorder_batch_threshold,
     stride_order,
 )
@@ -166,6 +168,8 @@ __all__ = [
     "invariant_split_tiles",
     "kv_cache_shape",
     "max_invariant_splits",
+    "most_invariant_splits",
+    "piece_overhead",
     "reorder_batch_threshold",
     "simulate",
     "stride_order",

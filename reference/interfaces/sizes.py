@@ -105,20 +105,37 @@ def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_
 def invariant_split_tiles(num_tiles: int, num_heads: int) -> int:
     """Tiles of a split under `batch_invariant`, from the request's own length and N alone.
 
-    16 tiles (1024 keys), more where that made over 32 splits; 16 splits where the heads of one token fill more than
-    one program of 64 rows.
+    16 tiles (1024 keys) up to 8 splits, then 8 splits up to 32 tiles each, then 32 tiles up to `max_invariant_splits`.
 
     Raises:
         ValueError: a number of tiles below 0, or of heads below 1.
     """
     check(num_tiles >= 0, "num_tiles", "an int >= 0", num_tiles)
     check(is_positive_int(num_heads), "num_heads", "a positive int", num_heads)
-    return max(16, -(-num_tiles // max_invariant_splits(num_heads)))
+    return max(16, min(32, -(-num_tiles // 8)), -(-num_tiles // max_invariant_splits(num_heads)))
+
+
+def most_invariant_splits(num_tiles: int, num_heads: int) -> int:
+    """Most splits of any request of at most so many tiles under `batch_invariant`; at least 1."""
+    return max(1, min(8, -(-num_tiles // 16)), min(max_invariant_splits(num_heads), -(-num_tiles // 32)))
 
 
 def max_invariant_splits(num_heads: int) -> int:
-    """Most splits of a request under `batch_invariant`."""
-    return 32 if num_heads <= 64 else 16
+    """Most splits of a request under `batch_invariant`; fewer where a part has more rows than one program takes."""
+    return 64 if num_heads <= 64 else 32
+
+
+def piece_overhead(num_heads: int) -> int:
+    """What starting on a request costs a decode kernel, in tiles: what `plan_decode` reckons with.
+
+    Its queries, its results and the way into its loop, measured on an H200 (`docs/log.md`). Up to 32 heads a tile
+    waits for memory, and takes longer beside the rest.
+
+    Raises:
+        ValueError: a number of heads below 1.
+    """
+    check(is_positive_int(num_heads), "num_heads", "a positive int", num_heads)
+    return 5 if num_heads <= 32 else 8
 
 
 @dataclass(frozen=True)

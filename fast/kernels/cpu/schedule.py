@@ -49,7 +49,7 @@ def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: int):
 
 def _cut_by_length(tiles: Tensor, num_programs: int, overhead: int, most_splits: int):
     """Requests are cut by their own length; a program takes the splits that start in its piece of the line."""
-    split_tiles = ((tiles + (most_splits - 1)) // most_splits).clamp_(min=16)
+    split_tiles = torch.maximum(((tiles + 7) // 8).clamp_(16, 32), (tiles + (most_splits - 1)) // most_splits)
     splits = (tiles + split_tiles - 1) // split_tiles
     lengths = tiles + splits * overhead
     ends, split_ends = lengths.cumsum(0), splits.cumsum(0)

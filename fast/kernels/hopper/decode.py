@@ -1,7 +1,7 @@
 """Absorbed decode on Hopper: which of the two kernels takes a call, and into how many parts requests are cut.
 
-Up to 32 rows (a row is one head of one query token) go to `few_heads`, more to `many_heads`, 64 at a time. Parts are
-merged as those of portable Triton are.
+Up to 32 rows (a row is one head of one query token) go to `few_heads`, and more where requests are few and short; else
+to `many_heads`, 64 at a time. Parts are merged as those of portable Triton are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from reference.interfaces import DECODE_TILE, check, max_invariant_splits
+from reference.interfaces import DECODE_TILE, check, max_invariant_splits, most_invariant_splits
 
 from ..triton.decode_merge import merge_parts, rows_of_a_request
 from ..triton.device import device_facts
@@ -26,6 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
 FEW_ROWS = (16, 32)  # of one request, that `few_heads` takes
 MANY_ROWS = 64
+FEW_TILES = 4  # of a request that a program takes at least, where there are programs to spare
 LAUNCH = {"num_warps": 4, "launch_pdl": True}  # to begin while the kernel before ends: `pieces.follow_kernel`
 LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
 # nanoseconds on an H200, for the choice of splits: a tile of keys in one program, the least tiles that show in its
@@ -78,7 +79,8 @@ def mla_decode(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
         out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
-    merge_parts(*parts, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, out, lse)
+    cut = (tile_ranges, split_offsets, batch_invariant)
+    merge_parts(*parts, query_start_loc, max_query_len, *cut, out, lse)
     return out, lse
 
 
@@ -139,9 +141,10 @@ def _attend(
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     # a neighbour's query length must not change how a request's rows are computed
     program_rows = rows_of_a_program(heads if batch_invariant else request_rows)
-    row_blocks = triton.cdiv(request_rows, program_rows)
     processors = device_facts(device).processors
-    part_out, part_lse = none, none.clone()
+    if tile_ranges is None:
+        program_rows = _rows_where_few(program_rows, requests, request_rows, table_width * block_size, processors)
+    row_blocks = triton.cdiv(request_rows, program_rows)
     programs, num_splits, num_slots, max_splits, request_slots = 0, 1, 0, 0, 0
     if tile_ranges is not None:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
@@ -150,18 +153,18 @@ def _attend(
         if batch_invariant:
             max_splits = max_invariant_splits(heads)
             widest = triton.cdiv(table_width * block_size, DECODE_TILE)
-            request_slots = max(1, min(max_splits, triton.cdiv(widest, 16)))
+            request_slots = most_invariant_splits(widest, heads)
             num_slots = requests * request_slots
-        part_out = torch.empty(num_slots * request_rows * latent, dtype=torch.float32, device=device)
-        part_lse = torch.empty(2 * num_slots * request_rows, dtype=torch.float32, device=device)
+        part_rows = num_slots * request_rows
     else:
-        keys = table_width * block_size
-        num_splits = _num_splits(requests * row_blocks, tokens * heads, keys, program_rows, processors)
+        num_splits = _num_splits(
+            requests * row_blocks, tokens * heads, table_width * block_size, program_rows, row_blocks, processors
+        )
         programs = min(processors, requests * num_splits * row_blocks)
         num_slots = num_splits
-        if num_splits > 1:
-            part_out = torch.empty(num_splits * tokens * heads * latent, dtype=torch.float32, device=device)
-            part_lse = torch.empty(2 * num_splits * tokens * heads, dtype=torch.float32, device=device)
+        part_rows = num_splits * tokens * heads if num_splits > 1 else 0
+    part_out = torch.empty(part_rows * latent, dtype=torch.float32, device=device)
+    part_lse = torch.empty(2 * part_rows, dtype=torch.float32, device=device)
 
     few = program_rows < MANY_ROWS
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope)
@@ -204,8 +207,25 @@ def decode_programs(
     return max(1, device_facts(device).processors // triton.cdiv(rows, rows_of_a_program(rows)))
 
 
+def _rows_where_few(program_rows: int, requests: int, request_rows: int, keys: int, processors: int) -> int:
+    """Of a request's rows, how many a program computes at a time where it cuts requests into equally many parts.
+
+    Where programs of a few tiles each do not fill the device, more of them with fewer rows do, and leave smaller parts.
+
+    Args:
+        program_rows: otherwise.
+        requests: how many.
+        request_rows: of one request.
+        keys: of the longest request.
+        processors: of the device.
+    """
+    parts = requests * max(1, triton.cdiv(keys, FEW_TILES * DECODE_TILE))
+    fitting = (few for few in FEW_ROWS if parts * triton.cdiv(request_rows, few) <= processors)
+    return min(program_rows, next(fitting, program_rows))
+
+
 @functools.lru_cache(maxsize=4096)
-def _num_splits(pieces: int, rows: int, keys: int, program_rows: int, processors: int) -> int:
+def _num_splits(pieces: int, rows: int, keys: int, program_rows: int, row_blocks: int, processors: int) -> int:
     """Into how many parts to cut each request's keys, from bounds that the host knows; the least that costs least.
 
     Args:
@@ -213,6 +233,7 @@ def _num_splits(pieces: int, rows: int, keys: int, program_rows: int, processors
         rows: of all requests.
         keys: of the longest request.
         program_rows: rows that a program computes at a time.
+        row_blocks: of a request, whose programs read the same tiles.
         processors: of the device.
     """
     tiles = max(1, triton.cdiv(keys, DECODE_TILE))
@@ -223,7 +244,7 @@ def _num_splits(pieces: int, rows: int, keys: int, program_rows: int, processors
     def cost(splits: int) -> int | float:
         turns = triton.cdiv(pieces * splits, processors)
         split_tiles = max(least, step * triton.cdiv(tiles, step * splits))
-        memory_ns = 0 if many else MEMORY_TILE_NS * min(pieces * splits, processors)
+        memory_ns = 0 if many else MEMORY_TILE_NS * min(pieces * splits, processors) / row_blocks
         merge_ns = MERGE_NS + MERGED_ROW_NS * splits * rows if splits > 1 else 0
         return turns * (piece_ns + split_tiles * max(tile_ns, memory_ns)) + merge_ns
 

@@ -31,6 +31,7 @@ from .pieces import (
     next_piece,
     page_of,
     pages_held,
+    part_rows,
     piece_at,
     rows_at,
     shift_of,
@@ -76,20 +77,11 @@ def _write_part(
 ):  # fmt: skip
     """Parts of rows for the merge."""
     largest, total, values = state
-    request_rows, num_tokens, num_heads = where[3], where[4], where[5]
-    row, token, head, real = rows_at(where, ROWS, gl.SliceLayout(0, TRANSPOSED))
-    if SCHEDULED:
-        part_row = slot.to(gl.int64) * request_rows + row
-        out_row = part_row
-        all_rows = num_slots.to(gl.int64) * request_rows
-    else:
-        part_row = (slot.to(gl.int64) * num_tokens + token) * num_heads + head
-        out_row = (slot.to(gl.int64) * num_tokens + token) * num_heads + head
-        all_rows = num_slots.to(gl.int64) * num_heads * num_tokens
-    gl.store(part_lse + part_row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
-    gl.store(part_lse + all_rows + part_row, total, mask=real)
+    row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(0, TRANSPOSED), SCHEDULED)
+    gl.store(part_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
+    gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real)
     columns = gl.arange(0, LATENT, gl.SliceLayout(1, TRANSPOSED))
-    gl.store(part_out + out_row[None, :] * LATENT + columns[:, None], values, mask=real[None, :])
+    gl.store(part_out + (row * LATENT)[None, :] + columns[:, None], values, mask=real[None, :])
 
 
 @gluon.jit
@@ -123,27 +115,30 @@ def _consume(
     lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
     walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
     step = 0  # tiles of all pieces
+    loaded = -1  # the request whose queries lie in shared memory: the next piece may be another part of it
     while walk[3]:
-        request, row_block, split, query_start, query_end, length, begin, end = piece_at(
+        request, row_block, split, query_start, query_end, length, begin, end, there = piece_at(
             walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, MAX_SPLITS, SCHEDULED
         )
-        works = query_start + row_block * ROWS // HEADS < query_end
-        if SCHEDULED:
-            works = works & (begin < end)
-        if works:
+        if there & (query_start + row_block * ROWS // HEADS < query_end):
             where = (query_start, query_end, row_block, request_rows, num_tokens, HEADS)
             _row, token, _head, real = rows_at(where, ROWS, ROW)
             visible = gl.load(visible_lens + token, mask=real, other=0)
             table_row = block_table + request.to(gl.int64) * table_row_stride
             stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond the table
-            queries = load_queries(ql_nope, where, latent_token_stride, latent_head_stride, ROWS, 0, LATENT, WIDE)
+            asked_end = gl.where(request == loaded, query_start, query_end)
+            asked = (query_start, asked_end, row_block, request_rows, num_tokens, HEADS)
+            queries = load_queries(ql_nope, asked, latent_token_stride, latent_head_stride, ROWS, 0, LATENT, WIDE)
             held = pages_held(begin, stop, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
-            q_latent.index(0).store(queries)
-            if ROPE > 0:
-                q_rope.index(0).store(
-                    load_queries(q_pe, where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, NARROW)
-                )
-            fence_async_shared()
+            if request != loaded:
+                q_latent.index(0).store(queries)
+                if ROPE > 0:
+                    q_rope.index(0).store(
+                        load_queries(q_pe, where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, NARROW)
+                    )
+                fence_async_shared()
+            if MAX_SPLITS > 0:  # else a program has one piece of a request, or of one block of its rows
+                loaded = request
             visible = gl.minimum(visible, length)
             plain = gl.maximum(gl.min(gl.where(real, visible, length), 0), 0) // TILE  # tiles that all rows see whole
             plain = gl.where(gl.min(held, 0) == 0, begin, plain)
@@ -196,7 +191,7 @@ def _consume(
             state = (largest, gl.sum(totals, 0), values)
             if SCHEDULED:
                 first_split = gl.load(split_offsets + request)
-                slot = slot_of(request, begin, split, row_blocks, request_slots, MAX_SPLITS)
+                slot = slot_of(request, walk[1], split, row_blocks, request_slots, MAX_SPLITS)
                 if gl.load(split_offsets + request + 1) - first_split <= 1:
                     _write_whole(state, where, scale_log2, out, lse, q_latent, ROWS, LATENT, TRANSPOSED, WIDE)
                 else:
@@ -232,10 +227,10 @@ def _produce(
     walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
     step = 0
     while walk[3]:
-        request, row_block, _split, query_start, query_end, length, begin, end = piece_at(
+        request, row_block, _split, query_start, query_end, length, begin, end, there = piece_at(
             walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, MAX_SPLITS, SCHEDULED
         )
-        if query_start + row_block * ROWS // HEADS < query_end:
+        if there & (query_start + row_block * ROWS // HEADS < query_end):
             table_row = block_table + request.to(gl.int64) * table_row_stride
             stop = gl.minimum(end, ceil_div(length, TILE))
             end_key = gl.minimum(stop * TILE, length)

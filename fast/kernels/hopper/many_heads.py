@@ -32,6 +32,7 @@ from .pieces import (
     next_piece,
     page_of,
     pages_held,
+    part_rows,
     piece_at,
     rows_at,
     shift_of,
@@ -40,6 +41,7 @@ from .pieces import (
 
 ROWS = gl.constexpr(64)
 MOST_GROWTH = gl.constexpr(8.0)  # binary orders of magnitude
+LONG = gl.constexpr(8)  # tiles of a program's first piece, from which on its queries go first
 
 
 @gluon.jit
@@ -85,27 +87,18 @@ def _write_part(
 ):  # fmt: skip
     """Parts of rows for the merge: half OWN of the columns, and one of largest and total."""
     largest, total, left, right = state
-    request_rows, num_tokens, num_heads = where[3], where[4], where[5]
     HALF: gl.constexpr = LATENT // 2
     WIDTH: gl.constexpr = LATENT // 4
-    row, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, SCORES))
-    o_row, o_token, o_head, o_real = rows_at(where, ROWS, gl.SliceLayout(1, VALUES))
-    if SCHEDULED:
-        part_row = slot.to(gl.int64) * request_rows + row
-        out_row = slot.to(gl.int64) * request_rows + o_row
-        all_rows = num_slots.to(gl.int64) * request_rows
-    else:
-        part_row = (slot.to(gl.int64) * num_tokens + token) * num_heads + head
-        out_row = (slot.to(gl.int64) * num_tokens + o_token) * num_heads + o_head
-        all_rows = num_slots.to(gl.int64) * num_heads * num_tokens
+    row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, SCORES), SCHEDULED)
     if OWN == 0:
-        gl.store(part_lse + part_row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
+        gl.store(part_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
     else:
-        gl.store(part_lse + all_rows + part_row, total, mask=real)
+        gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real)
+    row, _, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, VALUES), SCHEDULED)
     columns = OWN * HALF + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
-    place = part_out + out_row[:, None] * LATENT + columns[None, :]
-    gl.store(place, left, mask=o_real[:, None])
-    gl.store(place + WIDTH, right, mask=o_real[:, None])
+    place = part_out + (row * LATENT)[:, None] + columns[None, :]
+    gl.store(place, left, mask=real[:, None])
+    gl.store(place + WIDTH, right, mask=real[:, None])
 
 
 @gluon.jit
@@ -349,31 +342,34 @@ def _consume(
     walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
     pair = 0  # of all pieces: its parity is that of the barriers
     piece = 0
+    loaded = -1  # the request whose queries lie in shared memory: the next piece may be another part of it
     while walk[3]:
-        request, row_block, split, query_start, query_end, length, begin, end = piece_at(
+        request, row_block, split, query_start, query_end, length, begin, end, there = piece_at(
             walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, MAX_SPLITS, SCHEDULED
         )
-        works = query_start + row_block * ROWS // HEADS < query_end
-        if SCHEDULED:
-            works = works & (begin < end)
-        if works:
+        if there & (query_start + row_block * ROWS // HEADS < query_end):
             where = (query_start, query_end, row_block, request_rows, num_tokens, HEADS)
             _row, token, _head, real = rows_at(where, ROWS, ROW)
             visible = gl.load(visible_lens + token, mask=real, other=0)
             table_row = block_table + request.to(gl.int64) * table_row_stride
             stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond the table
+            asked_end = gl.where(request == loaded, query_start, query_end)
+            asked = (query_start, asked_end, row_block, request_rows, num_tokens, HEADS)
             # queries: each group brings the columns that it holds of the output
             queries = load_queries(
-                ql_nope, where, latent_token_stride, latent_head_stride, ROWS, OWN * HALF, HALF, WIDE
+                ql_nope, asked, latent_token_stride, latent_head_stride, ROWS, OWN * HALF, HALF, WIDE
             )
             held = pages_held(begin, stop, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
-            q_latent.index(0).slice(OWN * HALF, HALF, dim=1).store(queries)
-            if ROPE > 0 and OWN == 1:
-                q_rope.index(0).store(
-                    load_queries(q_pe, where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, ROPE_WIDE)
-                )
-            fence_async_shared()
+            if request != loaded:
+                q_latent.index(0).slice(OWN * HALF, HALF, dim=1).store(queries)
+                if ROPE > 0 and OWN == 1:
+                    q_rope.index(0).store(
+                        load_queries(q_pe, where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, ROPE_WIDE)
+                    )
+                fence_async_shared()
             mbarrier.arrive(query_bar)
+            if MAX_SPLITS > 0:  # else a program has one piece of a request, or of one block of its rows
+                loaded = request
 
             visible = gl.minimum(visible, length)
             seen = (visible, length, table_row, table_stride, num_blocks)
@@ -455,7 +451,7 @@ def _consume(
             state = (largest, total, left, right)
             if SCHEDULED:
                 first_split = gl.load(split_offsets + request)
-                slot = slot_of(request, begin, split, row_blocks, request_slots, MAX_SPLITS)
+                slot = slot_of(request, walk[1], split, row_blocks, request_slots, MAX_SPLITS)
                 if gl.load(split_offsets + request + 1) - first_split <= 1:
                     _write_whole(state, where, scale_log2, out, lse, q_latent, OWN, LATENT, SCORES, VALUES, WIDE)
                 else:
@@ -514,15 +510,16 @@ def _produce(
     num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
     _, _, _, _, table_row_stride, table_stride = strides
     _, _, latents, tails, _ = shared
-    full, free, _, _, _ = bars
+    full, free, _, query_bar, _ = bars
     lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
     walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
     pair = 0
+    piece = 0
     while walk[3]:
-        request, row_block, _split, query_start, query_end, length, begin, end = piece_at(
+        request, row_block, _split, query_start, query_end, length, begin, end, there = piece_at(
             walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, MAX_SPLITS, SCHEDULED
         )
-        if query_start + row_block * ROWS // HEADS < query_end:
+        if there & (query_start + row_block * ROWS // HEADS < query_end):
             table_row = block_table + request.to(gl.int64) * table_row_stride
             stop = gl.minimum(end, ceil_div(length, TILE))
             end_key = gl.minimum(stop * TILE, length)
@@ -530,6 +527,8 @@ def _produce(
                 page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
                 page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
             )
+            if (piece == 0) & (row_blocks > 1) & (stop - begin >= LONG):
+                mbarrier.wait(query_bar, 0)  # the first tiles of all programs at once would keep the queries waiting
             for first in range(begin, stop, 2):
                 phase = (pair & 1) ^ 1
                 pages = next_pages
@@ -544,6 +543,7 @@ def _produce(
                             (latents, tails), full, free, phase, place, number, LATENT, ROPE, BLOCK_SIZE,
                         )  # fmt: skip
                 pair += 1
+            piece += 1
         walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
 
 

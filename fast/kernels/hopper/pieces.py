@@ -96,12 +96,13 @@ def piece_at(
         lens: seq_lens and query_start_loc.
         sizes: tokens, requests, width of the block table, blocks of rows.
         BLOCK_SIZE: keys a page.
-        EVEN_TILES: parts of equal cuts are multiples of so many tiles.
+        EVEN_TILES: cuts lie at multiples of so many tiles; not those by a request's own length.
         MAX_SPLITS: of a request that is cut by its own length, or 0.
         SCHEDULED: whether a schedule cuts.
 
     Returns:
-        Request, block of rows, split, its query tokens [start, end), its readable keys, and tiles [begin, end).
+        Request, block of rows, split, its query tokens [start, end), its readable keys, tiles [begin, end), and whether
+        the piece is one at all: such a one may still have no tiles, and writes that it found nothing.
     """
     place, first_tile, split, _ = walk
     _, _, num_splits, _, _ = cut
@@ -116,17 +117,22 @@ def piece_at(
     query_end = gl.minimum(gl.load(query_start_loc + request + 1), num_tokens)
     length = gl.maximum(gl.load(seq_lens + request), 0)
     readable = gl.minimum(length, table_width * BLOCK_SIZE)
+    there = request >= 0
     if SCHEDULED:
         begin = first_tile
         end = _planned_end(place, length, cut, num_requests, row_blocks)
         if MAX_SPLITS > 0:
             end = gl.minimum(end, (split + 1) * _split_tiles(_planned_tiles(length), MAX_SPLITS))
+        there = begin < end
+        if MAX_SPLITS == 0:  # those on both sides of a cut move it alike
+            begin = begin // EVEN_TILES * EVEN_TILES
+            end = gl.where(end < _planned_tiles(length), end // EVEN_TILES * EVEN_TILES, end)
     else:
         tiles = ceil_div(readable, TILE)
         split_tiles = EVEN_TILES * ceil_div(tiles, EVEN_TILES * num_splits)
         begin = gl.minimum(split * split_tiles, tiles)
         end = gl.minimum(begin + split_tiles, tiles)
-    return request, row_block, split, query_start, query_end, readable, begin, end
+    return request, row_block, split, query_start, query_end, readable, begin, end, there
 
 
 @gluon.jit
@@ -160,7 +166,7 @@ def _planned_tiles(length):
 @no_type_check
 def _split_tiles(tiles, MAX_SPLITS: gl.constexpr):
     """Tiles of a split of a request that is cut by its own length, as `invariant_split_tiles` counts them."""
-    return gl.maximum(ceil_div(tiles, MAX_SPLITS), 16)
+    return gl.maximum(ceil_div(tiles, MAX_SPLITS), gl.maximum(gl.minimum(ceil_div(tiles, 8), 32), 16))
 
 
 @gluon.jit
@@ -191,12 +197,25 @@ def load_queries(
 
 @gluon.jit
 @no_type_check
-def slot_of(request, begin, split, row_blocks, request_slots, MAX_SPLITS: gl.constexpr):
+def slot_of(request, first_tile, split, row_blocks, request_slots, MAX_SPLITS: gl.constexpr):
     """Where a scheduled part lies for the merge (`fast.kernels.triton.decode_merge`)."""
-    slot = 2 * (gl.program_id(0) // row_blocks) + (begin == 0).to(gl.int32)
+    slot = 2 * (gl.program_id(0) // row_blocks) + (first_tile == 0).to(gl.int32)
     if MAX_SPLITS > 0:
         slot = request * request_slots + gl.minimum(split, request_slots - 1)
     return slot
+
+
+@gluon.jit
+@no_type_check
+def part_rows(slot, where, ROWS: gl.constexpr, LAYOUT: gl.constexpr, SCHEDULED: gl.constexpr):
+    """Where a part's rows lie among those of all parts, how many a slot has, and which are real."""
+    request_rows, num_tokens, num_heads = where[3], where[4], where[5]
+    row, token, head, real = rows_at(where, ROWS, LAYOUT)
+    if SCHEDULED:
+        slot_rows = request_rows
+    else:
+        row, slot_rows = token * num_heads + head, num_tokens * num_heads
+    return slot.to(gl.int64) * slot_rows + row, slot_rows, real
 
 
 @gluon.jit

@@ -30,7 +30,8 @@ def _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK: tl.conste
     split_tiles = tl.maximum(tiles, 1)
     splits = tl.minimum(tiles, 1)
     if BATCH_INVARIANT:
-        split_tiles = tl.maximum((tiles + max_splits - 1) // max_splits, 16)
+        split_tiles = tl.maximum(tl.minimum((tiles + 7) // 8, 32), 16)
+        split_tiles = tl.maximum((tiles + max_splits - 1) // max_splits, split_tiles)
         splits = (tiles + split_tiles - 1) // split_tiles
     return tiles, split_tiles, splits, tiles + splits * overhead
 

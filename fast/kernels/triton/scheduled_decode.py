@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reference.interfaces import DECODE_TILE, max_invariant_splits
+from reference.interfaces import DECODE_TILE, max_invariant_splits, most_invariant_splits
 
 from .decode_tiles import LN_2, attend_tiles, load_queries
 
@@ -67,7 +67,8 @@ def _scheduled_decode_kernel(
             own_end = tl.minimum(range_end, request_tiles)
         last_tile = own_end
         if MAX_SPLITS > 0:
-            split_tiles = tl.maximum(tl.cdiv(request_tiles, MAX_SPLITS), 16)
+            split_tiles = tl.maximum(tl.minimum(tl.cdiv(request_tiles, 8), 32), 16)
+            split_tiles = tl.maximum(tl.cdiv(request_tiles, MAX_SPLITS), split_tiles)
             last_tile = tl.minimum(own_end, (split + 1) * split_tiles)
         if (first_tile < last_tile) & (query_start + row_block * ROWS // HEADS < query_end):
             q_latent, q_rope = load_queries(
@@ -157,7 +158,7 @@ def launch_scheduled(
     if batch_invariant:
         max_splits = max_invariant_splits(heads)
         widest = triton.cdiv(table_width * block_size, DECODE_TILE)
-        request_slots = max(1, min(max_splits, triton.cdiv(widest, 16)))
+        request_slots = most_invariant_splits(widest, heads)
         slots = requests * request_slots
     part_out = torch.empty(slots, request_rows, latent, dtype=torch.float32, device=out.device)
     part_lse = torch.empty(2, slots, request_rows, dtype=torch.float32, device=out.device)
