@@ -31,7 +31,7 @@ LAUNCH = {"num_warps": 4, "launch_pdl": True}  # to begin while the kernel befor
 LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
 # nanoseconds on an H200, for the choice of splits: a tile of keys in one program, the least tiles that show in its
 # time, a program besides; a tile's bytes over the bandwidth of the whole device; a merge, and a row of it
-COSTS_NS = {"few": (1300, 1, 5000), "many": (2000, 4, 6500)}
+COSTS_NS = {"few": (1400, 1, 5000), "many": (2000, 4, 6500)}
 MEMORY_TILE_NS = 17
 MERGE_NS, MERGED_ROW_NS = 3000, 1.5
 

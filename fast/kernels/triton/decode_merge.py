@@ -2,7 +2,7 @@
 
 A part of a row is a sum of values by exp2(score - largest), not divided yet, in float32, with `largest`, in base 2, and
 the sum of those weights; `largest` may lie a little below the largest score. Where every request is cut into equally
-many parts, they lie as [splits, T N, Lkv] and [2, splits, T N]; where a schedule cuts, as [slots, rows of a request,
+many parts, they lie as [splits, T, N, Lkv] and [2, splits, T, N]; where a schedule cuts, as [slots, rows of a request,
 Lkv] and [2, slots, rows].
 """
 
@@ -16,19 +16,24 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from reference.interfaces import max_invariant_splits
+
 from .decode_tiles import LN_2
 from .device import device_facts
 
 MANY_PARTS = 16  # of a row, on average
 # rows and columns of a program, and parts at a time
-FOR_MANY_PARTS = (1, 32, 128)
 FOR_FEW_PARTS = (2, 512, 4)
+FOR_MANY_PARTS = (1, 32, 128)
+MANY_ROWS = 128  # of the batch: enough programs also with larger tiles, by the number of parts
+FOR_MANY_PARTS_AND_ROWS = {32: (4, 32, 32), 64: (1, 128, 64)}
+FEW_PROGRAMS = 1024  # one compilation serves schedules up to so many
 
 
 @triton.jit
 @no_type_check  # the interpreter needs the source and globals of the kernels themselves
 def _merge_slots(
-    part_out, part_lse, splits, slot_of_first, first_slot, slot_step, num_slots, slot_rows, part_row, real, column_tile,
+    part_out, part_lse, splits, slot_of_first, first_slot, slot_step, num_slots, slot_rows, part_row, real, columns,
     LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and sum of values of ROWS rows over their parts, SPLITS at a time.
@@ -37,7 +42,6 @@ def _merge_slots(
     """
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     values = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
@@ -62,11 +66,10 @@ def _merge_slots(
 @triton.jit
 @no_type_check
 def _write_rows(
-    largest, total, values, token, head, real, column_tile, num_tokens, out, lse,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr,
+    largest, total, values, token, head, real, columns, column_tile, num_tokens, out, lse,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """OUT and LSE say which of both is written: another kernel writes the rest."""
-    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     divisor = tl.where(total == 0, 1.0, total)  # nothing seen at all: values 0, largest -inf
     if OUT:
         offsets = (token.to(tl.int64) * HEADS + head) * LATENT
@@ -92,92 +95,64 @@ def _merge_splits_kernel(
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     column_tile = tl.program_id(0) % column_tiles
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     num_rows = num_tokens.to(tl.int64) * HEADS
     real = row < num_rows
     largest, total, values = _merge_slots(
-        part_out, part_lse, num_splits, 0, 0, 1, num_splits, num_rows, row, real, column_tile, LATENT, ROWS, COLUMNS,
+        part_out, part_lse, num_splits, 0, 0, 1, num_splits, num_rows, row, real, columns, LATENT, ROWS, COLUMNS,
         SPLITS, OUT,
     )  # fmt: skip
     _write_rows(
-        largest, total, values, row // HEADS, row % HEADS, real, column_tile, num_tokens, out, lse, HEADS, LATENT,
-        COLUMNS, OUT, LSE,
+        largest, total, values, row // HEADS, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS,
+        LATENT, OUT, LSE,
     )  # fmt: skip
 
 
-@triton.jit
-@no_type_check
-def _merge_request(
-    request, splits, slot_of_first, first_slot, slot_step, row_tile, column_tile, query_start_loc, part_out, part_lse,
-    out, lse, num_tokens, request_rows, num_slots,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    OUT: tl.constexpr, LSE: tl.constexpr,
-):  # fmt: skip
-    """Some rows and columns of a request from its parts; without any, rows that saw nothing."""
-    query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
-    query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
-    row = row_tile * ROWS + tl.arange(0, ROWS)
-    real = (row < request_rows) & (row < (query_end - query_start) * HEADS)
-    largest, total, values = _merge_slots(
-        part_out, part_lse, splits, slot_of_first, first_slot, slot_step, num_slots, request_rows, row, real,
-        column_tile, LATENT, ROWS, COLUMNS, SPLITS, OUT,
-    )  # fmt: skip
-    _write_rows(
-        largest, total, values, query_start + row // HEADS, row % HEADS, real, column_tile, num_tokens, out, lse, HEADS,
-        LATENT, COLUMNS, OUT, LSE,
-    )  # fmt: skip
-
-
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens", "num_requests", "num_programs", "request_rows", "num_slots", "request_slots", "row_tiles",
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_tokens", "num_programs", "request_rows", "num_slots", "request_slots", "row_tiles"])
 @no_type_check
 def _merge_scheduled_kernel(
     tile_ranges, split_offsets, query_start_loc, part_out, part_lse, out, lse,
-    num_tokens, num_requests, num_programs, request_rows, num_slots, request_slots, row_tiles,
+    num_tokens, num_programs, request_rows, num_slots, request_slots, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of requests, ROWS of their rows by COLUMNS; of those without keys, write the empty rows.
-
-    Requests that are cut by their own length (they have `request_slots`) are merged one by one. Of others, the program
-    of the schedule in which one begins says which it is.
-    """
+    """Merge the parts of a request, ROWS of its rows by COLUMNS; of one without keys, write the empty rows."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     number = tl.program_id(0)
-    place = number // (row_tiles * column_tiles)
+    request = number // (row_tiles * column_tiles)
     row_tile, column_tile = number // column_tiles % row_tiles, number % column_tiles
-    if request_slots > 0:
-        request, slot_of_first, first_slot, slot_step = place, place * request_slots, place * request_slots, 1
-        splits = tl.load(split_offsets + request + 1) - tl.load(split_offsets + request)
-        cut, splits = splits != 1, tl.minimum(splits, request_slots)
-    else:
-        first_request = tl.load(tile_ranges + place * 5)
-        request = tl.load(tile_ranges + place * 5 + 1)
-        first_tile = tl.load(tile_ranges + place * 5 + 2)
-        cut = (request >= 0) & (request < num_requests)
-        cut = cut & ((first_request < request) | ((first_request == request) & (first_tile == 0)))
-        request = tl.minimum(tl.maximum(request, 0), num_requests - 1)
-        splits = tl.load(split_offsets + request + 1) - tl.load(split_offsets + request)
-        cut, splits = cut & (splits > 1), tl.minimum(splits, num_programs)
-        # the beginning lies in the second slot of its program, every other part in the first of its own
-        slot_of_first, first_slot, slot_step = 2 * place + 1, 2 * place, 2
-    if cut:
-        _merge_request(
-            request, splits, slot_of_first, first_slot, slot_step, row_tile, column_tile, query_start_loc, part_out,
-            part_lse, out, lse, num_tokens, request_rows, num_slots, HEADS, LATENT, COLUMNS, ROWS, SPLITS, OUT, LSE,
+    splits = tl.load(split_offsets + request + 1) - tl.load(split_offsets + request)
+    if splits != 1:
+        query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
+        query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
+        if MAX_SPLITS > 0:
+            first_slot = request * request_slots
+            slot_of_first, slot_step = first_slot, 1
+            splits = tl.minimum(splits, request_slots)
+        else:  # the first program that has some of it; the parts lie with that one and those that follow
+            program = tl.arange(0, PROGRAMS)
+            there = program < num_programs
+            first_request = tl.load(tile_ranges + program * 5, mask=there, other=1)
+            last_request = tl.load(tile_ranges + program * 5 + 1, mask=there, other=0)
+            has_some = (first_request <= last_request) & (last_request >= request)
+            first_slot = 2 * tl.min(tl.where(has_some, program, PROGRAMS), 0)
+            # the beginning in the second slot of its program, every other part in the first of its own
+            slot_of_first, slot_step = first_slot + 1, 2
+            splits = tl.minimum(splits, num_programs)
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        real = (row < request_rows) & (row < (query_end - query_start) * HEADS)
+        columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        largest, total, values = _merge_slots(
+            part_out, part_lse, splits, slot_of_first, first_slot, slot_step, num_slots, request_rows, row, real,
+            columns, LATENT, ROWS, COLUMNS, SPLITS, OUT,
         )  # fmt: skip
-    if request_slots == 0:
-        for empty in range(place, num_requests, num_programs):
-            if tl.load(split_offsets + empty + 1) == tl.load(split_offsets + empty):
-                _merge_request(
-                    empty, 0, 0, 0, 0, row_tile, column_tile, query_start_loc, part_out, part_lse, out, lse, num_tokens,
-                    request_rows, num_slots, HEADS, LATENT, COLUMNS, ROWS, SPLITS, OUT, LSE,
-                )  # fmt: skip
+        _write_rows(
+            largest, total, values, query_start + row // HEADS, row % HEADS, real, columns, column_tile, num_tokens,
+            out, lse, HEADS, LATENT, OUT, LSE,
+        )  # fmt: skip
 
 
 def merge_decode_parts(
@@ -228,35 +203,45 @@ def merge_parts(
         return
     tokens, heads, latent = out.shape
     dependent = device_facts(out.device).has_dependent_launch
-    launch = {"num_warps": 4, "DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
-    scheduled = tile_ranges is not None
-    rows = rows_of_a_request(tokens, heads, max_query_len) if scheduled else tokens * heads
-    slots = part_out.numel() // (rows * latent)
+    launch = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+    whole = triton.next_power_of_2(latent)
     # few rows have many parts each and leave most of the device idle: then small tiles, many parts at a time, but not
     # where the order of a sum may depend on nothing but the request
-    many = slots > MANY_PARTS
-    if scheduled:
-        requests, programs = split_offsets.shape[0] - 1, tile_ranges.shape[0]
-        many = programs > MANY_PARTS * requests and not batch_invariant
-    program_rows, columns, at_once = FOR_MANY_PARTS if many else FOR_FEW_PARTS
-    whole = triton.next_power_of_2(latent)
-    columns = min(columns, whole) if write_out else whole  # the lse takes one program, however wide the latent is
-    row_tiles, column_tiles = triton.cdiv(rows, program_rows), triton.cdiv(latent, columns)
-    constants = {
-        "HEADS": heads, "LATENT": latent, "COLUMNS": columns, "ROWS": program_rows, "SPLITS": at_once,
-        "OUT": write_out, "LSE": write_lse,
-    }  # fmt: skip
-    with torch.cuda.device_of(out):
-        if not scheduled:
-            _merge_splits_kernel[(row_tiles * column_tiles,)](
-                part_out, part_lse, out, lse, tokens, slots, **constants, **launch,
+    if tile_ranges is None:
+        splits = part_out.numel() // out.numel()
+        rows, columns, at_once = _tile_for(splits, tokens * heads)
+        columns = min(columns, whole) if write_out else whole  # the lse takes one program, however wide the latent is
+        with torch.cuda.device_of(out):
+            _merge_splits_kernel[(triton.cdiv(tokens * heads, rows) * triton.cdiv(latent, columns),)](
+                part_out, part_lse, out, lse, tokens, splits,
+                HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once, OUT=write_out, LSE=write_lse,
+                num_warps=4, **launch,
             )  # fmt: skip
-            return
-        _merge_scheduled_kernel[((requests if batch_invariant else programs) * row_tiles * column_tiles,)](
+        return
+    requests, programs = split_offsets.shape[0] - 1, tile_ranges.shape[0]
+    request_rows = rows_of_a_request(tokens, heads, max_query_len)
+    slots = part_out.numel() // (request_rows * latent)
+    many = programs > MANY_PARTS * requests and not batch_invariant
+    rows, columns, at_once = FOR_MANY_PARTS if many else FOR_FEW_PARTS
+    columns = min(columns, whole) if write_out else whole
+    row_tiles = triton.cdiv(request_rows, rows)
+    with torch.cuda.device_of(out):
+        _merge_scheduled_kernel[(requests * row_tiles * triton.cdiv(latent, columns),)](
             tile_ranges.contiguous(), split_offsets.contiguous(), query_start_loc.contiguous(), part_out, part_lse, out,
-            lse, tokens, requests, programs, rows, slots, slots // requests if batch_invariant else 0, row_tiles,
-            **constants, **launch,
+            lse, tokens, programs, request_rows, slots, slots // requests if batch_invariant else 0, row_tiles,
+            HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once,
+            PROGRAMS=max(FEW_PROGRAMS, triton.next_power_of_2(programs)),
+            MAX_SPLITS=max_invariant_splits(heads) if batch_invariant else 0, OUT=write_out, LSE=write_lse,
+            num_warps=4, **launch,
         )  # fmt: skip
+
+
+def _tile_for(parts: int, rows: int) -> tuple[int, int, int]:
+    """Rows and columns of a program, and parts at a time, for equally many parts of each row."""
+    if parts <= MANY_PARTS:
+        return FOR_FEW_PARTS
+    fitting = (tile for most, tile in FOR_MANY_PARTS_AND_ROWS.items() if rows >= MANY_ROWS and parts <= most)
+    return next(fitting, FOR_MANY_PARTS)
 
 
 def rows_of_a_request(tokens: int, heads: int, max_query_len: int) -> int:
