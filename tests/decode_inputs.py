@@ -35,7 +35,9 @@ def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
     ql, q_pe, cache, plan = inputs
     ql[:, 1::2] /= 4096
     q_pe[:, 1::2] /= 4096
-    grows = (1, 1, 8, 8, 2, 64, 64, 1, 512, 64, 4)  # tiles of 64 keys; powers of two, so that nothing is rounded
+    # of tiles of 64 keys, in powers of two, so that nothing is rounded; enough for exp2 of a later score relative to the
+    # first tile's to overflow, and not much more: the larger scores are, the more of them their own rounding is
+    grows = (1, 1, 4, 4, 2, 16, 16, 1, 128, 16, 4)
     for request, length in enumerate(plan.seq_lens.tolist()):
         for page in range(-(-length // block_size)):
             cache[plan.block_table[request, page]] *= grows[page * block_size // 64]

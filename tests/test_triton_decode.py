@@ -155,9 +155,12 @@ def test_in_parts(cut, dtype, monkeypatch):
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
 def test_rising_scores(cut, dtype, monkeypatch):
     """The largest score jumps at some tiles, in some rows and not in others: the sums move with it."""
-    inputs = rising_inputs(4, dtype, WIDTH)
+    # between keys that nearly tie, a float32 result turns on how scores of hundreds round: of a few rows, the error of
+    # the reference, which sets the budget, may by luck be small
+    heads = 64 if dtype == torch.float32 else 4
+    inputs = rising_inputs(heads, dtype, WIDTH)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
-    schedule = schedule_of(inputs[3], 4, 3) if cut == "scheduled" else None
+    schedule = schedule_of(inputs[3], heads, 3) if cut == "scheduled" else None
     verdict(launch(*inputs, schedule=schedule), *inputs)
 
 
