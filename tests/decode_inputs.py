@@ -35,8 +35,8 @@ def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
     ql, q_pe, cache, plan = inputs
     ql[:, 1::2] /= 4096
     q_pe[:, 1::2] /= 4096
-    # of tiles of 64 keys, in powers of two, so that nothing is rounded; enough for exp2 of a later score relative to the
-    # first tile's to overflow, and not much more: the larger scores are, the more of them their own rounding is
+    # of tiles of 64 keys, in powers of two, so that nothing is rounded; enough for exp2 of a later score, relative to
+    # the first tile's, to overflow, and not much more: the larger a score, the larger its own rounding
     grows = (1, 1, 4, 4, 2, 16, 16, 1, 128, 16, 4)
     for request, length in enumerate(plan.seq_lens.tolist()):
         for page in range(-(-length // block_size)):

@@ -9,6 +9,7 @@ import torch
 
 import fast
 import reference
+from reference.interfaces import invariant_split_tiles, max_invariant_splits, most_invariant_splits
 
 from .factories import integers
 from .planning import WINGS, same
@@ -164,6 +165,34 @@ def test_schedule(lens, programs, overhead, ops):
 @given(LENS, PROGRAMS, st.sampled_from([0, 1, 5]), st.sampled_from([1, 64, 128]), st.booleans())
 def test_decode_planners_agree(lens, programs, overhead, heads, batch_invariant):
     same(*(ops.plan_decode(integers(*lens), programs, heads, overhead, batch_invariant) for ops in (reference, fast)))
+
+
+@pytest.mark.parametrize("heads, overhead", [(1, 5), (32, 5), (33, 8), (128, 8)])
+def test_overhead_by_heads(heads, overhead):
+    """Without a figure of its own, a plan reckons with what the kernels need for so many heads."""
+    lens = integers(700, 64, 3000, 129)
+    for ops in (reference, fast):
+        chosen, given_one, none = (ops.plan_decode(lens, 7, heads, tiles) for tiles in (None, overhead, 0))
+        same(chosen, given_one)
+        assert chosen.tile_ranges.tolist() != none.tile_ranges.tolist()
+
+
+@pytest.mark.parametrize("heads, tiles, size", [
+    (128, 17, 16), (128, 128, 16), (128, 200, 25), (128, 256, 32), (128, 1024, 32), (128, 2048, 64), (16, 2048, 32),
+    (64, 4096, 64), (65, 4096, 128),
+])  # fmt: skip
+def test_batch_invariant_cut(heads, tiles, size):
+    assert invariant_split_tiles(tiles, heads) == size
+
+
+@pytest.mark.parametrize("heads", [1, 64, 65])
+def test_most_batch_invariant_splits(heads):
+    """Enough for every request that fits, and no more than some request of that length or less has."""
+    most = 1
+    for tiles in range(1, 4200):
+        most = max(most, -(-tiles // invariant_split_tiles(tiles, heads)))
+        assert most_invariant_splits(tiles, heads) == most
+    assert most == max_invariant_splits(heads)
 
 
 @given(LENS, PROGRAMS, st.sampled_from([0, 5]), st.sampled_from([16, 128]), WINGS)
