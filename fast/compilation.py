@@ -25,7 +25,8 @@ from .layer import MLAAttention
 from .schedule import decode_programs, plan_decode
 
 LONG_CONTEXT = 16384  # tokens: enough that a decode splits them and merges the parts
-SHORT_CONTEXTS = (64, *(256 << step for step in range(6)))  # tokens: of one request, whose rows then divide otherwise
+# tokens of a request that stands alone: how its rows and keys are divided, and its parts merged, follows its length
+ALONE = (64, *(tokens << step for step in range(10) for tokens in (256, 384)))
 MANY_REQUESTS = 512  # enough to fill any card, so that a short decode is not split
 
 
@@ -102,15 +103,17 @@ def _launch_all(
     layer = MLAAttention(config, **projections, context_parallel=ranks, backend=backend)
     size = 1 if share is None else share.size
 
-    def step(query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold) -> None:
-        common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), device)
+    def step(
+        query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold, scheduled: bool = True
+    ) -> None:
+        common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), num_blocks, device)
         workspace = 4 * block_size * size * len(query_lens)
         plan = build_mla_metadata(common, block_size, workspace, threshold, share=share)
         tokens = sum(query_lens)
         hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         layer(hidden_states, positions, kv_cache, plan)
-        if plan.num_decodes:
+        if plan.num_decodes and scheduled:
             programs = decode_programs(
                 dataclasses.replace(config, num_heads=heads), device=device, dtype=dtype, block_size=block_size,
                 query_len=max(query_lens), backend=backend,
@@ -129,8 +132,8 @@ def _launch_all(
     for query_len in range(1, decode_threshold + 1):
         for requests in (1, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)
-        for length in SHORT_CONTEXTS:
-            step([query_len], [max(length, query_len)])
+        for length in ALONE:
+            step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
     longer = max(decode_threshold + 1, 17)  # `choose_path` may absorb it: with any heads more rows than one token has
@@ -156,10 +159,12 @@ def _compiling_ahead():
     return compiling_ahead()
 
 
-def _batch(query_lens: list[int], seq_lens: list[int], columns: int, device: torch.device) -> CommonAttentionMetadata:
-    """Requests that all lie in the cache's first blocks; their tokens are written nowhere."""
+def _batch(
+    query_lens: list[int], seq_lens: list[int], columns: int, num_blocks: int, device: torch.device
+) -> CommonAttentionMetadata:
+    """Requests that all lie in the cache's first blocks, over and over if they are long; they write no token."""
     ends = torch.tensor([0, *query_lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
-    table = torch.arange(columns, dtype=torch.int32, device=device).repeat(len(query_lens), 1)
+    table = (torch.arange(columns, dtype=torch.int32, device=device) % num_blocks).repeat(len(query_lens), 1)
     slots = torch.full((sum(query_lens),), -1, dtype=torch.int64, device=device)
     return CommonAttentionMetadata.make(ends, torch.tensor(seq_lens, dtype=torch.int32, device="cpu"), table, slots)
 

@@ -19,7 +19,7 @@ import torch
 
 import fast
 import reference
-from fast import backends
+from fast import backends, compilation
 from reference.interfaces import DecodeMetadata
 
 from .factories import LOW_RANK, integers, offsets
@@ -34,6 +34,7 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fast.kernels import hopper  # noqa: E402
 from fast.kernels.hopper import decode, few_heads, many_heads  # noqa: E402
+from fast.kernels.triton import decode_merge  # noqa: E402
 from fast.kernels.triton.device import DeviceFacts  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -60,7 +61,7 @@ def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), d
     monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
-    monkeypatch.setattr(decode, "_rows_where_few", lambda program_rows, *_: program_rows)
+    monkeypatch.setattr(decode, "_rows_where_alone", lambda program_rows, *_: program_rows)
     latent, rope = widths
     plan = DecodeMetadata(integers(*range(40))[None], integers(600), offsets([1]), 1, integers(600))
     schedule = (None, None, False)
@@ -157,14 +158,14 @@ def test_choice_of_splits():
 
 
 def test_choice_of_rows():
-    """Few rows where programs of 4 tiles would leave processors idle, as few as still fit; else by the request."""
+    """Few rows where one request's programs of 4 tiles would leave processors idle, as few as still fit; else all."""
     for requests, rows, keys, chosen in (
-        (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 16),
+        (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 64),
         (4, 128, 8192, 64), (1, 128, 131072, 64), (128, 128, 4096, 64), (128, 128, 64, 64), (1, 24, 131072, 32),
         (1, 24, 256, 16), (1, 3, 64, 16),
     ):  # fmt: skip
         program_rows = decode.rows_of_a_program(rows)
-        assert decode._rows_where_few(program_rows, requests, rows, keys, processors=132) == chosen
+        assert decode._rows_where_alone(program_rows, requests, rows, keys, processors=132) == chosen
         blocks = triton.cdiv(rows, chosen)
         assert chosen == program_rows or requests * blocks * triton.cdiv(keys, 256) <= 132
 
@@ -173,6 +174,22 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
     for heads, name in ((1, "_few_heads_kernel"), (32, "_few_heads_kernel"), (33, "_many_heads_kernel")):
         kernel, _, constants = recorded(monkeypatch, heads)
         assert kernel.fn.__name__ == name and constants["HEADS"] == heads
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("heads", [4, 20, 40, 64, 128])
+def test_warmup_knows_a_request_alone(heads, query_len):
+    """Of every length: with how many rows a program, split or whole, and how its parts are merged."""
+    rows = heads * query_len
+
+    def launched(length: int) -> set[tuple]:
+        program_rows = decode._rows_where_alone(decode.rows_of_a_program(rows), 1, rows, length, 132)
+        blocks = triton.cdiv(rows, program_rows)
+        splits = decode._num_splits(blocks, rows, length, program_rows, blocks, 132)
+        return {(program_rows, splits > 1)} | ({decode_merge._tile_for(splits, rows, 1)} if splits > 1 else set())
+
+    ahead = set().union(*map(launched, compilation.ALONE))
+    assert set().union(*map(launched, range(64, 140_000, 960))) <= ahead
 
 
 @pytest.mark.parametrize("heads", [4, 40])

@@ -41,13 +41,13 @@ LENS = {  # query lengths and lengths; 0 with a query is a padding row
 launch = partial(decode_inputs.launch, decode)
 
 
-rows_where_few = decode._rows_where_few
+rows_where_alone = decode._rows_where_alone
 
 
 @pytest.fixture(autouse=True)
 def rows_as_of_many_requests(monkeypatch):
-    """These batches are so small that `few_heads` would take them all."""
-    monkeypatch.setattr(decode, "_rows_where_few", lambda program_rows, *_: program_rows)
+    """Requests of these tests are so short that `few_heads` would take every one that stands alone."""
+    monkeypatch.setattr(decode, "_rows_where_alone", lambda program_rows, *_: program_rows)
 
 
 def check_parity(*args, **options):
@@ -75,7 +75,7 @@ def test_splits(heads, splits, monkeypatch):
 @pytest.mark.parametrize("heads", [20, 64, 128])
 def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
     """Requests of more rows than `few_heads` takes at a time: some blocks lie across two tokens, some beyond all."""
-    monkeypatch.setattr(decode, "_rows_where_few", lambda *_: rows)
+    monkeypatch.setattr(decode, "_rows_where_alone", lambda *_: rows)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: splits)
     for dtype, block_size, widths in ((BF16, 64, (512, 64)), (torch.float16, 16, (256, 32))):
         check_parity([1, 0, 3, 2], [590, 9, 267, 2], heads, dtype, widths, block_size)
@@ -83,9 +83,9 @@ def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
 
 @pytest.mark.parametrize("length", [40, 700, 3000, 9000])
 @pytest.mark.parametrize("heads", [40, 64, 128])
-def test_few_requests(heads, length, monkeypatch):
+def test_one_request(heads, length, monkeypatch):
     """As the launcher chooses rows and splits."""
-    monkeypatch.setattr(decode, "_rows_where_few", rows_where_few)
+    monkeypatch.setattr(decode, "_rows_where_alone", rows_where_alone)
     check_parity([1], [length], heads, BF16)
     check_parity([2, 1], [length, 70], heads, BF16)
 

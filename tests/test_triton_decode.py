@@ -197,10 +197,11 @@ def test_batch_invariance():
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_lengths_beyond_the_table(batch_invariant):
     """A length that the table cannot hold is read as far as the table goes, and harms no neighbour."""
-    ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
-    far = replace(plan, seq_lens=integers(1100, 5000, 70))
-    state = launch(ql, q_pe, cache, far, schedule=schedule_of(far, 4, 5, batch_invariant))
-    verdict(state, ql, q_pe, cache, plan)  # that request still sees 64 keys, as `visible_lens` says
+    for readable in (64, 1152):  # a page, and all of the table: more than one split
+        ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, readable, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
+        far = replace(plan, seq_lens=integers(1100, 5000, 70))
+        state = launch(ql, q_pe, cache, far, schedule=schedule_of(far, 4, 5, batch_invariant))
+        verdict(state, ql, q_pe, cache, plan)  # that request still sees as many keys as `visible_lens` says
 
 
 @runs

@@ -227,6 +227,7 @@ class DecodeSchedule:
     Attributes:
         tile_ranges: [programs, 5]; first request, last request (inclusive), first tile in the first request, last tile
             in the last one (exclusive), first split in the first one. A program without work has (B, B - 1, 0, 0, 0).
+            A kernel may move a cut within a request by a tile, on both sides alike.
         split_offsets: [B + 1], prefix sum of the splits of each request; a request without keys has none.
         batch_invariant: requests are cut every `invariant_split_tiles` tiles, not where programs change.
     """

@@ -1,7 +1,7 @@
 """Absorbed decode on Hopper: which of the two kernels takes a call, and into how many parts requests are cut.
 
-Up to 32 rows (a row is one head of one query token) go to `few_heads`, and more where requests are few and short; else
-to `many_heads`, 64 at a time. Parts are merged as those of portable Triton are.
+Up to 32 rows (a row is one head of one query token) go to `few_heads`, and those of one short request; else to
+`many_heads`, 64 at a time. Parts are merged as those of portable Triton are.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _attend(
     program_rows = rows_of_a_program(heads if batch_invariant else request_rows)
     processors = device_facts(device).processors
     if tile_ranges is None:
-        program_rows = _rows_where_few(program_rows, requests, request_rows, table_width * block_size, processors)
+        program_rows = _rows_where_alone(program_rows, requests, request_rows, table_width * block_size, processors)
     row_blocks = triton.cdiv(request_rows, program_rows)
     programs, num_splits, num_slots, max_splits, request_slots = 0, 1, 0, 0, 0
     if tile_ranges is not None:
@@ -207,10 +207,11 @@ def decode_programs(
     return max(1, device_facts(device).processors // triton.cdiv(rows, rows_of_a_program(rows)))
 
 
-def _rows_where_few(program_rows: int, requests: int, request_rows: int, keys: int, processors: int) -> int:
-    """Of a request's rows, how many a program computes at a time where it cuts requests into equally many parts.
+def _rows_where_alone(program_rows: int, requests: int, request_rows: int, keys: int, processors: int) -> int:
+    """Of a request's rows, how many a program computes at a time where requests are cut into equally many parts.
 
-    Where programs of a few tiles each do not fill the device, more of them with fewer rows do, and leave smaller parts.
+    Where one request's programs of a few tiles each do not fill the device, more of them with fewer rows do, and leave
+    smaller parts. `fast.warmup` launches one request of every length for it.
 
     Args:
         program_rows: otherwise.
@@ -219,7 +220,9 @@ def _rows_where_few(program_rows: int, requests: int, request_rows: int, keys: i
         keys: of the longest request.
         processors: of the device.
     """
-    parts = requests * max(1, triton.cdiv(keys, FEW_TILES * DECODE_TILE))
+    if requests > 1:
+        return program_rows
+    parts = max(1, triton.cdiv(keys, FEW_TILES * DECODE_TILE))
     fitting = (few for few in FEW_ROWS if parts * triton.cdiv(request_rows, few) <= processors)
     return min(program_rows, next(fitting, program_rows))
 

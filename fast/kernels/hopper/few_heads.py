@@ -1,4 +1,4 @@
-"""Decode of at most 32 rows a request: the products are transposed, so that keys and latents fill the matrix unit.
+"""Decode of at most 32 rows a program: the products are transposed, so that keys and latents fill the matrix unit.
 
 Scores are keys x rows, outputs latents x rows: 64 rows that mostly idle would cost as much as 64 that work. One warp
 group computes, one warp fetches tiles; the reads of the cache are the limit.

@@ -124,6 +124,8 @@ def piece_at(
         if MAX_SPLITS > 0:
             end = gl.minimum(end, (split + 1) * _split_tiles(_planned_tiles(length), MAX_SPLITS))
         there = begin < end
+        if MAX_SPLITS > 0:  # of a length beyond the table, what cannot be read has no slot
+            there = there & (split < cut[3])
         if MAX_SPLITS == 0:  # those on both sides of a cut move it alike
             begin = begin // EVEN_TILES * EVEN_TILES
             end = gl.where(end < _planned_tiles(length), end // EVEN_TILES * EVEN_TILES, end)
@@ -223,7 +225,7 @@ def part_rows(slot, where, ROWS: gl.constexpr, LAYOUT: gl.constexpr, SCHEDULED: 
 def page_of(key, end_key, table_row, table_stride, BLOCK_SIZE: gl.constexpr):
     """The page of a key; none, which the copy engine fills with zeros, from `end_key` on."""
     page = gl.to_tensor(-1)
-    if key < end_key:
+    if (key >= 0) & (key < end_key):  # of tiles that only a hostile plan has, keys wrap
         page = gl.load(table_row + gl.to_tensor(key // BLOCK_SIZE).to(gl.int64) * table_stride)
     return page
 

@@ -25,8 +25,8 @@ MANY_PARTS = 16  # of a row, on average
 # rows and columns of a program, and parts at a time
 FOR_FEW_PARTS = (2, 512, 4)
 FOR_MANY_PARTS = (1, 32, 128)
-MANY_ROWS = 128  # of the batch: enough programs also with larger tiles, by the number of parts
-FOR_MANY_PARTS_AND_ROWS = {32: (4, 32, 32), 64: (1, 128, 64)}
+MANY_ROWS = 128  # of one request: enough programs also with larger tiles
+FOR_MANY_ROWS = ((4, 32, 32), (1, 128, 64))  # of up to 32 parts each, and of more
 FEW_PROGRAMS = 1024  # one compilation serves schedules up to so many
 
 
@@ -209,7 +209,7 @@ def merge_parts(
     # where the order of a sum may depend on nothing but the request
     if tile_ranges is None:
         splits = part_out.numel() // out.numel()
-        rows, columns, at_once = _tile_for(splits, tokens * heads)
+        rows, columns, at_once = _tile_for(splits, tokens * heads, query_start_loc.shape[0] - 1)
         columns = min(columns, whole) if write_out else whole  # the lse takes one program, however wide the latent is
         with torch.cuda.device_of(out):
             _merge_splits_kernel[(triton.cdiv(tokens * heads, rows) * triton.cdiv(latent, columns),)](
@@ -236,12 +236,13 @@ def merge_parts(
         )  # fmt: skip
 
 
-def _tile_for(parts: int, rows: int) -> tuple[int, int, int]:
+def _tile_for(parts: int, rows: int, requests: int) -> tuple[int, int, int]:
     """Rows and columns of a program, and parts at a time, for equally many parts of each row."""
     if parts <= MANY_PARTS:
         return FOR_FEW_PARTS
-    fitting = (tile for most, tile in FOR_MANY_PARTS_AND_ROWS.items() if rows >= MANY_ROWS and parts <= most)
-    return next(fitting, FOR_MANY_PARTS)
+    if requests > 1 or rows < MANY_ROWS:
+        return FOR_MANY_PARTS
+    return FOR_MANY_ROWS[parts > 32]
 
 
 def rows_of_a_request(tokens: int, heads: int, max_query_len: int) -> int:

@@ -70,7 +70,10 @@ def _scheduled_decode_kernel(
             split_tiles = tl.maximum(tl.minimum(tl.cdiv(request_tiles, 8), 32), 16)
             split_tiles = tl.maximum(tl.cdiv(request_tiles, MAX_SPLITS), split_tiles)
             last_tile = tl.minimum(own_end, (split + 1) * split_tiles)
-        if (first_tile < last_tile) & (query_start + row_block * ROWS // HEADS < query_end):
+        there = first_tile < last_tile
+        if MAX_SPLITS > 0:  # of a length beyond the table, what cannot be read has no slot
+            there = there & (split < request_slots)
+        if there & (query_start + row_block * ROWS // HEADS < query_end):
             q_latent, q_rope = load_queries(
                 ql_nope, q_pe, token, head, real, latent_token_stride, latent_head_stride, latent_element_stride,
                 rope_token_stride, rope_head_stride, rope_element_stride, LATENT, ROPE, LATENT_PAD, ROPE_PAD,
