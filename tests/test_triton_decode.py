@@ -103,6 +103,14 @@ def test_splits(splits, monkeypatch):
 
 
 @runs
+@pytest.mark.parametrize("heads, splits", [(4, 20), (128, 20), (128, 40), (128, 70)])
+def test_many_parts(heads, splits, monkeypatch):
+    """Each tile of the merge, and more parts of a request alone than it takes at a time."""
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: splits)
+    check_parity([1], [700], heads, DTYPES[-1], NARROW["narrow"])
+
+
+@runs
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(
     "programs, dtype", [(1, DTYPES[-1]), (40, DTYPES[-1]), *((3, dtype) for dtype in DTYPES)], ids=str

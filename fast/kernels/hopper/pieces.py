@@ -105,7 +105,7 @@ def piece_at(
         the piece is one at all: such a one may still have no tiles, and writes that it found nothing.
     """
     place, first_tile, split, _ = walk
-    _, _, num_splits, _, _ = cut
+    _, _, num_splits, request_slots, _ = cut
     seq_lens, query_start_loc = lens
     num_tokens, num_requests, table_width, row_blocks = sizes
     if SCHEDULED:
@@ -123,10 +123,10 @@ def piece_at(
         end = _planned_end(place, length, cut, num_requests, row_blocks)
         if MAX_SPLITS > 0:
             end = gl.minimum(end, (split + 1) * _split_tiles(_planned_tiles(length), MAX_SPLITS))
-        there = begin < end
-        if MAX_SPLITS > 0:  # of a length beyond the table, what cannot be read has no slot
-            there = there & (split < cut[3])
-        if MAX_SPLITS == 0:  # those on both sides of a cut move it alike
+            there = (begin < end) & (split < request_slots)  # of a length beyond the table, what lies there has no slot
+        else:
+            there = begin < end
+            # those on both sides of a cut move it alike
             begin = begin // EVEN_TILES * EVEN_TILES
             end = gl.where(end < _planned_tiles(length), end // EVEN_TILES * EVEN_TILES, end)
     else:
@@ -203,7 +203,7 @@ def slot_of(request, first_tile, split, row_blocks, request_slots, MAX_SPLITS: g
     """Where a scheduled part lies for the merge (`fast.kernels.triton.decode_merge`)."""
     slot = 2 * (gl.program_id(0) // row_blocks) + (first_tile == 0).to(gl.int32)
     if MAX_SPLITS > 0:
-        slot = request * request_slots + gl.minimum(split, request_slots - 1)
+        slot = request * request_slots + split
     return slot
 
 

@@ -21,6 +21,13 @@ SHAPES = ((256, 1), (1024, 4))  # requests at a time, and warps
 
 @triton.jit
 @no_type_check  # the interpreter needs the source and globals of the kernels themselves
+def invariant_split_tiles(tiles, max_splits):
+    """Tiles of a split of a request that is cut by its own length, as the function of that name counts them."""
+    return tl.maximum((tiles + max_splits - 1) // max_splits, tl.maximum(tl.minimum((tiles + 7) // 8, 32), 16))
+
+
+@triton.jit
+@no_type_check
 def _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK: tl.constexpr, TILE: tl.constexpr,
            BATCH_INVARIANT: tl.constexpr):  # fmt: skip
     """Of CHUNK requests [CHUNK] each: tiles, tiles of a split, splits by own length, and length on the line."""
@@ -30,8 +37,7 @@ def _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK: tl.conste
     split_tiles = tl.maximum(tiles, 1)
     splits = tl.minimum(tiles, 1)
     if BATCH_INVARIANT:
-        split_tiles = tl.maximum(tl.minimum((tiles + 7) // 8, 32), 16)
-        split_tiles = tl.maximum((tiles + max_splits - 1) // max_splits, split_tiles)
+        split_tiles = invariant_split_tiles(tiles, max_splits)
         splits = (tiles + split_tiles - 1) // split_tiles
     return tiles, split_tiles, splits, tiles + splits * overhead
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from reference.interfaces import DECODE_TILE, max_invariant_splits, most_invariant_splits
 
 from .decode_tiles import LN_2, attend_tiles, load_queries
+from .schedule import invariant_split_tiles
 
 
 @triton.jit(
@@ -67,9 +68,7 @@ def _scheduled_decode_kernel(
             own_end = tl.minimum(range_end, request_tiles)
         last_tile = own_end
         if MAX_SPLITS > 0:
-            split_tiles = tl.maximum(tl.minimum(tl.cdiv(request_tiles, 8), 32), 16)
-            split_tiles = tl.maximum(tl.cdiv(request_tiles, MAX_SPLITS), split_tiles)
-            last_tile = tl.minimum(own_end, (split + 1) * split_tiles)
+            last_tile = tl.minimum(own_end, (split + 1) * invariant_split_tiles(request_tiles, MAX_SPLITS))
         there = first_tile < last_tile
         if MAX_SPLITS > 0:  # of a length beyond the table, what cannot be read has no slot
             there = there & (split < request_slots)
@@ -103,7 +102,7 @@ def _scheduled_decode_kernel(
             else:
                 slot = 2 * program + (first_tile == 0).to(tl.int32)
                 if MAX_SPLITS > 0:
-                    slot = request * request_slots + tl.minimum(split, request_slots - 1)
+                    slot = request * request_slots + split
                 part_row = slot.to(tl.int64) * request_rows + request_row
                 tl.store(part_lse + part_row, largest, mask=real)
                 tl.store(part_lse + num_slots.to(tl.int64) * request_rows + part_row, total, mask=real)
