@@ -167,6 +167,13 @@ def test_decode_planners_agree(lens, programs, overhead, heads, batch_invariant)
     same(*(ops.plan_decode(integers(*lens), programs, heads, overhead, batch_invariant) for ops in (reference, fast)))
 
 
+@pytest.mark.parametrize("heads", [64, 65])
+def test_planners_agree_on_long_requests(heads):
+    """Every branch of the batch-invariant cut, up to the most splits."""
+    lens = integers(8193, 17_000, 70_000, 140_000)
+    same(*(ops.plan_decode(lens, 33, heads, 5, True) for ops in (reference, fast)))
+
+
 @pytest.mark.parametrize("heads, overhead", [(1, 5), (32, 5), (33, 8), (128, 8)])
 def test_overhead_by_heads(heads, overhead):
     """Without a figure of its own, a plan reckons with what the kernels need for so many heads."""

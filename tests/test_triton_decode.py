@@ -6,6 +6,7 @@ ones.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -103,11 +104,24 @@ def test_splits(splits, monkeypatch):
 
 
 @runs
-@pytest.mark.parametrize("heads, splits", [(4, 20), (128, 20), (128, 40), (128, 70)])
-def test_many_parts(heads, splits, monkeypatch):
-    """Each tile of the merge, and more parts of a request alone than it takes at a time."""
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: splits)
-    check_parity([1], [700], heads, DTYPES[-1], NARROW["narrow"])
+@pytest.mark.parametrize("heads, splits", [(4, 3), (4, 20), (4, 140), (128, 20), (128, 40), (128, 70)])
+def test_many_parts(heads, splits):
+    """Each tile of the merge, and more parts than it takes at a time, against their sum in float64."""
+    latent = 40
+    values = torch.randn(splits, heads, latent)
+    largest, totals = 5 * torch.randn(splits, heads), torch.rand(splits, heads) + 0.5
+    values[1], largest[1], totals[1] = 0, -torch.inf, 0  # a part that found nothing
+    out, lse = torch.empty(1, heads, latent, device=DEVICE), torch.empty(heads, 1, device=DEVICE)
+    parts = values.flatten().to(DEVICE), torch.stack((largest, totals)).flatten().to(DEVICE)
+    decode_merge.merge_parts(*parts, integers(0, 1).to(DEVICE), 1, None, None, False, out, lse)
+    highest = largest.double().amax(0)
+    weights = torch.exp2(largest.double() - highest)
+    total = (totals * weights).sum(0)
+    wanted, most = (((part.double() * weights[:, :, None]).sum(0) / total[:, None]) for part in (values, values.abs()))
+    rounded = (splits + 16) * 2.0**-24  # of every sum and product a term goes through, exp2 and division included
+    assert ((out[0].cpu() - wanted).abs() <= rounded * most).all()
+    wanted_lse = (highest + total.log2()) * math.log(2)
+    assert ((lse[:, 0].cpu() - wanted_lse).abs() <= rounded * (1 + wanted_lse.abs())).all()
 
 
 @runs

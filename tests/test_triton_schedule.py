@@ -36,11 +36,14 @@ def check(lens, programs, heads, overhead, batch_invariant):
 @runs
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(
-    "lens", [[], [0], [0, 0, 0], [1], [64, 0, 65], [0, 5000, 0, 0, 1, 130, 0], [9000] * 3], ids=str
+    "lens",
+    [[], [0], [0, 0, 0], [1], [64, 0, 65], [0, 5000, 0, 0, 1, 130, 0], [9000] * 3, [17_000, 70_000, 140_000]],
+    ids=str,
 )
 def test_schedules(lens, batch_invariant):
     for programs, overhead in ((1, 5), (3, 5), (9, 0), (9, 5)):
-        check(lens, programs, 16, overhead, batch_invariant)
+        for heads in (16, 128):
+            check(lens, programs, heads, overhead, batch_invariant)
 
 
 @runs
