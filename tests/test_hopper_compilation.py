@@ -186,7 +186,9 @@ def test_warmup_knows_a_request_alone(heads, query_len):
         program_rows = decode._rows_where_alone(decode.rows_of_a_program(rows), 1, rows, length, 132)
         blocks = triton.cdiv(rows, program_rows)
         splits = decode._num_splits(blocks, rows, length, program_rows, blocks, 132)
-        return {(program_rows, splits > 1)} | ({decode_merge._tile_for(splits, rows, 1)} if splits > 1 else set())
+        return {(program_rows, splits > 1)} | (
+            {decode_merge._tile_for(splits, rows, heads, 1)} if splits > 1 else set()
+        )
 
     ahead = set().union(*map(launched, compilation.ALONE))
     assert set().union(*map(launched, range(64, 140_000, 960))) <= ahead

@@ -147,13 +147,16 @@ def test_batch_invariance(heads):
             assert_same_bits(beside.lse[:, first:last], alone.lse)
 
 
+@pytest.mark.parametrize("length", [5000, 2**31 - 1])  # keys of the last one's last tile wrap
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_lengths_beyond_the_table(batch_invariant):
+def test_lengths_beyond_the_table(batch_invariant, length):
     """A length that the table cannot hold is read as far as the table goes, and harms no neighbour."""
     for heads in (4, 64):
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], heads, BF16)
-        far = replace(plan, seq_lens=integers(1100, 5000, 70))
-        state = launch(ql, q_pe, cache, far, schedule=schedule_of(far, heads, 5, batch_invariant))
+        far = replace(plan, seq_lens=integers(1100, length, 70))
+        # by the fast wing: the reference walks 2^25 tiles one by one
+        schedule = fast.plan_decode(far.seq_lens, 5, heads, batch_invariant=batch_invariant)
+        state = launch(ql, q_pe, cache, far, schedule=schedule)
         verdict(state, ql, q_pe, cache, plan)  # that request still sees 64 keys, as `visible_lens` says
 
 
@@ -300,8 +303,11 @@ def test_strides(heads):
     odd = torch.stack((q_pe, q_pe), dim=-1)[..., 1]
     table = torch.stack((plan.block_table,) * 2, dim=-1)[..., 0]
     cut = replace(plan, block_table=table, visible_lens=torch.stack((plan.visible_lens,) * 2, dim=-1)[:, 0])
-    for pages in (layers[:, 1], wide[..., 8:]):
-        state = launch(heads_first, odd, pages, cut)
+    # rows that do not begin at 16-byte words, and those that do while the first one does not
+    uneven = torch.cat((ql, ql), dim=-1)[..., 1 : ql.shape[-1] + 1].copy_(ql)
+    shifted = ql.new_empty(ql.numel() + 1)[1:].view(ql.shape).copy_(ql)
+    for queries, pages in ((heads_first, layers[:, 1]), (uneven, wide[..., 8:]), (shifted, cache)):
+        state = launch(queries, odd, pages, cut)
         assert_same_bits(state.out, dense.out)
         assert_same_bits(state.lse, dense.lse)
 

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 
+import fast
 from reference.interfaces import AttentionState, DecodeMetadata
 
 from . import decode_inputs
@@ -104,24 +105,27 @@ def test_splits(splits, monkeypatch):
 
 
 @runs
-@pytest.mark.parametrize("heads, splits", [(4, 3), (4, 20), (4, 140), (128, 20), (128, 40), (128, 70)])
-def test_many_parts(heads, splits):
+@pytest.mark.parametrize(
+    "requests, heads, splits",
+    [(1, 4, 3), (1, 4, 20), (1, 4, 140), (2, 4, 20), (2, 4, 140), (1, 128, 3), (1, 128, 20), (1, 128, 70)],
+)
+def test_many_parts(requests, heads, splits):
     """Each tile of the merge, and more parts than it takes at a time, against their sum in float64."""
-    latent = 40
-    values = torch.randn(splits, heads, latent)
-    largest, totals = 5 * torch.randn(splits, heads), torch.rand(splits, heads) + 0.5
+    latent, rows = 40, requests * heads
+    values = torch.randn(splits, rows, latent)
+    largest, totals = 5 * torch.randn(splits, rows), torch.rand(splits, rows) + 0.5
     values[1], largest[1], totals[1] = 0, -torch.inf, 0  # a part that found nothing
-    out, lse = torch.empty(1, heads, latent, device=DEVICE), torch.empty(heads, 1, device=DEVICE)
+    out, lse = torch.empty(requests, heads, latent, device=DEVICE), torch.empty(heads, requests, device=DEVICE)
     parts = values.flatten().to(DEVICE), torch.stack((largest, totals)).flatten().to(DEVICE)
-    decode_merge.merge_parts(*parts, integers(0, 1).to(DEVICE), 1, None, None, False, out, lse)
+    decode_merge.merge_parts(*parts, offsets([1] * requests).to(DEVICE), 1, None, None, False, out, lse)
     highest = largest.double().amax(0)
     weights = torch.exp2(largest.double() - highest)
     total = (totals * weights).sum(0)
     wanted, most = (((part.double() * weights[:, :, None]).sum(0) / total[:, None]) for part in (values, values.abs()))
     rounded = (splits + 16) * 2.0**-24  # of every sum and product a term goes through, exp2 and division included
-    assert ((out[0].cpu() - wanted).abs() <= rounded * most).all()
+    assert ((out.flatten(0, 1).cpu() - wanted).abs() <= rounded * most).all()
     wanted_lse = (highest + total.log2()) * math.log(2)
-    assert ((lse[:, 0].cpu() - wanted_lse).abs() <= rounded * (1 + wanted_lse.abs())).all()
+    assert ((lse.T.flatten().cpu() - wanted_lse).abs() <= rounded * (1 + wanted_lse.abs())).all()
 
 
 @runs
@@ -216,13 +220,16 @@ def test_batch_invariance():
 
 
 @runs
+@pytest.mark.parametrize("length", [5000, 2**31 - 1])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_lengths_beyond_the_table(batch_invariant):
+def test_lengths_beyond_the_table(batch_invariant, length):
     """A length that the table cannot hold is read as far as the table goes, and harms no neighbour."""
     for readable in (64, 1152):  # a page, and all of the table: more than one split
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, readable, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
-        far = replace(plan, seq_lens=integers(1100, 5000, 70))
-        state = launch(ql, q_pe, cache, far, schedule=schedule_of(far, 4, 5, batch_invariant))
+        far = replace(plan, seq_lens=integers(1100, length, 70))
+        # by the fast wing: the reference walks 2^25 tiles one by one
+        schedule = fast.plan_decode(far.seq_lens, 5, 4, batch_invariant=batch_invariant)
+        state = launch(ql, q_pe, cache, far, schedule=schedule)
         verdict(state, ql, q_pe, cache, plan)  # that request still sees as many keys as `visible_lens` says
 
 

@@ -31,7 +31,7 @@ LAUNCH = {"num_warps": 4, "launch_pdl": True}  # to begin while the kernel befor
 LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
 # nanoseconds on an H200, for the choice of splits: a tile of keys in one program, the least tiles that show in its
 # time, a program besides; a tile's bytes over the bandwidth of the whole device; a merge, and a row of it
-COSTS_NS = {"few": (1400, 1, 5000), "many": (2000, 4, 6500)}
+COSTS_NS = {"few": (1500, 1, 5000), "many": (2000, 4, 6500)}
 MEMORY_TILE_NS = 17
 MERGE_NS, MERGED_ROW_NS = 3000, 1.5
 
@@ -133,10 +133,8 @@ def _attend(
         return out, lse, none, none.clone()
     if softmax_scale < 0:  # the kernels take the largest score before they scale
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
-    if ql_nope.stride(2) != 1:
-        ql_nope = ql_nope.contiguous()
-    if rope and q_pe.stride(2) != 1:
-        q_pe = q_pe.contiguous()
+    ql_nope, latent_strides = _in_words(ql_nope)
+    q_pe, rope_strides = _in_words(q_pe)
 
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     # a neighbour's query length must not change how a request's rows are computed
@@ -149,7 +147,7 @@ def _attend(
     if tile_ranges is not None:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
         programs = tile_ranges.shape[0] * row_blocks
-        num_slots = 2 * tile_ranges.shape[0]
+        num_slots = requests + tile_ranges.shape[0]  # every program leaves at most one request unfinished
         if batch_invariant:
             max_splits = max_invariant_splits(heads)
             widest = triton.cdiv(table_width * block_size, DECODE_TILE)
@@ -174,7 +172,7 @@ def _attend(
         seq_lens if split_offsets is None else split_offsets, out, lse, part_out, part_lse,
         tokens, num_blocks, requests, table_width, num_splits, row_blocks, request_rows, request_slots, num_slots,
         max(softmax_scale, LEAST_SCALE) / math.log(2),
-        *ql_nope.stride()[:2], *q_pe.stride()[:2], *block_table.stride(),
+        *latent_strides, *rope_strides, *block_table.stride(),
     )  # fmt: skip
     constants = {
         "HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size, "MAX_SPLITS": max_splits,
@@ -186,6 +184,14 @@ def _attend(
         else:
             _many_heads_kernel[(programs,)](*arguments, **constants, **LAUNCH)
     return out, lse, part_out, part_lse
+
+
+def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
+    """Queries [T, N, columns] as the kernels copy them, 16 bytes at a time, and the strides of tokens and heads."""
+    strides = [stride if size > 1 else 0 for size, stride in zip(queries.shape, queries.stride(), strict=True)]
+    if queries.numel() and (queries.stride(2) != 1 or queries.data_ptr() % 16 or any(s % 16 for s in strides[:2])):
+        return _in_words(queries.clone(memory_format=torch.contiguous_format))
+    return queries, strides[:2]
 
 
 def rows_of_a_program(rows: int) -> int:

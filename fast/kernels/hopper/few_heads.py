@@ -10,6 +10,7 @@ from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -20,22 +21,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .gluon_versions import partition_barrier
 from .pieces import (
-    LEAST,
-    LN_2,
+    NOTED,
+    NOTES,
     TILE,
-    ceil_div,
     first_piece,
     follow_kernel,
-    load_columns,
-    load_queries,
     next_piece,
+    read_note,
+    rows_of,
+    seek,
+    slot_of,
+    tiles_of,
+    write_note,
+)
+from .rows_and_pages import (
+    LEAST,
+    LN_2,
+    ask_queries,
+    load_columns,
     page_of,
     pages_held,
     part_rows,
-    piece_at,
     rows_at,
+    seen_at,
     shift_of,
-    slot_of,
 )
 
 STAGES = gl.constexpr(2)
@@ -43,13 +52,34 @@ STAGES = gl.constexpr(2)
 
 @gluon.jit
 @no_type_check
+def _ask(note, asked, queries, sizes, ROWS: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr):
+    """Ask for a piece's queries, unless they are not wanted."""
+    ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride = (
+        queries
+    )
+    LATENT: gl.constexpr = q_latent.shape[2]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if asked:
+        where = rows_of(note, sizes, HEADS)
+        ask_queries(ql_nope, q_latent.index(0), where, latent_token_stride, latent_head_stride, ROWS, 0, LATENT, WIDE)
+        if ROPE > 0:
+            ask_queries(q_pe, q_rope.index(0), where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, NARROW)
+        async_copy.commit_group()
+
+
+@gluon.jit
+@no_type_check
 def _write_whole(
-    state, where, scale_log2, out, lse, q_latent, ROWS: gl.constexpr, LATENT: gl.constexpr,
-    TRANSPOSED: gl.constexpr, WIDE: gl.constexpr,
+    state, where, results, scale_log2, following, asked, queries, sizes, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    LATENT: gl.constexpr, ROPE: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """Outputs of rows that one program saw whole."""
+    """Outputs of rows that one program saw whole. The following queries are asked for."""
     largest, total, values = state
+    out, lse, _, _ = results
+    q_latent = queries[2]
     num_tokens, num_heads = where[4], where[5]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(0, TRANSPOSED))
     divisor = gl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0
     values = values * (1.0 / divisor)[None, :]
@@ -60,10 +90,14 @@ def _write_whole(
         staged = q_latent.index(0)
         staged.permute([1, 0]).store(values.to(q_latent.dtype))
         _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, WIDE))
+        lines = staged.load(WIDE)
+        partition_barrier()
+        _ask(following, asked, queries, sizes, ROWS, HEADS, ROPE)
         columns = gl.arange(0, LATENT, gl.SliceLayout(0, WIDE))
         offsets = (token.to(gl.int64) * num_heads + head) * LATENT
-        gl.store(out + offsets[:, None] + columns[None, :], staged.load(WIDE), mask=real[:, None])
+        gl.store(out + offsets[:, None] + columns[None, :], lines, mask=real[:, None])
     else:
+        _ask(following, asked, queries, sizes, ROWS, HEADS, ROPE)
         columns = gl.arange(0, LATENT, gl.SliceLayout(1, TRANSPOSED))
         offsets = (token.to(gl.int64) * num_heads + head) * LATENT
         gl.store(out + offsets[None, :] + columns[:, None], values.to(out.dtype.element_ty), mask=real[None, :])
@@ -72,11 +106,12 @@ def _write_whole(
 @gluon.jit
 @no_type_check
 def _write_part(
-    state, where, scale_log2, part_out, part_lse, slot, num_slots, ROWS: gl.constexpr,
-    LATENT: gl.constexpr, TRANSPOSED: gl.constexpr, SCHEDULED: gl.constexpr,
+    state, where, results, scale_log2, slot, num_slots, ROWS: gl.constexpr, LATENT: gl.constexpr,
+    TRANSPOSED: gl.constexpr, SCHEDULED: gl.constexpr,
 ):  # fmt: skip
     """Parts of rows for the merge."""
     largest, total, values = state
+    _, _, part_out, part_lse = results
     row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(0, TRANSPOSED), SCHEDULED)
     gl.store(part_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
     gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real)
@@ -92,119 +127,110 @@ def _consume(
     MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """The one warp group that computes."""
-    ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens = inputs
-    _, split_offsets, _, request_slots, num_slots = cut
-    out, lse, part_out, part_lse = results
-    num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2 = sizes
+    ql_nope, q_pe, block_table, _, _, visible_lens = inputs
+    num_slots = cut[4]
+    num_blocks, scale_log2 = sizes[1], sizes[6]
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
         strides
     )
-    q_latent, q_rope, k_latent, k_rope, weights_shared = shared
-    full, free = bars
+    q_latent, q_rope, k_latent, k_rope, weights_shared, notes = shared
+    full, free, begun, noted = bars
+    queries = (
+        ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride
+    )  # fmt: skip
     dtype: gl.constexpr = k_latent.dtype
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
     KEY: gl.constexpr = gl.SliceLayout(1, TRANSPOSED)
 
-    lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
-    walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
     step = 0  # tiles of all pieces
-    loaded = -1  # the request whose queries lie in shared memory: the next piece may be another part of it
-    while walk[3]:
-        request, row_block, split, query_start, query_end, length, begin, end, there = piece_at(
-            walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, MAX_SPLITS, SCHEDULED
-        )
-        if there & (query_start + row_block * ROWS // HEADS < query_end):
-            where = (query_start, query_end, row_block, request_rows, num_tokens, HEADS)
-            _row, token, _head, real = rows_at(where, ROWS, ROW)
-            visible = gl.load(visible_lens + token, mask=real, other=0)
-            table_row = block_table + request.to(gl.int64) * table_row_stride
-            stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond the table
-            asked_end = gl.where(request == loaded, query_start, query_end)
-            asked = (query_start, asked_end, row_block, request_rows, num_tokens, HEADS)
-            queries = load_queries(ql_nope, asked, latent_token_stride, latent_head_stride, ROWS, 0, LATENT, WIDE)
-            held = pages_held(begin, stop, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
-            if request != loaded:
-                q_latent.index(0).store(queries)
-                if ROPE > 0:
-                    q_rope.index(0).store(
-                        load_queries(q_pe, where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, NARROW)
-                    )
-                fence_async_shared()
-            if MAX_SPLITS > 0:  # else a program has one piece of a request, or of one block of its rows
-                loaded = request
-            visible = gl.minimum(visible, length)
-            plain = gl.maximum(gl.min(gl.where(real, visible, length), 0), 0) // TILE  # tiles that all rows see whole
-            plain = gl.where(gl.min(held, 0) == 0, begin, plain)
-            partition_barrier()
+    piece = 0
+    mbarrier.wait(noted, 0)
+    note = read_note(notes, 0)
+    _ask(note, note[0] >= 0, queries, sizes, ROWS, HEADS, ROPE)
+    visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
+    while note[0] >= 0:
+        request, length, begin, stop = tiles_of(note)
+        table_row = block_table + request.to(gl.int64) * table_row_stride
+        visible = gl.minimum(visible, length)
+        plain = gl.maximum(gl.min(visible, 0), 0) // TILE  # tiles that all rows see whole
+        end_key = gl.minimum(stop * TILE, length)
+        held = pages_held(pages, begin, end_key, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
+        plain = gl.where(held, plain, begin)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        mbarrier.arrive(begun)
 
-            largest = gl.full([ROWS], LEAST, gl.float32, ROW)
-            totals = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
-            values = warpgroup_mma_init(gl.zeros([LATENT, ROWS], gl.float32, TRANSPOSED))
-            for tile in range(begin, stop):
-                stage = step % STAGES
-                phase = (step // STAGES) & 1
-                zero = step >> 30  # the compiler must not see that this is 0: it would keep the queries' addresses
-                k_tile = k_latent.index(stage * BUFFERS)._reinterpret(dtype, [TILE, LATENT], TILE_SHARED)
-                values = warpgroup_mma_wait(0, deps=[values])
-                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=tile > begin)
-                mbarrier.wait(full.index(stage), phase)
-                scores = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
-                scores = warpgroup_mma(
-                    k_tile, q_latent.index(zero).permute([1, 0]), scores, use_acc=False, is_async=True
-                )
-                if ROPE > 0:
-                    rope_tile = k_rope.index(stage * ROPE_BUFFERS)._reinterpret(dtype, [TILE, ROPE], ROPE_SHARED)
-                    scores = warpgroup_mma(rope_tile, q_rope.index(zero).permute([1, 0]), scores, is_async=True)
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                if tile >= plain:
-                    key = tile * TILE + gl.arange(0, TILE, KEY)
-                    page = gl.load(
-                        table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < length, other=-1
-                    )
-                    held_keys = (page >= 0) & (page < num_blocks) & (key < stop * TILE)
-                    scores = gl.where(held_keys[:, None] & (key[:, None] < visible[None, :]), scores, float("-inf"))
-                    if (tile + 1) * TILE > length:  # nobody owns those bytes, and 0 * NaN is NaN
-                        own = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, NARROW))
-                        for column in gl.static_range(0, LATENT, 64):
-                            part = k_tile.slice(column, 64, dim=1)
-                            part.store(gl.where((own < length)[:, None], part.load(NARROW), 0.0))
-                new_largest = gl.maximum(largest, gl.max(scores, 0))
-                weights = gl.exp2(scores * scale_log2 - shift_of(new_largest, scale_log2)[None, :])
-                decay = gl.exp2((largest - new_largest) * scale_log2)
-                largest = new_largest
-                totals = totals * decay[None, :] + weights
-                weights_shared.index(zero).store(weights.to(dtype))
-                fence_async_shared()
-                partition_barrier()
-                values = values * decay[None, :]
-                values = warpgroup_mma(k_tile.permute([1, 0]), weights_shared.index(zero), values, is_async=True)
-                step += 1
+        largest = gl.full([ROWS], LEAST, gl.float32, ROW)
+        totals = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
+        values = warpgroup_mma_init(gl.zeros([LATENT, ROWS], gl.float32, TRANSPOSED))
+        for tile in range(begin, stop):
+            stage = step % STAGES
+            phase = (step // STAGES) & 1
+            zero = step >> 30  # the compiler must not see that this is 0: it would keep the queries' addresses
+            k_tile = k_latent.index(stage * BUFFERS)._reinterpret(dtype, [TILE, LATENT], TILE_SHARED)
             values = warpgroup_mma_wait(0, deps=[values])
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=begin < stop)
-            state = (largest, gl.sum(totals, 0), values)
-            if SCHEDULED:
-                first_split = gl.load(split_offsets + request)
-                slot = slot_of(request, walk[1], split, row_blocks, request_slots, MAX_SPLITS)
-                if gl.load(split_offsets + request + 1) - first_split <= 1:
-                    _write_whole(state, where, scale_log2, out, lse, q_latent, ROWS, LATENT, TRANSPOSED, WIDE)
-                else:
-                    _write_part(
-                        state, where, scale_log2, part_out, part_lse, slot, num_slots, ROWS, LATENT, TRANSPOSED, True,
-                    )  # fmt: skip
-            elif SPLIT:
-                _write_part(
-                    state, where, scale_log2, part_out, part_lse, split, num_slots, ROWS, LATENT, TRANSPOSED, False,
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=tile > begin)
+            mbarrier.wait(full.index(stage), phase)
+            scores = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
+            scores = warpgroup_mma(k_tile, q_latent.index(zero).permute([1, 0]), scores, use_acc=False, is_async=True)
+            if ROPE > 0:
+                rope_tile = k_rope.index(stage * ROPE_BUFFERS)._reinterpret(dtype, [TILE, ROPE], ROPE_SHARED)
+                scores = warpgroup_mma(rope_tile, q_rope.index(zero).permute([1, 0]), scores, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            if tile >= plain:
+                key = tile * TILE + gl.arange(0, TILE, KEY)
+                page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < length, other=-1)
+                held_keys = (page >= 0) & (page < num_blocks) & (key < stop * TILE)
+                scores = gl.where(held_keys[:, None] & (key[:, None] < visible[None, :]), scores, float("-inf"))
+                if (tile + 1) * TILE > length:  # nobody owns those bytes, and 0 * NaN is NaN
+                    own = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, NARROW))
+                    for column in gl.static_range(0, LATENT, 64):
+                        part = k_tile.slice(column, 64, dim=1)
+                        part.store(gl.where((own < length)[:, None], part.load(NARROW), 0.0))
+            new_largest = gl.maximum(largest, gl.max(scores, 0))
+            weights = gl.exp2(scores * scale_log2 - shift_of(new_largest, scale_log2)[None, :])
+            decay = gl.exp2((largest - new_largest) * scale_log2)
+            largest = new_largest
+            totals = totals * decay[None, :] + weights
+            weights_shared.index(zero).store(weights.to(dtype))
+            fence_async_shared()
+            partition_barrier()
+            values = values * decay[None, :]
+            values = warpgroup_mma(k_tile.permute([1, 0]), weights_shared.index(zero), values, is_async=True)
+            step += 1
+        values = warpgroup_mma_wait(0, deps=[values])
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=begin < stop)
+        state = (largest, gl.sum(totals, 0), values)
+        mbarrier.wait(noted, (piece + 1) & 1)
+        note = read_note(notes, piece + 1)
+        # another part of the same request has the same queries; without a cut by length there is no such piece
+        asked = (note[0] >= 0) & (note[0] != request) if MAX_SPLITS > 0 else note[0] >= 0
+        visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
+        written = read_note(notes, piece)
+        where, slot = rows_of(written, sizes, HEADS), slot_of(written)
+        if SCHEDULED:
+            if slot < 0:
+                _write_whole(
+                    state, where, results, scale_log2, note, asked, queries, sizes, ROWS, HEADS, LATENT, ROPE,
+                    TRANSPOSED,
                 )  # fmt: skip
             else:
-                _write_whole(state, where, scale_log2, out, lse, q_latent, ROWS, LATENT, TRANSPOSED, WIDE)
-        walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
+                _ask(note, asked, queries, sizes, ROWS, HEADS, ROPE)
+                _write_part(state, where, results, scale_log2, slot, num_slots, ROWS, LATENT, TRANSPOSED, True)
+        elif SPLIT:
+            _ask(note, asked, queries, sizes, ROWS, HEADS, ROPE)
+            _write_part(state, where, results, scale_log2, slot, num_slots, ROWS, LATENT, TRANSPOSED, False)
+        else:
+            _write_whole(
+                state, where, results, scale_log2, note, asked, queries, sizes, ROWS, HEADS, LATENT, ROPE, TRANSPOSED
+            )
+        piece += 1
 
 
 @gluon.jit
@@ -214,46 +240,49 @@ def _produce(
     ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr,
 ):  # fmt: skip
-    """One warp fetches tiles into the ring."""
+    """One warp fetches tiles into the ring, and notes the pieces for the group that computes."""
     _, _, block_table, seq_lens, query_start_loc, _ = inputs
     num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
     _, _, _, _, table_row_stride, table_stride = strides
-    _, _, k_latent, k_rope, _ = shared
-    full, free = bars
+    _, _, k_latent, k_rope, _, notes = shared
+    full, free, begun, noted = bars
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     BYTES: gl.constexpr = TILE * (LATENT + ROPE) * 2
     lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
     walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
+    walk, end, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, MAX_SPLITS, SCHEDULED)
+    write_note(notes, 0, note, noted)
     step = 0
+    piece = 0
     while walk[3]:
-        request, row_block, _split, query_start, query_end, length, begin, end, there = piece_at(
-            walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, MAX_SPLITS, SCHEDULED
-        )
-        if there & (query_start + row_block * ROWS // HEADS < query_end):
-            table_row = block_table + request.to(gl.int64) * table_row_stride
-            stop = gl.minimum(end, ceil_div(length, TILE))
-            end_key = gl.minimum(stop * TILE, length)
-            page = page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
-            ahead = page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
-            for tile in range(begin, stop):
-                stage = step % STAGES
-                bar = full.index(stage)
-                mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(bar, BYTES)
+        request, length, begin, stop = tiles_of(note)
+        table_row = block_table + request.to(gl.int64) * table_row_stride
+        end_key = gl.minimum(stop * TILE, length)
+        page = page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
+        ahead = page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
+        for tile in range(begin, stop):
+            stage = step % STAGES
+            bar = full.index(stage)
+            mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(bar, BYTES)
+            load_columns(
+                tile, end_key, page, table_row, table_stride, latent_pages, k_latent, stage * BUFFERS, bar,
+                BLOCK_SIZE, 0, LATENT,
+            )  # fmt: skip
+            if ROPE > 0:
                 load_columns(
-                    tile, end_key, page, table_row, table_stride, latent_pages, k_latent, stage * BUFFERS, bar,
-                    BLOCK_SIZE, 0, LATENT,
+                    tile, end_key, page, table_row, table_stride, rope_pages, k_rope, stage * ROPE_BUFFERS, bar,
+                    BLOCK_SIZE, LATENT, ROPE,
                 )  # fmt: skip
-                if ROPE > 0:
-                    load_columns(
-                        tile, end_key, page, table_row, table_stride, rope_pages, k_rope, stage * ROPE_BUFFERS, bar,
-                        BLOCK_SIZE, LATENT, ROPE,
-                    )  # fmt: skip
-                page = ahead
-                ahead = page_of((tile + 2) * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
-                step += 1
+            page = ahead
+            ahead = page_of((tile + 2) * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
+            step += 1
         walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
+        walk, end, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, MAX_SPLITS, SCHEDULED)
+        mbarrier.wait(begun, piece & 1)  # this piece has begun, and nobody reads the note of the one before it
+        piece += 1
+        write_note(notes, piece, note, noted)
 
 
 @gluon.jit(
@@ -292,9 +321,14 @@ def _few_heads_kernel(
     weights_shared = gl.allocate_shared_memory(dtype, [1, TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    begun = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    noted = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), 1)
         mbarrier.init(free.index(i), 1)
+    mbarrier.init(begun, 1)
+    mbarrier.init(noted, 1)
     fence_async_shared()
     follow_kernel()
 
@@ -305,8 +339,8 @@ def _few_heads_kernel(
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )  # fmt: skip
-    shared = (q_latent, q_rope, k_latent, k_rope, weights_shared)
-    bars = (full, free)
+    shared = (q_latent, q_rope, k_latent, k_rope, weights_shared, notes)
+    bars = (full, free, begun, noted)
     gl.warp_specialize(
         [
             (_consume, (inputs, cut, results, sizes, strides, shared, bars, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE,

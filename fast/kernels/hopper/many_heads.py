@@ -12,6 +12,7 @@ from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -21,22 +22,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .gluon_versions import partition_barrier
 from .pieces import (
-    LEAST,
-    LN_2,
+    NOTED,
+    NOTES,
     TILE,
-    ceil_div,
     first_piece,
     follow_kernel,
-    load_columns,
-    load_queries,
     next_piece,
+    read_note,
+    rows_of,
+    seek,
+    slot_of,
+    tiles_of,
+    write_note,
+)
+from .rows_and_pages import (
+    LEAST,
+    LN_2,
+    ask_queries,
+    load_columns,
     page_of,
     pages_held,
     part_rows,
-    piece_at,
     rows_at,
+    seen_at,
     shift_of,
-    slot_of,
 )
 
 ROWS = gl.constexpr(64)
@@ -46,15 +55,37 @@ LONG = gl.constexpr(8)  # tiles of a program's first piece, from which on its qu
 
 @gluon.jit
 @no_type_check
+def _ask(note, asked, queries, sizes, OWN: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr):
+    """Ask for a piece's queries, those of half OWN of the columns, unless they are not wanted."""
+    ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride = (
+        queries
+    )
+    HALF: gl.constexpr = q_latent.shape[2] // 2
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
+    ROPE_WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    if asked:
+        where = rows_of(note, sizes, HEADS)
+        own = q_latent.index(0).slice(OWN * HALF, HALF, dim=1)
+        ask_queries(ql_nope, own, where, latent_token_stride, latent_head_stride, ROWS, OWN * HALF, HALF, WIDE)
+        if ROPE > 0 and OWN == 1:
+            ask_queries(q_pe, q_rope.index(0), where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, ROPE_WIDE)
+        async_copy.commit_group()
+
+
+@gluon.jit
+@no_type_check
 def _write_whole(
-    state, where, scale_log2, out, lse, q_latent, OWN: gl.constexpr, LATENT: gl.constexpr,
-    SCORES: gl.constexpr, VALUES: gl.constexpr, WIDE: gl.constexpr,
+    state, where, results, scale_log2, following, asked, queries, sizes, OWN: gl.constexpr, HEADS: gl.constexpr,
+    LATENT: gl.constexpr, ROPE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Outputs of rows that one program saw whole: half OWN of the columns."""
+    """Outputs of rows that one program saw whole: half OWN of the columns. The following queries are asked for."""
     largest, total, left, right = state
+    out, lse, _, _ = results
+    q_latent = queries[2]
     num_tokens, num_heads = where[4], where[5]
     HALF: gl.constexpr = LATENT // 2
     WIDTH: gl.constexpr = LATENT // 4
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
     divisor = gl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0
     left, right = _scaled(left, right, 1.0 / divisor, VALUES)
     if OWN == 0:
@@ -67,10 +98,14 @@ def _write_whole(
         staged = q_latent.index(0).slice(OWN * HALF, HALF, dim=1)
         staged.slice(0, WIDTH, dim=1).store(left.to(q_latent.dtype))
         staged.slice(WIDTH, WIDTH, dim=1).store(right.to(q_latent.dtype))
+        lines = staged.load(WIDE)
+        partition_barrier()
+        _ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
         columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
         offsets = (token.to(gl.int64) * num_heads + head) * LATENT
-        gl.store(out + offsets[:, None] + columns[None, :], staged.load(WIDE), mask=real[:, None])
+        gl.store(out + offsets[:, None] + columns[None, :], lines, mask=real[:, None])
     else:
+        _ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
         _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, VALUES))
         columns = OWN * HALF + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
         offsets = (token.to(gl.int64) * num_heads + head) * LATENT
@@ -82,11 +117,12 @@ def _write_whole(
 @gluon.jit
 @no_type_check
 def _write_part(
-    state, where, scale_log2, part_out, part_lse, slot, num_slots, OWN: gl.constexpr,
-    LATENT: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr, SCHEDULED: gl.constexpr,
+    state, where, results, scale_log2, slot, num_slots, OWN: gl.constexpr, LATENT: gl.constexpr,
+    SCORES: gl.constexpr, VALUES: gl.constexpr, SCHEDULED: gl.constexpr,
 ):  # fmt: skip
     """Parts of rows for the merge: half OWN of the columns, and one of largest and total."""
     largest, total, left, right = state
+    _, _, part_out, part_lse = results
     HALF: gl.constexpr = LATENT // 2
     WIDTH: gl.constexpr = LATENT // 4
     row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, SCORES), SCHEDULED)
@@ -215,7 +251,7 @@ def _first_group(
     """
     largest, total, left, right = state
     latents, tails = buffers
-    full, free, handed, _, _ = bars
+    full, free, handed, _, _, _ = bars
     length = seen[1]
     own_left, own_right = _quarter(latents, 0, 0, zero, WIDTH), _quarter(latents, 0, 1, zero, WIDTH)
     cross_left, cross_right = _quarter(latents, 1, 0, zero, WIDTH), _quarter(latents, 1, 1, zero, WIDTH)
@@ -267,7 +303,7 @@ def _second_group(
     WIDTH: gl.constexpr = LATENT // 4
     largest, total, left, right = state
     latents, tails = buffers
-    full, free, handed, _, _ = bars
+    full, free, handed, _, _, _ = bars
     length = seen[1]
     own_left, own_right = _quarter(latents, 1, 2, zero, WIDTH), _quarter(latents, 1, 3, zero, WIDTH)
     cross_left, cross_right = _quarter(latents, 0, 2, zero, WIDTH), _quarter(latents, 0, 3, zero, WIDTH)
@@ -320,153 +356,136 @@ def _consume(
     MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """One warp group: scores tile OWN of each pair, and holds half OWN of the output's columns."""
-    ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens = inputs
-    _, split_offsets, _, request_slots, num_slots = cut
-    out, lse, part_out, part_lse = results
-    num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2 = sizes
+    ql_nope, q_pe, block_table, _, _, visible_lens = inputs
+    num_slots = cut[4]
+    num_blocks, scale_log2 = sizes[1], sizes[6]
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
         strides
     )
-    q_latent, q_rope, latents, tails, row_values = shared
+    q_latent, q_rope, latents, tails, row_values, notes = shared
     buffers = (latents, tails)
-    full, free, _, query_bar, sum_bar = bars
-    HALF: gl.constexpr = LATENT // 2
+    full, free, _, query_bar, sum_bar, noted = bars
+    queries = (
+        ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride
+    )  # fmt: skip
     WIDTH: gl.constexpr = LATENT // 4
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
-    ROPE_WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
 
-    lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
-    walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
     pair = 0  # of all pieces: its parity is that of the barriers
     piece = 0
-    loaded = -1  # the request whose queries lie in shared memory: the next piece may be another part of it
-    while walk[3]:
-        request, row_block, split, query_start, query_end, length, begin, end, there = piece_at(
-            walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, MAX_SPLITS, SCHEDULED
-        )
-        if there & (query_start + row_block * ROWS // HEADS < query_end):
-            where = (query_start, query_end, row_block, request_rows, num_tokens, HEADS)
-            _row, token, _head, real = rows_at(where, ROWS, ROW)
-            visible = gl.load(visible_lens + token, mask=real, other=0)
-            table_row = block_table + request.to(gl.int64) * table_row_stride
-            stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond the table
-            asked_end = gl.where(request == loaded, query_start, query_end)
-            asked = (query_start, asked_end, row_block, request_rows, num_tokens, HEADS)
-            # queries: each group brings the columns that it holds of the output
-            queries = load_queries(
-                ql_nope, asked, latent_token_stride, latent_head_stride, ROWS, OWN * HALF, HALF, WIDE
-            )
-            held = pages_held(begin, stop, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
-            if request != loaded:
-                q_latent.index(0).slice(OWN * HALF, HALF, dim=1).store(queries)
-                if ROPE > 0 and OWN == 1:
-                    q_rope.index(0).store(
-                        load_queries(q_pe, where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, ROPE_WIDE)
-                    )
-                fence_async_shared()
-            mbarrier.arrive(query_bar)
-            if MAX_SPLITS > 0:  # else a program has one piece of a request, or of one block of its rows
-                loaded = request
+    mbarrier.wait(noted, 0)
+    note = read_note(notes, 0)
+    _ask(note, note[0] >= 0, queries, sizes, OWN, HEADS, ROPE)
+    visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
+    while note[0] >= 0:
+        request, length, begin, stop = tiles_of(note)
+        table_row = block_table + request.to(gl.int64) * table_row_stride
+        visible = gl.minimum(visible, length)
+        seen = (visible, length, table_row, table_stride, num_blocks)
+        plain = gl.maximum(gl.min(visible, 0), 0) // TILE  # tiles that all rows see whole
+        end_key = gl.minimum(stop * TILE, length)
+        held = pages_held(pages, begin, end_key, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
+        plain = gl.where(held, gl.minimum(plain, stop), begin)
+        # the end of the pairs of such tiles; the last pair is not among them, as its successor has no scores
+        plain_end = begin + gl.maximum(gl.minimum(plain - begin, stop - 1 - begin), 0) // 2 * 2
+        async_copy.wait_group(0)
+        fence_async_shared()
+        mbarrier.arrive(query_bar)
+        mbarrier.wait(query_bar, piece & 1)
 
-            visible = gl.minimum(visible, length)
-            seen = (visible, length, table_row, table_stride, num_blocks)
-            plain = gl.maximum(gl.min(gl.where(real, visible, length), 0), 0) // TILE  # tiles that all rows see whole
-            plain = gl.where(gl.min(held, 0) == 0, begin, gl.minimum(plain, stop))
-            # the end of the pairs of such tiles; the last pair is not among them, as its successor has no scores
-            plain_end = begin + gl.maximum(gl.minimum(plain - begin, stop - 1 - begin), 0) // 2 * 2
-            mbarrier.wait(query_bar, piece & 1)
-
-            largest = gl.full([ROWS], LEAST, gl.float32, ROW)
-            total = gl.full([ROWS], 0.0, gl.float32, ROW)
-            left = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
-            right = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
-            if OWN == 0:
-                if begin < stop:
-                    zero = pair >> 30  # the compiler must not see that this is 0: it would share the addresses of all
-                    # buffers among all products, and spill them
+        largest = gl.full([ROWS], LEAST, gl.float32, ROW)
+        total = gl.full([ROWS], 0.0, gl.float32, ROW)
+        left = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
+        right = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
+        if OWN == 0:
+            if begin < stop:
+                zero = pair >> 30  # the compiler must not see that this is 0: it would share the addresses of all
+                # buffers among all products, and spill them
+                scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+                for number in gl.static_range(4):
+                    scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE)
+                for first in range(begin, plain_end, 2):
+                    zero = pair >> 30
+                    scores = warpgroup_mma_wait(0, deps=[scores])
+                    largest, total, left, right = _first_group(
+                        scores, (largest, total, left, right), first, stop, plain, seen, buffers, row_values, bars,
+                        zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, False,
+                    )  # fmt: skip
+                    left = warpgroup_mma_wait(1, deps=[left])
+                    mbarrier.arrive(free.index(4))
+                    pair += 1
                     scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-                    for number in gl.static_range(4):
+                    scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE)
+                    right = warpgroup_mma_wait(1, deps=[right])
+                    mbarrier.arrive(free.index(5))
+                    for number in gl.static_range(1, 4):
                         scores = _score(
                             scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE
                         )
-                    for first in range(begin, plain_end, 2):
-                        zero = pair >> 30
-                        scores = warpgroup_mma_wait(0, deps=[scores])
-                        largest, total, left, right = _first_group(
-                            scores, (largest, total, left, right), first, stop, plain, seen, buffers, row_values, bars,
-                            zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, False,
-                        )  # fmt: skip
-                        left = warpgroup_mma_wait(1, deps=[left])
-                        mbarrier.arrive(free.index(4))
-                        pair += 1
+                scores = warpgroup_mma_wait(0, deps=[scores])
+                for first in range(plain_end, stop, 2):
+                    zero = pair >> 30
+                    largest, total, left, right = _first_group(
+                        scores, (largest, total, left, right), first, stop, plain, seen, buffers, row_values, bars,
+                        zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, True,
+                    )  # fmt: skip
+                    left, right = warpgroup_mma_wait(0, deps=[left, right])
+                    mbarrier.arrive(free.index(4))
+                    mbarrier.arrive(free.index(5))
+                    pair += 1
+                    if first + 2 < stop:
                         scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-                        scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE)
-                        right = warpgroup_mma_wait(1, deps=[right])
-                        mbarrier.arrive(free.index(5))
-                        for number in gl.static_range(1, 4):
+                        for number in gl.static_range(4):
                             scores = _score(
                                 scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE
                             )
-                    scores = warpgroup_mma_wait(0, deps=[scores])
-                    for first in range(plain_end, stop, 2):
-                        zero = pair >> 30
-                        largest, total, left, right = _first_group(
-                            scores, (largest, total, left, right), first, stop, plain, seen, buffers, row_values, bars,
-                            zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, True,
-                        )  # fmt: skip
-                        left, right = warpgroup_mma_wait(0, deps=[left, right])
-                        mbarrier.arrive(free.index(4))
-                        mbarrier.arrive(free.index(5))
-                        pair += 1
-                        if first + 2 < stop:
-                            scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-                            for number in gl.static_range(4):
-                                scores = _score(
-                                    scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE
-                                )
-                            scores = warpgroup_mma_wait(0, deps=[scores])
-            else:
-                for first in range(begin, plain_end, 2):
-                    largest, total, left, right = _second_group(
-                        (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
-                        bars, pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, False,
-                    )  # fmt: skip
-                    pair += 1
-                for first in range(plain_end, stop, 2):
-                    largest, total, left, right = _second_group(
-                        (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
-                        bars, pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, True,
-                    )  # fmt: skip
-                    pair += 1
+                        scores = warpgroup_mma_wait(0, deps=[scores])
+        else:
+            for first in range(begin, plain_end, 2):
+                largest, total, left, right = _second_group(
+                    (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
+                    bars, pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, False,
+                )  # fmt: skip
+                pair += 1
+            for first in range(plain_end, stop, 2):
+                largest, total, left, right = _second_group(
+                    (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
+                    bars, pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, True,
+                )  # fmt: skip
+                pair += 1
 
-            # both groups add up their halves of the sum
-            row_values.index(2 + OWN).store(total)
-            mbarrier.arrive(sum_bar.index(OWN))
-            mbarrier.wait(sum_bar.index(1 - OWN), piece & 1)
-            total += row_values.index(3 - OWN).load(ROW)
-            piece += 1
-            state = (largest, total, left, right)
-            if SCHEDULED:
-                first_split = gl.load(split_offsets + request)
-                slot = slot_of(request, walk[1], split, row_blocks, request_slots, MAX_SPLITS)
-                if gl.load(split_offsets + request + 1) - first_split <= 1:
-                    _write_whole(state, where, scale_log2, out, lse, q_latent, OWN, LATENT, SCORES, VALUES, WIDE)
-                else:
-                    _write_part(
-                        state, where, scale_log2, part_out, part_lse, slot, num_slots, OWN, LATENT, SCORES, VALUES,
-                        True,
-                    )  # fmt: skip
-            elif SPLIT:
-                _write_part(
-                    state, where, scale_log2, part_out, part_lse, split, num_slots, OWN, LATENT, SCORES, VALUES,
-                    False,
+        # both groups add up their halves of the sum
+        row_values.index(2 + OWN).store(total)
+        mbarrier.arrive(sum_bar.index(OWN))
+        mbarrier.wait(sum_bar.index(1 - OWN), piece & 1)
+        total += row_values.index(3 - OWN).load(ROW)
+        state = (largest, total, left, right)
+        mbarrier.wait(noted, (piece + 1) & 1)
+        note = read_note(notes, piece + 1)
+        # another part of the same request has the same queries; without a cut by length there is no such piece
+        asked = (note[0] >= 0) & (note[0] != request) if MAX_SPLITS > 0 else note[0] >= 0
+        visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
+        written = read_note(notes, piece)
+        where, slot = rows_of(written, sizes, HEADS), slot_of(written)
+        if SCHEDULED:
+            if slot < 0:
+                _write_whole(
+                    state, where, results, scale_log2, note, asked, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES,
+                    VALUES,
                 )  # fmt: skip
             else:
-                _write_whole(state, where, scale_log2, out, lse, q_latent, OWN, LATENT, SCORES, VALUES, WIDE)
-        walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
+                _ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
+                _write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
+        elif SPLIT:
+            _ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
+            _write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, False)
+        else:
+            _write_whole(
+                state, where, results, scale_log2, note, asked, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES, VALUES
+            )
+        piece += 1
 
 
 @gluon.jit
@@ -505,46 +524,47 @@ def _produce(
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr,
 ):  # fmt: skip
-    """One warp fetches pairs of tiles."""
+    """One warp fetches pairs of tiles, and notes the pieces for the groups that compute."""
     _, _, block_table, seq_lens, query_start_loc, _ = inputs
     num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
     _, _, _, _, table_row_stride, table_stride = strides
-    _, _, latents, tails, _ = shared
-    full, free, _, query_bar, _ = bars
+    _, _, latents, tails, _, notes = shared
+    full, free, _, query_bar, _, noted = bars
     lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
     walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
+    walk, end, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, MAX_SPLITS, SCHEDULED)
+    write_note(notes, 0, note, noted)
     pair = 0
     piece = 0
     while walk[3]:
-        request, row_block, _split, query_start, query_end, length, begin, end, there = piece_at(
-            walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, MAX_SPLITS, SCHEDULED
+        request, length, begin, stop = tiles_of(note)
+        table_row = block_table + request.to(gl.int64) * table_row_stride
+        end_key = gl.minimum(stop * TILE, length)
+        next_pages = (
+            page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
+            page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
         )
-        if there & (query_start + row_block * ROWS // HEADS < query_end):
-            table_row = block_table + request.to(gl.int64) * table_row_stride
-            stop = gl.minimum(end, ceil_div(length, TILE))
-            end_key = gl.minimum(stop * TILE, length)
+        if (piece == 0) & (row_blocks > 1) & (stop - begin >= LONG):
+            mbarrier.wait(query_bar, 0)  # the first tiles of all programs at once would keep the queries waiting
+        for first in range(begin, stop, 2):
+            phase = (pair & 1) ^ 1
+            pages = next_pages
             next_pages = (
-                page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
-                page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
+                page_of((first + 2) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
+                page_of((first + 3) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
             )
-            if (piece == 0) & (row_blocks > 1) & (stop - begin >= LONG):
-                mbarrier.wait(query_bar, 0)  # the first tiles of all programs at once would keep the queries waiting
-            for first in range(begin, stop, 2):
-                phase = (pair & 1) ^ 1
-                pages = next_pages
-                next_pages = (
-                    page_of((first + 2) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
-                    page_of((first + 3) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
-                )
-                for place in gl.static_range(2):
-                    for number in gl.static_range(4):
-                        _fetch(
-                            first + place, end_key, pages[place], table_row, table_stride, latent_pages, rope_pages,
-                            (latents, tails), full, free, phase, place, number, LATENT, ROPE, BLOCK_SIZE,
-                        )  # fmt: skip
-                pair += 1
-            piece += 1
+            for place in gl.static_range(2):
+                for number in gl.static_range(4):
+                    _fetch(
+                        first + place, end_key, pages[place], table_row, table_stride, latent_pages, rope_pages,
+                        (latents, tails), full, free, phase, place, number, LATENT, ROPE, BLOCK_SIZE,
+                    )  # fmt: skip
+            pair += 1
         walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
+        walk, end, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, MAX_SPLITS, SCHEDULED)
+        mbarrier.wait(query_bar, piece & 1)  # this piece has begun, and nobody reads the note of the one before it
+        piece += 1
+        write_note(notes, piece, note, noted)
 
 
 @gluon.jit(
@@ -584,7 +604,9 @@ def _many_heads_kernel(
     free = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)
     handed = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # probabilities and references of both tiles
     sum_bar = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
+    notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     query_bar = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    noted = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(8):
         mbarrier.init(full.index(i), 1)
         mbarrier.init(free.index(i), 1)
@@ -592,6 +614,7 @@ def _many_heads_kernel(
         mbarrier.init(handed.index(i), 1)
         mbarrier.init(sum_bar.index(i), 1)
     mbarrier.init(query_bar, 2)
+    mbarrier.init(noted, 1)
     fence_async_shared()
     follow_kernel()
 
@@ -602,8 +625,8 @@ def _many_heads_kernel(
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )  # fmt: skip
-    shared = (q_latent, q_rope, latents, tails, row_values)
-    bars = (full, free, handed, query_bar, sum_bar)
+    shared = (q_latent, q_rope, latents, tails, row_values, notes)
+    bars = (full, free, handed, query_bar, sum_bar, noted)
     gl.warp_specialize(
         [
             (_consume, (inputs, cut, results, sizes, strides, shared, bars, 0, HEADS, LATENT, ROPE, BLOCK_SIZE,

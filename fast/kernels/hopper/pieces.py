@@ -1,20 +1,19 @@
-"""Which tiles of which request a program takes, and how they come into shared memory.
+"""Which tiles of which request a program takes.
 
-All warp groups of a program walk the same pieces, each for itself.
+The fetching warp walks the pieces, and notes each for the warp groups that compute, before they need it.
 """
 
 from __future__ import annotations
 
-import math
 from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 TILE = gl.constexpr(64)  # keys
-LN_2 = gl.constexpr(math.log(2))
-LEAST = gl.constexpr(-3.4028234663852886e38)  # before any score: finite, so that no infinity is taken from another
+NOTES = gl.constexpr(2)  # this piece and the next
+NOTED = gl.constexpr(8)  # numbers of a note
 
 
 @gluon.jit
@@ -36,13 +35,6 @@ def follow_kernel():
 
 @gluon.jit
 @no_type_check
-def shift_of(largest, scale_log2):
-    """What is taken from scaled scores; 0 where no key was seen yet, for LEAST may become an infinity when scaled."""
-    return gl.where(largest == LEAST, 0.0, largest * scale_log2)
-
-
-@gluon.jit
-@no_type_check
 def first_piece(cut, num_requests, row_blocks, MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr):
     """Where a program begins: place, first tile, split, and whether there is anything at all.
 
@@ -56,7 +48,9 @@ def first_piece(cut, num_requests, row_blocks, MAX_SPLITS: gl.constexpr, SCHEDUL
         row = tile_ranges + place // row_blocks * 5
         place = gl.maximum(gl.load(row), 0)
         first_tile = gl.maximum(gl.load(row + 2), 0)
-        split = gl.minimum(gl.maximum(gl.load(row + 4), 0), MAX_SPLITS)
+        split = gl.maximum(gl.load(row + 4), 0)
+        if MAX_SPLITS > 0:
+            split = gl.minimum(split, MAX_SPLITS)
     return place, first_tile, split, place <= _last_place(cut, num_requests, row_blocks, SCHEDULED)
 
 
@@ -150,11 +144,95 @@ def next_piece(walk, cut, lens, sizes, end, MAX_SPLITS: gl.constexpr, SCHEDULED:
         first_tile = gl.where(done, 0, end)
         place = gl.where(done, place + 1, place)
     elif SCHEDULED:
-        first_tile = first_tile * 0
+        first_tile, split = first_tile * 0, split * 0
         place += 1
     else:
         place += gl.num_programs(0)
     return place, first_tile, split, place <= _last_place(cut, num_requests, row_blocks, SCHEDULED)
+
+
+@gluon.jit
+@no_type_check
+def seek(
+    walk, cut, lens, sizes, BLOCK_SIZE: gl.constexpr, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr,
+):  # fmt: skip
+    """The first piece from a walk on: the walk there, the tile at which it ends for the walk, and what is noted of it.
+
+    A note is request, block of rows, query tokens [start, end), readable keys, tiles [begin, stop), and the slot of its
+    part, or -1 where its rows are whole. Without another piece the request is -1 and all else 0.
+    """
+    none = walk[0] * 0  # no query tokens and no tiles, so that nothing is read for it
+    noted_request, noted_block, noted_start, noted_end, noted_length = none - 1, none, none, none, none
+    noted_begin, noted_stop, noted_slot, planned_end = none, none, none, none
+    searching = walk[3]
+    while searching:
+        request, row_block, split, query_start, query_end, length, begin, end, there = piece_at(
+            walk, cut, lens, sizes, BLOCK_SIZE, EVEN_TILES, MAX_SPLITS, SCHEDULED
+        )
+        # here, so that its loads wait with the others
+        slot = _slot_of(request, split, cut, MAX_SPLITS, SCHEDULED)
+        if there & (query_start + row_block * ROWS // HEADS < query_end):
+            noted_request, noted_block, noted_start, noted_end = request, row_block, query_start, query_end
+            noted_length, noted_begin, planned_end = length, begin, end
+            noted_stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond the table
+            noted_slot = slot
+            searching = request < 0
+        else:
+            walk = next_piece(walk, cut, lens, sizes, end, MAX_SPLITS, SCHEDULED)
+            searching = walk[3]
+    note = (
+        noted_request, noted_block, noted_start, noted_end, noted_length, noted_begin, noted_stop, noted_slot
+    )  # fmt: skip
+    return walk, planned_end, note
+
+
+@gluon.jit
+@no_type_check
+def write_note(notes, number, note, noted):
+    """Hand a note to the warp groups that compute; `number` counts pieces."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    for i in gl.static_range(NOTED):
+        notes.index(number % NOTES * NOTED + i).store(gl.full([1], note[i], gl.int32, layout))
+    mbarrier.arrive(noted)
+
+
+@gluon.jit
+@no_type_check
+def read_note(notes, number):
+    """What is noted of piece `number`."""
+    return (
+        _number_at(notes, number, 0), _number_at(notes, number, 1), _number_at(notes, number, 2),
+        _number_at(notes, number, 3), _number_at(notes, number, 4), _number_at(notes, number, 5),
+        _number_at(notes, number, 6), _number_at(notes, number, 7),
+    )  # fmt: skip
+
+
+@gluon.jit
+@no_type_check
+def _number_at(notes, number, PLACE: gl.constexpr):
+    return gl.max(notes.index(number % NOTES * NOTED + PLACE).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+@no_type_check
+def tiles_of(note):
+    """A piece's request, that one's readable keys, and its tiles [begin, stop)."""
+    return note[0], note[4], note[5], note[6]
+
+
+@gluon.jit
+@no_type_check
+def rows_of(note, sizes, HEADS: gl.constexpr):
+    """What `rows_at` wants to know of a piece."""
+    return note[2], note[3], note[1], sizes[5], sizes[0], HEADS
+
+
+@gluon.jit
+@no_type_check
+def slot_of(note):
+    """Where the part of a piece goes; -1: its rows are whole."""
+    return note[7]
 
 
 @gluon.jit
@@ -173,100 +251,17 @@ def _split_tiles(tiles, MAX_SPLITS: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def rows_at(where, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Rows of a request [ROWS], their tokens and heads, and which are real.
-
-    `where` is query start and end, block of rows, rows of a request, all tokens, heads.
-    """
-    query_start, query_end, row_block, request_rows, _, num_heads = where
-    row = row_block * ROWS + gl.arange(0, ROWS, LAYOUT)
-    token = query_start + row // num_heads
-    return row, token, row % num_heads, (token < query_end) & (row < request_rows)
-
-
-@gluon.jit
-@no_type_check
-def load_queries(
-    source, where, token_stride, head_stride, ROWS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """COLUMNS columns of the rows' queries from FIRST on; rows that are nobody's are zeros."""
-    _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, LAYOUT))
-    columns = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    offsets = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
-    return gl.load(source + offsets[:, None] + columns[None, :], mask=real[:, None], other=0.0)
-
-
-@gluon.jit
-@no_type_check
-def slot_of(request, first_tile, split, row_blocks, request_slots, MAX_SPLITS: gl.constexpr):
-    """Where a scheduled part lies for the merge (`fast.kernels.triton.decode_merge`)."""
-    slot = 2 * (gl.program_id(0) // row_blocks) + (first_tile == 0).to(gl.int32)
-    if MAX_SPLITS > 0:
-        slot = request * request_slots + split
-    return slot
-
-
-@gluon.jit
-@no_type_check
-def part_rows(slot, where, ROWS: gl.constexpr, LAYOUT: gl.constexpr, SCHEDULED: gl.constexpr):
-    """Where a part's rows lie among those of all parts, how many a slot has, and which are real."""
-    request_rows, num_tokens, num_heads = where[3], where[4], where[5]
-    row, token, head, real = rows_at(where, ROWS, LAYOUT)
+def _slot_of(request, split, cut, MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr):
+    """Where the part of a piece lies for the merge (`fast.kernels.triton.decode_merge`); -1: its rows are whole."""
+    _, split_offsets, num_splits, request_slots, num_slots = cut
     if SCHEDULED:
-        slot_rows = request_rows
+        first_split = gl.load(split_offsets + request)
+        slot = first_split + split
+        if MAX_SPLITS > 0:
+            slot = request * request_slots + split
+        splits = gl.load(split_offsets + request + 1) - first_split
+        # offsets and splits that nobody planned may lie anywhere
+        slot = gl.where(splits <= 1, -1, gl.minimum(gl.maximum(slot, 0), num_slots - 1))
     else:
-        row, slot_rows = token * num_heads + head, num_tokens * num_heads
-    return slot.to(gl.int64) * slot_rows + row, slot_rows, real
-
-
-@gluon.jit
-@no_type_check
-def page_of(key, end_key, table_row, table_stride, BLOCK_SIZE: gl.constexpr):
-    """The page of a key; none, which the copy engine fills with zeros, from `end_key` on."""
-    page = gl.to_tensor(-1)
-    if (key >= 0) & (key < end_key):  # of tiles that only a hostile plan has, keys wrap
-        page = gl.load(table_row + gl.to_tensor(key // BLOCK_SIZE).to(gl.int64) * table_stride)
-    return page
-
-
-@gluon.jit
-@no_type_check
-def load_columns(
-    tile, end_key, page, table_row, table_stride, pages, buffers, first_buffer, full,
-    BLOCK_SIZE: gl.constexpr, FIRST_COLUMN: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Fetch some columns of a tile, whose first key lies in `page`; zeros for keys from `end_key` and in no page.
-
-    A box of the descriptor holds one page, or 64 keys of it. Boxes lie in the buffers column by column, as the matrix
-    unit takes a tile.
-    """
-    BOX_KEYS: gl.constexpr = pages.block_shape[1]
-    BOX_COLUMNS: gl.constexpr = pages.block_shape[2]
-    PARTS: gl.constexpr = TILE // BOX_KEYS
-    for part in gl.static_range(PARTS):
-        key = tile * TILE + part * BOX_KEYS
-        if part > 0:
-            page = page_of(key, end_key, table_row, table_stride, BLOCK_SIZE)
-        for box in gl.static_range(COLUMNS // BOX_COLUMNS):
-            tma.async_copy_global_to_shared(
-                pages, [page, key % BLOCK_SIZE, FIRST_COLUMN + box * BOX_COLUMNS], full,
-                buffers.index(first_buffer + box * PARTS + part),
-            )  # fmt: skip
-
-
-@gluon.jit
-@no_type_check
-def pages_held(
-    begin, end, table_row, table_stride, num_blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr
-):  # fmt: skip
-    """Of all pages of the tiles [begin, end): 1 for those that lie in the cache, 0 for others, folded to one span."""
-    SPAN: gl.constexpr = 32 * NUM_WARPS
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [NUM_WARPS], [0])
-    first, last = begin * TILE // BLOCK_SIZE, ceil_div(end * TILE, BLOCK_SIZE)
-    held = gl.full([SPAN], 1, gl.int32, layout)
-    for start in range(first, last, SPAN):
-        entry = start + gl.arange(0, SPAN, layout)
-        page = gl.load(table_row + entry.to(gl.int64) * table_stride, mask=entry < last, other=0)
-        held = gl.where((page >= 0) & (page < num_blocks), held, 0)
-    return held
+        slot = gl.where(num_splits <= 1, -1, split)
+    return slot

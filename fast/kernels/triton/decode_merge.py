@@ -16,47 +16,44 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from reference.interfaces import max_invariant_splits
-
 from .decode_tiles import LN_2
 from .device import device_facts
 
 MANY_PARTS = 16  # of a row, on average
-# rows and columns of a program, and parts at a time
-FOR_FEW_PARTS = (2, 512, 4)
-FOR_MANY_PARTS = (1, 32, 128)
+# rows and columns of a program, parts at a time, and warps
+FOR_FEW_PARTS = ((2, 512, 4, 4), (1, 512, 4, 2))  # of few heads, and of more
+MANY_HEADS = 64
+FOR_MANY_PARTS = (1, 32, 128, 4)
 MANY_ROWS = 128  # of one request: enough programs also with larger tiles
-FOR_MANY_ROWS = ((4, 32, 32), (1, 128, 64))  # of up to 32 parts each, and of more
-FEW_PROGRAMS = 1024  # one compilation serves schedules up to so many
+FOR_MANY_ROWS = (1, 64, 64, 2)
+FOR_FEW_ROWS = (1, 32, 64, 2)
 
 
 @triton.jit
 @no_type_check  # the interpreter needs the source and globals of the kernels themselves
 def _merge_slots(
-    part_out, part_lse, splits, slot_of_first, first_slot, slot_step, num_slots, slot_rows, part_row, real, columns,
+    part_out, part_lse, splits, first_slot, num_slots, slot_rows, part_row, real, columns,
     LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    """Maximum, sum and sum of values of ROWS rows over their parts, SPLITS at a time.
-
-    The parts lie in the slots `slot_of_first`, first_slot + slot_step, first_slot + 2 slot_step, ...
-    """
+    """Maximum, sum and sum of values of ROWS rows over their parts from `first_slot` on, SPLITS at a time."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, splits, SPLITS):
         split = first + tl.arange(0, SPLITS)
-        slot = tl.where(split == 0, slot_of_first, first_slot + split * slot_step)
+        slot = first_slot + split
         used = (split < splits) & (slot >= 0) & (slot < num_slots)
         row = slot.to(tl.int64)[:, None] * slot_rows + part_row[None, :]  # [SPLITS, ROWS]
         held = used[:, None] & real[None, :]
         part = tl.load(part_lse + row, mask=held, other=float("-inf"))
         weight = tl.load(part_lse + num_slots.to(tl.int64) * slot_rows + row, mask=held, other=0.0)
-        new_largest = tl.maximum(largest, tl.max(part, 0))
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        decay, share = tl.exp2(largest - shift), tl.exp2(part - shift[None, :])
         if OUT:  # a part without keys was written too, as zeros, so that nothing here waits for its weight
             where = (row * LATENT)[:, :, None] + columns[None, None, :]
             piece = tl.load(part_out + where, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0)
+        new_largest = tl.maximum(largest, tl.max(part, 0))
+        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        decay, share = tl.exp2(largest - shift), tl.exp2(part - shift[None, :])
+        if OUT:
             values = values * decay[:, None] + tl.sum(piece * share[:, :, None], 0)
         total = total * decay + tl.sum(weight * share, 0)
         largest = new_largest
@@ -99,8 +96,7 @@ def _merge_splits_kernel(
     num_rows = num_tokens.to(tl.int64) * HEADS
     real = row < num_rows
     largest, total, values = _merge_slots(
-        part_out, part_lse, num_splits, 0, 0, 1, num_splits, num_rows, row, real, columns, LATENT, ROWS, COLUMNS,
-        SPLITS, OUT,
+        part_out, part_lse, num_splits, 0, num_splits, num_rows, row, real, columns, LATENT, ROWS, COLUMNS, SPLITS, OUT
     )  # fmt: skip
     _write_rows(
         largest, total, values, row // HEADS, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS,
@@ -108,13 +104,17 @@ def _merge_splits_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_programs", "request_rows", "num_slots", "request_slots", "row_tiles"])
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens", "request_rows", "num_slots", "request_slots", "row_tiles"
+    ]
+)  # fmt: skip
 @no_type_check
 def _merge_scheduled_kernel(
-    tile_ranges, split_offsets, query_start_loc, part_out, part_lse, out, lse,
-    num_tokens, num_programs, request_rows, num_slots, request_slots, row_tiles,
+    split_offsets, query_start_loc, part_out, part_lse, out, lse,
+    num_tokens, request_rows, num_slots, request_slots, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    PROGRAMS: tl.constexpr, MAX_SPLITS: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    INVARIANT: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a request, ROWS of its rows by COLUMNS; of one without keys, write the empty rows."""
     if DEPENDENT:
@@ -124,30 +124,21 @@ def _merge_scheduled_kernel(
     number = tl.program_id(0)
     request = number // (row_tiles * column_tiles)
     row_tile, column_tile = number // column_tiles % row_tiles, number % column_tiles
-    splits = tl.load(split_offsets + request + 1) - tl.load(split_offsets + request)
+    first_slot = tl.load(split_offsets + request)
+    splits = tl.load(split_offsets + request + 1) - first_slot
     if splits != 1:
         query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
         query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
-        if MAX_SPLITS > 0:
+        if INVARIANT:
             first_slot = request * request_slots
-            slot_of_first, slot_step = first_slot, 1
             splits = tl.minimum(splits, request_slots)
-        else:  # the first program that has some of it; the parts lie with that one and those that follow
-            program = tl.arange(0, PROGRAMS)
-            there = program < num_programs
-            first_request = tl.load(tile_ranges + program * 5, mask=there, other=1)
-            last_request = tl.load(tile_ranges + program * 5 + 1, mask=there, other=0)
-            has_some = (first_request <= last_request) & (last_request >= request)
-            first_slot = 2 * tl.min(tl.where(has_some, program, PROGRAMS), 0)
-            # the beginning in the second slot of its program, every other part in the first of its own
-            slot_of_first, slot_step = first_slot + 1, 2
-            splits = tl.minimum(splits, num_programs)
+        splits = tl.minimum(splits, num_slots)
         row = row_tile * ROWS + tl.arange(0, ROWS)
         real = (row < request_rows) & (row < (query_end - query_start) * HEADS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         largest, total, values = _merge_slots(
-            part_out, part_lse, splits, slot_of_first, first_slot, slot_step, num_slots, request_rows, row, real,
-            columns, LATENT, ROWS, COLUMNS, SPLITS, OUT,
+            part_out, part_lse, splits, first_slot, num_slots, request_rows, row, real, columns, LATENT, ROWS,
+            COLUMNS, SPLITS, OUT,
         )  # fmt: skip
         _write_rows(
             largest, total, values, query_start + row // HEADS, row % HEADS, real, columns, column_tile, num_tokens,
@@ -209,40 +200,39 @@ def merge_parts(
     # where the order of a sum may depend on nothing but the request
     if tile_ranges is None:
         splits = part_out.numel() // out.numel()
-        rows, columns, at_once = _tile_for(splits, tokens * heads, query_start_loc.shape[0] - 1)
+        rows, columns, at_once, warps = _tile_for(splits, tokens * heads, heads, query_start_loc.shape[0] - 1)
         columns = min(columns, whole) if write_out else whole  # the lse takes one program, however wide the latent is
         with torch.cuda.device_of(out):
             _merge_splits_kernel[(triton.cdiv(tokens * heads, rows) * triton.cdiv(latent, columns),)](
                 part_out, part_lse, out, lse, tokens, splits,
                 HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once, OUT=write_out, LSE=write_lse,
-                num_warps=4, **launch,
+                num_warps=warps, **launch,
             )  # fmt: skip
         return
     requests, programs = split_offsets.shape[0] - 1, tile_ranges.shape[0]
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     slots = part_out.numel() // (request_rows * latent)
     many = programs > MANY_PARTS * requests and not batch_invariant
-    rows, columns, at_once = FOR_MANY_PARTS if many else FOR_FEW_PARTS
+    rows, columns, at_once, warps = FOR_MANY_PARTS if many else FOR_FEW_PARTS[heads >= MANY_HEADS]
     columns = min(columns, whole) if write_out else whole
     row_tiles = triton.cdiv(request_rows, rows)
     with torch.cuda.device_of(out):
         _merge_scheduled_kernel[(requests * row_tiles * triton.cdiv(latent, columns),)](
-            tile_ranges.contiguous(), split_offsets.contiguous(), query_start_loc.contiguous(), part_out, part_lse, out,
-            lse, tokens, programs, request_rows, slots, slots // requests if batch_invariant else 0, row_tiles,
+            split_offsets.contiguous(), query_start_loc.contiguous(), part_out, part_lse, out, lse, tokens,
+            request_rows, slots, slots // requests if batch_invariant else 0, row_tiles,
             HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once,
-            PROGRAMS=max(FEW_PROGRAMS, triton.next_power_of_2(programs)),
-            MAX_SPLITS=max_invariant_splits(heads) if batch_invariant else 0, OUT=write_out, LSE=write_lse,
-            num_warps=4, **launch,
+            INVARIANT=batch_invariant, OUT=write_out, LSE=write_lse,
+            num_warps=warps, **launch,
         )  # fmt: skip
 
 
-def _tile_for(parts: int, rows: int, requests: int) -> tuple[int, int, int]:
-    """Rows and columns of a program, and parts at a time, for equally many parts of each row."""
+def _tile_for(parts: int, rows: int, heads: int, requests: int) -> tuple[int, int, int, int]:
+    """Rows and columns of a program, parts at a time, and warps, for equally many parts of each row."""
     if parts <= MANY_PARTS:
-        return FOR_FEW_PARTS
-    if requests > 1 or rows < MANY_ROWS:
+        return FOR_FEW_PARTS[heads >= MANY_HEADS]
+    if requests > 1:
         return FOR_MANY_PARTS
-    return FOR_MANY_ROWS[parts > 32]
+    return FOR_MANY_ROWS if rows >= MANY_ROWS else FOR_FEW_ROWS
 
 
 def rows_of_a_request(tokens: int, heads: int, max_query_len: int) -> int:

@@ -12,8 +12,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from reference.interfaces import DECODE_TILE, max_invariant_splits
+
+from .device import device_facts
 
 PROGRAMS = 4  # of the decode, that one program of this kernel places
 SHAPES = ((256, 1), (1024, 4))  # requests at a time, and warps
@@ -73,9 +76,12 @@ def _place(tiles, length, before, splits_before, first, num_requests, low, high,
 @no_type_check
 def _plan_decode_kernel(
     seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, max_splits,
-    CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Programs cut the line where it falls."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     zeros = tl.zeros([PROGRAMS], tl.int32)
     placed = (zeros, zeros, zeros - 1, zeros, zeros)
@@ -118,9 +124,12 @@ def _plan_decode_kernel(
 @no_type_check
 def _plan_invariant_kernel(
     seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, max_splits,
-    CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+    CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Requests are cut by their own length, and programs take the splits that start in their piece of the line."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     total = tl.zeros([], tl.int32)
     for first in range(0, num_requests, CHUNK):
@@ -198,10 +207,12 @@ def plan_decode(
     chunk, warps = SHAPES[requests > SHAPES[0][0]]
     if not batch_invariant:
         kernel, constants = _plan_decode_kernel, {"ONE_CHUNK": requests <= chunk}
+    dependent = device_facts(seq_lens.device).has_dependent_launch
+    launch = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
     with torch.cuda.device_of(seq_lens):
         kernel[(triton.cdiv(num_programs, PROGRAMS),)](
             seq_lens.contiguous(), tile_ranges, split_offsets, requests, num_programs, fixed_overhead,
             max_invariant_splits(num_heads),
-            CHUNK=chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps, **constants,
+            CHUNK=chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps, **constants, **launch,
         )  # fmt: skip
     return tile_ranges, split_offsets

@@ -41,16 +41,17 @@ def _scheduled_decode_kernel(
     """The range of one program of the schedule, for ROWS of each request's rows.
 
     part_out [slots, rows of a request, Lkv] is a sum of values by exp2(score - largest), not divided yet; part_lse
-    [2, slots, rows] has `largest`, in base 2, and the sum of those weights. A program has two slots: 2 p for the end of
-    a request that it continues, 2 p + 1 for the beginning of one that it leaves. With MAX_SPLITS (requests cut by their
-    own length) a request has `request_slots`, one for each split.
+    [2, slots, rows] has `largest`, in base 2, and the sum of those weights. Splits lie in the order of `split_offsets`.
+    With MAX_SPLITS (requests cut by their own length) a request has `request_slots`, one for each split.
     """
     program, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     request = tl.maximum(tl.load(tile_ranges + program * 5), 0)
     last_request = tl.minimum(tl.load(tile_ranges + program * 5 + 1), num_requests - 1)
     first_tile = tl.maximum(tl.load(tile_ranges + program * 5 + 2), 0)
     range_end = tl.load(tile_ranges + program * 5 + 3)
-    split = tl.minimum(tl.maximum(tl.load(tile_ranges + program * 5 + 4), 0), MAX_SPLITS)
+    split = tl.maximum(tl.load(tile_ranges + program * 5 + 4), 0)
+    if MAX_SPLITS > 0:
+        split = tl.minimum(split, MAX_SPLITS)
     request_row = row_block * ROWS + tl.arange(0, ROWS)
     head = request_row % HEADS
     columns = tl.arange(0, LATENT_PAD)
@@ -100,9 +101,10 @@ def _scheduled_decode_kernel(
                     mask=real[:, None] & (columns < LATENT)[None, :],
                 )
             else:
-                slot = 2 * program + (first_tile == 0).to(tl.int32)
+                slot = first_split + split
                 if MAX_SPLITS > 0:
                     slot = request * request_slots + split
+                slot = tl.minimum(tl.maximum(slot, 0), num_slots - 1)  # those that nobody planned may lie anywhere
                 part_row = slot.to(tl.int64) * request_rows + request_row
                 tl.store(part_lse + part_row, largest, mask=real)
                 tl.store(part_lse + num_slots.to(tl.int64) * request_rows + part_row, total, mask=real)
@@ -117,7 +119,7 @@ def _scheduled_decode_kernel(
             first_tile = tl.where(done, 0, last_tile)
             request = tl.where(done, request + 1, request)
         else:
-            first_tile = tl.full([], 0, tl.int32)
+            first_tile, split = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
             request += 1
 
 
@@ -156,7 +158,8 @@ def launch_scheduled(
     tokens, heads, latent = out.shape
     requests, table_width = block_table.shape
     programs, block_size = tile_ranges.shape[0], kv_cache.shape[1]
-    max_splits, request_slots, slots = 0, 0, 2 * programs
+    # every program leaves at most one request unfinished
+    max_splits, request_slots, slots = 0, 0, requests + programs
     if batch_invariant:
         max_splits = max_invariant_splits(heads)
         widest = triton.cdiv(table_width * block_size, DECODE_TILE)

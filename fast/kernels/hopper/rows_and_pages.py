@@ -1,0 +1,139 @@
+"""What a piece multiplies and where its results go: rows of queries, pages of the cache, slots of parts."""
+
+from __future__ import annotations
+
+import math
+from typing import no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from .pieces import TILE, ceil_div, rows_of, tiles_of
+
+LN_2 = gl.constexpr(math.log(2))
+LEAST = gl.constexpr(-3.4028234663852886e38)  # before any score: finite, so that no infinity is taken from another
+
+
+@gluon.jit
+@no_type_check
+def shift_of(largest, scale_log2):
+    """What is taken from scaled scores; 0 where no key was seen yet, for LEAST may become an infinity when scaled."""
+    return gl.where(largest == LEAST, 0.0, largest * scale_log2)
+
+
+@gluon.jit
+@no_type_check
+def rows_at(where, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows of a request [ROWS], their tokens and heads, and which are real.
+
+    `where` is query start and end, block of rows, rows of a request, all tokens, heads.
+    """
+    query_start, query_end, row_block, request_rows, _, num_heads = where
+    row = row_block * ROWS + gl.arange(0, ROWS, LAYOUT)
+    token = query_start + row // num_heads
+    return row, token, row % num_heads, (token < query_end) & (row < request_rows)
+
+
+@gluon.jit
+@no_type_check
+def ask_queries(
+    source, shared, where, token_stride, head_stride, ROWS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Ask for COLUMNS columns of the rows' queries from FIRST on, into shared memory; zeros for rows that are nobody's.
+
+    They pass no register, so that a warp group goes on meanwhile.
+    """
+    _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, LAYOUT))
+    columns = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    offsets = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride
+    pointers = source + offsets[:, None] + columns[None, :]
+    async_copy.async_copy_global_to_shared(shared, pointers, mask=gl.expand_dims(real, 1))
+
+
+@gluon.jit
+@no_type_check
+def part_rows(slot, where, ROWS: gl.constexpr, LAYOUT: gl.constexpr, SCHEDULED: gl.constexpr):
+    """Where a part's rows lie among those of all parts, how many a slot has, and which are real."""
+    request_rows, num_tokens, num_heads = where[3], where[4], where[5]
+    row, token, head, real = rows_at(where, ROWS, LAYOUT)
+    if SCHEDULED:
+        slot_rows = request_rows
+    else:
+        row, slot_rows = token * num_heads + head, num_tokens * num_heads
+    return slot.to(gl.int64) * slot_rows + row, slot_rows, real
+
+
+@gluon.jit
+@no_type_check
+def seen_at(
+    note, block_table, visible_lens, sizes, strides, ROWS: gl.constexpr, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """How many keys the rows of a piece see, as many as are readable where a row is nobody's, and its first pages."""
+    request, length, begin, stop = tiles_of(note)
+    table_row_stride, table_stride = strides[4], strides[5]
+    _, token, _, real = rows_at(rows_of(note, sizes, HEADS), ROWS, LAYOUT)
+    visible = gl.where(real, gl.load(visible_lens + token, mask=real, other=0), length)
+    table_row = block_table + gl.maximum(request, 0).to(gl.int64) * table_row_stride
+    end_key = gl.minimum(stop * TILE, length)  # the table may end within a tile
+    return visible, _span_of_pages(begin * TILE // BLOCK_SIZE, end_key, table_row, table_stride, BLOCK_SIZE, 4)
+
+
+@gluon.jit
+@no_type_check
+def _span_of_pages(start, end_key, table_row, table_stride, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
+    entry = start + gl.arange(0, 32 * NUM_WARPS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
+    last = ceil_div(end_key, BLOCK_SIZE)
+    return gl.load(table_row + entry.to(gl.int64) * table_stride, mask=entry < last, other=0)
+
+
+@gluon.jit
+@no_type_check
+def pages_held(
+    pages, begin, end_key, table_row, table_stride, num_blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr
+):  # fmt: skip
+    """Whether all pages from a tile to a key, the first of which are `pages`, lie in the cache."""
+    SPAN: gl.constexpr = 32 * NUM_WARPS
+    held = ((pages >= 0) & (pages < num_blocks)).to(gl.int32)
+    for start in range(begin * TILE // BLOCK_SIZE + SPAN, ceil_div(end_key, BLOCK_SIZE), SPAN):
+        pages = _span_of_pages(start, end_key, table_row, table_stride, BLOCK_SIZE, NUM_WARPS)
+        held = gl.where((pages >= 0) & (pages < num_blocks), held, 0)
+    return gl.min(held, 0) > 0
+
+
+@gluon.jit
+@no_type_check
+def page_of(key, end_key, table_row, table_stride, BLOCK_SIZE: gl.constexpr):
+    """The page of a key; none, which the copy engine fills with zeros, from `end_key` on."""
+    page = gl.to_tensor(-1)
+    if (key >= 0) & (key < end_key):  # of tiles that only a hostile plan has, keys wrap
+        page = gl.load(table_row + gl.to_tensor(key // BLOCK_SIZE).to(gl.int64) * table_stride)
+    return page
+
+
+@gluon.jit
+@no_type_check
+def load_columns(
+    tile, end_key, page, table_row, table_stride, pages, buffers, first_buffer, full,
+    BLOCK_SIZE: gl.constexpr, FIRST_COLUMN: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Fetch some columns of a tile, whose first key lies in `page`; zeros for keys from `end_key` and in no page.
+
+    A box of the descriptor holds one page, or 64 keys of it. Boxes lie in the buffers column by column, as the matrix
+    unit takes a tile.
+    """
+    BOX_KEYS: gl.constexpr = pages.block_shape[1]
+    BOX_COLUMNS: gl.constexpr = pages.block_shape[2]
+    PARTS: gl.constexpr = TILE // BOX_KEYS
+    for part in gl.static_range(PARTS):
+        key = tile * TILE + part * BOX_KEYS
+        if part > 0:
+            page = page_of(key, end_key, table_row, table_stride, BLOCK_SIZE)
+        for box in gl.static_range(COLUMNS // BOX_COLUMNS):
+            tma.async_copy_global_to_shared(
+                pages, [page, key % BLOCK_SIZE, FIRST_COLUMN + box * BOX_COLUMNS], full,
+                buffers.index(first_buffer + box * PARTS + part),
+            )  # fmt: skip
