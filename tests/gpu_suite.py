@@ -216,6 +216,18 @@ def run_sanitizer(check: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"ok": status == 0 and len(summary) == 2, "summary": summary}
 
 
+def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
+    """The ops under racecheck, beside what it reports of the smallest hand-over that mbarriers order."""
+    found = run_sanitizer("racecheck", args)
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        return found
+    _, output = run([program, "--tool", "racecheck", sys.executable, "-m", "tests.hand_over"], args.limit)
+    control = [line.strip("= ") for line in output.splitlines() if "SUMMARY" in line or line.startswith("hand-over")]
+    print(f"racecheck of an ordered hand-over: {'; '.join(control)}")
+    return {**found, "ordered_hand_over": control}
+
+
 def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
     """`python -m fast` on the GPU: parity op by op, and the tokens of fast, reference and transformers."""
     with tempfile.TemporaryDirectory() as folder:
@@ -279,7 +291,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "tests": run_tests,
     "opcheck": run_opcheck,
     "memcheck": partial(run_sanitizer, "memcheck"),
-    "racecheck": partial(run_sanitizer, "racecheck"),
+    "racecheck": run_racecheck,
     "main_job": run_main_job,
     "benchmarks": run_benchmarks,
     "between_gpus": run_between_gpus,
