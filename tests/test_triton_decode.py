@@ -357,6 +357,24 @@ def test_query_offsets_out_of_range(starts):
 
 
 @runs
+@pytest.mark.parametrize("splits", [0, 2])
+@pytest.mark.parametrize("starts", [(2, -536870913), (1, -(2**31)), (-(2**31), 8), (0, 2**31 - 1), (2, 1)], ids=str)
+def test_merge_of_query_offsets_out_of_range(starts, splits):
+    """Of a request without keys and of one in parts: nothing beyond the tokens is written."""
+    tokens, latent, spare = 2, 24, 64
+    for heads in (1, 4):
+        whole = torch.full(((tokens + spare) * heads * latent,), torch.nan, device=DEVICE)
+        own_lse = torch.full(((tokens + spare) * heads,), torch.nan, device=DEVICE)
+        out, lse = whole[: tokens * heads * latent].view(tokens, heads, latent), own_lse[: tokens * heads]
+        parts = torch.ones(3 * tokens * heads * latent), torch.ones(2 * 3 * tokens * heads)
+        cut = torch.zeros(1, 5, dtype=torch.int32), integers(0, splits)
+        arguments = (*parts, integers(*starts), tokens, *cut)
+        decode_merge.merge_parts(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments), False, out,
+                                 lse.view(heads, tokens))  # fmt: skip
+        assert whole[out.numel() :].isnan().all() and own_lse[lse.numel() :].isnan().all()
+
+
+@runs
 def test_query_strides_beyond_32_bit():
     """Pitfall 8: queries as `query_to_latent` leaves them, head by head, but further apart."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [40, 17], 3, torch.float16)

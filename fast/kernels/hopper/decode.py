@@ -187,7 +187,10 @@ def _attend(
 
 
 def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
-    """Queries [T, N, columns] as the kernels copy them, 16 bytes at a time, and the strides of tokens and heads."""
+    """Queries [T, N, columns] that the kernels can copy 16 bytes at a time, and the strides of tokens and heads.
+
+    The compiler sees that rows begin at such words where strides are multiples of 16 elements.
+    """
     strides = [stride if size > 1 else 0 for size, stride in zip(queries.shape, queries.stride(), strict=True)]
     if queries.numel() and (queries.stride(2) != 1 or queries.data_ptr() % 16 or any(s % 16 for s in strides[:2])):
         return _in_words(queries.clone(memory_format=torch.contiguous_format))

@@ -209,7 +209,7 @@ def _consume(
         state = (largest, gl.sum(totals, 0), values)
         mbarrier.wait(noted, (piece + 1) & 1)
         note = read_note(notes, piece + 1)
-        # another part of the same request has the same queries; without a cut by length there is no such piece
+        # another part of the same request has the same queries; but for cuts by length few programs have two in turn
         asked = (note[0] >= 0) & (note[0] != request) if MAX_SPLITS > 0 else note[0] >= 0
         visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
         written = read_note(notes, piece)

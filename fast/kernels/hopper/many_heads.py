@@ -392,6 +392,7 @@ def _consume(
         plain_end = begin + gl.maximum(gl.minimum(plain - begin, stop - 1 - begin), 0) // 2 * 2
         async_copy.wait_group(0)
         fence_async_shared()
+        partition_barrier()  # the fence of every thread, before one of them arrives
         mbarrier.arrive(query_bar)
         mbarrier.wait(query_bar, piece & 1)
 
@@ -464,7 +465,7 @@ def _consume(
         state = (largest, total, left, right)
         mbarrier.wait(noted, (piece + 1) & 1)
         note = read_note(notes, piece + 1)
-        # another part of the same request has the same queries; without a cut by length there is no such piece
+        # another part of the same request has the same queries; but for cuts by length few programs have two in turn
         asked = (note[0] >= 0) & (note[0] != request) if MAX_SPLITS > 0 else note[0] >= 0
         visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
         written = read_note(notes, piece)

@@ -134,15 +134,16 @@ def _merge_scheduled_kernel(
             splits = tl.minimum(splits, request_slots)
         splits = tl.minimum(splits, num_slots)
         row = row_tile * ROWS + tl.arange(0, ROWS)
-        real = (row < request_rows) & (row < (query_end - query_start) * HEADS)
+        token = query_start + row // HEADS
+        real = (row < request_rows) & (token < query_end)  # tokens, for rows of a hostile end would wrap
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         largest, total, values = _merge_slots(
             part_out, part_lse, splits, first_slot, num_slots, request_rows, row, real, columns, LATENT, ROWS,
             COLUMNS, SPLITS, OUT,
         )  # fmt: skip
         _write_rows(
-            largest, total, values, query_start + row // HEADS, row % HEADS, real, columns, column_tile, num_tokens,
-            out, lse, HEADS, LATENT, OUT, LSE,
+            largest, total, values, token, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS, LATENT,
+            OUT, LSE,
         )  # fmt: skip
 
 
