@@ -12,7 +12,7 @@ compute-sanitizer's memcheck (and racecheck), where that is on PATH; the main jo
 compared; the benchmarks;
 between_gpus, where there are several: context parallelism over NCCL and its benchmark.
 racecheck runs where it is asked for: it sees no order through mbarriers, and so reports what warp groups hand to each
-other through them.
+other through them, as it does of `tests.hand_over`, which runs beside the ops.
 What a missing package leaves out is skipped with the reason and listed in the file.
 """
 
@@ -222,10 +222,13 @@ def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
     program = shutil.which("compute-sanitizer")
     if program is None:
         return found
+    from .hand_over import ROUNDS  # needs Triton
+
     _, output = run([program, "--tool", "racecheck", sys.executable, "-m", "tests.hand_over"], args.limit)
     control = [line.strip("= ") for line in output.splitlines() if "SUMMARY" in line or line.startswith("hand-over")]
     print(f"racecheck of an ordered hand-over: {'; '.join(control)}")
-    return {**found, "ordered_hand_over": control}
+    came = any(line == f"hand-over: {ROUNDS} of {ROUNDS} came" for line in control)
+    return {**found, "ok": found["ok"] and came, "ordered_hand_over": control}
 
 
 def run_main_job(args: argparse.Namespace) -> dict[str, Any]:

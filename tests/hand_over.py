@@ -23,7 +23,7 @@ WIDTH = gl.constexpr(128)
 
 @gluon.jit
 @no_type_check
-def _take(source, out, shared, full, free, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
+def _take(out, shared, full, free, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
     column = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
     for turn in range(ROUNDS):
         if ORDERED:
@@ -34,7 +34,7 @@ def _take(source, out, shared, full, free, ROUNDS: gl.constexpr, ORDERED: gl.con
 
 @gluon.jit
 @no_type_check
-def _give(source, out, shared, full, free, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
+def _give(source, shared, full, free, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
     column = gl.arange(0, WIDTH, gl.BlockedLayout([4], [32], [1], [0]))
     for turn in range(ROUNDS):
         if ORDERED:
@@ -53,8 +53,8 @@ def _hand_over_kernel(source, out, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
     mbarrier.init(free, 1)
     gl.warp_specialize(
         [
-            (_take, (source, out, shared, full, free, ROUNDS, ORDERED)),
-            (_give, (source, out, shared, full, free, ROUNDS, ORDERED)),
+            (_take, (out, shared, full, free, ROUNDS, ORDERED)),
+            (_give, (source, shared, full, free, ROUNDS, ORDERED)),
         ],
         [1],
         [24],

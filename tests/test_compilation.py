@@ -219,16 +219,16 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
     """Each kernel that a layer of DeepSeek's dims launches fits into the shared memory of a chip.
 
     By default those that depend on the chip most: decode with its merges and attention, on the smallest chip and on
-    Hopper, where merges wait for the kernel before.
+    Hopper, where plans and merges wait for the kernel before.
     """
-    from fast.kernels.triton import attention, decode, decode_merge
+    from fast.kernels.triton import attention, decode, decode_merge, schedule
     from fast.kernels.triton.device import DeviceFacts
 
     facts = DeviceFacts(*CHIPS[chip])
     deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
     if not deep and (chip, heads) not in (("RTX 4090", 128), ("H200", 128)):
         pytest.skip("under HYPOTHESIS_PROFILE=deep")
-    for module in (attention, decode, decode_merge):
+    for module in (attention, decode, decode_merge, schedule):
         monkeypatch.setattr(module, "device_facts", lambda device: facts)
     config = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=heads)
     fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=64)
@@ -237,8 +237,11 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
         for key, launch in launches.items()
         if deep or any(word in key[0] for word in ("decode", "attn", "merge_s"))
     }
-    merges = [constants for key, (_, _, constants) in wanted.items() if "merge_s" in key[0]]
-    assert merges and all(found["DEPENDENT"] == facts.has_dependent_launch for found in merges)
+    followers = {
+        key[0]: constants for key, (_, _, constants) in wanted.items() if {"merge", "plan"} & {*key[0].split("_")}
+    }
+    assert {"_merge_scheduled_kernel", "_merge_splits_kernel", "_plan_decode_kernel"} <= set(followers)
+    assert all(found["DEPENDENT"] == facts.has_dependent_launch for found in followers.values())
     assert len(wanted) >= 3
     for launch in wanted.values():
         kernel = compiled(*launch, facts.capability)

@@ -176,6 +176,29 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
         assert kernel.fn.__name__ == name and constants["HEADS"] == heads
 
 
+def test_queries_in_words():
+    """Those that can be copied 16 bytes at a time stay where they are; others are copied first."""
+    storage = torch.randn(4 * 3 * 512 + 16, dtype=torch.bfloat16)
+    packed = storage[: 3 * 4 * 512].view(3, 4, 512)
+    for there, strides in (
+        (packed, [2048, 512]),
+        (packed.transpose(0, 1), [512, 2048]),
+        (packed[:1, :, :256], [0, 512]),  # of one token, whatever its stride
+        (packed[:, :1].expand(3, 4, 512), [2048, 0]),
+        (packed[:, :, :0], [2048, 512]),
+    ):
+        queries, found = decode._in_words(there)
+        assert queries.data_ptr() == there.data_ptr() and found == strides
+    for there in (
+        storage[1 : 1 + packed.numel()].view_as(packed),
+        packed[..., ::2],
+        storage.as_strided((3, 4, 512), (2048, 8, 1)),
+    ):
+        queries, found = decode._in_words(there)
+        assert torch.equal(queries, there) and queries.data_ptr() % 16 == 0 and queries.is_contiguous()
+        assert found == list(queries.stride()[:2])
+
+
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("heads", [4, 20, 40, 64, 128])
 def test_warmup_knows_a_request_alone(heads, query_len):

@@ -129,7 +129,7 @@ def piece_overhead(num_heads: int) -> int:
     """What starting on a request costs a decode kernel, in tiles: what `plan_decode` reckons with.
 
     Its queries, its results and the way into its loop. 8 for more than 32 heads was measured on an H200
-    (`docs/log.md`); 5 up to 32 heads, whose tiles take longer beside the rest, is FlashMLA's figure and was not fitted.
+    (`docs/log.md`); up to 32 heads, whose tiles take longer beside the rest, anything from 1 to 5 served as well.
 
     Raises:
         ValueError: a number of heads below 1.

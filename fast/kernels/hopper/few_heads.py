@@ -54,18 +54,8 @@ STAGES = gl.constexpr(2)
 @no_type_check
 def _ask(note, asked, queries, sizes, ROWS: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr):
     """Ask for a piece's queries, unless they are not wanted."""
-    ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride = (
-        queries
-    )
-    LATENT: gl.constexpr = q_latent.shape[2]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if asked:
-        where = rows_of(note, sizes, HEADS)
-        ask_queries(ql_nope, q_latent.index(0), where, latent_token_stride, latent_head_stride, ROWS, 0, LATENT, WIDE)
-        if ROPE > 0:
-            ask_queries(q_pe, q_rope.index(0), where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, NARROW)
-        async_copy.commit_group()
+        ask_queries(note, queries, sizes, ROWS, HEADS, 0, queries[2].shape[2], ROPE)
 
 
 @gluon.jit

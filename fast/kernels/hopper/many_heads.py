@@ -57,19 +57,9 @@ LONG = gl.constexpr(8)  # tiles of a program's first piece, from which on its qu
 @no_type_check
 def _ask(note, asked, queries, sizes, OWN: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr):
     """Ask for a piece's queries, those of half OWN of the columns, unless they are not wanted."""
-    ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride = (
-        queries
-    )
-    HALF: gl.constexpr = q_latent.shape[2] // 2
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
-    ROPE_WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    HALF: gl.constexpr = queries[2].shape[2] // 2
     if asked:
-        where = rows_of(note, sizes, HEADS)
-        own = q_latent.index(0).slice(OWN * HALF, HALF, dim=1)
-        ask_queries(ql_nope, own, where, latent_token_stride, latent_head_stride, ROWS, OWN * HALF, HALF, WIDE)
-        if ROPE > 0 and OWN == 1:
-            ask_queries(q_pe, q_rope.index(0), where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, ROPE_WIDE)
-        async_copy.commit_group()
+        ask_queries(note, queries, sizes, ROWS, HEADS, OWN * HALF, HALF, ROPE if OWN == 1 else 0)
 
 
 @gluon.jit

@@ -39,13 +39,34 @@ def rows_at(where, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 @no_type_check
 def ask_queries(
+    note, queries, sizes, ROWS: gl.constexpr, HEADS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
+    ROPE: gl.constexpr,
+):  # fmt: skip
+    """Ask for a piece's queries into shared memory: COLUMNS columns of their latents from FIRST on, and ROPE others.
+
+    They pass no register, so that a warp group goes on meanwhile; `async_copy.wait_group` waits for them.
+    """
+    ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride = (
+        queries
+    )
+    SPAN: gl.constexpr = COLUMNS if COLUMNS < 256 else 256
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SPAN, SPAN // 8], [4, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    where = rows_of(note, sizes, HEADS)
+    latents = q_latent.index(0).slice(FIRST, COLUMNS, dim=1)
+    _copy_rows(ql_nope, latents, where, latent_token_stride, latent_head_stride, ROWS, FIRST, COLUMNS, WIDE)
+    if ROPE > 0:
+        _copy_rows(q_pe, q_rope.index(0), where, rope_token_stride, rope_head_stride, ROWS, 0, ROPE, NARROW)
+    async_copy.commit_group()
+
+
+@gluon.jit
+@no_type_check
+def _copy_rows(
     source, shared, where, token_stride, head_stride, ROWS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Ask for COLUMNS columns of the rows' queries from FIRST on, into shared memory; zeros for rows that are nobody's.
-
-    They pass no register, so that a warp group goes on meanwhile.
-    """
+    """Copy COLUMNS columns of the rows from FIRST on; zeros for rows that are nobody's."""
     _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     offsets = token.to(gl.int64) * token_stride + head.to(gl.int64) * head_stride

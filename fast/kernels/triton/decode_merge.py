@@ -3,7 +3,8 @@
 A part of a row is a sum of values by exp2(score - largest), not divided yet, in float32, with `largest`, in base 2, and
 the sum of those weights; `largest` may lie a little below the largest score. Where every request is cut into equally
 many parts, they lie as [splits, T, N, Lkv] and [2, splits, T, N]; where a schedule cuts, as [slots, rows of a request,
-Lkv] and [2, slots, rows].
+Lkv] and [2, slots, rows]: those of a request from its place in `split_offsets` on or, cut by its own length, in slots
+of its own.
 """
 
 from __future__ import annotations
@@ -194,8 +195,7 @@ def merge_parts(
     if part_out.numel() == 0:
         return
     tokens, heads, latent = out.shape
-    dependent = device_facts(out.device).has_dependent_launch
-    launch = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+    following = device_facts(out.device).following
     whole = triton.next_power_of_2(latent)
     # few rows have many parts each and leave most of the device idle: then small tiles, many parts at a time, but not
     # where the order of a sum may depend on nothing but the request
@@ -207,7 +207,7 @@ def merge_parts(
             _merge_splits_kernel[(triton.cdiv(tokens * heads, rows) * triton.cdiv(latent, columns),)](
                 part_out, part_lse, out, lse, tokens, splits,
                 HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once, OUT=write_out, LSE=write_lse,
-                num_warps=warps, **launch,
+                num_warps=warps, **following,
             )  # fmt: skip
         return
     requests, programs = split_offsets.shape[0] - 1, tile_ranges.shape[0]
@@ -223,7 +223,7 @@ def merge_parts(
             request_rows, slots, slots // requests if batch_invariant else 0, row_tiles,
             HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once,
             INVARIANT=batch_invariant, OUT=write_out, LSE=write_lse,
-            num_warps=warps, **launch,
+            num_warps=warps, **following,
         )  # fmt: skip
 
 

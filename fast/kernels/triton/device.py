@@ -33,6 +33,11 @@ class DeviceFacts(NamedTuple):
         """A kernel can begin while the one before ends, and wait for it."""
         return self.capability >= (9, 0) and not self.interpreted and torch.version.hip is None
 
+    @property
+    def following(self) -> dict[str, bool]:
+        """Options of a launch whose kernel waits for the one before where its constant DEPENDENT says so."""
+        return {"DEPENDENT": True, "launch_pdl": True} if self.has_dependent_launch else {"DEPENDENT": False}
+
 
 @functools.cache
 def device_facts(device: torch.device) -> DeviceFacts:

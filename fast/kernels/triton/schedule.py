@@ -207,12 +207,11 @@ def plan_decode(
     chunk, warps = SHAPES[requests > SHAPES[0][0]]
     if not batch_invariant:
         kernel, constants = _plan_decode_kernel, {"ONE_CHUNK": requests <= chunk}
-    dependent = device_facts(seq_lens.device).has_dependent_launch
-    launch = {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+    following = device_facts(seq_lens.device).following
     with torch.cuda.device_of(seq_lens):
         kernel[(triton.cdiv(num_programs, PROGRAMS),)](
             seq_lens.contiguous(), tile_ranges, split_offsets, requests, num_programs, fixed_overhead,
             max_invariant_splits(num_heads),
-            CHUNK=chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps, **constants, **launch,
+            CHUNK=chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps, **constants, **following,
         )  # fmt: skip
     return tile_ranges, split_offsets
