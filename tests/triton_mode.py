@@ -29,7 +29,7 @@ def run_in_interpreter(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[1], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
-        text=True, timeout=300,
+        text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
