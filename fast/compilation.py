@@ -13,6 +13,7 @@ from reference.interfaces import (
     MERGES,
     CommonAttentionMetadata,
     ContextParallel,
+    DecodeSchedule,
     MLAConfig,
     check,
     check_dtype,
@@ -122,6 +123,9 @@ def _launch_all(
                 schedule = plan_decode(
                     plan.decode.seq_lens, cut, heads, batch_invariant=batch_invariant, backend=backend
                 )
+                layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
+            if batch_invariant:
+                schedule = DecodeSchedule(batch_invariant=True)
                 layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         # an engine with projections of its own calls the parts
         projected = layer.project(hidden_states, positions)

@@ -14,6 +14,7 @@ from reference.interfaces import (
     ContextParallel,
     ContextParallelMetadata,
     DecodeMetadata,
+    DecodeSchedule,
     MLAConfig,
     MLAMetadata,
     PrefillMetadata,
@@ -55,7 +56,7 @@ class DecodeGraph:
         query_len: tokens of each request; with speculation one and the drafted ones.
         num_programs: that the decode is cut over, 0 leaves it to the kernel; None for as many as suit the device
             (`decode_programs`).
-        batch_invariant: of `plan_decode`.
+        batch_invariant: of `plan_decode`, or of a schedule that plans nothing.
         context_parallel: the groups, where ranks share sequences: every rank makes the graph and runs it over the same
             batches, each with its own slots.
         backend: kernel set of `plan_decode`, or None for the choice by capability.
@@ -91,7 +92,7 @@ class DecodeGraph:
                 dataclasses.replace(config, num_heads=heads), device=device, dtype=dtype, block_size=block_size,
                 query_len=query_len, backend=backend,
             )  # fmt: skip
-        check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs, batch_invariant)
+        check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs)
         check_interleave(self.share.interleave, block_size)
         self.step, self.config, self.backend = step, config, backend
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
@@ -149,6 +150,8 @@ class DecodeGraph:
                 seq_lens, self.num_programs, self._decode_heads, batch_invariant=self.batch_invariant,
                 backend=self.backend,
             )  # fmt: skip
+        elif self.batch_invariant:
+            schedule = DecodeSchedule(batch_invariant=True)
         metadata = kind(
             **which,
             slot_mapping=self._slot_mapping[:tokens],

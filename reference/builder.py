@@ -17,6 +17,7 @@ from .interfaces import (
     ContextParallel,
     ContextParallelMetadata,
     DecodeMetadata,
+    DecodeSchedule,
     MLAConfig,
     MLAMetadata,
     PathCosts,
@@ -152,8 +153,8 @@ class MLAMetadataBuilder:
         num_programs: that a decode is cut over, 0 leaves it to the kernel. Or a function of its longest query: the rows
             of long ones fill the device, and many parts of many rows would take much memory. A number holds for queries
             up to the threshold; longer ones are left to the kernel.
-        batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit; needs
-            `num_programs`. `choose_path` is not asked then: queries beyond the threshold are expanded.
+        batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit, however many
+            programs there are. `choose_path` is not asked then: queries beyond the threshold are expanded.
         workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
         context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
             slots; prefixes that decodes share are not attended apart.
@@ -185,9 +186,7 @@ class MLAMetadataBuilder:
         self._decode_heads = (
             config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         )
-        least = 1 if batch_invariant else 0
-        check(callable(num_programs) or num_programs >= least, "num_programs",
-              "at least 1 with batch_invariant" if least else "an int >= 0 or a function", num_programs)  # fmt: skip
+        check(callable(num_programs) or num_programs >= 0, "num_programs", "an int >= 0 or a function", num_programs)
         self.config, self.block_size, self.costs = config, block_size, costs
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.query_len_support = query_len_support
@@ -241,14 +240,15 @@ class MLAMetadataBuilder:
                 metadata.decode.seq_lens, programs, self._decode_heads, batch_invariant=self.batch_invariant
             )
             return dataclasses.replace(metadata, schedule=schedule)
+        if self.batch_invariant:
+            return dataclasses.replace(metadata, schedule=DecodeSchedule(batch_invariant=True))
         return metadata
 
     def _programs_for(self, query_len: int) -> int:
         """Over how many programs a decode is cut, from its longest query; 0 leaves it to the kernel."""
         if callable(self.num_programs):
             programs = self.num_programs(query_len)
-            least = 1 if self.batch_invariant else 0
-            check(programs >= least, "num_programs", f"a function that gives at least {least}", programs)
+            check(programs >= 0, "num_programs", "a function that gives at least 0", programs)
             return programs
         return self.num_programs if query_len <= self.reorder_batch_threshold else 0
 
@@ -291,7 +291,7 @@ class MLAMetadataBuilder:
             captured.decode.seq_lens.copy_(plan.decode.seq_lens)
         if shape[1] > 1 or self.share is not None:
             captured.decode.visible_lens.copy_(plan.decode.visible_lens)
-        if captured.schedule is not None:
+        if captured.schedule is not None and captured.schedule.tile_ranges is not None:
             captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
             captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
 

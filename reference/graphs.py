@@ -13,6 +13,7 @@ from .interfaces import (
     ContextParallel,
     ContextParallelMetadata,
     DecodeMetadata,
+    DecodeSchedule,
     MLAConfig,
     MLAMetadata,
     PrefillMetadata,
@@ -44,7 +45,7 @@ class DecodeGraph:
         device: of the step.
         query_len: tokens of each request; with speculation one and the drafted ones.
         num_programs: that the decode is cut over, 0 leaves it to the kernel; None for as many as suit the device (1).
-        batch_invariant: of `plan_decode`.
+        batch_invariant: of `plan_decode`, or of a schedule that plans nothing.
         context_parallel: the groups, where ranks share sequences: every rank makes the graph and runs it over the same
             batches, each with its own slots.
 
@@ -72,7 +73,7 @@ class DecodeGraph:
         heads = config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         self._decode_heads = heads
         num_programs = 1 if num_programs is None else num_programs
-        check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs, batch_invariant)
+        check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs)
         check_interleave(self.share.interleave, block_size)
         self.step, self.config, self.context_parallel = step, config, context_parallel
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
@@ -128,6 +129,8 @@ class DecodeGraph:
             schedule = plan_decode(
                 seq_lens, self.num_programs, self._decode_heads, batch_invariant=self.batch_invariant
             )
+        elif self.batch_invariant:
+            schedule = DecodeSchedule(batch_invariant=True)
         metadata = kind(
             **which,
             slot_mapping=slot_mapping,

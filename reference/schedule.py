@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .interfaces import (
     DECODE_TILE,
+    FOLD_OVERHEAD,
     ContextChunk,
     ContextParallelChunk,
     DecodeSchedule,
@@ -167,8 +168,8 @@ def plan_decode(
     nowhere and has no split; the combine writes its empty row.
 
     With `batch_invariant` a request is cut every `invariant_split_tiles` tiles, by its own length and N alone, whatever
-    stands beside it. Splits are laid end to end, each with its overhead, and a program takes those that start in its
-    piece of the line.
+    stands beside it. Splits are laid end to end, each with `FOLD_OVERHEAD` of the overhead, the first with all of it;
+    a program takes those that start in its piece of the line.
 
     Args:
         seq_lens: [B], keys of each request.
@@ -192,14 +193,18 @@ def plan_decode(
     check_not_negative("seq_lens", seq_lens)
     lens = seq_lens.tolist()
 
+    overheads = (fixed_overhead, 0)  # of a request, and of each split
+    if batch_invariant:
+        overheads = (max(0, fixed_overhead - FOLD_OVERHEAD), min(fixed_overhead, FOLD_OVERHEAD))
     line = []  # what stands at each place of the line: (request, tile, split by its own length, where that starts)
     for request, length in enumerate(lens):
         tiles = -(-length // DECODE_TILE)
         split_tiles = invariant_split_tiles(tiles, num_heads) if batch_invariant else max(1, tiles)
+        line += [None] * (overheads[0] if tiles else 0)
         for tile in range(tiles):
             if tile % split_tiles == 0:
                 split_start = len(line)
-                line += [None] * fixed_overhead
+                line += [None] * overheads[1]
             line.append((request, tile, tile // split_tiles, split_start))
     piece = max(1, -(-len(line) // num_programs))
     taken: list[list[tuple[int, int, int]]] = [[] for _ in range(num_programs)]

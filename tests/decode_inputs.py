@@ -8,7 +8,7 @@ import torch
 
 import reference
 from fast.parity import compare_states
-from reference.interfaces import AttentionState, DecodeMetadata
+from reference.interfaces import AttentionState, DecodeMetadata, DecodeSchedule
 
 from .factories import make_batch, make_cache, make_entries
 from .triton_mode import DEVICE
@@ -60,7 +60,8 @@ def launch(kernels, ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype
     p = on_device(plan)
     cut = (None, None, False)
     if schedule is not None:
-        cut = (schedule.tile_ranges.to(DEVICE), schedule.split_offsets.to(DEVICE), schedule.batch_invariant)
+        cut = (*(t if t is None else t.to(DEVICE) for t in (schedule.tile_ranges, schedule.split_offsets)),
+               schedule.batch_invariant)  # fmt: skip
     out, lse = kernels.mla_decode(
         ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
         p.max_query_len, scale, out_dtype or ql.dtype, *cut,
@@ -81,5 +82,7 @@ def verdict(value, ql, q_pe, cache, plan):
 
 
 def schedule_of(plan, heads, programs, batch_invariant=False, overhead=5):
-    """The reference's."""
+    """The reference's; for no programs the one that plans nothing."""
+    if programs == 0:
+        return DecodeSchedule(batch_invariant=batch_invariant)
     return reference.plan_decode(plan.seq_lens, programs, heads, overhead, batch_invariant)

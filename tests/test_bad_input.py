@@ -8,7 +8,13 @@ import pytest
 import torch
 
 import reference
-from reference.interfaces import AttentionState, CommonAttentionMetadata, DecodeMetadata, PrefillMetadata
+from reference.interfaces import (
+    AttentionState,
+    CommonAttentionMetadata,
+    DecodeMetadata,
+    DecodeSchedule,
+    PrefillMetadata,
+)
 
 from .factories import (
     DIRECT,
@@ -454,6 +460,23 @@ def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
     wanted = "^metadata.max_query_len: expected a bound: 4 tokens of 2 requests, got 1$"
     with pytest.raises(ValueError, match=wanted):
         ops.mla_decode(torch.randn(4, 2, 8), torch.randn(4, 2, 2), cache, plan, 0.3)
+
+
+def test_decode_refuses_half_a_schedule(ops, plain_errors):
+    """One that plans nothing says how requests are cut; without programs there are no splits to count."""
+    plan = DecodeMetadata(integers(0)[:, None], integers(4), offsets([1]), 1, integers(4))
+    arguments = torch.randn(1, 2, 8), torch.randn(1, 2, 2), torch.randn(1, 4, 10), plan, 0.3
+    for schedule, wanted in (
+        (DecodeSchedule(), r"schedule.tile_ranges: expected \[programs, 5\] unless batch_invariant, got None"),
+        (DecodeSchedule(None, offsets([1]), True), "schedule.split_offsets: expected None without tile_ranges, got a"),
+        (
+            DecodeSchedule(integers(0, 0, 0, 1, 0).view(1, 5), None, True),
+            "schedule.split_offsets: expected a tensor, got NoneType",
+        ),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"^{wanted}"):
+            ops.mla_decode(*arguments, schedule)
+    assert ops.mla_decode(*arguments, DecodeSchedule(batch_invariant=True)).out.isfinite().all()
 
 
 def test_decode_takes_fewer_keys_than_queries(ops):

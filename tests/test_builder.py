@@ -10,7 +10,7 @@ import torch
 
 import fast
 import reference
-from reference.interfaces import CommonAttentionMetadata, MLAConfig, PathCosts, QueryLenSupport
+from reference.interfaces import CommonAttentionMetadata, DecodeSchedule, MLAConfig, PathCosts, QueryLenSupport
 
 from .factories import DIRECT, GARBAGE, assert_same_bits, integers, make_batch, offsets
 from .planning import batches, same
@@ -214,6 +214,7 @@ OPTIONS = {  # of a builder, beside the numbers that hypothesis draws
     "uniform": {"query_len_support": UNIFORM},
     "invariant": {"num_programs": 5, "batch_invariant": True},
     "many heads": {"config": MANY_HEADS, "num_programs": 3, "batch_invariant": True},
+    "unplanned": {"num_programs": 0, "batch_invariant": True},
 }
 
 
@@ -253,8 +254,11 @@ def test_builders_agree(lens, name, drafted, fast_build, programs):
     assert plans[0].num_decodes == sum(decodes(q, s) for q, s in zip(query_lens, seq_lens, strict=True))
     schedule, invariant = plans[0].schedule, options.get("batch_invariant", False)
     short = plans[0].num_decode_tokens > 0 and plans[0].decode.max_query_len <= threshold
-    assert (schedule is not None) == (options["num_programs"] > 0 and short and (invariant or not fast_build))
-    if schedule is not None:
+    planned = options["num_programs"] > 0 and short and (invariant or not fast_build)
+    assert (schedule is not None) == (planned or (invariant and plans[0].num_decode_tokens > 0))
+    if invariant and not planned and schedule is not None:
+        assert vars(schedule) == vars(DecodeSchedule(batch_invariant=True))
+    elif schedule is not None:
         heads = config.num_heads
         same(schedule, reference.plan_decode(plans[0].decode.seq_lens, options["num_programs"], heads,
                                              batch_invariant=invariant))  # fmt: skip
@@ -347,8 +351,6 @@ def test_early_refusals(ops, plain_errors):
 
 
 def test_builder_refuses(ops, plain_errors):
-    with pytest.raises(ValueError, match="^num_programs: expected at least 1 with batch_invariant, got 0$"):
-        make_builder(ops, batch_invariant=True)
     with pytest.raises(ValueError, match="^num_programs: expected an int >= 0 or a function, got -1$"):
         make_builder(ops, num_programs=-1)
     with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 15$"):

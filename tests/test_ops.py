@@ -37,12 +37,13 @@ def decode_samples(dtype: torch.dtype, latent: int, rope: int, heads: int) -> li
     batch = make_batch([1, 2, 0], [20, 33, 0])
     cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
-    schedule = fast.plan_decode(plan.seq_lens, 4, heads)
+    schedule, own = (fast.plan_decode(plan.seq_lens, 4, heads, batch_invariant=own) for own in (False, True))
     ql, q_pe = (torch.randn(3, heads, width).to(dtype) for width in (latent, rope))
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, 0.3, dtype,
          *cut, decode_backend(dtype, latent, rope))
-        for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False))
+        for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
+                    (own.tile_ranges, own.split_offsets, True))
     ]  # fmt: skip
 
 

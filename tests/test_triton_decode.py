@@ -1,35 +1,26 @@
 """The Triton decode kernel against the reference: keys split among programs, pages, masks, and values it must survive.
 
 On a GPU it runs compiled, at real widths; without one this file runs itself again in Triton's interpreter, at small
-ones.
+ones. What a schedule cuts has a file of its own.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
-import fast
 from reference.interfaces import AttentionState, DecodeMetadata
 
-from . import decode_inputs
 from .decode_inputs import SCALE, on_device, rising_inputs, schedule_of, verdict
 from .factories import GARBAGE, HEADS, assert_same_bits, far_heads, integers, offsets
+from .triton_decode_inputs import DTYPES, WIDTH, WIDTHS, launch, make_inputs
 from .triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
 
 if ON_GPU or INTERPRETED:
-    from fast.kernels.triton import decode, decode_merge
+    from fast.kernels.triton import decode
 
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter's bfloat16 products are garbage
-NARROW = {"narrow rope": (32, 8), "narrow": (8, 16)}
-WIDTHS = {"V3": (512, 64), "256+32": (256, 32), "no rope": (512, 0), "odd": (40, 24), **NARROW} if ON_GPU else {
-    "64+16": (64, 16), "32+32": (32, 32), "no rope": (32, 0), "odd": (24, 8), **NARROW
-}  # fmt: skip
-WIDTH = next(iter(WIDTHS.values()))  # Lkv, R
 LENS = {  # query lengths and lengths; 0 with a query is a padding row
     "one each": ([1, 1, 1], [1, 130, 67]),
     "page edges": ([1, 1, 1, 1], [63, 64, 65, 128]),
@@ -43,13 +34,6 @@ LENS = {  # query lengths and lengths; 0 with a query is a padding row
 @starts_interpreter
 def test_in_the_interpreter():
     run_in_interpreter(__file__)
-
-
-def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=WIDTH, block_size=64):
-    return decode_inputs.make_inputs(query_lens, seq_lens, heads, dtype, widths, block_size)
-
-
-launch = partial(decode_inputs.launch, decode) if ON_GPU or INTERPRETED else None
 
 
 def check_parity(*args, **options):
@@ -105,78 +89,6 @@ def test_splits(splits, monkeypatch):
 
 
 @runs
-@pytest.mark.parametrize(
-    "requests, heads, splits",
-    [(1, 4, 3), (1, 4, 20), (1, 4, 140), (2, 4, 20), (2, 4, 140), (1, 128, 3), (1, 128, 20), (1, 128, 70)],
-)
-def test_many_parts(requests, heads, splits):
-    """Each tile of the merge, and more parts than it takes at a time, against their sum in float64."""
-    latent, rows = 40, requests * heads
-    values = torch.randn(splits, rows, latent)
-    largest, totals = 5 * torch.randn(splits, rows), torch.rand(splits, rows) + 0.5
-    values[1], largest[1], totals[1] = 0, -torch.inf, 0  # a part that found nothing
-    out, lse = torch.empty(requests, heads, latent, device=DEVICE), torch.empty(heads, requests, device=DEVICE)
-    parts = values.flatten().to(DEVICE), torch.stack((largest, totals)).flatten().to(DEVICE)
-    decode_merge.merge_parts(*parts, offsets([1] * requests).to(DEVICE), 1, None, None, False, out, lse)
-    highest = largest.double().amax(0)
-    weights = torch.exp2(largest.double() - highest)
-    total = (totals * weights).sum(0)
-    wanted, most = (((part.double() * weights[:, :, None]).sum(0) / total[:, None]) for part in (values, values.abs()))
-    rounded = (splits + 16) * 2.0**-24  # of every sum and product a term goes through, exp2 and division included
-    assert ((out.flatten(0, 1).cpu() - wanted).abs() <= rounded * most).all()
-    wanted_lse = (highest + total.log2()) * math.log(2)
-    assert ((lse.T.flatten().cpu() - wanted_lse).abs() <= rounded * (1 + wanted_lse.abs())).all()
-
-
-@runs
-@pytest.mark.parametrize("batch_invariant", [False, True])
-@pytest.mark.parametrize(
-    "programs, dtype", [(1, DTYPES[-1]), (40, DTYPES[-1]), *((3, dtype) for dtype in DTYPES)], ids=str
-)
-def test_scheduled(programs, batch_invariant, dtype):
-    """Requests cut anywhere, whole requests between two cuts, idle programs, rows without keys or without queries."""
-    lens = [0, 1100, 70, 9, 0, 300, 64, 33, 0], [1, 1, 2, 3, 2, 1, 0, 1, 1]
-    for heads, overhead in ((4, 0), (40, 5)):
-        inputs = make_inputs(lens[1], lens[0], heads, dtype)
-        schedule = schedule_of(inputs[3], heads, programs, batch_invariant, overhead)
-        verdict(launch(*inputs, schedule=schedule), *inputs)
-
-
-@runs
-@pytest.mark.parametrize("block_size", [16, 48, 128])
-@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
-def test_scheduled_shapes(widths, block_size):
-    inputs = make_inputs([1, 2], [300, 131], 4, DTYPES[-1], widths, block_size=block_size)
-    verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, 3, overhead=1)), *inputs)
-
-
-@runs
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant"])
-def test_in_parts(cut, dtype, monkeypatch):
-    """In two steps the bits of one: the LSE stand after the first, and the second leaves them alone."""
-    ql, q_pe, cache, plan = make_inputs([1, 2, 0, 1], [150, 70, 0, 3], 4, dtype)
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
-    schedule = None
-    if cut in ("scheduled", "batch-invariant"):
-        schedule = on_device(schedule_of(plan, 4, 3, cut == "batch-invariant", 1))
-    wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
-    plan = on_device(plan)
-    cutting = (None, None, False)
-    if schedule is not None:
-        cutting = (schedule.tile_ranges, schedule.split_offsets, schedule.batch_invariant)
-    out, lse, *parts = decode.mla_decode_parts(
-        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), plan.block_table, plan.seq_lens, plan.query_start_loc,
-        plan.visible_lens, plan.max_query_len, SCALE, dtype, *cutting,
-    )  # fmt: skip
-    assert (parts[0].numel() > 0) == (cut != "whole")
-    assert_same_bits(lse.cpu(), wanted.lse.cpu())
-    decode_merge.merge_decode_parts(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cutting)
-    assert_same_bits(out.cpu(), wanted.out.cpu())
-    assert_same_bits(lse.cpu(), wanted.lse.cpu())
-
-
-@runs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
 def test_rising_scores(cut, dtype, monkeypatch):
@@ -188,49 +100,6 @@ def test_rising_scores(cut, dtype, monkeypatch):
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
     schedule = schedule_of(inputs[3], heads, 3) if cut == "scheduled" else None
     verdict(launch(*inputs, schedule=schedule), *inputs)
-
-
-@runs
-def test_nothing_but_padding_is_scheduled():
-    inputs = make_inputs([1, 2], [0, 0], 4, DTYPES[-1])
-    for batch_invariant in (False, True):
-        verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, 3, batch_invariant)), *inputs)
-
-
-@runs
-def test_batch_invariance():
-    """Pitfall 19: what stands beside a request changes no bit of its result, under that schedule.
-
-    Few and many parts, few and many programs for them, and neighbours with more query tokens.
-    """
-    lens, query_lens = [1100, 70, 5200, 64], [1, 1, 1, 2]
-    ql, q_pe, cache, plan = make_inputs(query_lens, lens, 16, DTYPES[-1], next(iter(NARROW.values())))
-    for request in range(4):
-        first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
-        one = replace(
-            plan, block_table=plan.block_table[request : request + 1], seq_lens=plan.seq_lens[request : request + 1],
-            query_start_loc=integers(0, last - first), max_query_len=query_lens[request],
-            visible_lens=plan.visible_lens[first:last],
-        )  # fmt: skip
-        for programs in (3, 40):
-            alone = launch(ql[first:last], q_pe[first:last], cache, one, schedule=schedule_of(one, 16, programs, True))
-            beside = launch(ql, q_pe, cache, plan, schedule=schedule_of(plan, 16, programs - 1, True))
-            assert torch.equal(beside.out[first:last], alone.out)
-            assert torch.equal(beside.lse[:, first:last], alone.lse)
-
-
-@runs
-@pytest.mark.parametrize("length", [5000, 2**31 - 1])
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_lengths_beyond_the_table(batch_invariant, length):
-    """A length that the table cannot hold is read as far as the table goes, and harms no neighbour."""
-    for readable in (64, 1152):  # a page, and all of the table: more than one split
-        ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, readable, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
-        far = replace(plan, seq_lens=integers(1100, length, 70))
-        # by the fast wing: the reference walks 2^25 tiles one by one
-        schedule = fast.plan_decode(far.seq_lens, 5, 4, batch_invariant=batch_invariant)
-        state = launch(ql, q_pe, cache, far, schedule=schedule)
-        verdict(state, ql, q_pe, cache, plan)  # that request still sees as many keys as `visible_lens` says
 
 
 @runs
@@ -354,24 +223,6 @@ def test_query_offsets_out_of_range(starts):
     """They are clamped to the tokens: nothing outside the queries is read, nothing outside the result written."""
     ql, q_pe, cache, plan = make_inputs([8], [40], 40)
     assert launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts))).out.shape == ql.shape
-
-
-@runs
-@pytest.mark.parametrize("splits", [0, 2])
-@pytest.mark.parametrize("starts", [(2, -536870913), (1, -(2**31)), (-(2**31), 8), (0, 2**31 - 1), (2, 1)], ids=str)
-def test_merge_of_query_offsets_out_of_range(starts, splits):
-    """Of a request without keys and of one in parts: nothing beyond the tokens is written."""
-    tokens, latent, spare = 2, 24, 64
-    for heads in (1, 4):
-        whole = torch.full(((tokens + spare) * heads * latent,), torch.nan, device=DEVICE)
-        own_lse = torch.full(((tokens + spare) * heads,), torch.nan, device=DEVICE)
-        out, lse = whole[: tokens * heads * latent].view(tokens, heads, latent), own_lse[: tokens * heads]
-        parts = torch.ones(3 * tokens * heads * latent), torch.ones(2 * 3 * tokens * heads)
-        cut = torch.zeros(1, 5, dtype=torch.int32), integers(0, splits)
-        arguments = (*parts, integers(*starts), tokens, *cut)
-        decode_merge.merge_parts(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments), False, out,
-                                 lse.view(heads, tokens))  # fmt: skip
-        assert whole[out.numel() :].isnan().all() and own_lse[lse.numel() :].isnan().all()
 
 
 @runs

@@ -200,6 +200,10 @@ def check_decode(
 def check_schedule(schedule: DecodeSchedule, num_requests: int, device: torch.device) -> None:
     """Shapes, dtypes and devices of a decode schedule; reads no values."""
     int32 = (torch.int32,)
+    if schedule.tile_ranges is None:
+        check(schedule.batch_invariant, "schedule.tile_ranges", "[programs, 5] unless batch_invariant", None)
+        check(schedule.split_offsets is None, "schedule.split_offsets", "None without tile_ranges", "a tensor")
+        return
     check_tensor("schedule.tile_ranges", schedule.tile_ranges, ("programs", 5), int32, device)
     check(schedule.tile_ranges.shape[0] >= 1, "schedule.tile_ranges", "at least one program", 0)
     check_tensor("schedule.split_offsets", schedule.split_offsets, (num_requests + 1,), int32, device)
@@ -394,7 +398,6 @@ def check_graph_sizes(
     max_blocks: int,
     query_len: int,
     num_programs: int,
-    batch_invariant: bool,
 ) -> None:
     """Check what a decode graph is made for."""
     sizes = list(batch_sizes)
@@ -402,8 +405,7 @@ def check_graph_sizes(
           sizes)  # fmt: skip
     for name, value in (("block_size", block_size), ("max_blocks", max_blocks), ("query_len", query_len)):
         check(is_positive_int(value), name, "a positive int", value)
-    check(num_programs >= (1 if batch_invariant else 0), "num_programs",
-          "at least 1 with batch_invariant" if batch_invariant else "an int >= 0", num_programs)  # fmt: skip
+    check(num_programs >= 0, "num_programs", "an int >= 0", num_programs)
 
 
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from .checks import check, is_positive_int
 from .config import MLAConfig, QueryLenSupport
 
 DECODE_TILE = 64  # keys in a tile of the decode schedule, whatever the page
+FOLD_OVERHEAD = 2  # tiles: what a split costs a program under `batch_invariant`, besides what its request costs
 LAYOUTS = {  # physical order of the logical axes [layers, blocks, block_size, head_size]
     "layers_first": (0, 1, 2, 3),  # each layer's cache in one piece
     "blocks_first": (1, 0, 2, 3),  # all layers of a block side by side: one piece to send or to swap
@@ -102,27 +103,48 @@ def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_
     return 1 if query_len_support is QueryLenSupport.SINGLE_ONLY else 1 + num_speculative_tokens
 
 
-def invariant_split_tiles(num_tiles: int, num_heads: int) -> int:
-    """Tiles of a split under `batch_invariant`, from the request's own length and N alone.
+class InvariantCut(NamedTuple):
+    """How requests are cut under `batch_invariant`.
 
-    16 tiles (1024 keys) up to 8 splits, then 8 splits up to 32 tiles each, then 32 tiles up to `max_invariant_splits`.
+    Attributes:
+        least: tiles of a split at least, even.
+        even: splits up to which all have so many.
+        most: tiles up to which they then grow, at that number of splits, even.
+        splits: of a request at most; beyond, they grow again.
+    """
+
+    least: int
+    even: int
+    most: int
+    splits: int
+
+
+def invariant_cut(num_heads: int) -> InvariantCut:
+    """The cut of requests with so many heads.
+
+    Raises:
+        ValueError: a number of heads below 1.
+    """
+    check(is_positive_int(num_heads), "num_heads", "a positive int", num_heads)
+    return InvariantCut(4, 32, 16, 128) if num_heads <= 16 else InvariantCut(16, 8, 32, 64)
+
+
+def invariant_split_tiles(num_tiles: int, num_heads: int) -> int:
+    """Tiles of a split under `batch_invariant`, from the request's own length and N alone; an even number.
 
     Raises:
         ValueError: a number of tiles below 0, or of heads below 1.
     """
     check(num_tiles >= 0, "num_tiles", "an int >= 0", num_tiles)
-    check(is_positive_int(num_heads), "num_heads", "a positive int", num_heads)
-    return max(16, min(32, -(-num_tiles // 8)), -(-num_tiles // max_invariant_splits(num_heads)))
+    cut = invariant_cut(num_heads)
+    tiles = max(cut.least, min(cut.most, -(-num_tiles // cut.even)), -(-num_tiles // cut.splits))
+    return tiles + tiles % 2  # kernels take them in pairs
 
 
 def most_invariant_splits(num_tiles: int, num_heads: int) -> int:
     """Most splits of any request of at most so many tiles under `batch_invariant`; at least 1."""
-    return max(1, min(8, -(-num_tiles // 16)), min(max_invariant_splits(num_heads), -(-num_tiles // 32)))
-
-
-def max_invariant_splits(num_heads: int) -> int:
-    """Most splits of a request under `batch_invariant`; fewer where a part has more rows than one program takes."""
-    return 64 if num_heads <= 64 else 32
+    cut = invariant_cut(num_heads)
+    return max(1, min(cut.even, -(-num_tiles // cut.least)), min(cut.splits, -(-num_tiles // cut.most)))
 
 
 def piece_overhead(num_heads: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.interfaces import DECODE_TILE, max_invariant_splits
+from reference.interfaces import DECODE_TILE, FOLD_OVERHEAD, InvariantCut, invariant_cut
 
 
 def plan_decode(
@@ -15,8 +15,8 @@ def plan_decode(
     requests = seq_lens.shape[0]
     tiles = (seq_lens.long() + (DECODE_TILE - 1)) // DECODE_TILE
     cut = _cut_by_length if batch_invariant else _cut_by_program
-    limit = max_invariant_splits(num_heads)
-    columns, splits = cut(tiles, num_programs, fixed_overhead, limit) if requests else (None, tiles)
+    own = invariant_cut(num_heads)
+    columns, splits = cut(tiles, num_programs, fixed_overhead, own) if requests else (None, tiles)
     idle = torch.tensor([requests, requests - 1, 0, 0, 0], device=seq_lens.device).expand(num_programs, 5)
     if columns is None:
         ranges = idle
@@ -27,7 +27,7 @@ def plan_decode(
     return ranges.to(torch.int32).contiguous(), offsets.to(torch.int32)
 
 
-def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: int):
+def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: InvariantCut):
     """Programs cut the line where it falls. Returns (works, five columns), and the splits of each request."""
     ends = torch.where(tiles > 0, tiles + overhead, 0).cumsum(0)
     first_tile_at = ends - tiles  # place of each request's first tile; an empty one has that of the next request's
@@ -47,18 +47,21 @@ def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: int):
     return (works, first, last, first_tile, last_tile, first_split), splits * (tiles > 0)
 
 
-def _cut_by_length(tiles: Tensor, num_programs: int, overhead: int, most_splits: int):
+def _cut_by_length(tiles: Tensor, num_programs: int, overhead: int, own: InvariantCut):
     """Requests are cut by their own length; a program takes the splits that start in its piece of the line."""
-    split_tiles = torch.maximum(((tiles + 7) // 8).clamp_(16, 32), (tiles + (most_splits - 1)) // most_splits)
+    grown = ((tiles + (own.even - 1)) // own.even).clamp_(own.least, own.most)
+    split_tiles = torch.maximum(grown, (tiles + (own.splits - 1)) // own.splits)
+    split_tiles += split_tiles % 2
     splits = (tiles + split_tiles - 1) // split_tiles
-    lengths = tiles + splits * overhead
+    split_overhead = min(overhead, FOLD_OVERHEAD)
+    lengths = tiles + splits * split_overhead + (tiles > 0) * (overhead - split_overhead)
     ends, split_ends = lengths.cumsum(0), splits.cumsum(0)
-    starts, split_starts = ends - lengths, split_ends - splits
+    starts, split_starts = ends - lengths + (overhead - split_overhead), split_ends - splits
     total, last_request = int(ends[-1]), tiles.shape[0] - 1
     piece = max(1, -(-total // num_programs))
     bounds = torch.arange(num_programs + 1, device=tiles.device) * piece
     request = torch.searchsorted(ends, bounds, right=True).clamp_(max=last_request)
-    stride = split_tiles[request] + overhead
+    stride = split_tiles[request] + split_overhead
     number = ((bounds - starts[request] + stride - 1) // stride).clamp_(min=0)
     first_splits = split_starts[request] + torch.minimum(number, splits[request])  # of all, that start from there on
     low, high = first_splits[:-1], first_splits[1:]

@@ -15,7 +15,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from reference.interfaces import DECODE_TILE, check, max_invariant_splits, most_invariant_splits
+from reference.interfaces import (
+    DECODE_TILE,
+    check,
+    invariant_cut,
+    invariant_split_tiles,
+    most_invariant_splits,
+)
 
 from ..triton.decode_merge import merge_parts, rows_of_a_request
 from ..triton.device import device_facts
@@ -34,6 +40,7 @@ LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multi
 COSTS_NS = {"few": (1500, 1, 5000), "many": (2000, 4, 6500)}
 MEMORY_TILE_NS = 17
 MERGE_NS, MERGED_ROW_NS = 3000, 1.5
+FOLD_NS = 3000  # of a split into those before it
 
 
 def mla_decode(
@@ -64,10 +71,10 @@ def mla_decode(
         max_query_len: bounds the rows of a request.
         softmax_scale: multiplies the scores.
         out_dtype: of out.
-        tile_ranges: [programs, 5] of a schedule, or None: every request is then cut into equally many parts, as many as
-            suit the width of the block table.
+        tile_ranges: [programs, 5] of a schedule, or None: every request is then shared among equally many programs, as
+            many as suit the width of the block table.
         split_offsets: [B + 1] of that schedule.
-        batch_invariant: it cuts requests by their own length.
+        batch_invariant: requests are cut by their own length, whoever takes the splits.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -136,47 +143,51 @@ def _attend(
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)
 
+    keys = table_width * block_size
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
-    # a neighbour's query length must not change how a request's rows are computed
-    program_rows = rows_of_a_program(heads if batch_invariant else request_rows)
+    program_rows = rows_of_a_program(request_rows)
+    if batch_invariant:  # no neighbour's query length may change which kernel takes a request's rows
+        program_rows = rows_of_a_program(heads)
     processors = device_facts(device).processors
-    if tile_ranges is None:
-        program_rows = _rows_where_alone(program_rows, requests, request_rows, table_width * block_size, processors)
+    if tile_ranges is None and not batch_invariant:
+        program_rows = _rows_where_alone(program_rows, requests, request_rows, keys, processors)
     row_blocks = triton.cdiv(request_rows, program_rows)
-    programs, num_splits, num_slots, max_splits, request_slots = 0, 1, 0, 0, 0
+    programs, num_splits, num_slots = 0, 1, 0
     if tile_ranges is not None:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
         programs = tile_ranges.shape[0] * row_blocks
         num_slots = requests + tile_ranges.shape[0]  # every program leaves at most one request unfinished
-        if batch_invariant:
-            max_splits = max_invariant_splits(heads)
-            widest = triton.cdiv(table_width * block_size, DECODE_TILE)
-            request_slots = most_invariant_splits(widest, heads)
-            num_slots = requests * request_slots
+    if batch_invariant:
+        most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads)
+        if tile_ranges is None:
+            pieces, rows = requests * row_blocks, requests * request_rows
+            num_splits = _num_runs(pieces, rows, keys, heads, program_rows, processors)
+            programs = min(processors, requests * num_splits * row_blocks)
+        num_slots = requests * most_splits if tile_ranges is not None or num_splits > 1 else 0
+    if tile_ranges is not None or batch_invariant:
         part_rows = num_slots * request_rows
     else:
-        num_splits = _num_splits(
-            requests * row_blocks, tokens * heads, table_width * block_size, program_rows, row_blocks, processors
-        )
+        num_splits = _num_splits(requests * row_blocks, tokens * heads, keys, program_rows, row_blocks, processors)
         programs = min(processors, requests * num_splits * row_blocks)
         num_slots = num_splits
         part_rows = num_splits * tokens * heads if num_splits > 1 else 0
-    part_out = torch.empty(part_rows * latent, dtype=torch.float32, device=device)
-    part_lse = torch.empty(2 * part_rows, dtype=torch.float32, device=device)
-
     few = program_rows < MANY_ROWS
+    kept_rows = programs * program_rows if batch_invariant and program_rows > FEW_ROWS[0] else 0  # between splits
+    progress = 2 * requests if batch_invariant else 0
+    part_out = torch.empty((part_rows + kept_rows) * latent, dtype=torch.float32, device=device)
+    part_lse = torch.empty(2 * part_rows + progress, dtype=torch.float32, device=device)
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope)
     arguments = (
         ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
         visible_lens.contiguous(), seq_lens if tile_ranges is None else tile_ranges,
         seq_lens if split_offsets is None else split_offsets, out, lse, part_out, part_lse,
-        tokens, num_blocks, requests, table_width, num_splits, row_blocks, request_rows, request_slots, num_slots,
-        max(softmax_scale, LEAST_SCALE) / math.log(2),
+        tokens, num_blocks, requests, table_width, num_splits, row_blocks, request_rows, num_slots,
+        *invariant_cut(heads), max(softmax_scale, LEAST_SCALE) / math.log(2),
         *latent_strides, *rope_strides, *block_table.stride(),
     )  # fmt: skip
     constants = {
-        "HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size, "MAX_SPLITS": max_splits,
-        "SCHEDULED": tile_ranges is not None, "SPLIT": num_splits > 1,
+        "HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size, "BY_LENGTH": batch_invariant,
+        "SCHEDULED": tile_ranges is not None, "SPLIT": num_splits > 1 and not batch_invariant,
     }  # fmt: skip
     with torch.cuda.device_of(ql_nope):
         if few:
@@ -261,6 +272,32 @@ def _num_splits(pieces: int, rows: int, keys: int, program_rows: int, row_blocks
         return turns * (piece_ns + split_tiles * max(tile_ns, memory_ns)) + merge_ns
 
     return min(range(1, max(1, min(triton.cdiv(tiles, step), 2 * processors)) + 1), key=cost)
+
+
+@functools.lru_cache(maxsize=4096)
+def _num_runs(pieces: int, rows: int, keys: int, heads: int, program_rows: int, processors: int) -> int:
+    """Over how many programs to spread each request's splits, where its own length cuts it; the least that costs least.
+
+    Args:
+        pieces: of one run: requests by blocks of rows.
+        rows: of all requests.
+        keys: of the longest request.
+        heads: N.
+        program_rows: rows that a program computes at a time.
+        processors: of the device.
+    """
+    tiles = max(1, triton.cdiv(keys, DECODE_TILE))
+    split_tiles = invariant_split_tiles(tiles, heads)
+    splits = triton.cdiv(tiles, split_tiles)
+    tile_ns, _, piece_ns = COSTS_NS["many" if program_rows == MANY_ROWS else "few"]
+
+    def cost(runs: int) -> int | float:
+        taken = triton.cdiv(splits, runs)
+        merge_ns = MERGE_NS + MERGED_ROW_NS * (splits - taken + 1) * rows if taken < splits else 0
+        run_ns = piece_ns + taken * (split_tiles * tile_ns + FOLD_NS)
+        return triton.cdiv(pieces * runs, processors) * run_ns + merge_ns
+
+    return min(range(1, splits + 1), key=cost)
 
 
 def _page_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:

@@ -31,6 +31,7 @@ from .pieces import (
     rows_of,
     seek,
     slot_of,
+    split_tiles_of,
     tiles_of,
     write_note,
 )
@@ -38,6 +39,7 @@ from .rows_and_pages import (
     LEAST,
     LN_2,
     ask_queries,
+    fold_shares,
     load_columns,
     page_of,
     pages_held,
@@ -48,6 +50,7 @@ from .rows_and_pages import (
 )
 
 STAGES = gl.constexpr(2)
+KEPT_ROWS = gl.constexpr(16)  # whose values shared memory keeps between splits
 
 
 @gluon.jit
@@ -97,12 +100,12 @@ def _write_whole(
 @no_type_check
 def _write_part(
     state, where, results, scale_log2, slot, num_slots, ROWS: gl.constexpr, LATENT: gl.constexpr,
-    TRANSPOSED: gl.constexpr, SCHEDULED: gl.constexpr,
+    TRANSPOSED: gl.constexpr, OF_REQUEST: gl.constexpr,
 ):  # fmt: skip
     """Parts of rows for the merge."""
     largest, total, values = state
     _, _, part_out, part_lse = results
-    row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(0, TRANSPOSED), SCHEDULED)
+    row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(0, TRANSPOSED), OF_REQUEST)
     gl.store(part_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
     gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real)
     columns = gl.arange(0, LATENT, gl.SliceLayout(1, TRANSPOSED))
@@ -111,25 +114,63 @@ def _write_part(
 
 @gluon.jit
 @no_type_check
-def _consume(
-    inputs, cut, results, sizes, strides, shared, bars,
-    ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+def _based_on_two(state, scale_log2):
+    """A state with its largest scores in base 2, -inf where nothing was seen."""
+    largest, total, values = state
+    return gl.where(total == 0, float("-inf"), largest * scale_log2), total, values
+
+
+@gluon.jit
+@no_type_check
+def _kept_at(kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Where values are kept that shared memory has no room for, in squares of 8 by 8, as the threads have them."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, TRANSPOSED))
+    column = gl.arange(0, LATENT, gl.SliceLayout(1, TRANSPOSED))
+    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENT)
+    return place + (column * 8)[:, None] + (row // 8 * (8 * LATENT) + row % 8)[None, :]
+
+
+@gluon.jit
+@no_type_check
+def _folded(state, kept, kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """What was kept of the splits before, and a state, as one."""
+    largest, total, values = state
+    rows_kept, values_shared = kept
+    ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
+    largest, old, new = fold_shares(rows_kept.index(0).load(ROW), largest)
+    total = gl.fma(rows_kept.index(1).load(ROW), old, total * new)
+    if ROWS == KEPT_ROWS:
+        before = values_shared.load(TRANSPOSED)
+    else:
+        before = gl.load(_kept_at(kept_values, ROWS, LATENT, TRANSPOSED))
+    return largest, total, gl.fma(before, old[None, :], values * new[None, :])
+
+
+@gluon.jit
+@no_type_check
+def _keep(state, kept, kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, TRANSPOSED: gl.constexpr):
+    """Keep a state for the next split of the run."""
+    largest, total, values = state
+    rows_kept, values_shared = kept
+    rows_kept.index(0).store(largest)
+    rows_kept.index(1).store(total)
+    if ROWS == KEPT_ROWS:
+        values_shared.store(values)
+    else:
+        gl.store(_kept_at(kept_values, ROWS, LATENT, TRANSPOSED), values)
+
+
+@gluon.jit
+@no_type_check
+def _attend_tiles(
+    begin, stop, end, plain, seen, tiles_shared, q_latent, q_rope, weights_shared, bars, step, scale_log2,
+    ROWS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
-    """The one warp group that computes."""
-    ql_nope, q_pe, block_table, _, _, visible_lens = inputs
-    num_slots = cut[4]
-    num_blocks, scale_log2 = sizes[1], sizes[6]
-    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
-        strides
-    )
-    q_latent, q_rope, k_latent, k_rope, weights_shared, notes = shared
-    full, free, begun, noted = bars
-    queries = (
-        ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride
-    )  # fmt: skip
+    """The tiles [begin, stop) of a piece that ends at tile `end`: the state, and the tiles of all pieces counted on."""
+    visible, length, table_row, table_stride, num_blocks = seen
+    k_latent, k_rope = tiles_shared
+    full, free, _, _ = bars
     dtype: gl.constexpr = k_latent.dtype
-    TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
     NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -137,6 +178,71 @@ def _consume(
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
     KEY: gl.constexpr = gl.SliceLayout(1, TRANSPOSED)
+    largest = gl.full([ROWS], LEAST, gl.float32, ROW)
+    totals = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
+    values = warpgroup_mma_init(gl.zeros([LATENT, ROWS], gl.float32, TRANSPOSED))
+    for tile in range(begin, stop):
+        stage = step % STAGES
+        phase = (step // STAGES) & 1
+        zero = step >> 30  # the compiler must not see that this is 0: it would keep the queries' addresses
+        k_tile = k_latent.index(stage * BUFFERS)._reinterpret(dtype, [TILE, LATENT], TILE_SHARED)
+        values = warpgroup_mma_wait(0, deps=[values])
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=tile > begin)
+        mbarrier.wait(full.index(stage), phase)
+        scores = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
+        scores = warpgroup_mma(k_tile, q_latent.index(zero).permute([1, 0]), scores, use_acc=False, is_async=True)
+        if ROPE > 0:
+            rope_tile = k_rope.index(stage * ROPE_BUFFERS)._reinterpret(dtype, [TILE, ROPE], ROPE_SHARED)
+            scores = warpgroup_mma(rope_tile, q_rope.index(zero).permute([1, 0]), scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        if tile >= plain:
+            key = tile * TILE + gl.arange(0, TILE, KEY)
+            page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < length, other=-1)
+            held_keys = (page >= 0) & (page < num_blocks) & (key < end * TILE)
+            scores = gl.where(held_keys[:, None] & (key[:, None] < visible[None, :]), scores, float("-inf"))
+            if (tile + 1) * TILE > length:  # nobody owns those bytes, and 0 * NaN is NaN
+                own = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, NARROW))
+                for column in gl.static_range(0, LATENT, 64):
+                    part = k_tile.slice(column, 64, dim=1)
+                    part.store(gl.where((own < length)[:, None], part.load(NARROW), 0.0))
+        new_largest = gl.maximum(largest, gl.max(scores, 0))
+        weights = gl.exp2(scores * scale_log2 - shift_of(new_largest, scale_log2)[None, :])
+        decay = gl.exp2((largest - new_largest) * scale_log2)
+        largest = new_largest
+        totals = totals * decay[None, :] + weights
+        weights_shared.index(zero).store(weights.to(dtype))
+        fence_async_shared()
+        partition_barrier()
+        values = values * decay[None, :]
+        values = warpgroup_mma(k_tile.permute([1, 0]), weights_shared.index(zero), values, is_async=True)
+        step += 1
+    values = warpgroup_mma_wait(0, deps=[values])
+    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=begin < stop)
+    return (largest, gl.sum(totals, 0), values), step
+
+
+@gluon.jit
+@no_type_check
+def _consume(
+    inputs, cut, results, sizes, strides, shared, bars,
+    ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+):  # fmt: skip
+    """The one warp group that computes."""
+    ql_nope, q_pe, block_table, _, _, visible_lens = inputs
+    num_slots = cut[3]
+    num_blocks, scale_log2 = sizes[1], sizes[6]
+    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
+        strides
+    )
+    q_latent, q_rope, k_latent, k_rope, weights_shared, kept, notes = shared
+    tiles_shared = (k_latent, k_rope)
+    _, _, begun, noted = bars
+    queries = (
+        ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride
+    )  # fmt: skip
+    TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
 
     step = 0  # tiles of all pieces
     piece = 0
@@ -148,6 +254,7 @@ def _consume(
         request, length, begin, stop = tiles_of(note)
         table_row = block_table + request.to(gl.int64) * table_row_stride
         visible = gl.minimum(visible, length)
+        seen = (visible, length, table_row, table_stride, num_blocks)
         plain = gl.maximum(gl.min(visible, 0), 0) // TILE  # tiles that all rows see whole
         end_key = gl.minimum(stop * TILE, length)
         held = pages_held(pages, begin, end_key, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
@@ -156,70 +263,70 @@ def _consume(
         fence_async_shared()
         mbarrier.arrive(begun)
 
-        largest = gl.full([ROWS], LEAST, gl.float32, ROW)
-        totals = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
-        values = warpgroup_mma_init(gl.zeros([LATENT, ROWS], gl.float32, TRANSPOSED))
-        for tile in range(begin, stop):
-            stage = step % STAGES
-            phase = (step // STAGES) & 1
-            zero = step >> 30  # the compiler must not see that this is 0: it would keep the queries' addresses
-            k_tile = k_latent.index(stage * BUFFERS)._reinterpret(dtype, [TILE, LATENT], TILE_SHARED)
-            values = warpgroup_mma_wait(0, deps=[values])
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=tile > begin)
-            mbarrier.wait(full.index(stage), phase)
-            scores = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
-            scores = warpgroup_mma(k_tile, q_latent.index(zero).permute([1, 0]), scores, use_acc=False, is_async=True)
-            if ROPE > 0:
-                rope_tile = k_rope.index(stage * ROPE_BUFFERS)._reinterpret(dtype, [TILE, ROPE], ROPE_SHARED)
-                scores = warpgroup_mma(rope_tile, q_rope.index(zero).permute([1, 0]), scores, is_async=True)
-            scores = warpgroup_mma_wait(0, deps=[scores])
-            if tile >= plain:
-                key = tile * TILE + gl.arange(0, TILE, KEY)
-                page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < length, other=-1)
-                held_keys = (page >= 0) & (page < num_blocks) & (key < stop * TILE)
-                scores = gl.where(held_keys[:, None] & (key[:, None] < visible[None, :]), scores, float("-inf"))
-                if (tile + 1) * TILE > length:  # nobody owns those bytes, and 0 * NaN is NaN
-                    own = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, NARROW))
-                    for column in gl.static_range(0, LATENT, 64):
-                        part = k_tile.slice(column, 64, dim=1)
-                        part.store(gl.where((own < length)[:, None], part.load(NARROW), 0.0))
-            new_largest = gl.maximum(largest, gl.max(scores, 0))
-            weights = gl.exp2(scores * scale_log2 - shift_of(new_largest, scale_log2)[None, :])
-            decay = gl.exp2((largest - new_largest) * scale_log2)
-            largest = new_largest
-            totals = totals * decay[None, :] + weights
-            weights_shared.index(zero).store(weights.to(dtype))
-            fence_async_shared()
-            partition_barrier()
-            values = values * decay[None, :]
-            values = warpgroup_mma(k_tile.permute([1, 0]), weights_shared.index(zero), values, is_async=True)
-            step += 1
-        values = warpgroup_mma_wait(0, deps=[values])
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=begin < stop)
-        state = (largest, gl.sum(totals, 0), values)
-        mbarrier.wait(noted, (piece + 1) & 1)
-        note = read_note(notes, piece + 1)
-        # another part of the same request has the same queries; but for cuts by length few programs have two in turn
-        asked = (note[0] >= 0) & (note[0] != request) if MAX_SPLITS > 0 else note[0] >= 0
-        visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
-        written = read_note(notes, piece)
-        where, slot = rows_of(written, sizes, HEADS), slot_of(written)
-        if SCHEDULED:
-            if slot < 0:
+        if BY_LENGTH:
+            # split by split; the outcome of each waits for the next one's, or is a part by itself (`pieces`)
+            split_begin, split_stop = begin, gl.minimum(begin + split_tiles_of(note), stop)
+            running = split_begin >= 0
+            while running:
+                running = split_stop < stop
+                state, step = _attend_tiles(
+                    split_begin, split_stop, stop, plain, seen, tiles_shared, q_latent, q_rope, weights_shared, bars,
+                    step, scale_log2, ROWS, LATENT, ROPE, BLOCK_SIZE, TRANSPOSED,
+                )  # fmt: skip
+                state = _based_on_two(state, scale_log2)
+                kept_values = results[2] + num_slots.to(gl.int64) * sizes[5] * LATENT  # behind all parts
+                if (begin == 0) & (split_begin > 0):
+                    state = _folded(state, kept, kept_values, ROWS, LATENT, TRANSPOSED)
+                if not running:
+                    mbarrier.wait(noted, (piece + 1) & 1)
+                # asked anew: registers that are held through a split are dear
+                written, following = read_note(notes, piece), read_note(notes, piece + 1)
+                asked = (split_stop >= stop) & (following[0] >= 0)
+                where, slot = rows_of(written, sizes, HEADS), slot_of(written)
+                if running & (begin == 0):
+                    _keep(state, kept, kept_values, ROWS, LATENT, TRANSPOSED)
+                elif running | (slot >= 0):
+                    _ask(following, asked, queries, sizes, ROWS, HEADS, ROPE)
+                    # of a run that folds the first slot, else each split's own
+                    slot += gl.where(begin == 0, 0, (split_begin - begin) // split_tiles_of(written))
+                    _write_part(state, where, results, 1.0, slot, num_slots, ROWS, LATENT, TRANSPOSED, True)
+                else:
+                    _write_whole(
+                        state, where, results, 1.0, following, asked, queries, sizes, ROWS, HEADS, LATENT, ROPE,
+                        TRANSPOSED,
+                    )  # fmt: skip
+                split_begin = split_stop
+                split_stop = gl.minimum(split_stop + split_tiles_of(written), stop)
+            note = read_note(notes, piece + 1)
+            visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
+        else:
+            state, step = _attend_tiles(
+                begin, stop, stop, plain, seen, tiles_shared, q_latent, q_rope, weights_shared, bars, step, scale_log2,
+                ROWS, LATENT, ROPE, BLOCK_SIZE, TRANSPOSED,
+            )  # fmt: skip
+            mbarrier.wait(noted, (piece + 1) & 1)
+            note = read_note(notes, piece + 1)
+            asked = note[0] >= 0
+            visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
+            written = read_note(notes, piece)
+            where, slot = rows_of(written, sizes, HEADS), slot_of(written)
+            if SCHEDULED:
+                if slot < 0:
+                    _write_whole(
+                        state, where, results, scale_log2, note, asked, queries, sizes, ROWS, HEADS, LATENT, ROPE,
+                        TRANSPOSED,
+                    )  # fmt: skip
+                else:
+                    _ask(note, asked, queries, sizes, ROWS, HEADS, ROPE)
+                    _write_part(state, where, results, scale_log2, slot, num_slots, ROWS, LATENT, TRANSPOSED, True)
+            elif SPLIT:
+                _ask(note, asked, queries, sizes, ROWS, HEADS, ROPE)
+                _write_part(state, where, results, scale_log2, slot, num_slots, ROWS, LATENT, TRANSPOSED, False)
+            else:
                 _write_whole(
                     state, where, results, scale_log2, note, asked, queries, sizes, ROWS, HEADS, LATENT, ROPE,
                     TRANSPOSED,
                 )  # fmt: skip
-            else:
-                _ask(note, asked, queries, sizes, ROWS, HEADS, ROPE)
-                _write_part(state, where, results, scale_log2, slot, num_slots, ROWS, LATENT, TRANSPOSED, True)
-        elif SPLIT:
-            _ask(note, asked, queries, sizes, ROWS, HEADS, ROPE)
-            _write_part(state, where, results, scale_log2, slot, num_slots, ROWS, LATENT, TRANSPOSED, False)
-        else:
-            _write_whole(
-                state, where, results, scale_log2, note, asked, queries, sizes, ROWS, HEADS, LATENT, ROPE, TRANSPOSED
-            )
         piece += 1
 
 
@@ -228,20 +335,20 @@ def _consume(
 def _produce(
     inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars,
     ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr,
 ):  # fmt: skip
     """One warp fetches tiles into the ring, and notes the pieces for the group that computes."""
     _, _, block_table, seq_lens, query_start_loc, _ = inputs
     num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
     _, _, _, _, table_row_stride, table_stride = strides
-    _, _, k_latent, k_rope, _, notes = shared
+    _, _, k_latent, k_rope, _, _, notes = shared
     full, free, begun, noted = bars
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     BYTES: gl.constexpr = TILE * (LATENT + ROPE) * 2
     lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
-    walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
-    walk, end, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, MAX_SPLITS, SCHEDULED)
+    walk = first_piece(cut, num_requests, row_blocks, SCHEDULED)
+    walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, BY_LENGTH, SCHEDULED)
     write_note(notes, 0, note, noted)
     step = 0
     piece = 0
@@ -268,8 +375,8 @@ def _produce(
             page = ahead
             ahead = page_of((tile + 2) * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
             step += 1
-        walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
-        walk, end, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, MAX_SPLITS, SCHEDULED)
+        walk = next_piece(walk, cut, piece_sizes, SCHEDULED)
+        walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, BY_LENGTH, SCHEDULED)
         mbarrier.wait(begun, piece & 1)  # this piece has begun, and nobody reads the note of the one before it
         piece += 1
         write_note(notes, piece, note, noted)
@@ -278,7 +385,7 @@ def _produce(
 @gluon.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "table_width", "num_splits", "row_blocks", "request_rows",
-        "request_slots", "num_slots", "table_row_stride",
+        "num_slots", "least_tiles", "even_splits", "most_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
 )  # fmt: skip
@@ -286,11 +393,11 @@ def _produce(
 def _few_heads_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, part_out, part_lse,
-    num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, request_slots, num_slots,
-    scale_log2,
+    num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, num_slots,
+    least_tiles, even_splits, most_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A program's pieces for ROWS of each request's rows; parts as `fast.kernels.triton.decode_merge` has them."""
     dtype: gl.constexpr = latent_pages.dtype
@@ -309,6 +416,13 @@ def _few_heads_kernel(
         k_rope = gl.allocate_shared_memory(dtype, [STAGES * parts, 1, BOX_KEYS, ROPE], rope_pages.layout)
         q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
     weights_shared = gl.allocate_shared_memory(dtype, [1, TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16))
+    rows_kept, values_kept = weights_shared, weights_shared
+    if BY_LENGTH:
+        rows_kept = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        if ROWS == KEPT_ROWS:  # 8 columns of 8 rows meet no bank twice
+            values_kept = gl.allocate_shared_memory(
+                gl.float32, [LATENT, ROWS], gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
+            )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -323,20 +437,22 @@ def _few_heads_kernel(
     follow_kernel()
 
     inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
-    cut = (tile_ranges, split_offsets, num_splits, request_slots, num_slots)
+    progress = (part_lse + 2 * num_slots.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
+    own = (least_tiles, even_splits, most_tiles, max_splits)
+    cut = (tile_ranges, split_offsets, num_splits, num_slots, progress, own)
     results = (out, lse, part_out, part_lse)
     sizes = (num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2)
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )  # fmt: skip
-    shared = (q_latent, q_rope, k_latent, k_rope, weights_shared, notes)
+    shared = (q_latent, q_rope, k_latent, k_rope, weights_shared, (rows_kept, values_kept), notes)
     bars = (full, free, begun, noted)
     gl.warp_specialize(
         [
             (_consume, (inputs, cut, results, sizes, strides, shared, bars, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE,
-                        MAX_SPLITS, SCHEDULED, SPLIT)),
+                        BY_LENGTH, SCHEDULED, SPLIT)),
             (_produce, (inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars, ROWS, HEADS, LATENT, ROPE,
-                        BLOCK_SIZE, MAX_SPLITS, SCHEDULED)),
+                        BLOCK_SIZE, BY_LENGTH, SCHEDULED)),
         ],
         [1],
         [24],

@@ -32,6 +32,7 @@ from .pieces import (
     rows_of,
     seek,
     slot_of,
+    split_tiles_of,
     tiles_of,
     write_note,
 )
@@ -39,6 +40,7 @@ from .rows_and_pages import (
     LEAST,
     LN_2,
     ask_queries,
+    fold_shares,
     load_columns,
     page_of,
     pages_held,
@@ -108,23 +110,74 @@ def _write_whole(
 @no_type_check
 def _write_part(
     state, where, results, scale_log2, slot, num_slots, OWN: gl.constexpr, LATENT: gl.constexpr,
-    SCORES: gl.constexpr, VALUES: gl.constexpr, SCHEDULED: gl.constexpr,
+    SCORES: gl.constexpr, VALUES: gl.constexpr, OF_REQUEST: gl.constexpr,
 ):  # fmt: skip
     """Parts of rows for the merge: half OWN of the columns, and one of largest and total."""
     largest, total, left, right = state
     _, _, part_out, part_lse = results
     HALF: gl.constexpr = LATENT // 2
     WIDTH: gl.constexpr = LATENT // 4
-    row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, SCORES), SCHEDULED)
+    row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, SCORES), OF_REQUEST)
     if OWN == 0:
         gl.store(part_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
     else:
         gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real)
-    row, _, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, VALUES), SCHEDULED)
+    row, _, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, VALUES), OF_REQUEST)
     columns = OWN * HALF + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
     place = part_out + (row * LATENT)[:, None] + columns[None, :]
     gl.store(place, left, mask=real[:, None])
     gl.store(place + WIDTH, right, mask=real[:, None])
+
+
+@gluon.jit
+@no_type_check
+def _based_on_two(state, scale_log2):
+    """A state with its largest scores in base 2, -inf where nothing was seen."""
+    largest, total, left, right = state
+    return gl.where(total == 0, float("-inf"), largest * scale_log2), total, left, right
+
+
+@gluon.jit
+@no_type_check
+def _kept_at(kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
+    """Where a group keeps the first quarter of its values; the second lies LATENT // 4 * ROWS elements further.
+
+    In squares of 8 by 8, as the matrix unit deals them to the threads, so that a warp's accesses fill whole lines.
+    """
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
+    column = gl.arange(0, LATENT // 4, gl.SliceLayout(0, VALUES))
+    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENT) + OWN * (LATENT // 2) * ROWS
+    return place + (row * 8)[:, None] + (column // 8 * (8 * ROWS) + column % 8)[None, :]
+
+
+@gluon.jit
+@no_type_check
+def _folded(
+    state, kept, kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr
+):
+    """What the group kept of the splits before, and a state, as one: half OWN of the columns."""
+    largest, total, left, right = state
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    largest, old, new = fold_shares(kept.index(2 * OWN).load(ROW), largest)
+    total = gl.fma(kept.index(2 * OWN + 1).load(ROW), old, total * new)
+    place = _kept_at(kept_values, OWN, LATENT, VALUES)
+    old = gl.convert_layout(old, gl.SliceLayout(1, VALUES))[:, None]
+    left, right = _scaled(left, right, new, VALUES)
+    left = gl.fma(gl.load(place), old, left)
+    right = gl.fma(gl.load(place + LATENT // 4 * ROWS), old, right)
+    return largest, total, left, right
+
+
+@gluon.jit
+@no_type_check
+def _keep(state, kept, kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
+    """Keep a state for the next split of the run: half OWN of the columns."""
+    largest, total, left, right = state
+    kept.index(2 * OWN).store(largest)
+    kept.index(2 * OWN + 1).store(total)
+    place = _kept_at(kept_values, OWN, LATENT, VALUES)
+    gl.store(place, left)
+    gl.store(place + LATENT // 4 * ROWS, right)
 
 
 @gluon.jit
@@ -340,21 +393,152 @@ def _second_group(
 
 @gluon.jit
 @no_type_check
+def _first_pairs(
+    begin, plain_end, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
+    LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """The pairs [begin, stop) in the group that scores the first tile of each; the state, and the pairs counted on."""
+    WIDTH: gl.constexpr = LATENT // 4
+    full, free, _, _, _, _ = bars
+    largest, total, left, right = _nothing_seen(WIDTH, SCORES, VALUES)
+    if begin < stop:
+        zero = pair >> 30  # the compiler must not see that this is 0: it would share the addresses of all
+        # buffers among all products, and spill them
+        scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+        for number in gl.static_range(4):
+            scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE)
+        for first in range(begin, plain_end, 2):
+            zero = pair >> 30
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            largest, total, left, right = _first_group(
+                scores, (largest, total, left, right), first, stop, plain, seen, buffers, row_values, bars,
+                zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, False,
+            )  # fmt: skip
+            left = warpgroup_mma_wait(1, deps=[left])
+            mbarrier.arrive(free.index(4))
+            pair += 1
+            scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+            scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE)
+            right = warpgroup_mma_wait(1, deps=[right])
+            mbarrier.arrive(free.index(5))
+            for number in gl.static_range(1, 4):
+                scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        for first in range(plain_end, stop, 2):
+            zero = pair >> 30
+            largest, total, left, right = _first_group(
+                scores, (largest, total, left, right), first, stop, plain, seen, buffers, row_values, bars,
+                zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, True,
+            )  # fmt: skip
+            left, right = warpgroup_mma_wait(0, deps=[left, right])
+            mbarrier.arrive(free.index(4))
+            mbarrier.arrive(free.index(5))
+            pair += 1
+            if first + 2 < stop:
+                scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
+                for number in gl.static_range(4):
+                    scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE)
+                scores = warpgroup_mma_wait(0, deps=[scores])
+    return (largest, total, left, right), pair
+
+
+@gluon.jit
+@no_type_check
+def _second_pairs(
+    begin, plain_end, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
+    LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """The pairs [begin, stop) in the group that scores the second tile of each; the state, and the pairs counted on."""
+    largest, total, left, right = _nothing_seen(LATENT // 4, SCORES, VALUES)
+    for first in range(begin, plain_end, 2):
+        largest, total, left, right = _second_group(
+            (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
+            bars, pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, False,
+        )  # fmt: skip
+        pair += 1
+    for first in range(plain_end, stop, 2):
+        largest, total, left, right = _second_group(
+            (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
+            bars, pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, True,
+        )  # fmt: skip
+        pair += 1
+    return (largest, total, left, right), pair
+
+
+@gluon.jit
+@no_type_check
+def _nothing_seen(WIDTH: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr):
+    """A state before any tile."""
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    largest, total = gl.full([ROWS], LEAST, gl.float32, ROW), gl.full([ROWS], 0.0, gl.float32, ROW)
+    return largest, total, gl.zeros([ROWS, WIDTH], gl.float32, VALUES), gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
+
+
+@gluon.jit
+@no_type_check
+def _pairs(
+    begin, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars, pair, sums, scale_log2, OWN: gl.constexpr,
+    LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
+):  # fmt: skip
+    """The pairs of tiles [begin, stop) in either group: the state, its sum that of both, pairs and sums counted on.
+
+    Args:
+        begin: tile.
+        stop: tile.
+        plain: up to this tile all rows see all keys.
+        seen: keys that the rows see, readable keys, the request's row of the table and its stride, blocks of the cache.
+        buffers: latents, and tails.
+        row_values: what the groups tell each other of the rows.
+        q_latent: queries.
+        q_rope: queries.
+        bars: barriers.
+        pair: pairs of all pieces before: its parity is that of the barriers.
+        sums: exchanged before, likewise.
+        scale_log2: of scores.
+        OWN: which group.
+        LATENT: Lkv.
+        ROPE: R.
+        BLOCK_SIZE: keys a page.
+        SCORES: layout.
+        VALUES: layout of a quarter.
+    """
+    # the end of the pairs of such tiles; the last pair is not among them, as its successor has no scores
+    plain_end = begin + gl.maximum(gl.minimum(plain - begin, stop - 1 - begin), 0) // 2 * 2
+    if OWN == 0:
+        state, pair = _first_pairs(
+            begin, plain_end, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2, LATENT,
+            ROPE, BLOCK_SIZE, SCORES, VALUES,
+        )  # fmt: skip
+    else:
+        state, pair = _second_pairs(
+            begin, plain_end, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2, LATENT,
+            ROPE, BLOCK_SIZE, SCORES, VALUES,
+        )  # fmt: skip
+    largest, total, left, right = state
+    row_values.index(2 + OWN).store(total)
+    mbarrier.arrive(bars[4].index(OWN))
+    mbarrier.wait(bars[4].index(1 - OWN), sums & 1)
+    total += row_values.index(3 - OWN).load(gl.SliceLayout(1, SCORES))
+    return (largest, total, left, right), pair, sums + 1
+
+
+@gluon.jit
+@no_type_check
 def _consume(
     inputs, cut, results, sizes, strides, shared, bars,
     OWN: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """One warp group: scores tile OWN of each pair, and holds half OWN of the output's columns."""
     ql_nope, q_pe, block_table, _, _, visible_lens = inputs
-    num_slots = cut[4]
+    num_slots = cut[3]
     num_blocks, scale_log2 = sizes[1], sizes[6]
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
         strides
     )
-    q_latent, q_rope, latents, tails, row_values, notes = shared
+    q_latent, q_rope, latents, tails, row_values, kept, notes = shared
     buffers = (latents, tails)
-    full, free, _, query_bar, sum_bar, noted = bars
+    _, _, _, query_bar, _, noted = bars
     queries = (
         ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride
     )  # fmt: skip
@@ -364,6 +548,7 @@ def _consume(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
 
     pair = 0  # of all pieces: its parity is that of the barriers
+    sums = 0
     piece = 0
     mbarrier.wait(noted, 0)
     note = read_note(notes, 0)
@@ -378,104 +563,76 @@ def _consume(
         end_key = gl.minimum(stop * TILE, length)
         held = pages_held(pages, begin, end_key, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
         plain = gl.where(held, gl.minimum(plain, stop), begin)
-        # the end of the pairs of such tiles; the last pair is not among them, as its successor has no scores
-        plain_end = begin + gl.maximum(gl.minimum(plain - begin, stop - 1 - begin), 0) // 2 * 2
         async_copy.wait_group(0)
         fence_async_shared()
         partition_barrier()  # the fence of every thread, before one of them arrives
         mbarrier.arrive(query_bar)
         mbarrier.wait(query_bar, piece & 1)
 
-        largest = gl.full([ROWS], LEAST, gl.float32, ROW)
-        total = gl.full([ROWS], 0.0, gl.float32, ROW)
-        left = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
-        right = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
-        if OWN == 0:
-            if begin < stop:
-                zero = pair >> 30  # the compiler must not see that this is 0: it would share the addresses of all
-                # buffers among all products, and spill them
-                scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-                for number in gl.static_range(4):
-                    scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE)
-                for first in range(begin, plain_end, 2):
-                    zero = pair >> 30
-                    scores = warpgroup_mma_wait(0, deps=[scores])
-                    largest, total, left, right = _first_group(
-                        scores, (largest, total, left, right), first, stop, plain, seen, buffers, row_values, bars,
-                        zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, False,
+        if BY_LENGTH:
+            # split by split; the outcome of each waits for the next one's, or is a part by itself (`pieces`)
+            split_begin, split_stop = begin, gl.minimum(begin + split_tiles_of(note), stop)
+            running = split_begin >= 0
+            while running:
+                running = split_stop < stop
+                state, pair, sums = _pairs(
+                    split_begin, split_stop, plain, seen, buffers, row_values, q_latent, q_rope, bars, pair, sums,
+                    scale_log2, OWN, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES,
+                )  # fmt: skip
+                state = _based_on_two(state, scale_log2)
+                kept_values = results[2] + num_slots.to(gl.int64) * sizes[5] * LATENT  # behind all parts
+                if (begin == 0) & (split_begin > 0):
+                    state = _folded(state, kept, kept_values, OWN, LATENT, SCORES, VALUES)
+                if not running:
+                    mbarrier.wait(noted, (piece + 1) & 1)
+                # asked anew: registers that are held through a split are dear
+                written, following = read_note(notes, piece), read_note(notes, piece + 1)
+                asked = (split_stop >= stop) & (following[0] >= 0)
+                where, slot = rows_of(written, sizes, HEADS), slot_of(written)
+                if running & (begin == 0):
+                    _keep(state, kept, kept_values, OWN, LATENT, VALUES)
+                elif running | (slot >= 0):
+                    _ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
+                    # of a run that folds the first slot, else each split's own
+                    slot += gl.where(begin == 0, 0, (split_begin - begin) // split_tiles_of(written))
+                    _write_part(state, where, results, 1.0, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
+                else:
+                    _write_whole(
+                        state, where, results, 1.0, following, asked, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES,
+                        VALUES,
                     )  # fmt: skip
-                    left = warpgroup_mma_wait(1, deps=[left])
-                    mbarrier.arrive(free.index(4))
-                    pair += 1
-                    scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-                    scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE)
-                    right = warpgroup_mma_wait(1, deps=[right])
-                    mbarrier.arrive(free.index(5))
-                    for number in gl.static_range(1, 4):
-                        scores = _score(
-                            scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE
-                        )
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                for first in range(plain_end, stop, 2):
-                    zero = pair >> 30
-                    largest, total, left, right = _first_group(
-                        scores, (largest, total, left, right), first, stop, plain, seen, buffers, row_values, bars,
-                        zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, True,
-                    )  # fmt: skip
-                    left, right = warpgroup_mma_wait(0, deps=[left, right])
-                    mbarrier.arrive(free.index(4))
-                    mbarrier.arrive(free.index(5))
-                    pair += 1
-                    if first + 2 < stop:
-                        scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-                        for number in gl.static_range(4):
-                            scores = _score(
-                                scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE
-                            )
-                        scores = warpgroup_mma_wait(0, deps=[scores])
+                split_begin = split_stop
+                split_stop = gl.minimum(split_stop + split_tiles_of(written), stop)
+            note = read_note(notes, piece + 1)
+            visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
         else:
-            for first in range(begin, plain_end, 2):
-                largest, total, left, right = _second_group(
-                    (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
-                    bars, pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, False,
-                )  # fmt: skip
-                pair += 1
-            for first in range(plain_end, stop, 2):
-                largest, total, left, right = _second_group(
-                    (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
-                    bars, pair >> 30, pair & 1, scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, True,
-                )  # fmt: skip
-                pair += 1
-
-        # both groups add up their halves of the sum
-        row_values.index(2 + OWN).store(total)
-        mbarrier.arrive(sum_bar.index(OWN))
-        mbarrier.wait(sum_bar.index(1 - OWN), piece & 1)
-        total += row_values.index(3 - OWN).load(ROW)
-        state = (largest, total, left, right)
-        mbarrier.wait(noted, (piece + 1) & 1)
-        note = read_note(notes, piece + 1)
-        # another part of the same request has the same queries; but for cuts by length few programs have two in turn
-        asked = (note[0] >= 0) & (note[0] != request) if MAX_SPLITS > 0 else note[0] >= 0
-        visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
-        written = read_note(notes, piece)
-        where, slot = rows_of(written, sizes, HEADS), slot_of(written)
-        if SCHEDULED:
-            if slot < 0:
+            state, pair, sums = _pairs(
+                begin, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars, pair, sums, scale_log2, OWN,
+                LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES,
+            )  # fmt: skip
+            mbarrier.wait(noted, (piece + 1) & 1)
+            note = read_note(notes, piece + 1)
+            asked = note[0] >= 0
+            visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
+            written = read_note(notes, piece)
+            where, slot = rows_of(written, sizes, HEADS), slot_of(written)
+            if SCHEDULED:
+                if slot < 0:
+                    _write_whole(
+                        state, where, results, scale_log2, note, asked, queries, sizes, OWN, HEADS, LATENT, ROPE,
+                        SCORES, VALUES,
+                    )  # fmt: skip
+                else:
+                    _ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
+                    _write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
+            elif SPLIT:
+                _ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
+                _write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, False)
+            else:
                 _write_whole(
                     state, where, results, scale_log2, note, asked, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES,
                     VALUES,
                 )  # fmt: skip
-            else:
-                _ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
-                _write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
-        elif SPLIT:
-            _ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
-            _write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, False)
-        else:
-            _write_whole(
-                state, where, results, scale_log2, note, asked, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES, VALUES
-            )
         piece += 1
 
 
@@ -513,17 +670,17 @@ def _fetch(
 def _produce(
     inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr,
 ):  # fmt: skip
     """One warp fetches pairs of tiles, and notes the pieces for the groups that compute."""
     _, _, block_table, seq_lens, query_start_loc, _ = inputs
     num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
     _, _, _, _, table_row_stride, table_stride = strides
-    _, _, latents, tails, _, notes = shared
+    _, _, latents, tails, _, _, notes = shared
     full, free, _, query_bar, _, noted = bars
     lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
-    walk = first_piece(cut, num_requests, row_blocks, MAX_SPLITS, SCHEDULED)
-    walk, end, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, MAX_SPLITS, SCHEDULED)
+    walk = first_piece(cut, num_requests, row_blocks, SCHEDULED)
+    walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, BY_LENGTH, SCHEDULED)
     write_note(notes, 0, note, noted)
     pair = 0
     piece = 0
@@ -551,8 +708,8 @@ def _produce(
                         (latents, tails), full, free, phase, place, number, LATENT, ROPE, BLOCK_SIZE,
                     )  # fmt: skip
             pair += 1
-        walk = next_piece(walk, cut, lens, piece_sizes, end, MAX_SPLITS, SCHEDULED)
-        walk, end, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, MAX_SPLITS, SCHEDULED)
+        walk = next_piece(walk, cut, piece_sizes, SCHEDULED)
+        walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, BY_LENGTH, SCHEDULED)
         mbarrier.wait(query_bar, piece & 1)  # this piece has begun, and nobody reads the note of the one before it
         piece += 1
         write_note(notes, piece, note, noted)
@@ -561,7 +718,7 @@ def _produce(
 @gluon.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "table_width", "num_splits", "row_blocks", "request_rows",
-        "request_slots", "num_slots", "table_row_stride",
+        "num_slots", "least_tiles", "even_splits", "most_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
 )  # fmt: skip
@@ -569,11 +726,11 @@ def _produce(
 def _many_heads_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, part_out, part_lse,
-    num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, request_slots, num_slots,
-    scale_log2,
+    num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, num_slots,
+    least_tiles, even_splits, most_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """A program's pieces for 64 of each request's rows; parts as `fast.kernels.triton.decode_merge` has them."""
     dtype: gl.constexpr = latent_pages.dtype
@@ -591,6 +748,9 @@ def _many_heads_kernel(
     if ROPE > 0:
         q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
     row_values = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    kept = row_values
+    if BY_LENGTH:
+        kept = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)  # quarters of both tiles
     free = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)
     handed = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # probabilities and references of both tiles
@@ -610,22 +770,24 @@ def _many_heads_kernel(
     follow_kernel()
 
     inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
-    cut = (tile_ranges, split_offsets, num_splits, request_slots, num_slots)
+    progress = (part_lse + 2 * num_slots.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
+    own = (least_tiles, even_splits, most_tiles, max_splits)
+    cut = (tile_ranges, split_offsets, num_splits, num_slots, progress, own)
     results = (out, lse, part_out, part_lse)
     sizes = (num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2)
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )  # fmt: skip
-    shared = (q_latent, q_rope, latents, tails, row_values, notes)
+    shared = (q_latent, q_rope, latents, tails, row_values, kept, notes)
     bars = (full, free, handed, query_bar, sum_bar, noted)
     gl.warp_specialize(
         [
             (_consume, (inputs, cut, results, sizes, strides, shared, bars, 0, HEADS, LATENT, ROPE, BLOCK_SIZE,
-                        MAX_SPLITS, SCHEDULED, SPLIT)),
+                        BY_LENGTH, SCHEDULED, SPLIT)),
             (_consume, (inputs, cut, results, sizes, strides, shared, bars, 1, HEADS, LATENT, ROPE, BLOCK_SIZE,
-                        MAX_SPLITS, SCHEDULED, SPLIT)),
+                        BY_LENGTH, SCHEDULED, SPLIT)),
             (_produce, (inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars, HEADS, LATENT, ROPE,
-                        BLOCK_SIZE, MAX_SPLITS, SCHEDULED)),
+                        BLOCK_SIZE, BY_LENGTH, SCHEDULED)),
         ],
         [4, 1],
         [240, 24],

@@ -1,6 +1,10 @@
 """Which tiles of which request a program takes.
 
 The fetching warp walks the pieces, and notes each for the warp groups that compute, before they need it.
+
+Of a request that is cut by its own length a piece is a run of splits. One that begins with the request's first split
+folds each split into those before. Of any other run each split is a part by itself, for none but the program with the
+splits before may fold it in: the order of the sums must not tell how many programs there were.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 TILE = gl.constexpr(64)  # keys
 NOTES = gl.constexpr(2)  # this piece and the next
-NOTED = gl.constexpr(8)  # numbers of a note
+NOTED = gl.constexpr(9)  # numbers of a note
 
 
 @gluon.jit
@@ -35,13 +39,13 @@ def follow_kernel():
 
 @gluon.jit
 @no_type_check
-def first_piece(cut, num_requests, row_blocks, MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr):
+def first_piece(cut, num_requests, row_blocks, SCHEDULED: gl.constexpr):
     """Where a program begins: place, first tile, split, and whether there is anything at all.
 
-    A place is a request where a schedule says what each program takes. Else every request is cut into equally many
-    parts, a place is one part of one block of rows, and programs take them in turn.
+    A place is a request where a schedule says what each program takes. Else every request is shared among equally many
+    programs, a place is one share of one block of rows, and programs take them in turn.
     """
-    tile_ranges, _, _, _, _ = cut
+    tile_ranges = cut[0]
     place = gl.program_id(0)
     first_tile, split = place * 0, place * 0
     if SCHEDULED:
@@ -49,8 +53,6 @@ def first_piece(cut, num_requests, row_blocks, MAX_SPLITS: gl.constexpr, SCHEDUL
         place = gl.maximum(gl.load(row), 0)
         first_tile = gl.maximum(gl.load(row + 2), 0)
         split = gl.maximum(gl.load(row + 4), 0)
-        if MAX_SPLITS > 0:
-            split = gl.minimum(split, MAX_SPLITS)
     return place, first_tile, split, place <= _last_place(cut, num_requests, row_blocks, SCHEDULED)
 
 
@@ -58,7 +60,7 @@ def first_piece(cut, num_requests, row_blocks, MAX_SPLITS: gl.constexpr, SCHEDUL
 @no_type_check
 def _last_place(cut, num_requests, row_blocks, SCHEDULED: gl.constexpr):
     """Of the program, or of all; asked anew for each piece, as a register that is held through one is dear."""
-    tile_ranges, _, num_splits, _, _ = cut
+    tile_ranges, num_splits = cut[0], cut[2]
     if SCHEDULED:
         last_place = gl.minimum(gl.load(tile_ranges + gl.program_id(0) // row_blocks * 5 + 1), num_requests - 1)
     else:
@@ -79,27 +81,29 @@ def _planned_end(place, length, cut, num_requests, row_blocks):
 @gluon.jit
 @no_type_check
 def piece_at(
-    walk, cut, lens, sizes, BLOCK_SIZE: gl.constexpr, EVEN_TILES: gl.constexpr, MAX_SPLITS: gl.constexpr,
+    walk, cut, lens, sizes, BLOCK_SIZE: gl.constexpr, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr,
     SCHEDULED: gl.constexpr,
 ):  # fmt: skip
     """A run of tiles of one request.
 
     Args:
         walk: place, first tile, split, and whether there is more.
-        cut: tile ranges, split offsets, number of splits, slots of a request, all slots.
+        cut: tile ranges, split offsets, number of splits (of runs, where requests are cut by their own length), all
+            slots, progress of requests, numbers of `InvariantCut`.
         lens: seq_lens and query_start_loc.
         sizes: tokens, requests, width of the block table, blocks of rows.
         BLOCK_SIZE: keys a page.
         EVEN_TILES: cuts lie at multiples of so many tiles; not those by a request's own length.
-        MAX_SPLITS: of a request that is cut by its own length, or 0.
+        BY_LENGTH: whether requests are cut by their own length.
         SCHEDULED: whether a schedule cuts.
 
     Returns:
-        Request, block of rows, split, its query tokens [start, end), its readable keys, tiles [begin, end), and whether
-        the piece is one at all: such a one may still have no tiles, and writes that it found nothing.
+        Request, block of rows, slot of its part or -1 where its rows are whole, its query tokens [start, end), its
+        readable keys, tiles [begin, end), tiles of a split, and whether the piece is one at all: such a one may still
+        have no tiles, and writes that it found nothing.
     """
     place, first_tile, split, _ = walk
-    _, _, num_splits, request_slots, _ = cut
+    num_splits = cut[2]
     seq_lens, query_start_loc = lens
     num_tokens, num_requests, table_width, row_blocks = sizes
     if SCHEDULED:
@@ -107,43 +111,47 @@ def piece_at(
     else:
         request, row_block = place // row_blocks // num_splits, place % row_blocks
         split = place // row_blocks % num_splits
+    # here, so that its loads wait with the others
+    slot = _slot_of(request, split, cut, SCHEDULED and not BY_LENGTH)
     query_start = gl.minimum(gl.maximum(gl.load(query_start_loc + request), 0), num_tokens)
     query_end = gl.minimum(gl.load(query_start_loc + request + 1), num_tokens)
     length = gl.maximum(gl.load(seq_lens + request), 0)
     readable = gl.minimum(length, table_width * BLOCK_SIZE)
     there = request >= 0
-    if SCHEDULED:
+    split_tiles = request * 0
+    if BY_LENGTH:
+        split_tiles, splits = _own_cut(length, readable, cut)
+        if SCHEDULED:
+            begin = first_tile
+            end = gl.minimum(_planned_end(place, length, cut, num_requests, row_blocks), splits * split_tiles)
+            there = begin < end
+        else:
+            run_tiles = ceil_div(splits, num_splits) * split_tiles
+            begin, end = split * run_tiles, gl.minimum((split + 1) * run_tiles, splits * split_tiles)
+            there = begin < end
+        slot = _leave_word(request, row_block, begin, end, there, split_tiles, splits, cut, num_requests)
+    elif SCHEDULED:
         begin = first_tile
         end = _planned_end(place, length, cut, num_requests, row_blocks)
-        if MAX_SPLITS > 0:
-            end = gl.minimum(end, (split + 1) * _split_tiles(_planned_tiles(length), MAX_SPLITS))
-            there = (begin < end) & (split < request_slots)  # of a length beyond the table, what lies there has no slot
-        else:
-            there = begin < end
-            # those on both sides of a cut move it alike
-            begin = begin // EVEN_TILES * EVEN_TILES
-            end = gl.where(end < _planned_tiles(length), end // EVEN_TILES * EVEN_TILES, end)
+        there = begin < end
+        # those on both sides of a cut move it alike
+        begin = begin // EVEN_TILES * EVEN_TILES
+        end = gl.where(end < _planned_tiles(length), end // EVEN_TILES * EVEN_TILES, end)
     else:
         tiles = ceil_div(readable, TILE)
         split_tiles = EVEN_TILES * ceil_div(tiles, EVEN_TILES * num_splits)
         begin = gl.minimum(split * split_tiles, tiles)
         end = gl.minimum(begin + split_tiles, tiles)
-    return request, row_block, split, query_start, query_end, readable, begin, end, there
+    return request, row_block, slot, query_start, query_end, readable, begin, end, split_tiles, there
 
 
 @gluon.jit
 @no_type_check
-def next_piece(walk, cut, lens, sizes, end, MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr):
-    """The walk after a piece that ended at tile `end`."""
+def next_piece(walk, cut, sizes, SCHEDULED: gl.constexpr):
+    """The walk after a piece."""
     place, first_tile, split, _ = walk
     _, num_requests, _, row_blocks = sizes
-    if SCHEDULED and MAX_SPLITS > 0:
-        length = gl.maximum(gl.load(lens[0] + place), 0)
-        done = end >= _planned_end(place, length, cut, num_requests, row_blocks)
-        split = gl.where(done, 0, split + 1)
-        first_tile = gl.where(done, 0, end)
-        place = gl.where(done, place + 1, place)
-    elif SCHEDULED:
+    if SCHEDULED:
         first_tile, split = first_tile * 0, split * 0
         place += 1
     else:
@@ -155,36 +163,35 @@ def next_piece(walk, cut, lens, sizes, end, MAX_SPLITS: gl.constexpr, SCHEDULED:
 @no_type_check
 def seek(
     walk, cut, lens, sizes, BLOCK_SIZE: gl.constexpr, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
-    MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr,
 ):  # fmt: skip
-    """The first piece from a walk on: the walk there, the tile at which it ends for the walk, and what is noted of it.
+    """The first piece from a walk on: the walk there, and what is noted of it.
 
-    A note is request, block of rows, query tokens [start, end), readable keys, tiles [begin, stop), and the slot of its
-    part, or -1 where its rows are whole. Without another piece the request is -1 and all else 0.
+    A note is request, block of rows, query tokens [start, end), readable keys, tiles [begin, stop), the slot of its
+    part, or -1 where its rows are whole, and tiles of a split. Without another piece the request is -1 and all else 0.
     """
     none = walk[0] * 0  # no query tokens and no tiles, so that nothing is read for it
     noted_request, noted_block, noted_start, noted_end, noted_length = none - 1, none, none, none, none
-    noted_begin, noted_stop, noted_slot, planned_end = none, none, none, none
+    noted_begin, noted_stop, noted_slot, noted_split = none, none, none, none
     searching = walk[3]
     while searching:
-        request, row_block, split, query_start, query_end, length, begin, end, there = piece_at(
-            walk, cut, lens, sizes, BLOCK_SIZE, EVEN_TILES, MAX_SPLITS, SCHEDULED
+        request, row_block, slot, query_start, query_end, length, begin, end, split_tiles, there = piece_at(
+            walk, cut, lens, sizes, BLOCK_SIZE, EVEN_TILES, BY_LENGTH, SCHEDULED
         )
-        # here, so that its loads wait with the others
-        slot = _slot_of(request, split, cut, MAX_SPLITS, SCHEDULED)
         if there & (query_start + row_block * ROWS // HEADS < query_end):
             noted_request, noted_block, noted_start, noted_end = request, row_block, query_start, query_end
-            noted_length, noted_begin, planned_end = length, begin, end
+            noted_length, noted_begin, noted_split = length, begin, split_tiles
             noted_stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond the table
             noted_slot = slot
             searching = request < 0
         else:
-            walk = next_piece(walk, cut, lens, sizes, end, MAX_SPLITS, SCHEDULED)
+            walk = next_piece(walk, cut, sizes, SCHEDULED)
             searching = walk[3]
     note = (
-        noted_request, noted_block, noted_start, noted_end, noted_length, noted_begin, noted_stop, noted_slot
+        noted_request, noted_block, noted_start, noted_end, noted_length, noted_begin, noted_stop, noted_slot,
+        noted_split,
     )  # fmt: skip
-    return walk, planned_end, note
+    return walk, note
 
 
 @gluon.jit
@@ -204,7 +211,7 @@ def read_note(notes, number):
     return (
         _number_at(notes, number, 0), _number_at(notes, number, 1), _number_at(notes, number, 2),
         _number_at(notes, number, 3), _number_at(notes, number, 4), _number_at(notes, number, 5),
-        _number_at(notes, number, 6), _number_at(notes, number, 7),
+        _number_at(notes, number, 6), _number_at(notes, number, 7), _number_at(notes, number, 8),
     )  # fmt: skip
 
 
@@ -237,6 +244,13 @@ def slot_of(note):
 
 @gluon.jit
 @no_type_check
+def split_tiles_of(note):
+    """Tiles of a split, in a piece that is a run of splits."""
+    return note[8]
+
+
+@gluon.jit
+@no_type_check
 def _planned_tiles(length):
     """As `plan_decode` counts them; the longest length does not overflow."""
     return (gl.maximum(length, 1) - 1) // TILE + (length > 0).to(gl.int32)
@@ -244,21 +258,43 @@ def _planned_tiles(length):
 
 @gluon.jit
 @no_type_check
-def _split_tiles(tiles, MAX_SPLITS: gl.constexpr):
-    """Tiles of a split of a request that is cut by its own length, as `invariant_split_tiles` counts them."""
-    return gl.maximum(ceil_div(tiles, MAX_SPLITS), gl.maximum(gl.minimum(ceil_div(tiles, 8), 32), 16))
+def _own_cut(length, readable, cut):
+    """How a request is cut by its own length: tiles of a split, as `invariant_split_tiles` counts them, and splits.
+
+    What lies beyond the table is none; a request without keys has one split all the same.
+    """
+    tiles = _planned_tiles(length)
+    least, even, most, splits = cut[5]
+    split_tiles = gl.maximum(gl.minimum(ceil_div(tiles, even), most), least)
+    split_tiles = gl.maximum(split_tiles, ceil_div(tiles, splits))
+    split_tiles += split_tiles % 2
+    return split_tiles, gl.maximum(ceil_div(_planned_tiles(readable), split_tiles), 1)
 
 
 @gluon.jit
 @no_type_check
-def _slot_of(request, split, cut, MAX_SPLITS: gl.constexpr, SCHEDULED: gl.constexpr):
+def _leave_word(request, row_block, begin, end, there, split_tiles, splits, cut, num_requests):
+    """Tell the merge how many splits the program with the first ones folds, and of how many; the slot of a run.
+
+    That is the request's first slot for those, -1 if there are no others, and else the slot of the first split.
+    """
+    num_slots, progress = cut[3], cut[4]
+    ended = ceil_div(end, split_tiles)
+    told = there & (begin == 0) & (row_block == 0)
+    gl.store(progress + 2 * request, ended, mask=told)
+    gl.store(progress + 2 * request + 1, splits, mask=told)
+    slot = request * (num_slots // num_requests) + begin // split_tiles
+    return gl.where((begin == 0) & (ended >= splits), -1, slot)
+
+
+@gluon.jit
+@no_type_check
+def _slot_of(request, split, cut, SCHEDULED: gl.constexpr):
     """Where the part of a piece lies for the merge (`fast.kernels.triton.decode_merge`); -1: its rows are whole."""
-    _, split_offsets, num_splits, request_slots, num_slots = cut
+    split_offsets, num_splits, num_slots = cut[1], cut[2], cut[3]
     if SCHEDULED:
         first_split = gl.load(split_offsets + request)
         slot = first_split + split
-        if MAX_SPLITS > 0:
-            slot = request * request_slots + split
         splits = gl.load(split_offsets + request + 1) - first_split
         # offsets and splits that nobody planned may lie anywhere
         slot = gl.where(splits <= 1, -1, gl.minimum(gl.maximum(slot, 0), num_slots - 1))

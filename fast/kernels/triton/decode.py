@@ -126,10 +126,10 @@ def mla_decode(
         max_query_len: bounds the rows of a request.
         softmax_scale: multiplies the scores.
         out_dtype: of out.
-        tile_ranges: [programs, 5] of a schedule, or None: every request is then cut into equally many parts, as many as
-            suit the width of the block table.
+        tile_ranges: [programs, 5] of a schedule, or None: every request is then shared among equally many programs, as
+            many as suit the width of the block table.
         split_offsets: [B + 1] of that schedule.
-        batch_invariant: it cuts requests by their own length.
+        batch_invariant: requests are cut by their own length, whoever takes the splits.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -212,13 +212,19 @@ def _attend(
         "ROPE_PAD": rope_pad, "PIECE_COLUMNS": FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
         "PAGED_COPY": latent_pages is not None, **shape,
     }  # fmt: skip
-    if tile_ranges is not None:
+    pieces, rows, keys = requests * row_blocks, requests * request_rows, table_width * block_size
+    if tile_ranges is not None or batch_invariant:
+        cut, num_runs = (None, None), 1
+        if tile_ranges is not None:
+            cut = tile_ranges.contiguous(), split_offsets.contiguous()
+        else:
+            num_runs = _num_splits(pieces, rows, keys, facts.processors)
         parts = launch_scheduled(
-            inputs, strides, constants, tile_ranges.contiguous(), split_offsets.contiguous(), batch_invariant, out, lse,
-            request_rows, row_blocks, softmax_scale,
+            inputs, strides, constants, *cut, batch_invariant, out, lse, request_rows, row_blocks, num_runs,
+            softmax_scale,
         )  # fmt: skip
-        return out, lse, *(part.view(-1) for part in parts)
-    num_splits = _num_splits(requests * row_blocks, requests * request_rows, table_width * block_size, facts.processors)
+        return out, lse, *parts
+    num_splits = _num_splits(pieces, rows, keys, facts.processors)
     split_out, split_lse = out, lse
     if num_splits > 1:
         split_out = torch.empty(num_splits, tokens, heads, latent, dtype=torch.float32, device=ql_nope.device)

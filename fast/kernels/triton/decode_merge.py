@@ -3,8 +3,11 @@
 A part of a row is a sum of values by exp2(score - largest), not divided yet, in float32, with `largest`, in base 2, and
 the sum of those weights; `largest` may lie a little below the largest score. Where every request is cut into equally
 many parts, they lie as [splits, T, N, Lkv] and [2, splits, T, N]; where a schedule cuts, as [slots, rows of a request,
-Lkv] and [2, slots, rows]: those of a request from its place in `split_offsets` on or, cut by its own length, in slots
-of its own.
+Lkv] and [2, slots, rows], those of a request from its place in `split_offsets` on.
+
+A request that is cut by its own length has as many slots as any. The program with its first split folds those that
+follow, as far as it has them, into the first slot; each other split lies in the slot of its number. Behind all parts of
+the LSE, [B, 2] says how many are folded, and how many there are.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .decode_tiles import LN_2
 from .device import device_facts
 
+FOLD_GROWTH = tl.constexpr(64.0)  # binary orders of magnitude, far from where float32 ends
 MANY_PARTS = 16  # of a row, on average
 # rows and columns of a program, parts at a time, and warps
 FOR_FEW_PARTS = ((2, 512, 4, 4), (1, 512, 4, 2))  # of few heads, and of more
@@ -28,6 +32,8 @@ FOR_MANY_PARTS = (1, 32, 128, 4)
 MANY_ROWS = 128  # of one request: enough programs also with larger tiles
 FOR_MANY_ROWS = (1, 64, 64, 2)
 FOR_FEW_ROWS = (1, 32, 64, 2)
+# of requests that are cut by their own length: one; several, all of which have parts; and planned ones, of which few do
+FOR_ONE_FOLD, FOR_FOLDS, FOR_PLANNED_FOLDS = (1, 64, 16, 1), (1, 512, 4, 2), (4, 512, 2, 4)
 
 
 @triton.jit
@@ -63,6 +69,42 @@ def _merge_slots(
 
 @triton.jit
 @no_type_check
+def load_part(
+    part_out, part_lse, slot, held, num_slots, slot_rows, part_row, columns, LATENT: tl.constexpr, OUT: tl.constexpr
+):
+    """Maximum, sum and sum of values of ROWS rows in one slot; of rows that it does not hold, of nothing seen."""
+    row = slot.to(tl.int64) * slot_rows + part_row
+    largest = tl.load(part_lse + row, mask=held, other=float("-inf"))
+    total = tl.load(part_lse + num_slots.to(tl.int64) * slot_rows + row, mask=held, other=0.0)
+    values = tl.zeros([part_row.shape[0], columns.shape[0]], tl.float32)
+    if OUT:
+        where = (row * LATENT)[:, None] + columns[None, :]
+        values = tl.load(part_out + where, mask=held[:, None] & (columns < LATENT)[None, :], other=0.0)
+    return largest, total, values
+
+
+@triton.jit
+@no_type_check
+def fold_part(before, part):
+    """Two parts of rows as one, relative to the first's largest score unless the second's is 2^64 times as large.
+
+    So a long chain waits for additions alone. The new products are rounded before they are added: none may choose.
+
+    Whoever folds parts of a request that is cut by its own length folds them so, in turn, whatever program has them.
+    """
+    largest, total, values = before
+    part_largest, part_total, part_values = part
+    grown = part_largest > largest + FOLD_GROWTH
+    reference = tl.where(grown, part_largest, largest)
+    old = tl.where(grown, tl.exp2(largest - tl.where(grown, part_largest, 0.0)), 1.0)
+    new = tl.where(grown, 1.0, tl.exp2(part_largest - tl.where(largest == float("-inf"), 0.0, largest)))
+    total = tl.fma(total, old, part_total * new)
+    values = tl.fma(values, tl.broadcast_to(old[:, None], values.shape), part_values * new[:, None])
+    return reference, total, values
+
+
+@triton.jit
+@no_type_check
 def _write_rows(
     largest, total, values, token, head, real, columns, column_tile, num_tokens, out, lse,
     HEADS: tl.constexpr, LATENT: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr,
@@ -71,7 +113,7 @@ def _write_rows(
     divisor = tl.where(total == 0, 1.0, total)  # nothing seen at all: values 0, largest -inf
     if OUT:
         offsets = (token.to(tl.int64) * HEADS + head) * LATENT
-        merged = (values / divisor[:, None]).to(out.dtype.element_ty)
+        merged = (values * (1.0 / divisor)[:, None]).to(out.dtype.element_ty)
         held = real[:, None] & (columns < LATENT)[None, :]
         tl.store(out + offsets[:, None] + columns[None, :], merged, mask=held)
     if LSE and column_tile == 0:
@@ -105,17 +147,13 @@ def _merge_splits_kernel(
     )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_tokens", "request_rows", "num_slots", "request_slots", "row_tiles"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_slots", "row_tiles"])
 @no_type_check
 def _merge_scheduled_kernel(
     split_offsets, query_start_loc, part_out, part_lse, out, lse,
-    num_tokens, request_rows, num_slots, request_slots, row_tiles,
+    num_tokens, request_rows, num_slots, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    INVARIANT: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a request, ROWS of its rows by COLUMNS; of one without keys, write the empty rows."""
     if DEPENDENT:
@@ -130,9 +168,6 @@ def _merge_scheduled_kernel(
     if splits != 1:
         query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
         query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
-        if INVARIANT:
-            first_slot = request * request_slots
-            splits = tl.minimum(splits, request_slots)
         splits = tl.minimum(splits, num_slots)
         row = row_tile * ROWS + tl.arange(0, ROWS)
         token = query_start + row // HEADS
@@ -142,6 +177,65 @@ def _merge_scheduled_kernel(
             part_out, part_lse, splits, first_slot, num_slots, request_rows, row, real, columns, LATENT, ROWS,
             COLUMNS, SPLITS, OUT,
         )  # fmt: skip
+        _write_rows(
+            largest, total, values, token, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS, LATENT,
+            OUT, LSE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_slots", "num_requests", "row_tiles"])
+@no_type_check
+def _merge_folded_kernel(
+    split_offsets, query_start_loc, part_out, part_lse, out, lse,
+    num_tokens, request_rows, num_slots, num_requests, row_tiles,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    SCHEDULED: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Fold what is left of a request that is cut by its own length: its first slot, then split by split."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
+    number = tl.program_id(0)
+    request = number // (row_tiles * column_tiles)
+    row_tile, column_tile = number // column_tiles % row_tiles, number % column_tiles
+    request_slots = num_slots // num_requests
+    progress = (part_lse + 2 * num_slots.to(tl.int64) * request_rows).to(tl.pointer_type(tl.int32), bitcast=True)
+    folded, splits = tl.load(progress + 2 * request), tl.load(progress + 2 * request + 1)
+    folded, splits = tl.maximum(folded, 1), tl.minimum(splits, request_slots)
+    begun = True
+    if SCHEDULED:  # a request without keys has no program, and its rows are written here
+        begun = tl.load(split_offsets + request + 1) > tl.load(split_offsets + request)
+    if (folded < splits) | (not begun):
+        query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
+        query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        token = query_start + row // HEADS
+        real = (row < request_rows) & (token < query_end)  # tokens, for rows of a hostile end would wrap
+        columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        first_slot = request * request_slots
+        state = load_part(
+            part_out, part_lse, first_slot, real & begun, num_slots, request_rows, row, columns, LATENT, OUT
+        )
+        if begun:
+            for first in range(folded, splits, SPLITS):
+                parts = ()  # all on their way before the first is folded
+                for place in tl.static_range(SPLITS):
+                    split = first + place
+                    part = load_part(
+                        part_out, part_lse, first_slot + split, real & (split < splits), num_slots, request_rows, row,
+                        columns, LATENT, OUT,
+                    )  # fmt: skip
+                    parts = parts + (part,)  # noqa: RUF005  the compiler knows no unpacking here
+                for place in tl.static_range(SPLITS):
+                    held = real & (first + place < splits)
+                    largest, total, values = fold_part(state, parts[place])
+                    state = (
+                        tl.where(held, largest, state[0]),
+                        tl.where(held, total, state[1]),
+                        tl.where(held[:, None], values, state[2]),
+                    )
+        largest, total, values = state
         _write_rows(
             largest, total, values, token, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS, LATENT,
             OUT, LSE,
@@ -184,9 +278,9 @@ def merge_parts(
         part_lse: flat.
         query_start_loc: [B + 1].
         max_query_len: bounds the rows of a request.
-        tile_ranges: [programs, 5] of a schedule, or None: every request has equally many parts.
+        tile_ranges: [programs, 5] of a schedule, or None.
         split_offsets: [B + 1] of that schedule.
-        batch_invariant: it cuts requests by their own length.
+        batch_invariant: requests are cut by their own length; else, without a schedule, into equally many parts.
         out: [T, N, Lkv], contiguous.
         lse: [N, T], contiguous.
         write_out: whether.
@@ -195,36 +289,49 @@ def merge_parts(
     if part_out.numel() == 0:
         return
     tokens, heads, latent = out.shape
+    requests = query_start_loc.shape[0] - 1
     following = device_facts(out.device).following
+    written = {"HEADS": heads, "LATENT": latent, "OUT": write_out, "LSE": write_lse}
     whole = triton.next_power_of_2(latent)
-    # few rows have many parts each and leave most of the device idle: then small tiles, many parts at a time, but not
-    # where the order of a sum may depend on nothing but the request
-    if tile_ranges is None:
+    # few rows have many parts each and leave most of the device idle: then small tiles, many parts at a time
+    if tile_ranges is None and not batch_invariant:
         splits = part_out.numel() // out.numel()
-        rows, columns, at_once, warps = _tile_for(splits, tokens * heads, heads, query_start_loc.shape[0] - 1)
+        rows, columns, at_once, warps = _tile_for(splits, tokens * heads, heads, requests)
         columns = min(columns, whole) if write_out else whole  # the lse takes one program, however wide the latent is
         with torch.cuda.device_of(out):
             _merge_splits_kernel[(triton.cdiv(tokens * heads, rows) * triton.cdiv(latent, columns),)](
                 part_out, part_lse, out, lse, tokens, splits,
-                HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once, OUT=write_out, LSE=write_lse,
-                num_warps=warps, **following,
+                COLUMNS=columns, ROWS=rows, SPLITS=at_once, num_warps=warps, **written, **following,
             )  # fmt: skip
         return
-    requests, programs = split_offsets.shape[0] - 1, tile_ranges.shape[0]
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     slots = part_out.numel() // (request_rows * latent)
-    many = programs > MANY_PARTS * requests and not batch_invariant
-    rows, columns, at_once, warps = FOR_MANY_PARTS if many else FOR_FEW_PARTS[heads >= MANY_HEADS]
+    if batch_invariant:
+        slots = (part_lse.numel() - 2 * requests) // (2 * request_rows)
+        if tile_ranges is None and slots <= requests:  # each request was one program's, which wrote whole rows
+            return
+        several = FOR_FOLDS if tile_ranges is None else FOR_PLANNED_FOLDS
+        rows, columns, at_once, warps = FOR_ONE_FOLD if requests == 1 else several
+    else:
+        many = tile_ranges.shape[0] > MANY_PARTS * requests
+        rows, columns, at_once, warps = FOR_MANY_PARTS if many else FOR_FEW_PARTS[heads >= MANY_HEADS]
     columns = min(columns, whole) if write_out else whole
     row_tiles = triton.cdiv(request_rows, rows)
+    grid = (requests * row_tiles * triton.cdiv(latent, columns),)
+    tiles = {"COLUMNS": columns, "ROWS": rows, "SPLITS": at_once, "num_warps": warps}
+    query_start_loc = query_start_loc.contiguous()
+    offsets = query_start_loc if split_offsets is None else split_offsets.contiguous()
     with torch.cuda.device_of(out):
-        _merge_scheduled_kernel[(requests * row_tiles * triton.cdiv(latent, columns),)](
-            split_offsets.contiguous(), query_start_loc.contiguous(), part_out, part_lse, out, lse, tokens,
-            request_rows, slots, slots // requests if batch_invariant else 0, row_tiles,
-            HEADS=heads, LATENT=latent, COLUMNS=columns, ROWS=rows, SPLITS=at_once,
-            INVARIANT=batch_invariant, OUT=write_out, LSE=write_lse,
-            num_warps=warps, **following,
-        )  # fmt: skip
+        if batch_invariant:
+            _merge_folded_kernel[grid](
+                offsets, query_start_loc, part_out, part_lse, out, lse, tokens, request_rows, slots, requests,
+                row_tiles, SCHEDULED=tile_ranges is not None, **tiles, **written, **following,
+            )  # fmt: skip
+        else:
+            _merge_scheduled_kernel[grid](
+                offsets, query_start_loc, part_out, part_lse, out, lse, tokens, request_rows, slots, row_tiles,
+                **tiles, **written, **following,
+            )  # fmt: skip
 
 
 def _tile_for(parts: int, rows: int, heads: int, requests: int) -> tuple[int, int, int, int]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from reference.interfaces import DECODE_TILE, max_invariant_splits
+from reference.interfaces import DECODE_TILE, FOLD_OVERHEAD, invariant_cut
 
 from .device import device_facts
 
@@ -24,25 +24,35 @@ SHAPES = ((256, 1), (1024, 4))  # requests at a time, and warps
 
 @triton.jit
 @no_type_check  # the interpreter needs the source and globals of the kernels themselves
-def invariant_split_tiles(tiles, max_splits):
-    """Tiles of a split of a request that is cut by its own length, as the function of that name counts them."""
-    return tl.maximum((tiles + max_splits - 1) // max_splits, tl.maximum(tl.minimum((tiles + 7) // 8, 32), 16))
+def invariant_split_tiles(tiles, own):
+    """Tiles of a split of a request that is cut by its own length, as the function of that name counts them.
+
+    `own` has the numbers of `InvariantCut`.
+    """
+    least, even, most, splits = own
+    size = tl.maximum((tiles + splits - 1) // splits, tl.maximum(tl.minimum((tiles + even - 1) // even, most), least))
+    return size + size % 2
 
 
 @triton.jit
 @no_type_check
-def _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK: tl.constexpr, TILE: tl.constexpr,
+def _sizes(seq_lens, first, num_requests, overhead, split_overhead, own, CHUNK: tl.constexpr, TILE: tl.constexpr,
            BATCH_INVARIANT: tl.constexpr):  # fmt: skip
-    """Of CHUNK requests [CHUNK] each: tiles, tiles of a split, splits by own length, and length on the line."""
+    """Of CHUNK requests [CHUNK] each: tiles, tiles of a split, splits by own length, and length on the line.
+
+    A request has an overhead, and each split one more.
+    """
     request = first + tl.arange(0, CHUNK)
     lens = tl.load(seq_lens + request, mask=request < num_requests, other=0)
     tiles = (tl.maximum(lens, 1) - 1) // TILE + (lens > 0).to(tl.int32)  # the longest length does not overflow
     split_tiles = tl.maximum(tiles, 1)
     splits = tl.minimum(tiles, 1)
+    length = tiles + splits * overhead
     if BATCH_INVARIANT:
-        split_tiles = invariant_split_tiles(tiles, max_splits)
+        split_tiles = invariant_split_tiles(tiles, own)
+        length += (tiles + split_tiles - 1) // split_tiles * split_overhead
         splits = (tiles + split_tiles - 1) // split_tiles
-    return tiles, split_tiles, splits, tiles + splits * overhead
+    return tiles, split_tiles, splits, length
 
 
 @triton.jit
@@ -72,10 +82,10 @@ def _place(tiles, length, before, splits_before, first, num_requests, low, high,
     return before + tl.sum(length), splits_before, (first_request, first_start, last_request, last_start, last_end)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead", "max_splits"])
+@triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead"])
 @no_type_check
 def _plan_decode_kernel(
-    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, max_splits,
+    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Programs cut the line where it falls."""
@@ -89,7 +99,7 @@ def _plan_decode_kernel(
     if tl.program_id(0) == 0:
         tl.store(split_offsets, 0)
     if ONE_CHUNK:
-        tiles, _, _, length = _sizes(seq_lens, 0, num_requests, overhead, 1, CHUNK, TILE, False)
+        tiles, _, _, length = _sizes(seq_lens, 0, num_requests, overhead, 0, 0, CHUNK, TILE, False)
         total = tl.sum(length)
         piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
         low = program * piece
@@ -99,14 +109,14 @@ def _plan_decode_kernel(
     else:
         total = zero
         for first in range(0, num_requests, CHUNK):
-            _, _, _, length = _sizes(seq_lens, first, num_requests, overhead, 1, CHUNK, TILE, False)
+            _, _, _, length = _sizes(seq_lens, first, num_requests, overhead, 0, 0, CHUNK, TILE, False)
             total += tl.sum(length)
         piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
         low = program * piece
         high = tl.minimum(low + piece, total)
         before, splits_before = zero, zero
         for first in range(0, num_requests, CHUNK):
-            tiles, _, _, length = _sizes(seq_lens, first, num_requests, overhead, 1, CHUNK, TILE, False)
+            tiles, _, _, length = _sizes(seq_lens, first, num_requests, overhead, 0, 0, CHUNK, TILE, False)
             before, splits_before, placed = _place(
                 tiles, length, before, splits_before, first, num_requests, low, high, piece, overhead, placed,
                 split_offsets, CHUNK,
@@ -120,20 +130,32 @@ def _plan_decode_kernel(
                   last_tile, first_split)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead", "max_splits"])
+@triton.jit(
+    do_not_specialize=[
+        "num_requests", "num_programs", "overhead", "least_tiles", "even_splits", "most_tiles", "max_splits"
+    ]
+)  # fmt: skip
 @no_type_check
 def _plan_invariant_kernel(
-    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, max_splits,
-    CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
+    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead,
+    least_tiles, even_splits, most_tiles, max_splits,
+    CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
+    SPLIT_OVERHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Requests are cut by their own length, and programs take the splits that start in their piece of the line."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
+    own = (least_tiles, even_splits, most_tiles, max_splits)
+    split_overhead = tl.minimum(overhead, SPLIT_OVERHEAD)
+    request_overhead = overhead - split_overhead
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    end = CHUNK if ONE_CHUNK else num_requests  # known to the compiler, it loads and counts once
     total = tl.zeros([], tl.int32)
-    for first in range(0, num_requests, CHUNK):
-        _, _, _, length = _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK, TILE, True)
+    for first in range(0, end, CHUNK):
+        _, _, _, length = _sizes(
+            seq_lens, first, num_requests, request_overhead, split_overhead, own, CHUNK, TILE, True
+        )
         total += tl.sum(length)
     piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
     low = program * piece
@@ -142,11 +164,13 @@ def _plan_invariant_kernel(
     before, splits_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     if tl.program_id(0) == 0:
         tl.store(split_offsets, 0)
-    for first in range(0, num_requests, CHUNK):
-        _, split_tiles, splits, length = _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK, TILE, True)
+    for first in range(0, end, CHUNK):
+        _, split_tiles, splits, length = _sizes(
+            seq_lens, first, num_requests, request_overhead, split_overhead, own, CHUNK, TILE, True
+        )
         request = first + tl.arange(0, CHUNK)
-        starts = before + tl.cumsum(length, 0) - length
-        stride = split_tiles + overhead
+        starts = before + tl.cumsum(length, 0) - length + request_overhead
+        stride = split_tiles + split_overhead
         passed = (low[:, None] - starts[None, :] + stride[None, :] - 1) // stride[None, :]
         low_split += tl.sum(tl.minimum(tl.maximum(passed, 0), splits[None, :]), 1)
         passed = (low[:, None] + piece - starts[None, :] + stride[None, :] - 1) // stride[None, :]
@@ -160,20 +184,22 @@ def _plan_invariant_kernel(
     first_split, first_tile = tl.zeros([PROGRAMS], tl.int32), tl.zeros([PROGRAMS], tl.int32)
     last_tile = tl.zeros([PROGRAMS], tl.int32)
     splits_before = tl.zeros([], tl.int32)
-    for first in range(0, num_requests, CHUNK):  # from the numbers of the first and the last split to their requests
-        tiles, split_tiles, splits, _ = _sizes(seq_lens, first, num_requests, overhead, max_splits, CHUNK, TILE, True)
+    for first in range(0, end, CHUNK):  # from the numbers of the first and the last split to their requests
+        tiles, split_tiles, splits, _ = _sizes(
+            seq_lens, first, num_requests, request_overhead, split_overhead, own, CHUNK, TILE, True
+        )
         request = first + tl.arange(0, CHUNK)
         split_ends = splits_before + tl.cumsum(splits, 0)
         split_starts = split_ends - splits
-        own = (split_starts[None, :] <= low_split[:, None]) & (low_split[:, None] < split_ends[None, :])
+        mine = (split_starts[None, :] <= low_split[:, None]) & (low_split[:, None] < split_ends[None, :])
         number = low_split[:, None] - split_starts[None, :]
-        first_request += tl.sum(tl.where(own, request[None, :], 0), 1)
-        first_split += tl.sum(tl.where(own, number, 0), 1)
-        first_tile += tl.sum(tl.where(own, number * split_tiles[None, :], 0), 1)
-        own = (split_starts[None, :] < high_split[:, None]) & (high_split[:, None] <= split_ends[None, :])
+        first_request += tl.sum(tl.where(mine, request[None, :], 0), 1)
+        first_split += tl.sum(tl.where(mine, number, 0), 1)
+        first_tile += tl.sum(tl.where(mine, number * split_tiles[None, :], 0), 1)
+        mine = (split_starts[None, :] < high_split[:, None]) & (high_split[:, None] <= split_ends[None, :])
         number = high_split[:, None] - split_starts[None, :]
-        last_request += tl.sum(tl.where(own, request[None, :], 0), 1)
-        last_tile += tl.sum(tl.where(own, tl.minimum(number * split_tiles[None, :], tiles[None, :]), 0), 1)
+        last_request += tl.sum(tl.where(mine, request[None, :], 0), 1)
+        last_tile += tl.sum(tl.where(mine, tl.minimum(number * split_tiles[None, :], tiles[None, :]), 0), 1)
         splits_before += tl.sum(splits)
     _write_ranges(tile_ranges, program, num_programs, num_requests, low_split < high_split, first_request,
                   last_request, first_tile, last_tile, first_split)  # fmt: skip
@@ -203,15 +229,16 @@ def plan_decode(
     requests = seq_lens.shape[0]
     tile_ranges = torch.empty(num_programs, 5, dtype=torch.int32, device=seq_lens.device)
     split_offsets = torch.empty(requests + 1, dtype=torch.int32, device=seq_lens.device)
-    kernel, constants = _plan_invariant_kernel, {}
+    kernel, own, constants = _plan_decode_kernel, (), {}
     chunk, warps = SHAPES[requests > SHAPES[0][0]]
-    if not batch_invariant:
-        kernel, constants = _plan_decode_kernel, {"ONE_CHUNK": requests <= chunk}
+    if batch_invariant:
+        kernel, own, constants = _plan_invariant_kernel, invariant_cut(num_heads), {"SPLIT_OVERHEAD": FOLD_OVERHEAD}
+        warps = 4  # splits of every request are counted for every program: many divisions
     following = device_facts(seq_lens.device).following
     with torch.cuda.device_of(seq_lens):
         kernel[(triton.cdiv(num_programs, PROGRAMS),)](
-            seq_lens.contiguous(), tile_ranges, split_offsets, requests, num_programs, fixed_overhead,
-            max_invariant_splits(num_heads),
-            CHUNK=chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps, **constants, **following,
+            seq_lens.contiguous(), tile_ranges, split_offsets, requests, num_programs, fixed_overhead, *own,
+            CHUNK=chunk, ONE_CHUNK=requests <= chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps,
+            **constants, **following,
         )  # fmt: skip
     return tile_ranges, split_offsets

@@ -13,16 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reference.interfaces import DECODE_TILE, max_invariant_splits, most_invariant_splits
+from reference.interfaces import DECODE_TILE, invariant_cut, most_invariant_splits
 
+from .decode_merge import fold_part, load_part
 from .decode_tiles import LN_2, attend_tiles, load_queries
 from .schedule import invariant_split_tiles
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "table_width", "row_blocks", "request_rows", "num_slots",
-        "request_slots", "table_row_stride",
+        "num_tokens", "num_blocks", "num_requests", "table_width", "num_runs", "row_blocks", "request_rows",
+        "num_slots", "least_tiles", "even_splits", "most_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
 )  # fmt: skip
@@ -30,28 +31,38 @@ from .schedule import invariant_split_tiles
 def _scheduled_decode_kernel(
     ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, part_out, part_lse,
-    num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, num_slots, request_slots, scale_log2,
+    num_tokens, num_blocks, num_requests, table_width, num_runs, row_blocks, request_rows, num_slots,
+    least_tiles, even_splits, most_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, latent_element_stride,
     rope_token_stride, rope_head_stride, rope_element_stride,
     block_stride, entry_stride, element_stride, table_row_stride, table_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PIECE_COLUMNS: tl.constexpr, PAGED_COPY: tl.constexpr, SCHEDULE_TILE: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    PIECE_COLUMNS: tl.constexpr, PAGED_COPY: tl.constexpr, SCHEDULE_TILE: tl.constexpr, BY_LENGTH: tl.constexpr,
+    SCHEDULED: tl.constexpr,
 ):  # fmt: skip
-    """The range of one program of the schedule, for ROWS of each request's rows.
+    """The range of one program of the schedule, for ROWS of each request's rows; parts as `decode_merge` has them.
 
-    part_out [slots, rows of a request, Lkv] is a sum of values by exp2(score - largest), not divided yet; part_lse
-    [2, slots, rows] has `largest`, in base 2, and the sum of those weights. Splits lie in the order of `split_offsets`.
-    With MAX_SPLITS (requests cut by their own length) a request has `request_slots`, one for each split.
+    Without a schedule, requests are cut by their own length, and each one's splits are spread over `num_runs` programs.
     """
-    program, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
-    request = tl.maximum(tl.load(tile_ranges + program * 5), 0)
-    last_request = tl.minimum(tl.load(tile_ranges + program * 5 + 1), num_requests - 1)
-    first_tile = tl.maximum(tl.load(tile_ranges + program * 5 + 2), 0)
-    range_end = tl.load(tile_ranges + program * 5 + 3)
-    split = tl.maximum(tl.load(tile_ranges + program * 5 + 4), 0)
-    if MAX_SPLITS > 0:
-        split = tl.minimum(split, MAX_SPLITS)
+    place, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
+    own = (least_tiles, even_splits, most_tiles, max_splits)
+    first_tile = 0
+    if SCHEDULED:
+        row = tile_ranges + place * 5
+        request, last_request = tl.maximum(tl.load(row), 0), tl.minimum(tl.load(row + 1), num_requests - 1)
+        first_tile, range_end = tl.maximum(tl.load(row + 2), 0), tl.load(row + 3)
+        split = tl.maximum(tl.load(row + 4), 0)
+        if BY_LENGTH:
+            split = tl.minimum(split, max_splits)
+        runs_on = split == 0
+    else:
+        request, last_request, range_end = place // num_runs, place // num_runs, 0
+        length = tl.maximum(tl.load(seq_lens + request), 0)
+        split_tiles, splits = _own_cut(length, tl.minimum(length, table_width * BLOCK_SIZE), own, SCHEDULE_TILE)
+        split = place % num_runs * tl.cdiv(splits, num_runs)
+        first_tile, range_end = split * split_tiles, (split + tl.cdiv(splits, num_runs)) * split_tiles
+        runs_on = place % num_runs == 0
     request_row = row_block * ROWS + tl.arange(0, ROWS)
     head = request_row % HEADS
     columns = tl.arange(0, LATENT_PAD)
@@ -62,23 +73,26 @@ def _scheduled_decode_kernel(
         token = query_start + request_row // HEADS
         real = (token < query_end) & (request_row < request_rows)
         length = tl.maximum(tl.load(seq_lens + request), 0)
-        request_tiles = (tl.maximum(length, 1) - 1) // SCHEDULE_TILE + (length > 0).to(tl.int32)  # as it was planned
-        length = tl.minimum(length, table_width * BLOCK_SIZE)  # as it can be read
+        readable = tl.minimum(length, table_width * BLOCK_SIZE)
+        request_tiles = _tiles(length, SCHEDULE_TILE)
         own_end = request_tiles
         if request == last_request:
             own_end = tl.minimum(range_end, request_tiles)
         last_tile = own_end
-        if MAX_SPLITS > 0:
-            last_tile = tl.minimum(own_end, (split + 1) * invariant_split_tiles(request_tiles, MAX_SPLITS))
         there = first_tile < last_tile
-        if MAX_SPLITS > 0:  # of a length beyond the table, what cannot be read has no slot
-            there = there & (split < request_slots)
+        splits = 1
+        if BY_LENGTH:
+            split_tiles, splits = _own_cut(length, readable, own, SCHEDULE_TILE)
+            last_tile = tl.minimum(own_end, (split + 1) * split_tiles)
+            there = split < splits
+            if SCHEDULED:
+                there = there & (first_tile < last_tile)
         if there & (query_start + row_block * ROWS // HEADS < query_end):
             q_latent, q_rope = load_queries(
                 ql_nope, q_pe, token, head, real, latent_token_stride, latent_head_stride, latent_element_stride,
                 rope_token_stride, rope_head_stride, rope_element_stride, LATENT, ROPE, LATENT_PAD, ROPE_PAD,
             )  # fmt: skip
-            visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), length)
+            visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
             full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // TILE  # seen whole by every row
             table_row = block_table + request.to(tl.int64) * table_row_stride
@@ -88,10 +102,30 @@ def _scheduled_decode_kernel(
                 kv_cache, latent_pages, rope_pages, block_stride, entry_stride, element_stride, scale_log2,
                 LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY,
             )  # fmt: skip
-            first_split = tl.load(split_offsets + request)
-            if tl.load(split_offsets + request + 1) - first_split <= 1:
+            if BY_LENGTH:
+                # a program that has a request's splits from the first one on folds them in the first slot
+                slot = request * (num_slots // num_requests) + tl.where(runs_on, 0, split)
+                whole = runs_on & (split + 1 >= splits)
+                if runs_on & (split > 0):
+                    tl.debug_barrier()  # what any thread has written there
+                    before = load_part(
+                        part_out, part_lse, slot, real, num_slots, request_rows, request_row, columns, LATENT, True
+                    )
+                    largest, total, values = fold_part(before, (largest, total, values))
+                    tl.debug_barrier()
+                told = runs_on & (row_block == 0)
+                progress = part_lse + 2 * num_slots.to(tl.int64) * request_rows + 2 * request
+                progress = progress.to(tl.pointer_type(tl.int32), bitcast=True)
+                tl.store(progress, split + 1, mask=told)
+                tl.store(progress + 1, splits, mask=told)
+            else:
+                first_split = tl.load(split_offsets + request)
+                whole = tl.load(split_offsets + request + 1) - first_split <= 1
+                # offsets and splits that nobody planned may lie anywhere
+                slot = tl.minimum(tl.maximum(first_split + split, 0), num_slots - 1)
+            if whole:
                 divisor = tl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0, largest -inf
-                values = values / divisor[:, None]
+                values = values * (1.0 / divisor)[:, None]
                 lse_row = lse + head.to(tl.int64) * num_tokens + token
                 tl.store(lse_row, (largest + tl.log2(divisor)) * LN_2, mask=real)
                 offsets = (token.to(tl.int64) * HEADS + head) * LATENT
@@ -101,10 +135,6 @@ def _scheduled_decode_kernel(
                     mask=real[:, None] & (columns < LATENT)[None, :],
                 )
             else:
-                slot = first_split + split
-                if MAX_SPLITS > 0:
-                    slot = request * request_slots + split
-                slot = tl.minimum(tl.maximum(slot, 0), num_slots - 1)  # those that nobody planned may lie anywhere
                 part_row = slot.to(tl.int64) * request_rows + request_row
                 tl.store(part_lse + part_row, largest, mask=real)
                 tl.store(part_lse + num_slots.to(tl.int64) * request_rows + part_row, total, mask=real)
@@ -113,8 +143,9 @@ def _scheduled_decode_kernel(
                     values,
                     mask=real[:, None] & (columns < LATENT)[None, :],
                 )
-        if MAX_SPLITS > 0:
-            done = last_tile >= own_end
+        if BY_LENGTH:
+            done = (last_tile >= own_end) | (split + 1 >= splits)
+            runs_on = runs_on | done
             split = tl.where(done, 0, split + 1)
             first_tile = tl.where(done, 0, last_tile)
             request = tl.where(done, request + 1, request)
@@ -123,54 +154,76 @@ def _scheduled_decode_kernel(
             request += 1
 
 
+@triton.jit
+@no_type_check
+def _own_cut(length, readable, own, TILE: tl.constexpr):
+    """How a request is cut by its own length: tiles of a split, and how many splits it has.
+
+    What lies beyond the table is none; a request without keys has one split all the same.
+    """
+    split_tiles = invariant_split_tiles(_tiles(length, TILE), own)
+    return split_tiles, tl.maximum(tl.cdiv(_tiles(readable, TILE), split_tiles), 1)
+
+
+@triton.jit
+@no_type_check
+def _tiles(length, TILE: tl.constexpr):
+    """As they are planned; the longest length does not overflow."""
+    return (tl.maximum(length, 1) - 1) // TILE + (length > 0).to(tl.int32)
+
+
 def launch_scheduled(
     inputs: tuple,
     strides: tuple[int, ...],
     constants: dict[str, Any],
-    tile_ranges: Tensor,
-    split_offsets: Tensor,
+    tile_ranges: Tensor | None,
+    split_offsets: Tensor | None,
     batch_invariant: bool,
     out: Tensor,
     lse: Tensor,
     request_rows: int,
     row_blocks: int,
+    num_runs: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as a schedule says: into `out` and `lse` where a request has one part, else into parts.
+    """Attend as a schedule says, or requests cut by their own length: into `out` and `lse`, or into parts.
 
     Args:
         inputs: queries, cache, its descriptors, and the tensors of the plan, as the kernel takes them.
         strides: of queries, cache and block table.
         constants: of the kernel: dims and launch shape.
-        tile_ranges: [programs, 5].
-        split_offsets: [B + 1].
+        tile_ranges: [programs, 5], or None without a schedule.
+        split_offsets: [B + 1], likewise.
         batch_invariant: requests are cut by their own length.
         out: [T, N, Lkv], contiguous.
         lse: [N, T], contiguous.
         request_rows: most rows of a request.
         row_blocks: programs side by side that share a request's rows.
+        num_runs: without a schedule, programs that share a request's splits.
         softmax_scale: multiplies the scores.
 
     Returns:
-        The parts: out [slots, rows, Lkv] and lse [2, slots, rows].
+        The parts, flat, as `decode_merge` has them.
     """
-    _, _, kv_cache, _, _, block_table, _, _, _ = inputs
+    _, _, kv_cache, _, _, block_table, seq_lens, _, _ = inputs
     tokens, heads, latent = out.shape
     requests, table_width = block_table.shape
-    programs, block_size = tile_ranges.shape[0], kv_cache.shape[1]
+    scheduled, block_size = tile_ranges is not None, kv_cache.shape[1]
+    programs = tile_ranges.shape[0] if scheduled else requests * num_runs
     # every program leaves at most one request unfinished
-    max_splits, request_slots, slots = 0, 0, requests + programs
+    slots, progress = requests + programs, 0
     if batch_invariant:
-        max_splits = max_invariant_splits(heads)
-        widest = triton.cdiv(table_width * block_size, DECODE_TILE)
-        request_slots = most_invariant_splits(widest, heads)
-        slots = requests * request_slots
-    part_out = torch.empty(slots, request_rows, latent, dtype=torch.float32, device=out.device)
-    part_lse = torch.empty(2, slots, request_rows, dtype=torch.float32, device=out.device)
+        most_splits = most_invariant_splits(triton.cdiv(table_width * block_size, DECODE_TILE), heads)
+        slots = requests * (most_splits if scheduled or num_runs > 1 else 1)
+        progress = 2 * requests
+    part_out = torch.empty(slots * request_rows * latent, dtype=torch.float32, device=out.device)
+    part_lse = torch.empty(2 * slots * request_rows + progress, dtype=torch.float32, device=out.device)
     with torch.cuda.device_of(out):
         _scheduled_decode_kernel[(programs * row_blocks,)](
-            *inputs, tile_ranges, split_offsets, out, lse, part_out, part_lse,
-            tokens, kv_cache.shape[0], requests, table_width, row_blocks, request_rows, slots, request_slots,
-            softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE, MAX_SPLITS=max_splits,
+            *inputs, tile_ranges if scheduled else seq_lens, split_offsets if scheduled else seq_lens,
+            out, lse, part_out, part_lse,
+            tokens, kv_cache.shape[0], requests, table_width, num_runs, row_blocks, request_rows, slots,
+            *invariant_cut(heads), softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
+            BY_LENGTH=batch_invariant, SCHEDULED=scheduled,
         )  # fmt: skip
     return part_out, part_lse
