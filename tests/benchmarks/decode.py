@@ -5,8 +5,8 @@
 
 Split and combine are both inside the time. FLOPs are 2 Sq N S (576 + 512) a request, bytes are the cache, q and out.
 "fast" cuts every request into equally many parts. "fast, planned" plans a schedule and follows it, both inside the
-time, though a step plans once for all its layers; "fast, invariant" plans one that cuts requests by their own length
-alone. FlashMLA's schedule is not in its time.
+time, though a step plans once for all its layers. "fast, invariant" and "fast, invariant, planned" are the same where a
+request is cut by its own length alone, whatever stands beside it. FlashMLA's schedule is not in its time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 import fast
 import reference
 from fast.parity import Parity, compare, compare_states
-from reference.interfaces import AttentionState, DecodeMetadata, MLAConfig
+from reference.interfaces import AttentionState, DecodeMetadata, DecodeSchedule, MLAConfig
 
 from .contest import OURS, Case, Contender, finite, run_benchmark
 from .timing import input_sets
@@ -37,6 +37,7 @@ DTYPE = torch.bfloat16
 CHECKED_HEADS = CHECKED_REQUESTS = 3
 PLANNED = f"{OURS}, planned"
 INVARIANT = f"{OURS}, invariant"
+INVARIANT_PLANNED = f"{INVARIANT}, planned"
 LENS = ("equal", "mixed", "ragged")
 
 
@@ -225,15 +226,21 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
         config, device=device, dtype=DTYPE, block_size=BLOCK_SIZE, query_len=row.Sq, backend=backend
     )
 
-    def planned(metadata: DecodeMetadata, batch_invariant: bool) -> AttentionState:
-        schedule = fast.plan_decode(
-            metadata.seq_lens, programs, row.N, batch_invariant=batch_invariant, backend=backend
-        )
+    def scheduled(metadata: DecodeMetadata, batch_invariant: bool, planned: bool) -> AttentionState:
+        schedule = DecodeSchedule(batch_invariant=batch_invariant)
+        if planned:
+            schedule = fast.plan_decode(
+                metadata.seq_lens, programs, row.N, batch_invariant=batch_invariant, backend=backend
+            )
         return fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, metadata, SCALE, schedule, backend=backend)
 
     cut_by = {
-        who: Contender([partial(planned, m, invariant) for m in inputs.metadata])
-        for who, invariant in ((PLANNED, False), (INVARIANT, True))
+        who: Contender([partial(scheduled, m, invariant, planned) for m in inputs.metadata])
+        for who, invariant, planned in (
+            (PLANNED, False, True),
+            (INVARIANT, True, False),
+            (INVARIANT_PLANNED, True, True),
+        )
     }
     others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)
     return Case(
