@@ -168,8 +168,8 @@ def plan_decode(
     nowhere and has no split; the combine writes its empty row.
 
     With `batch_invariant` a request is cut every `invariant_split_tiles` tiles, by its own length and N alone, whatever
-    stands beside it. Splits are laid end to end, each with `FOLD_OVERHEAD` of the overhead, the first with all of it;
-    a program takes those that start in its piece of the line.
+    stands beside it. Splits are laid end to end, each with `FOLD_OVERHEAD` of the overhead (at most all), the first
+    with all of it; a program takes those that start in its piece of the line.
 
     Args:
         seq_lens: [B], keys of each request.

@@ -48,7 +48,7 @@ Pitfall and fault; below it the tests that hold it.
 18  merge assumes equal strides
     identities: test_merge_strides; ops: test_fake_results; mutations: merge assumes strides
 19  results change with the batch
-    triton_decode: test_batch_invariance
+    triton_scheduled_decode, hopper_decode: test_batch_invariance
 21  degenerate inputs, so every output matched
     identities: test_inputs_were_not_degenerate; every control of mutations
 

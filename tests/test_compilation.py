@@ -14,7 +14,7 @@ import torch
 import fast
 from fast import backends
 from fast.kernels import cpu
-from reference.interfaces import MLAConfig
+from reference.interfaces import DecodeSchedule, MLAConfig
 
 from .factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_cache, make_entries, make_layer, make_weights
 
@@ -101,8 +101,8 @@ STEPS = (
 )  # fmt: skip
 
 
-def serve(config, dtype, threshold):
-    """Steps of every kind and many sizes."""
+def serve(config, dtype, threshold, batch_invariant=False):
+    """Steps of every kind and many sizes; where they are to be batch-invariant, planned and not."""
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
@@ -112,7 +112,10 @@ def serve(config, dtype, threshold):
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
         layer(*inputs, plan)
-        layer(*inputs, replace(plan, schedule=fast.plan_decode(plan.decode.seq_lens, 9, config.num_heads)))
+        planned = fast.plan_decode(plan.decode.seq_lens, 9, config.num_heads, batch_invariant=batch_invariant)
+        layer(*inputs, replace(plan, schedule=planned))
+        if batch_invariant:
+            layer(*inputs, replace(plan, schedule=DecodeSchedule(batch_invariant=True)))
 
 
 class Recorded:
@@ -184,6 +187,15 @@ def test_warmup_specialises_for_every_step(launches, config, dtype):
     ahead = set(launches)
     assert {key[0] for key in ahead} == KERNELS - ({"_rope_kernel"} if config.qk_rope_head_dim == 0 else set())
     serve(config, dtype, 3)
+    assert set(launches) == ahead
+
+
+def test_warmup_specialises_for_batch_invariance(launches):
+    """Planned and not: cut by their own length, with one program a request and with several."""
+    fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
+    ahead = set(launches)
+    assert {"_plan_invariant_kernel", "_merge_folded_kernel"} <= {key[0] for key in ahead}
+    serve(LOW_RANK, torch.bfloat16, 3, batch_invariant=True)
     assert set(launches) == ahead
 
 

@@ -96,6 +96,17 @@ def test_a_run_leaves_nothing_behind():
         return hidden_states
 
     for ops in (reference, fast):
+        for programs, invariant in ((0, False), (0, True), (2, True)):
+            seen.clear()
+            options = {"num_programs": programs, "batch_invariant": invariant}
+            graph = ops.DecodeGraph(step, config, [2, 4], BLOCK, WIDTH, dtype, "cpu", **options)
+            with torch.device("cpu"):
+                common = make_batch([1], [5], BLOCK).common
+                graph.run(torch.ones(1, config.hidden_size), torch.ones(1, dtype=torch.int64), common)
+            schedule = seen[-1][2].schedule
+            assert (schedule is not None) == (programs > 0 or invariant)
+            if schedule is not None:
+                assert schedule.batch_invariant and (schedule.tile_ranges is not None) == (programs > 0)
         seen.clear()
         graph = ops.DecodeGraph(step, config, [2, 4], BLOCK, WIDTH, dtype, "cpu", num_programs=2)
         for lengths in ([20, 7, 40, 9], [5]):

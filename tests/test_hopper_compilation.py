@@ -20,7 +20,7 @@ import torch
 import fast
 import reference
 from fast import backends, compilation
-from reference.interfaces import DecodeMetadata
+from reference.interfaces import DecodeMetadata, invariant_split_tiles
 
 from .factories import LOW_RANK, integers, offsets
 from .test_compilation import ROOMS, TYPES, Recorded, serve
@@ -159,6 +159,18 @@ def test_choice_of_splits():
         assert choose(pieces=1, rows=program_rows, keys=64) == choose(pieces=1, rows=1, keys=0) == 1
 
 
+def test_choice_of_runs():
+    """Splits by their own length are spread over programs where there are programs to spare, never more than splits."""
+    for heads, program_rows in ((16, 16), (32, 32), (128, 64)):
+        choose = partial(decode._num_runs, heads=heads, program_rows=program_rows, processors=132)
+        assert choose(pieces=1, rows=heads, keys=131072) > 20
+        assert choose(pieces=256, rows=256 * program_rows, keys=4096) == 1
+        assert choose(pieces=1, rows=heads, keys=64) == choose(pieces=1, rows=heads, keys=0) == 1
+        for keys in (64, 300, 4096, 70_000):
+            tiles = triton.cdiv(keys, 64)
+            assert choose(pieces=2, rows=heads, keys=keys) <= triton.cdiv(tiles, invariant_split_tiles(tiles, heads))
+
+
 def test_choice_of_rows():
     """Few rows where one request's programs of 4 tiles would leave processors idle, as few as still fit; else all."""
     for requests, rows, keys, chosen in (
@@ -219,8 +231,8 @@ def test_warmup_knows_a_request_alone(heads, query_len):
     assert set().union(*map(launched, range(64, 140_000, 960))) <= ahead
 
 
-@pytest.mark.parametrize("heads", [4, 40])
-def test_warmup_specialises_for_every_step(heads, monkeypatch):
+@pytest.mark.parametrize("heads, batch_invariant", [(4, False), (40, False), (20, True), (40, True)])
+def test_warmup_specialises_for_every_step(heads, batch_invariant, monkeypatch):
     """What steps of every kind launch was launched ahead; the launchers serve the CPU meanwhile."""
     found = {}
     for name in ROOMS:
@@ -231,8 +243,10 @@ def test_warmup_specialises_for_every_step(heads, monkeypatch):
         monkeypatch.setattr(decode, kernel.fn.__name__, RecordedGluon(kernel, found))
     monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", hopper.KERNELS),))
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=256, qk_rope_head_dim=32)
-    fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3)
+    fast.warmup(
+        config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=batch_invariant
+    )
     ahead = set(found)
     assert {"_few_heads_kernel", "_many_heads_kernel"} & {key[0] for key in ahead}
-    serve(config, torch.bfloat16, 3)
+    serve(config, torch.bfloat16, 3, batch_invariant)
     assert set(found) == ahead

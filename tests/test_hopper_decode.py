@@ -108,14 +108,15 @@ def test_scheduled(heads, programs, batch_invariant):
 
 
 @pytest.mark.parametrize("heads", [16, 64])
-@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant"])
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned"])
 def test_in_parts(cut, heads, monkeypatch):
     """In two steps the bits of one: the LSE stand after the first, and the second leaves them alone."""
-    ql, q_pe, cache, plan = make_inputs([1, 2, 0, 1], [450, 170, 0, 3], heads, BF16)
+    ql, q_pe, cache, plan = make_inputs([1, 2, 0, 1], [2450, 1170, 0, 3], heads, BF16)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
     schedule, cutting = None, (None, None, False)
-    if cut in ("scheduled", "batch-invariant"):
-        schedule = on_device(schedule_of(plan, heads, 3, cut == "batch-invariant", 1))
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 2)
+    if cut not in ("whole", "split"):
+        schedule = on_device(schedule_of(plan, heads, 0 if cut == "batch-invariant" else 3, cut != "scheduled", 1))
         cutting = (schedule.tile_ranges, schedule.split_offsets, schedule.batch_invariant)
     wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
     plan = on_device(plan)
@@ -191,14 +192,20 @@ def test_mask_is_data(heads):
     verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
 
 
-@pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded"])
 @pytest.mark.parametrize("heads", FEW_AND_MANY)
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_rising_scores(heads, cut, block_size, monkeypatch):
-    """References move at first and at second tiles, in some rows and not in others: the values move with them."""
+    """References move at first and at second tiles, in some rows and not in others: the values move with them.
+
+    Also from split to split of a request that one program folds, which up to 16 heads has several of these lengths.
+    """
     inputs = rising_inputs(heads, BF16, block_size=block_size)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 1)
     schedule = schedule_of(inputs[3], heads, 3) if cut == "scheduled" else None
+    if cut == "folded":
+        schedule = schedule_of(inputs[3], heads, 0, True)
     verdict(launch(*inputs, schedule=schedule), *inputs)
 
 
@@ -279,14 +286,19 @@ def test_nan_stays_with_its_owner(heads):
     assert_same_bits(state.out[[0, 1, 3]], clean.out[[0, 1, 3]])
 
 
-@pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded", "folded, planned"])
+@pytest.mark.parametrize("heads", [16, 32, 128])
 def test_same_bits_a_thousand_times(heads, cut, monkeypatch):
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 1)
     ql, q_pe, cache, plan = make_inputs([1, 2, 1, 1], [900, 265, 0, 1501], heads, BF16)
     p = on_device(plan)
-    schedule = fast.plan_decode(p.seq_lens, 7, heads) if cut == "scheduled" else None
-    cutting = (None, None, False) if schedule is None else (schedule.tile_ranges, schedule.split_offsets, False)
+    schedule = None
+    if cut in ("scheduled", "folded, planned"):
+        schedule = fast.plan_decode(p.seq_lens, 7, heads, batch_invariant=cut != "scheduled")
+    cutting = (None, None, cut == "folded")
+    if schedule is not None:
+        cutting = (schedule.tile_ranges, schedule.split_offsets, schedule.batch_invariant)
     inputs = (
         ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
         p.max_query_len, SCALE, BF16, *cutting,
@@ -356,15 +368,16 @@ def test_offsets_beyond_32_bit(heads, block_size):
     verdict(state, ql, q_pe, cache, plan)
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_graph_replays_with_other_lengths(heads):
+def test_graph_replays_with_other_lengths(heads, batch_invariant):
     """Captured once without a copy to the host; a replay reads the lengths that stand in the buffers then."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, BF16)
     buffers = on_device(plan)
     q = ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE)
     rest = (
         buffers.block_table, buffers.seq_lens, buffers.query_start_loc, buffers.visible_lens, 2, SCALE, BF16, None,
-        None, False,
+        None, batch_invariant,
     )  # fmt: skip
     decode.mla_decode(*q, *rest)
     graph = torch.cuda.CUDAGraph()

@@ -14,9 +14,9 @@ import torch
 
 import fast
 
-from .decode_inputs import SCALE, on_device, schedule_of, verdict
+from .decode_inputs import SCALE, on_device, rising_inputs, schedule_of, verdict
 from .factories import assert_same_bits, integers, offsets
-from .triton_decode_inputs import DTYPES, NARROW, WIDTHS, launch, make_inputs
+from .triton_decode_inputs import DTYPES, NARROW, WIDTH, WIDTHS, launch, make_inputs
 from .triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
 
 if ON_GPU or INTERPRETED:
@@ -53,6 +53,60 @@ def test_many_parts(requests, heads, splits):
 
 
 @runs
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("requests, heads, splits, folded", [(1, 4, 3, 1), (1, 4, 20, 7), (2, 4, 20, 19), (3, 3, 5, 5)])
+def test_folded_parts(requests, heads, splits, folded, planned):
+    """The merge of splits by their own length: the first slot and those behind what it holds, against float64.
+
+    Slots that nobody wrote are NaN. Where the first slot holds all splits, rows are whole already and stay.
+    """
+    latent, rows, slots = 160, requests * heads, splits + 2
+    values = torch.randn(splits, requests, heads, latent)
+    largest, totals = 60 * torch.randn(splits, requests, heads), torch.rand(splits, requests, heads) + 0.5
+    largest[-1] += 200  # the reference moves
+    values[-2], largest[-2], totals[-2] = 0, -torch.inf, 0  # a split that found nothing
+
+    def summed(begin, end):
+        highest = largest[begin:end].double().amax(0)
+        weights = torch.exp2(largest[begin:end].double() - highest)
+        return (values[begin:end] * weights[..., None]).sum(0), highest, (totals[begin:end] * weights).sum(0)
+
+    part_out = torch.full((requests, slots, heads, latent), torch.nan)
+    part_lse = torch.full((2, requests, slots, heads), torch.nan)
+    first, *rest = summed(0, folded)
+    part_out[:, 0], part_lse[0, :, 0], part_lse[1, :, 0] = first.float(), rest[0].float(), rest[1].float()
+    for split in range(folded, splits):
+        part_out[:, split], part_lse[0, :, split] = values[split], largest[split]
+        part_lse[1, :, split] = totals[split]
+    progress = integers(*(folded, splits) * requests).cpu().view(torch.float32)
+    out = torch.full((requests, heads, latent), torch.nan, device=DEVICE)
+    lse = torch.full((heads, requests), torch.nan, device=DEVICE)
+    cut = (torch.zeros(1, 5, dtype=torch.int32, device=DEVICE), offsets([splits] * requests).to(DEVICE))
+    decode_merge.merge_parts(
+        part_out.flatten().to(DEVICE), torch.cat((part_lse.flatten(), progress)).to(DEVICE),
+        offsets([1] * requests).to(DEVICE), 1, *(cut if planned else (None, None)), True, out, lse,
+    )  # fmt: skip
+    if folded == splits:
+        assert out.isnan().all() and lse.isnan().all()
+        return
+    summed_values, highest, total = summed(0, splits)
+    most = (values.abs() * torch.exp2(largest.double() - highest)[..., None]).sum(0) / total[..., None]
+    rounded = (splits + 16) * 2.0**-24  # as above, and of what the first slot was rounded to
+    assert ((out.cpu() - summed_values / total[..., None]).abs() <= 2 * rounded * most).all()
+    wanted_lse = (highest + total.log2()) * math.log(2)
+    assert ((lse.T.cpu() - wanted_lse).abs() <= 2 * rounded * (1 + wanted_lse.abs())).all() and rows == lse.numel()
+
+
+@runs
+@pytest.mark.parametrize("programs, num_runs", [(1, 0), (3, 0), (0, 1), (0, 3)])
+def test_rising_folds(programs, num_runs, monkeypatch):
+    """The largest score jumps from one split to the next by more than the reference of a fold stays for."""
+    inputs = rising_inputs(4, DTYPES[-1], WIDTH)  # of so few heads three splits
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: num_runs)
+    verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, programs, True)), *inputs)
+
+
+@runs
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(
     "programs, dtype", [(0, DTYPES[-1]), (1, DTYPES[-1]), (40, DTYPES[-1]), *((3, dtype) for dtype in DTYPES)], ids=str
@@ -81,14 +135,14 @@ def test_scheduled_shapes(widths, block_size):
 
 @runs
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant"])
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned"])
 def test_in_parts(cut, dtype, monkeypatch):
     """In two steps the bits of one: the LSE stand after the first, and the second leaves them alone."""
-    ql, q_pe, cache, plan = make_inputs([1, 2, 0, 1], [150, 70, 0, 3], 4, dtype)
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    ql, q_pe, cache, plan = make_inputs([1, 2, 0, 1], [1150, 570, 0, 3], 4, dtype)
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut in ("split", "batch-invariant") else 1)
     schedule = None
-    if cut in ("scheduled", "batch-invariant"):
-        schedule = on_device(schedule_of(plan, 4, 3, cut == "batch-invariant", 1))
+    if cut not in ("whole", "split"):
+        schedule = on_device(schedule_of(plan, 4, 0 if cut == "batch-invariant" else 3, cut != "scheduled", 1))
     wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
     plan = on_device(plan)
     cutting = (None, None, False)
@@ -118,10 +172,10 @@ def test_batch_invariance(monkeypatch):
 
     Few and many parts, few and many programs for them, planned or not, and neighbours with more query tokens.
     """
-    lens, query_lens = [1100, 70, 5200, 64], [1, 1, 1, 2]
+    lens, query_lens = [1100, 70, 5200, 64, 0, 20], [1, 1, 1, 2, 1, 0]
     ql, q_pe, cache, plan = make_inputs(query_lens, lens, 16, DTYPES[-1], next(iter(NARROW.values())))
     beside = {}
-    for request in range(4):
+    for request in range(5):
         first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
         one = replace(
             plan, block_table=plan.block_table[request : request + 1], seq_lens=plan.seq_lens[request : request + 1],
@@ -138,37 +192,47 @@ def test_batch_invariance(monkeypatch):
                 beside[programs, num_runs] = launch(
                     ql, q_pe, cache, plan, schedule=schedule_of(plan, 16, programs, True)
                 )
+                verdict(beside[programs, num_runs], ql, q_pe, cache, plan)
             assert_same_bits(beside[programs, num_runs].out[first:last], wanted.out)
             assert_same_bits(beside[programs, num_runs].lse[:, first:last], wanted.lse)
 
 
 @runs
 @pytest.mark.parametrize("length", [5000, 2**31 - 1])
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_lengths_beyond_the_table(batch_invariant, length):
+@pytest.mark.parametrize("programs, batch_invariant", [(5, False), (5, True), (0, True)])
+def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch):
     """A length that the table cannot hold is read as far as the table goes, and harms no neighbour."""
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3)
     for readable in (64, 1152):  # a page, and all of the table: more than one split
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, readable, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
         far = replace(plan, seq_lens=integers(1100, length, 70))
         # by the fast wing: the reference walks 2^25 tiles one by one
-        schedule = fast.plan_decode(far.seq_lens, 5, 4, batch_invariant=batch_invariant)
+        schedule = schedule_of(far, 4, 0, True)
+        if programs > 0:
+            schedule = fast.plan_decode(far.seq_lens, programs, 4, batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
         verdict(state, ql, q_pe, cache, plan)  # that request still sees as many keys as `visible_lens` says
 
 
 @runs
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("splits", [0, 2])
 @pytest.mark.parametrize("starts", [(2, -536870913), (1, -(2**31)), (-(2**31), 8), (0, 2**31 - 1), (2, 1)], ids=str)
-def test_merge_of_query_offsets_out_of_range(starts, splits):
+def test_merge_of_query_offsets_out_of_range(starts, splits, batch_invariant):
     """Of a request without keys and of one in parts: nothing beyond the tokens is written."""
     tokens, latent, spare = 2, 24, 64
     for heads in (1, 4):
         whole = torch.full(((tokens + spare) * heads * latent,), torch.nan, device=DEVICE)
         own_lse = torch.full(((tokens + spare) * heads,), torch.nan, device=DEVICE)
         out, lse = whole[: tokens * heads * latent].view(tokens, heads, latent), own_lse[: tokens * heads]
-        parts = torch.ones(3 * tokens * heads * latent), torch.ones(2 * 3 * tokens * heads)
+        progress = integers(1, 2).cpu().view(torch.float32) if batch_invariant else torch.empty(0)
+        parts = (
+            torch.ones(3 * tokens * heads * latent),
+            torch.cat((torch.ones(2 * 3 * tokens * heads), progress)),
+        )
         cut = torch.zeros(1, 5, dtype=torch.int32), integers(0, splits)
-        arguments = (*parts, integers(*starts), tokens, *cut)
-        decode_merge.merge_parts(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in arguments), False, out,
-                                 lse.view(heads, tokens))  # fmt: skip
+        arguments = [
+            x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (*parts, integers(*starts), tokens, *cut)
+        ]
+        decode_merge.merge_parts(*arguments, batch_invariant, out, lse.view(heads, tokens))
         assert whole[out.numel() :].isnan().all() and own_lse[lse.numel() :].isnan().all()

@@ -11,7 +11,7 @@ from .checks import check, is_positive_int
 from .config import MLAConfig, QueryLenSupport
 
 DECODE_TILE = 64  # keys in a tile of the decode schedule, whatever the page
-FOLD_OVERHEAD = 2  # tiles: what a split costs a program under `batch_invariant`, besides what its request costs
+FOLD_OVERHEAD = 2  # tiles, of what starting on a request costs: what each split costs again under `batch_invariant`
 LAYOUTS = {  # physical order of the logical axes [layers, blocks, block_size, head_size]
     "layers_first": (0, 1, 2, 3),  # each layer's cache in one piece
     "blocks_first": (1, 0, 2, 3),  # all layers of a block side by side: one piece to send or to swap

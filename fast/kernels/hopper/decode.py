@@ -109,7 +109,8 @@ def mla_decode_parts(
     """As `mla_decode`, but `out` is whole only after `merge_decode_parts`; `lse` is already.
 
     Returns:
-        out [T, N, Lkv], lse [N, T], and the parts of both that are still to be merged, flat; empty where none are.
+        out [T, N, Lkv], lse [N, T], and the parts of both, flat, as `decode_merge` has them; none where none is to be
+        merged and nothing was kept.
     """
     out, lse, *parts = _attend(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
@@ -152,7 +153,7 @@ def _attend(
     if tile_ranges is None and not batch_invariant:
         program_rows = _rows_where_alone(program_rows, requests, request_rows, keys, processors)
     row_blocks = triton.cdiv(request_rows, program_rows)
-    programs, num_splits, num_slots = 0, 1, 0
+    programs, num_splits, num_slots, most_splits = 0, 1, 0, 0
     if tile_ranges is not None:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
         programs = tile_ranges.shape[0] * row_blocks
@@ -172,7 +173,8 @@ def _attend(
         num_slots = num_splits
         part_rows = num_splits * tokens * heads if num_splits > 1 else 0
     few = program_rows < MANY_ROWS
-    kept_rows = programs * program_rows if batch_invariant and program_rows > FEW_ROWS[0] else 0  # between splits
+    # between splits, behind all parts: what shared memory has no room for
+    kept_rows = programs * program_rows if batch_invariant and most_splits > 1 and program_rows > FEW_ROWS[0] else 0
     progress = 2 * requests if batch_invariant else 0
     part_out = torch.empty((part_rows + kept_rows) * latent, dtype=torch.float32, device=device)
     part_lse = torch.empty(2 * part_rows + progress, dtype=torch.float32, device=device)

@@ -720,7 +720,9 @@ def _produce(
         "num_tokens", "num_blocks", "num_requests", "table_width", "num_splits", "row_blocks", "request_rows",
         "num_slots", "least_tiles", "even_splits", "most_tiles", "max_splits", "table_row_stride",
     ],
-    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
+    do_not_specialize_on_alignment=[
+        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
+    ],
 )  # fmt: skip
 @no_type_check
 def _many_heads_kernel(

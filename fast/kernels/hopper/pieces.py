@@ -111,8 +111,8 @@ def piece_at(
     else:
         request, row_block = place // row_blocks // num_splits, place % row_blocks
         split = place // row_blocks % num_splits
-    # here, so that its loads wait with the others
-    slot = _slot_of(request, split, cut, SCHEDULED and not BY_LENGTH)
+    if not BY_LENGTH:  # here, so that its loads wait with the others
+        slot = _slot_of(request, split, cut, SCHEDULED)
     query_start = gl.minimum(gl.maximum(gl.load(query_start_loc + request), 0), num_tokens)
     query_end = gl.minimum(gl.load(query_start_loc + request + 1), num_tokens)
     length = gl.maximum(gl.load(seq_lens + request), 0)

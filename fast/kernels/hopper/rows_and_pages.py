@@ -10,10 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from ..triton.decode_merge import FOLD_GROWTH
 from .pieces import TILE, ceil_div, rows_of, tiles_of
 
 LN_2 = gl.constexpr(math.log(2))
-FOLD_GROWTH = gl.constexpr(64.0)  # as there
 LEAST = gl.constexpr(-3.4028234663852886e38)  # before any score: finite, so that no infinity is taken from another
 
 

@@ -1,6 +1,7 @@
 """Absorbed decode over the pages themselves: keys split among programs (flash-decoding), then one merge of the parts.
 
-Every request is cut into equally many parts here; `scheduled_decode` cuts as a schedule says. `decode_merge` merges.
+Every request is cut into equally many parts here; `scheduled_decode` cuts as a schedule says, or each request by its
+own length. `decode_merge` merges.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from reference.interfaces import UnsupportedConfiguration, check
+from reference.interfaces import DECODE_TILE, UnsupportedConfiguration, check, most_invariant_splits
 
 from .decode_merge import merge_parts, rows_of_a_request
 from .decode_tiles import LN_2, attend_tiles, load_queries
@@ -164,7 +165,8 @@ def mla_decode_parts(
     """As `mla_decode`, but `out` is whole only after `merge_decode_parts`; `lse` is already.
 
     Returns:
-        out [T, N, Lkv], lse [N, T], and the parts of both that are still to be merged, flat; empty where none are.
+        out [T, N, Lkv], lse [N, T], and the parts of both, flat, as `decode_merge` has them; none where none is to be
+        merged and nothing was kept.
     """
     out, lse, *parts = _attend(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
@@ -218,7 +220,8 @@ def _attend(
         if tile_ranges is not None:
             cut = tile_ranges.contiguous(), split_offsets.contiguous()
         else:
-            num_runs = _num_splits(pieces, rows, keys, facts.processors)
+            most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads)
+            num_runs = min(most_splits, _num_splits(pieces, rows, keys, facts.processors))
         parts = launch_scheduled(
             inputs, strides, constants, *cut, batch_invariant, out, lse, request_rows, row_blocks, num_runs,
             softmax_scale,

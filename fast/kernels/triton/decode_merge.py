@@ -274,8 +274,8 @@ def merge_parts(
     """Merge the parts of a decode, where it has any.
 
     Args:
-        part_out: flat; no element where no row has parts.
-        part_lse: flat.
+        part_out: flat; no element where no row has parts. What Hopper's programs kept lies behind, and is not read.
+        part_lse: flat; where requests are cut by their own length, [B, 2] int32 behind.
         query_start_loc: [B + 1].
         max_query_len: bounds the rows of a request.
         tile_ranges: [programs, 5] of a schedule, or None.

@@ -45,14 +45,11 @@ def _sizes(seq_lens, first, num_requests, overhead, split_overhead, own, CHUNK: 
     request = first + tl.arange(0, CHUNK)
     lens = tl.load(seq_lens + request, mask=request < num_requests, other=0)
     tiles = (tl.maximum(lens, 1) - 1) // TILE + (lens > 0).to(tl.int32)  # the longest length does not overflow
-    split_tiles = tl.maximum(tiles, 1)
-    splits = tl.minimum(tiles, 1)
-    length = tiles + splits * overhead
+    split_tiles, splits = tl.maximum(tiles, 1), tl.minimum(tiles, 1)
     if BATCH_INVARIANT:
         split_tiles = invariant_split_tiles(tiles, own)
-        length += (tiles + split_tiles - 1) // split_tiles * split_overhead
         splits = (tiles + split_tiles - 1) // split_tiles
-    return tiles, split_tiles, splits, length
+    return tiles, split_tiles, splits, tiles + tl.minimum(tiles, 1) * overhead + splits * split_overhead
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """Absorbed decode as a schedule cuts it: programs of equal work take tile after tile, request after request.
 
-A request that one program takes whole is finished there. The others leave parts in float32 for `decode_merge`.
+A request that one program takes whole is finished there. The others leave parts in float32 for `decode_merge`. Requests
+that are cut by their own length are attended here without a schedule too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from .schedule import invariant_split_tiles
         "num_tokens", "num_blocks", "num_requests", "table_width", "num_runs", "row_blocks", "request_rows",
         "num_slots", "least_tiles", "even_splits", "most_tiles", "max_splits", "table_row_stride",
     ],
-    do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
+    do_not_specialize_on_alignment=[
+        "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
+    ],
 )  # fmt: skip
 @no_type_check
 def _scheduled_decode_kernel(
