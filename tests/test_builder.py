@@ -304,17 +304,15 @@ def test_captured_plans_are_updated_in_place(ops, plain_errors):
         same(tensors, (fresh.decode.visible_lens, fresh.schedule.tile_ranges, fresh.schedule.split_offsets))
         assert [tensor.data_ptr() for tensor in tensors] == places
         assert fresh.schedule.tile_ranges.data_ptr() not in places
-    builder = make_builder(ops, num_speculative_tokens=1, batch_invariant=True)  # plans nothing: nothing to write
-    captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0] * 3).common)
-    builder.update_captured(captured, common)
-    assert vars(captured.schedule) == vars(DecodeSchedule(batch_invariant=True))
-    same(captured.decode.visible_lens, fresh.decode.visible_lens)
-    builder = make_builder(ops, num_speculative_tokens=1, num_programs=3)
-    captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0] * 3).common)
     wanted = "^common: expected 3 requests of 2 tokens, as captured, got"
     for query_lens in ([2, 2], [1, 1, 1], [2, 2, 1]):
         with pytest.raises(ValueError, match=wanted):
             builder.update_captured(captured, make_batch(query_lens, [9] * len(query_lens)).common)
+    unplanned = make_builder(ops, num_speculative_tokens=1, batch_invariant=True)
+    captured = unplanned.build_for_cudagraph_capture(make_batch([2] * 3, [0] * 3).common)
+    unplanned.update_captured(captured, common)  # there is no schedule to write
+    assert vars(captured.schedule) == vars(DecodeSchedule(batch_invariant=True))
+    same(captured.decode.visible_lens, fresh.decode.visible_lens)
 
 
 def test_requests_without_new_tokens_take_no_path(ops):

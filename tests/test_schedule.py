@@ -199,7 +199,7 @@ def test_most_batch_invariant_splits(heads):
     for tiles in range(1, 4200):
         most = max(most, -(-tiles // invariant_split_tiles(tiles, heads)))
         assert most_invariant_splits(tiles, heads) == most
-    assert most == invariant_cut(heads).splits
+    assert most == invariant_cut(heads).max_splits
 
 
 @given(LENS, PROGRAMS, st.sampled_from([0, 5]), st.sampled_from([16, 128]), WINGS)

@@ -60,7 +60,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
 
     Slots that nobody wrote are NaN. Where the first slot holds all splits, rows are whole already and stay.
     """
-    latent, rows, slots = 160, requests * heads, splits + 2
+    latent, slots = 160, splits + 2
     values = torch.randn(splits, requests, heads, latent)
     largest, totals = 60 * torch.randn(splits, requests, heads), torch.rand(splits, requests, heads) + 0.5
     largest[-1] += 200  # the reference moves
@@ -94,7 +94,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
     rounded = (splits + 16) * 2.0**-24  # as above, and of what the first slot was rounded to
     assert ((out.cpu() - summed_values / total[..., None]).abs() <= 2 * rounded * most).all()
     wanted_lse = (highest + total.log2()) * math.log(2)
-    assert ((lse.T.cpu() - wanted_lse).abs() <= 2 * rounded * (1 + wanted_lse.abs())).all() and rows == lse.numel()
+    assert ((lse.T.cpu() - wanted_lse).abs() <= 2 * rounded * (1 + wanted_lse.abs())).all()
 
 
 @runs

@@ -104,19 +104,19 @@ def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_
 
 
 class InvariantCut(NamedTuple):
-    """How requests are cut under `batch_invariant`.
+    """How requests are cut under `batch_invariant`: into small splits, then larger ones, then more of those.
 
     Attributes:
-        least: tiles of a split at least, even.
-        even: splits up to which all have so many.
-        most: tiles up to which they then grow, at that number of splits, even.
-        splits: of a request at most; beyond, they grow again.
+        small_tiles: tiles of a small split, an even number.
+        small_splits: of a request at most; a longer one has as many, of more tiles each,
+        large_tiles: up to so many, an even number; a longer one has more splits of that size,
+        max_splits: up to so many, beyond which their size grows again.
     """
 
-    least: int
-    even: int
-    most: int
-    splits: int
+    small_tiles: int
+    small_splits: int
+    large_tiles: int
+    max_splits: int
 
 
 def invariant_cut(num_heads: int) -> InvariantCut:
@@ -137,14 +137,16 @@ def invariant_split_tiles(num_tiles: int, num_heads: int) -> int:
     """
     check(num_tiles >= 0, "num_tiles", "an int >= 0", num_tiles)
     cut = invariant_cut(num_heads)
-    tiles = max(cut.least, min(cut.most, -(-num_tiles // cut.even)), -(-num_tiles // cut.splits))
+    grown = min(cut.large_tiles, -(-num_tiles // cut.small_splits))
+    tiles = max(cut.small_tiles, grown, -(-num_tiles // cut.max_splits))
     return tiles + tiles % 2  # kernels take them in pairs
 
 
 def most_invariant_splits(num_tiles: int, num_heads: int) -> int:
     """Most splits of any request of at most so many tiles under `batch_invariant`; at least 1."""
     cut = invariant_cut(num_heads)
-    return max(1, min(cut.even, -(-num_tiles // cut.least)), min(cut.splits, -(-num_tiles // cut.most)))
+    small = min(cut.small_splits, -(-num_tiles // cut.small_tiles))
+    return max(1, small, min(cut.max_splits, -(-num_tiles // cut.large_tiles)))
 
 
 def piece_overhead(num_heads: int) -> int:

@@ -49,8 +49,8 @@ def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: Invarian
 
 def _cut_by_length(tiles: Tensor, num_programs: int, overhead: int, own: InvariantCut):
     """Requests are cut by their own length; a program takes the splits that start in its piece of the line."""
-    grown = ((tiles + (own.even - 1)) // own.even).clamp_(own.least, own.most)
-    split_tiles = torch.maximum(grown, (tiles + (own.splits - 1)) // own.splits)
+    grown = ((tiles + (own.small_splits - 1)) // own.small_splits).clamp_(own.small_tiles, own.large_tiles)
+    split_tiles = torch.maximum(grown, (tiles + (own.max_splits - 1)) // own.max_splits)
     split_tiles += split_tiles % 2
     splits = (tiles + split_tiles - 1) // split_tiles
     split_overhead = min(overhead, FOLD_OVERHEAD)

@@ -109,8 +109,8 @@ def mla_decode_parts(
     """As `mla_decode`, but `out` is whole only after `merge_decode_parts`; `lse` is already.
 
     Returns:
-        out [T, N, Lkv], lse [N, T], and the parts of both, flat, as `decode_merge` has them; none where none is to be
-        merged and nothing was kept.
+        out [T, N, Lkv], lse [N, T], and the parts of both, float32 and flat, as `decode_merge` has them; those of out
+        have no element where none is to be merged and none was kept.
     """
     out, lse, *parts = _attend(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,

@@ -369,7 +369,7 @@ def _produce(
 @gluon.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "table_width", "num_splits", "row_blocks", "request_rows",
-        "num_slots", "least_tiles", "even_splits", "most_tiles", "max_splits", "table_row_stride",
+        "num_slots", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=[
         "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
@@ -380,7 +380,7 @@ def _many_heads_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, part_out, part_lse,
     num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, num_slots,
-    least_tiles, even_splits, most_tiles, max_splits, scale_log2,
+    small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
@@ -424,7 +424,7 @@ def _many_heads_kernel(
 
     inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
     progress = (part_lse + 2 * num_slots.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
-    own = (least_tiles, even_splits, most_tiles, max_splits)
+    own = (small_tiles, small_splits, large_tiles, max_splits)
     cut = (tile_ranges, split_offsets, num_splits, num_slots, progress, own)
     results = (out, lse, part_out, part_lse)
     sizes = (num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2)

@@ -264,9 +264,9 @@ def _own_cut(length, readable, cut):
     What lies beyond the table is none; a request without keys has one split all the same.
     """
     tiles = _planned_tiles(length)
-    least, even, most, splits = cut[5]
-    split_tiles = gl.maximum(gl.minimum(ceil_div(tiles, even), most), least)
-    split_tiles = gl.maximum(split_tiles, ceil_div(tiles, splits))
+    small_tiles, small_splits, large_tiles, max_splits = cut[5]
+    split_tiles = gl.maximum(gl.minimum(ceil_div(tiles, small_splits), large_tiles), small_tiles)
+    split_tiles = gl.maximum(split_tiles, ceil_div(tiles, max_splits))
     split_tiles += split_tiles % 2
     return split_tiles, gl.maximum(ceil_div(_planned_tiles(readable), split_tiles), 1)
 

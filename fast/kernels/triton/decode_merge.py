@@ -88,9 +88,8 @@ def load_part(
 def fold_part(before, part):
     """Two parts of rows as one, relative to the first's largest score unless the second's is 2^64 times as large.
 
-    So a long chain waits for additions alone. The new products are rounded before they are added: none may choose.
-
-    Whoever folds parts of a request that is cut by its own length folds them so, in turn, whatever program has them.
+    So a long chain waits for additions alone. The new products are rounded before they are added, whatever a compiler
+    would rather fuse: parts of a request that is cut by its own length are folded so, in turn, by whoever has them.
     """
     largest, total, values = before
     part_largest, part_total, part_values = part

@@ -29,8 +29,9 @@ def invariant_split_tiles(tiles, own):
 
     `own` has the numbers of `InvariantCut`.
     """
-    least, even, most, splits = own
-    size = tl.maximum((tiles + splits - 1) // splits, tl.maximum(tl.minimum((tiles + even - 1) // even, most), least))
+    small_tiles, small_splits, large_tiles, max_splits = own
+    size = tl.maximum(tl.minimum((tiles + small_splits - 1) // small_splits, large_tiles), small_tiles)
+    size = tl.maximum(size, (tiles + max_splits - 1) // max_splits)
     return size + size % 2
 
 
@@ -129,13 +130,13 @@ def _plan_decode_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "num_requests", "num_programs", "overhead", "least_tiles", "even_splits", "most_tiles", "max_splits"
+        "num_requests", "num_programs", "overhead", "small_tiles", "small_splits", "large_tiles", "max_splits"
     ]
 )  # fmt: skip
 @no_type_check
 def _plan_invariant_kernel(
     seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead,
-    least_tiles, even_splits, most_tiles, max_splits,
+    small_tiles, small_splits, large_tiles, max_splits,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
     SPLIT_OVERHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +144,7 @@ def _plan_invariant_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    own = (least_tiles, even_splits, most_tiles, max_splits)
+    own = (small_tiles, small_splits, large_tiles, max_splits)
     split_overhead = tl.minimum(overhead, SPLIT_OVERHEAD)
     request_overhead = overhead - split_overhead
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)

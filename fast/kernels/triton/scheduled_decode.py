@@ -24,7 +24,7 @@ from .schedule import invariant_split_tiles
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "table_width", "num_runs", "row_blocks", "request_rows",
-        "num_slots", "least_tiles", "even_splits", "most_tiles", "max_splits", "table_row_stride",
+        "num_slots", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=[
         "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
@@ -35,7 +35,7 @@ def _scheduled_decode_kernel(
     ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, part_out, part_lse,
     num_tokens, num_blocks, num_requests, table_width, num_runs, row_blocks, request_rows, num_slots,
-    least_tiles, even_splits, most_tiles, max_splits, scale_log2,
+    small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, latent_element_stride,
     rope_token_stride, rope_head_stride, rope_element_stride,
     block_stride, entry_stride, element_stride, table_row_stride, table_stride,
@@ -49,7 +49,7 @@ def _scheduled_decode_kernel(
     Without a schedule, requests are cut by their own length, and each one's splits are spread over `num_runs` programs.
     """
     place, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
-    own = (least_tiles, even_splits, most_tiles, max_splits)
+    own = (small_tiles, small_splits, large_tiles, max_splits)
     first_tile = 0
     if SCHEDULED:
         row = tile_ranges + place * 5
