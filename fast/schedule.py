@@ -163,7 +163,7 @@ def plan_decode(
     nowhere and has no split; the combine writes its empty row.
 
     With `batch_invariant` a request is cut every `invariant_split_tiles` tiles, by its own length and N alone, whatever
-    stands beside it. Splits are laid end to end, each with `FOLD_OVERHEAD` of the overhead (at most all), the first
+    stands beside it. Splits are laid end to end, each with `fold_overhead` of the overhead (at most all), the first
     with all of it; a program takes those that start in its piece of the line.
 
     Args:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .interfaces import (
     DECODE_TILE,
-    FOLD_OVERHEAD,
     ContextChunk,
     ContextParallelChunk,
     DecodeSchedule,
@@ -21,6 +20,7 @@ from .interfaces import (
     check_tensor,
     chunked_prefill_workspace_size,
     context_unit,
+    fold_overhead,
     invariant_split_tiles,
     piece_overhead,
     reorder_batch_threshold,
@@ -168,7 +168,7 @@ def plan_decode(
     nowhere and has no split; the combine writes its empty row.
 
     With `batch_invariant` a request is cut every `invariant_split_tiles` tiles, by its own length and N alone, whatever
-    stands beside it. Splits are laid end to end, each with `FOLD_OVERHEAD` of the overhead (at most all), the first
+    stands beside it. Splits are laid end to end, each with `fold_overhead` of the overhead (at most all), the first
     with all of it; a program takes those that start in its piece of the line.
 
     Args:
@@ -195,7 +195,8 @@ def plan_decode(
 
     overheads = (fixed_overhead, 0)  # of a request, and of each split
     if batch_invariant:
-        overheads = (max(0, fixed_overhead - FOLD_OVERHEAD), min(fixed_overhead, FOLD_OVERHEAD))
+        fold = min(fixed_overhead, fold_overhead(num_heads))
+        overheads = (fixed_overhead - fold, fold)
     line = []  # what stands at each place of the line: (request, tile, split by its own length, where that starts)
     for request, length in enumerate(lens):
         tiles = -(-length // DECODE_TILE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -197,6 +198,22 @@ def test_warmup_specialises_for_batch_invariance(launches):
     assert {"_plan_invariant_kernel", "_merge_folded_kernel"} <= {key[0] for key in ahead}
     serve(LOW_RANK, torch.bfloat16, 3, batch_invariant=True)
     assert set(launches) == ahead
+
+
+def test_a_compiler_cannot_fuse_what_folds_round(launches):
+    """Products of parts are rounded before they are added, as those programs round them that fold by themselves.
+
+    The factor of the other addend is 1, which the compiler must not know: it would fuse the product into the sum.
+    """
+    fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
+    folds = [launch for key, launch in launches.items() if key[0] == "_merge_folded_kernel" and launch[2]["OUT"]]
+    assert folds
+    for kernel, kinds, constants in folds:
+        ptx = compiled(kernel, kinds, constants, (9, 0)).asm["ptx"]
+        (one,) = set(re.findall(r"selp\.f32\s+(%\w+), 0f3F800000, 0f00000000", ptx))
+        added = re.findall(rf"fma\.rn\.f32\s+%\w+, %\w+, {one}, %\w+;", ptx)
+        values = constants["ROWS"] * constants["COLUMNS"] // (32 * constants["num_warps"])  # of a thread
+        assert len(added) >= constants["SPLITS"] * max(1, values)
 
 
 CHIPS = {  # multiprocessors, capability, bytes of shared memory that a program may have

@@ -53,8 +53,36 @@ def test_many_parts(requests, heads, splits):
 
 
 @runs
+def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
+    """Where the reference stays parts are added, else folded one by one: of all, and of one, rows are the same.
+
+    Some rows find nothing at first, at last or in between, and values of both zeros.
+    """
+    latent, heads, splits = 40, 8, 21
+    values = torch.randn(splits, heads, latent)
+    largest, totals = 20 * torch.randn(splits, heads), torch.rand(splits, heads) + 0.5
+    largest[splits // 2 :, 3:] += 200
+    for place, row in ((0, 0), (-1, 0), (0, 4), (7, 4), (slice(None), 5)):
+        values[place, row], largest[place, row], totals[place, row] = 0, -torch.inf, 0
+    values[:, 1, ::2], values[:, 2, ::2] = -0.0, 0.0
+    parts = torch.cat((largest.flatten(), totals.flatten(), integers(1, splits).cpu().view(torch.float32)))
+    found = []
+    for at_once in (1, 4, 16, 32):
+        monkeypatch.setattr(decode_merge, "FOR_ONE_FOLD", ((1, 32, at_once, 1),) * 2)
+        out, lse = torch.empty(1, heads, latent, device=DEVICE), torch.empty(heads, 1, device=DEVICE)
+        tensors = values.flatten().to(DEVICE), parts.to(DEVICE), offsets([1]).to(DEVICE)
+        decode_merge.merge_parts(*tensors, 1, None, None, True, out, lse)
+        found.append((out, lse))
+    for out, lse in found[1:]:
+        assert_same_bits(out, found[0][0])
+        assert_same_bits(lse, found[0][1])
+
+
+@runs
 @pytest.mark.parametrize("planned", [False, True])
-@pytest.mark.parametrize("requests, heads, splits, folded", [(1, 4, 3, 1), (1, 4, 20, 7), (2, 4, 20, 19), (3, 3, 5, 5)])
+@pytest.mark.parametrize(
+    "requests, heads, splits, folded", [(1, 4, 3, 1), (1, 4, 70, 7), (2, 4, 20, 3), (2, 4, 20, 19), (3, 3, 5, 5)]
+)
 def test_folded_parts(requests, heads, splits, folded, planned):
     """The merge of splits by their own length: the first slot and those behind what it holds, against float64.
 
@@ -63,7 +91,8 @@ def test_folded_parts(requests, heads, splits, folded, planned):
     latent, slots = 160, splits + 2
     values = torch.randn(splits, requests, heads, latent)
     largest, totals = 60 * torch.randn(splits, requests, heads), torch.rand(splits, requests, heads) + 0.5
-    largest[-1] += 200  # the reference moves
+    largest[splits // 2 :] += 200  # the reference moves, among the parts that are merged at a time and at their end
+    largest[-1] += 200
     values[-2], largest[-2], totals[-2] = 0, -torch.inf, 0  # a split that found nothing
 
     def summed(begin, end):

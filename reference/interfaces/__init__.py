@@ -79,11 +79,11 @@ from .shares import MERGES, SequenceShare, check_interleave, check_share, dcp_wi
 from .simulation import simulate
 from .sizes import (
     DECODE_TILE,
-    FOLD_OVERHEAD,
     GlobalHyperparameters,
     InvariantCut,
     chunked_prefill_workspace_size,
     context_unit,
+    fold_overhead,
     infer_global_hyperparameters,
     invariant_cut,
     invariant_split_tiles,
@@ -98,7 +98,6 @@ __all__ = [
     "DECODE_TILE",
     "FLOAT_DTYPES",
     "FLOPS_PER_BYTE",
-    "FOLD_OVERHEAD",
     "MERGES",
     "PRESETS",
     "AttentionState",
@@ -167,6 +166,7 @@ __all__ = [
     "chunked_prefill_workspace_size",
     "context_unit",
     "dcp_wire_bytes",
+    "fold_overhead",
     "get_dcp_local_seq_lens",
     "infer_global_hyperparameters",
     "invariant_cut",

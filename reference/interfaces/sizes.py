@@ -11,7 +11,6 @@ from .checks import check, is_positive_int
 from .config import MLAConfig, QueryLenSupport
 
 DECODE_TILE = 64  # keys in a tile of the decode schedule, whatever the page
-FOLD_OVERHEAD = 2  # tiles, of what starting on a request costs: what each split costs again under `batch_invariant`
 LAYOUTS = {  # physical order of the logical axes [layers, blocks, block_size, head_size]
     "layers_first": (0, 1, 2, 3),  # each layer's cache in one piece
     "blocks_first": (1, 0, 2, 3),  # all layers of a block side by side: one piece to send or to swap
@@ -160,6 +159,19 @@ def piece_overhead(num_heads: int) -> int:
     """
     check(is_positive_int(num_heads), "num_heads", "a positive int", num_heads)
     return 5 if num_heads <= 32 else 8
+
+
+def fold_overhead(num_heads: int) -> int:
+    """What each split costs a decode kernel under `batch_invariant`, in tiles: a part of `piece_overhead`.
+
+    Up to 16 heads a Hopper kernel keeps a split in shared memory for the next; with more of them half of it, or nothing.
+    What goes through memory costs (`docs/log.md`).
+
+    Raises:
+        ValueError: a number of heads below 1.
+    """
+    check(is_positive_int(num_heads), "num_heads", "a positive int", num_heads)
+    return 1 if num_heads <= 16 else 4
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.interfaces import DECODE_TILE, FOLD_OVERHEAD, InvariantCut, invariant_cut
+from reference.interfaces import DECODE_TILE, fold_overhead, invariant_cut
 
 
 def plan_decode(
@@ -15,8 +15,7 @@ def plan_decode(
     requests = seq_lens.shape[0]
     tiles = (seq_lens.long() + (DECODE_TILE - 1)) // DECODE_TILE
     cut = _cut_by_length if batch_invariant else _cut_by_program
-    own = invariant_cut(num_heads)
-    columns, splits = cut(tiles, num_programs, fixed_overhead, own) if requests else (None, tiles)
+    columns, splits = cut(tiles, num_programs, fixed_overhead, num_heads) if requests else (None, tiles)
     idle = torch.tensor([requests, requests - 1, 0, 0, 0], device=seq_lens.device).expand(num_programs, 5)
     if columns is None:
         ranges = idle
@@ -27,7 +26,7 @@ def plan_decode(
     return ranges.to(torch.int32).contiguous(), offsets.to(torch.int32)
 
 
-def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: InvariantCut):
+def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: int):
     """Programs cut the line where it falls. Returns (works, five columns), and the splits of each request."""
     ends = torch.where(tiles > 0, tiles + overhead, 0).cumsum(0)
     first_tile_at = ends - tiles  # place of each request's first tile; an empty one has that of the next request's
@@ -47,13 +46,14 @@ def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: Invarian
     return (works, first, last, first_tile, last_tile, first_split), splits * (tiles > 0)
 
 
-def _cut_by_length(tiles: Tensor, num_programs: int, overhead: int, own: InvariantCut):
+def _cut_by_length(tiles: Tensor, num_programs: int, overhead: int, num_heads: int):
     """Requests are cut by their own length; a program takes the splits that start in its piece of the line."""
+    own = invariant_cut(num_heads)
     grown = ((tiles + (own.small_splits - 1)) // own.small_splits).clamp_(own.small_tiles, own.large_tiles)
     split_tiles = torch.maximum(grown, (tiles + (own.max_splits - 1)) // own.max_splits)
     split_tiles += split_tiles % 2
     splits = (tiles + split_tiles - 1) // split_tiles
-    split_overhead = min(overhead, FOLD_OVERHEAD)
+    split_overhead = min(overhead, fold_overhead(num_heads))
     lengths = tiles + splits * split_overhead + (tiles > 0) * (overhead - split_overhead)
     ends, split_ends = lengths.cumsum(0), splits.cumsum(0)
     starts, split_starts = ends - lengths + (overhead - split_overhead), split_ends - splits

@@ -25,7 +25,7 @@ from reference.interfaces import (
 
 from ..triton.decode_merge import merge_parts, rows_of_a_request
 from ..triton.device import device_facts
-from .few_heads import _few_heads_kernel
+from .few_heads import SHARED_VALUES, _few_heads_kernel
 from .many_heads import _many_heads_kernel
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -173,10 +173,9 @@ def _attend(
         num_slots = num_splits
         part_rows = num_splits * tokens * heads if num_splits > 1 else 0
     few = program_rows < MANY_ROWS
-    # between splits, behind all parts: what shared memory has no room for
-    kept_rows = programs * program_rows if batch_invariant and most_splits > 1 and program_rows > FEW_ROWS[0] else 0
+    kept_values = programs * _kept_values(program_rows, latent) if batch_invariant and most_splits > 1 else 0
     progress = 2 * requests if batch_invariant else 0
-    part_out = torch.empty((part_rows + kept_rows) * latent, dtype=torch.float32, device=device)
+    part_out = torch.empty(part_rows * latent + kept_values, dtype=torch.float32, device=device)
     part_lse = torch.empty(2 * part_rows + progress, dtype=torch.float32, device=device)
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope)
     arguments = (
@@ -197,6 +196,14 @@ def _attend(
         else:
             _many_heads_kernel[(programs,)](*arguments, **constants, **LAUNCH)
     return out, lse, part_out, part_lse
+
+
+def _kept_values(program_rows: int, latent: int) -> int:
+    """How many values a program keeps between splits behind all parts, for want of room in shared memory."""
+    values = program_rows * latent
+    if program_rows == MANY_ROWS:
+        return values
+    return 0 if values <= SHARED_VALUES.value else values // 2
 
 
 def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:

@@ -38,6 +38,7 @@ from .pieces import (
 from .rows_and_pages import (
     LEAST,
     LN_2,
+    STAYS,
     ask_queries,
     fold_shares,
     load_columns,
@@ -50,7 +51,7 @@ from .rows_and_pages import (
 )
 
 STAGES = gl.constexpr(2)
-KEPT_ROWS = gl.constexpr(16)  # whose values shared memory keeps between splits
+SHARED_VALUES = gl.constexpr(8192)  # that shared memory keeps between splits, of all rows of a program
 
 
 @gluon.jit
@@ -109,7 +110,8 @@ def _write_part(
     gl.store(part_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
     gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real)
     columns = gl.arange(0, LATENT, gl.SliceLayout(1, TRANSPOSED))
-    gl.store(part_out + (row * LATENT)[None, :] + columns[:, None], values, mask=real[None, :])
+    place = part_out + (row * LATENT)[None, :] + columns[:, None]
+    gl.store(place, values, mask=real[None, :], eviction_policy=STAYS)
 
 
 @gluon.jit
@@ -122,12 +124,24 @@ def _based_on_two(state, scale_log2):
 
 @gluon.jit
 @no_type_check
-def _kept_at(kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """Where values are kept that shared memory has no room for, in squares of 8 by 8, as the threads have them."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(0, TRANSPOSED))
-    column = gl.arange(0, LATENT, gl.SliceLayout(1, TRANSPOSED))
-    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENT)
-    return place + (column * 8)[:, None] + (row // 8 * (8 * LATENT) + row % 8)[None, :]
+def _kept_at(kept_values, half):
+    """Where half of the values is kept that shared memory has no room for, in squares of 8 by 8, as threads have it."""
+    LATENTS: gl.constexpr = half.shape[0]
+    ROWS: gl.constexpr = half.shape[1]
+    LAYOUT: gl.constexpr = half.type.layout
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+    column = gl.arange(0, LATENTS, gl.SliceLayout(1, LAYOUT))
+    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENTS)
+    return place + (column * 8)[:, None] + (row // 8 * (8 * LATENTS) + row % 8)[None, :]
+
+
+@gluon.jit
+@no_type_check
+def _halves(values):
+    """Both halves of the latents of some values; no thread gives another what it has."""
+    LATENT: gl.constexpr = values.shape[0]
+    ROWS: gl.constexpr = values.shape[1]
+    return gl.split(gl.permute(gl.reshape(values, [2, LATENT // 2, ROWS]), [1, 2, 0]))
 
 
 @gluon.jit
@@ -139,10 +153,13 @@ def _folded(state, kept, kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, 
     ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
     largest, old, new = fold_shares(rows_kept.index(0).load(ROW), largest)
     total = gl.fma(rows_kept.index(1).load(ROW), old, total * new)
-    if ROWS == KEPT_ROWS:
+    if ROWS * LATENT <= SHARED_VALUES:
         before = values_shared.load(TRANSPOSED)
     else:
-        before = gl.load(_kept_at(kept_values, ROWS, LATENT, TRANSPOSED))
+        half, _ = _halves(values)
+        HALF: gl.constexpr = half.type.layout
+        both = gl.join(values_shared.load(HALF), gl.load(_kept_at(kept_values, half)))
+        before = gl.convert_layout(gl.reshape(gl.permute(both, [2, 0, 1]), [LATENT, ROWS]), TRANSPOSED)
     return largest, total, gl.fma(before, old[None, :], values * new[None, :])
 
 
@@ -154,10 +171,12 @@ def _keep(state, kept, kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, TR
     rows_kept, values_shared = kept
     rows_kept.index(0).store(largest)
     rows_kept.index(1).store(total)
-    if ROWS == KEPT_ROWS:
+    if ROWS * LATENT <= SHARED_VALUES:
         values_shared.store(values)
     else:
-        gl.store(_kept_at(kept_values, ROWS, LATENT, TRANSPOSED), values)
+        near, far = _halves(values)
+        values_shared.store(near)
+        gl.store(_kept_at(kept_values, far), far, eviction_policy=STAYS)
 
 
 @gluon.jit
@@ -421,10 +440,11 @@ def _few_heads_kernel(
     rows_kept, values_kept = weights_shared, weights_shared
     if BY_LENGTH:
         rows_kept = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        if ROWS == KEPT_ROWS:  # 8 columns of 8 rows meet no bank twice
-            values_kept = gl.allocate_shared_memory(
-                gl.float32, [LATENT, ROWS], gl.SwizzledSharedLayout(8, 2, 2, [1, 0])
-            )
+        # all latents, or half of them; 8 of them by 8 rows meet no bank twice
+        SHARED_LATENTS: gl.constexpr = LATENT if ROWS * LATENT <= SHARED_VALUES else LATENT // 2
+        values_kept = gl.allocate_shared_memory(
+            gl.float32, [SHARED_LATENTS, ROWS], gl.SwizzledSharedLayout(8, 32 // ROWS, ROWS // 8, [1, 0])
+        )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

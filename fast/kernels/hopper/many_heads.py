@@ -34,6 +34,7 @@ from .pieces import (
 )
 from .rows_and_pages import (
     LN_2,
+    STAYS,
     ask_queries,
     fold_shares,
     load_columns,
@@ -118,8 +119,8 @@ def _write_part(
     row, _, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, VALUES), OF_REQUEST)
     columns = OWN * HALF + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
     place = part_out + (row * LATENT)[:, None] + columns[None, :]
-    gl.store(place, left, mask=real[:, None])
-    gl.store(place + WIDTH, right, mask=real[:, None])
+    gl.store(place, left, mask=real[:, None], eviction_policy=STAYS)
+    gl.store(place + WIDTH, right, mask=real[:, None], eviction_policy=STAYS)
 
 
 @gluon.jit
@@ -169,8 +170,8 @@ def _keep(state, kept, kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, VAL
     kept.index(2 * OWN).store(largest)
     kept.index(2 * OWN + 1).store(total)
     place = _kept_at(kept_values, OWN, LATENT, VALUES)
-    gl.store(place, left)
-    gl.store(place + LATENT // 4 * ROWS, right)
+    gl.store(place, left, eviction_policy=STAYS)
+    gl.store(place + LATENT // 4 * ROWS, right, eviction_policy=STAYS)
 
 
 @gluon.jit
@@ -243,15 +244,15 @@ def _consume(
                 if running & (begin == 0):
                     _keep(state, kept, kept_values, OWN, LATENT, VALUES)
                 elif running | (slot >= 0):
-                    _ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
                     # of a run that folds the first slot, else each split's own
                     slot += gl.where(begin == 0, 0, (split_begin - begin) // split_tiles_of(written))
                     _write_part(state, where, results, 1.0, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
                 else:
                     _write_whole(
-                        state, where, results, 1.0, following, asked, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES,
+                        state, where, results, 1.0, following, False, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES,
                         VALUES,
                     )  # fmt: skip
+                _ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
                 split_begin = split_stop
                 split_stop = gl.minimum(split_stop + split_tiles_of(written), stop)
             note = read_note(notes, piece + 1)

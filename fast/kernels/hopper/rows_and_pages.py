@@ -14,6 +14,7 @@ from ..triton.decode_merge import FOLD_GROWTH
 from .pieces import TILE, ceil_div, rows_of, tiles_of
 
 LN_2 = gl.constexpr(math.log(2))
+STAYS = gl.constexpr("evict_last")  # what is read again soon: in the L2, while the cache streams by
 LEAST = gl.constexpr(-3.4028234663852886e38)  # before any score: finite, so that no infinity is taken from another
 
 
@@ -32,9 +33,15 @@ def rows_at(where, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     `where` is query start and end, block of rows, rows of a request, all tokens, heads.
     """
     query_start, query_end, row_block, request_rows, _, num_heads = where
-    row = row_block * ROWS + gl.arange(0, ROWS, LAYOUT)
-    token = query_start + row // num_heads
-    return row, token, row % num_heads, (token < query_end) & (row < request_rows)
+    number = gl.arange(0, ROWS, LAYOUT)
+    first = row_block * ROWS
+    if num_heads % ROWS == 0:  # all of one token: a thread works out one row, and steps to the others
+        token = query_start + first // num_heads + number * 0
+        head, bounded = first % num_heads + number, first + number * 0
+    else:
+        token = query_start + (first + number) // num_heads
+        head, bounded = (first + number) % num_heads, first + number
+    return first + number, token, head, (token < query_end) & (bounded < request_rows)
 
 
 @gluon.jit

@@ -29,14 +29,14 @@ MOST_GROWTH = gl.constexpr(8.0)  # binary orders of magnitude
 @gluon.jit
 @no_type_check
 def _score(
-    scores, buffers, q_latent, q_rope, full, zero, phase, PLACE: gl.constexpr, NUMBER: gl.constexpr,
+    scores, buffers, q_latent, q_rope, full, zero, phase, there, PLACE: gl.constexpr, NUMBER: gl.constexpr,
     LATENT: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
     """Multiply the quarter of a tile that comes as number NUMBER; with the last one also the rope part."""
     latents, tails = buffers
     WIDTH: gl.constexpr = LATENT // 4
     QUARTER: gl.constexpr = (2 * PLACE + NUMBER) % 4
-    mbarrier.wait(full.index(4 * PLACE + QUARTER), phase)
+    mbarrier.wait(full.index(4 * PLACE + QUARTER), phase, pred=there)
     queries = q_latent.index(zero).slice(QUARTER * WIDTH, WIDTH, dim=1)
     keys = _quarter(latents, PLACE, QUARTER, zero, WIDTH)
     scores = warpgroup_mma(queries, keys.permute([1, 0]), scores, use_acc=NUMBER > 0, is_async=True)
@@ -70,7 +70,11 @@ def _mask(scores, tile, end, seen, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.constexp
     """-inf for keys that a row must not see, or that lie in no page."""
     visible, length, table_row, table_stride, num_blocks = seen
     key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
-    page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < length, other=-1)
+    if BLOCK_SIZE % TILE == 0:  # all in one page
+        block = (tile * TILE // BLOCK_SIZE).to(gl.int64)
+        page = gl.load(table_row + block * table_stride, mask=tile * TILE < length, other=-1)
+    else:
+        page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < length, other=-1)
     held = (page >= 0) & (page < num_blocks) & (key < end * TILE)
     return gl.where(held[None, :] & (key[None, :] < visible[:, None]), scores, float("-inf"))
 
@@ -114,15 +118,16 @@ def _rescaled(left, right, known, found, before, after, scale_log2, VALUES: gl.c
 
 @gluon.jit
 @no_type_check
-def _zero_unowned(left, right, first_row, WIDTH: gl.constexpr):
-    """Zeros from a row of two quarters on: nobody owns those bytes, and 0 * NaN is NaN."""
+def _zero_unowned(latents, zero, first_row, PLACE: gl.constexpr, QUARTER: gl.constexpr, WIDTH: gl.constexpr):
+    """Zeros from a row of two quarters of a tile on: nobody owns those bytes, and 0 * NaN is NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    COLUMNS: gl.constexpr = 64  # that lie together
+    FIRST: gl.constexpr = (4 * PLACE + QUARTER) * WIDTH // COLUMNS
+    parts = latents._reinterpret(latents.dtype, [8 * WIDTH // COLUMNS, TILE, COLUMNS], gl.NVMMASharedLayout(128, 16))
+    row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     if first_row < TILE:
-        row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
-        for column in gl.static_range(0, WIDTH, 64):
-            part = left.slice(column, 64, dim=1)
-            part.store(gl.where((row < first_row)[:, None], part.load(layout), 0.0))
-            part = right.slice(column, 64, dim=1)
+        for number in range(FIRST, FIRST + 2 * WIDTH // COLUMNS + zero):  # the compiler must not unroll it
+            part = parts.index(number)
             part.store(gl.where((row < first_row)[:, None], part.load(layout), 0.0))
         fence_async_shared()
         partition_barrier()
@@ -147,7 +152,7 @@ def _first_group(
     if MASKED and first >= plain:
         scores = _mask(scores, first, end, seen, SCORES, BLOCK_SIZE)
     if MASKED:
-        _zero_unowned(own_left, own_right, length - first * TILE, WIDTH)
+        _zero_unowned(latents, zero, length - first * TILE, 0, 0, WIDTH)
     middle = _reference(largest, gl.max(scores, 1), scale_log2)
     weights = gl.exp2(scores * scale_log2 - shift_of(middle, scale_log2)[:, None])
     rounded = weights.to(latents.dtype)
@@ -174,7 +179,7 @@ def _first_group(
     if MASKED:
         mbarrier.wait(full.index(4), phase)
         mbarrier.wait(full.index(5), phase)
-        _zero_unowned(cross_left, cross_right, length - (first + 1) * TILE, WIDTH)
+        _zero_unowned(latents, zero, length - (first + 1) * TILE, 1, 0, WIDTH)
     left = warpgroup_mma(tails.index(1 + zero), cross_left, left, is_async=True)
     right = warpgroup_mma(tails.index(1 + zero), cross_right, right, is_async=True)
     total = total * decay
@@ -198,7 +203,7 @@ def _second_group(
     cross_left, cross_right = _quarter(latents, 0, 2, zero, WIDTH), _quarter(latents, 0, 3, zero, WIDTH)
     scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
     for number in gl.static_range(4):
-        scores = _score(scores, buffers, q_latent, q_rope, full, zero, phase, 1, number, LATENT, ROPE)
+        scores = _score(scores, buffers, q_latent, q_rope, full, zero, phase, True, 1, number, LATENT, ROPE)
     mbarrier.wait(handed.index(0), phase)
     middle = row_values.index(0).load(gl.SliceLayout(1, SCORES))
     known, found = _all_rows(row_values, 1), _all_rows(row_values, 0)
@@ -206,7 +211,7 @@ def _second_group(
     if MASKED:
         mbarrier.wait(full.index(2), phase)
         mbarrier.wait(full.index(3), phase)
-        _zero_unowned(cross_left, cross_right, length - first * TILE, WIDTH)
+        _zero_unowned(latents, zero, length - first * TILE, 0, 2, WIDTH)
     left = warpgroup_mma(tails.index(zero), cross_left, left, is_async=True)
     right = warpgroup_mma(tails.index(zero), cross_right, right, is_async=True)
     scores = warpgroup_mma_wait(2, deps=[scores])
@@ -225,7 +230,7 @@ def _second_group(
     mbarrier.arrive(free.index(3))
     left, right = _rescaled(left, right, found, _all_rows(row_values, 1), middle, top, scale_log2, VALUES)
     if MASKED:
-        _zero_unowned(own_left, own_right, length - (first + 1) * TILE, WIDTH)
+        _zero_unowned(latents, zero, length - (first + 1) * TILE, 1, 2, WIDTH)
     probabilities = gl.convert_layout(rounded, gl.DotOperandLayout(0, VALUES, 2))
     left = warpgroup_mma(probabilities, own_left, left, is_async=True)
     right = warpgroup_mma(probabilities, own_right, right, is_async=True)
@@ -252,7 +257,7 @@ def _first_pairs(
         # buffers among all products, and spill them
         scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
         for number in gl.static_range(4):
-            scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE)
+            scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, True, 0, number, LATENT, ROPE)
         for first in range(begin, plain_end, 2):
             zero = pair >> 30
             scores = warpgroup_mma_wait(0, deps=[scores])
@@ -263,12 +268,13 @@ def _first_pairs(
             left = warpgroup_mma_wait(1, deps=[left])
             mbarrier.arrive(free.index(4))
             pair += 1
+            more = first + 2 < stop  # after the last pair products of what lies there, which nobody looks at
             scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-            scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, 0, LATENT, ROPE)
+            scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, 0, LATENT, ROPE)
             right = warpgroup_mma_wait(1, deps=[right])
             mbarrier.arrive(free.index(5))
             for number in gl.static_range(1, 4):
-                scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE)
+                scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, number, LATENT, ROPE)
         scores = warpgroup_mma_wait(0, deps=[scores])
         for first in range(plain_end, stop, 2):
             zero = pair >> 30
@@ -283,7 +289,9 @@ def _first_pairs(
             if first + 2 < stop:
                 scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
                 for number in gl.static_range(4):
-                    scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, 0, number, LATENT, ROPE)
+                    scores = _score(
+                        scores, buffers, q_latent, q_rope, full, zero, pair & 1, True, 0, number, LATENT, ROPE
+                    )
                 scores = warpgroup_mma_wait(0, deps=[scores])
     return (largest, total, left, right), pair
 
@@ -348,8 +356,7 @@ def attend_pairs(
         SCORES: layout.
         VALUES: layout of a quarter.
     """
-    # the end of the pairs of such tiles; the last pair is not among them, as its successor has no scores
-    plain_end = begin + gl.maximum(gl.minimum(plain - begin, stop - 1 - begin), 0) // 2 * 2
+    plain_end = begin + gl.maximum(gl.minimum(plain, stop) - begin, 0) // 2 * 2  # the end of the pairs of such tiles
     if OWN == 0:
         state, pair = _first_pairs(
             begin, plain_end, stop, plain, seen, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2, LATENT,

@@ -32,8 +32,10 @@ FOR_MANY_PARTS = (1, 32, 128, 4)
 MANY_ROWS = 128  # of one request: enough programs also with larger tiles
 FOR_MANY_ROWS = (1, 64, 64, 2)
 FOR_FEW_ROWS = (1, 32, 64, 2)
-# of requests that are cut by their own length: one; several, all of which have parts; and planned ones, of which few do
-FOR_ONE_FOLD, FOR_FOLDS, FOR_PLANNED_FOLDS = (1, 64, 16, 1), (1, 512, 4, 2), (4, 512, 2, 4)
+# of requests that are cut by their own length: one, of few rows and of more; several, all of which have parts, of few
+# heads and of more; and planned ones, of which few do
+FOR_ONE_FOLD, FOR_FOLDS = ((1, 32, 32, 1), (1, 64, 16, 1)), ((1, 128, 16, 1), (1, 512, 4, 2))
+FOR_PLANNED_FOLDS = (4, 512, 2, 4)
 
 
 @triton.jit
@@ -100,6 +102,26 @@ def fold_part(before, part):
     total = tl.fma(total, old, part_total * new)
     values = tl.fma(values, tl.broadcast_to(old[:, None], values.shape), part_values * new[:, None])
     return reference, total, values
+
+
+@triton.jit
+@no_type_check
+def _add_part(before, part, shift, one, held):
+    """As `fold_part` of rows that are held, where the reference does not move: an addition of rounded products.
+
+    Args:
+        before: largest, total, values.
+        part: likewise.
+        shift: the reference, 0 where nothing was seen.
+        one: 1.0, which the compiler must not know: it would fuse the product into the sum.
+        held: rows.
+    """
+    largest, total, values = before
+    part_largest, part_total, part_values = part
+    new = tl.exp2(part_largest - shift)
+    total = tl.where(held, tl.fma(total, tl.broadcast_to(one, total.shape), part_total * new), total)
+    added = tl.fma(values, tl.broadcast_to(one, values.shape), part_values * new[:, None])
+    return largest, total, tl.where(held[:, None], added, values)
 
 
 @triton.jit
@@ -217,6 +239,7 @@ def _merge_folded_kernel(
             part_out, part_lse, first_slot, real & begun, num_slots, request_rows, row, columns, LATENT, OUT
         )
         if begun:
+            one = tl.where(num_requests > 0, 1.0, 0.0)  # as `_add_part` wants it
             for first in range(folded, splits, SPLITS):
                 parts = ()  # all on their way before the first is folded
                 for place in tl.static_range(SPLITS):
@@ -226,14 +249,20 @@ def _merge_folded_kernel(
                         columns, LATENT, OUT,
                     )  # fmt: skip
                     parts = parts + (part,)  # noqa: RUF005  the compiler knows no unpacking here
-                for place in tl.static_range(SPLITS):
-                    held = real & (first + place < splits)
-                    largest, total, values = fold_part(state, parts[place])
-                    state = (
-                        tl.where(held, largest, state[0]),
-                        tl.where(held, total, state[1]),
-                        tl.where(held[:, None], values, state[2]),
-                    )
+                highest = parts[0][0]
+                for place in tl.static_range(1, SPLITS):
+                    highest = tl.maximum(highest, parts[place][0])
+                if tl.max((highest > state[0] + FOLD_GROWTH).to(tl.int32), 0) == 0:
+                    shift = tl.where(state[0] == float("-inf"), 0.0, state[0])
+                    for place in tl.static_range(SPLITS):
+                        state = _add_part(state, parts[place], shift, one, real & (first + place < splits))
+                else:  # seldom: a loop, for it need not be fast
+                    for split in range(first, tl.minimum(first + SPLITS, splits)):
+                        part = load_part(
+                            part_out, part_lse, first_slot + split, real, num_slots, request_rows, row, columns, LATENT,
+                            OUT,
+                        )  # fmt: skip
+                        state = fold_part(state, part)
         largest, total, values = state
         _write_rows(
             largest, total, values, token, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS, LATENT,
@@ -309,8 +338,11 @@ def merge_parts(
         slots = (part_lse.numel() - 2 * requests) // (2 * request_rows)
         if tile_ranges is None and slots <= requests:  # each request was one program's, which wrote whole rows
             return
-        several = FOR_FOLDS if tile_ranges is None else FOR_PLANNED_FOLDS
-        rows, columns, at_once, warps = FOR_ONE_FOLD if requests == 1 else several
+        rows, columns, at_once, warps = FOR_PLANNED_FOLDS
+        if requests == 1:
+            rows, columns, at_once, warps = FOR_ONE_FOLD[request_rows >= MANY_ROWS]
+        elif tile_ranges is None:
+            rows, columns, at_once, warps = FOR_FOLDS[heads >= MANY_HEADS]
     else:
         many = tile_ranges.shape[0] > MANY_PARTS * requests
         rows, columns, at_once, warps = FOR_MANY_PARTS if many else FOR_FEW_PARTS[heads >= MANY_HEADS]

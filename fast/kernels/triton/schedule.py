@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from reference.interfaces import DECODE_TILE, FOLD_OVERHEAD, invariant_cut
+from reference.interfaces import DECODE_TILE, fold_overhead, invariant_cut
 
 from .device import device_facts
 
@@ -130,22 +130,22 @@ def _plan_decode_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "num_requests", "num_programs", "overhead", "small_tiles", "small_splits", "large_tiles", "max_splits"
+        "num_requests", "num_programs", "overhead", "split_overhead", "small_tiles", "small_splits", "large_tiles",
+        "max_splits",
     ]
 )  # fmt: skip
 @no_type_check
 def _plan_invariant_kernel(
-    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead,
+    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, split_overhead,
     small_tiles, small_splits, large_tiles, max_splits,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
-    SPLIT_OVERHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Requests are cut by their own length, and programs take the splits that start in their piece of the line."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     own = (small_tiles, small_splits, large_tiles, max_splits)
-    split_overhead = tl.minimum(overhead, SPLIT_OVERHEAD)
     request_overhead = overhead - split_overhead
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     end = CHUNK if ONE_CHUNK else num_requests  # known to the compiler, it loads and counts once
@@ -227,16 +227,17 @@ def plan_decode(
     requests = seq_lens.shape[0]
     tile_ranges = torch.empty(num_programs, 5, dtype=torch.int32, device=seq_lens.device)
     split_offsets = torch.empty(requests + 1, dtype=torch.int32, device=seq_lens.device)
-    kernel, own, constants = _plan_decode_kernel, (), {}
+    kernel, own = _plan_decode_kernel, ()
     chunk, warps = SHAPES[requests > SHAPES[0][0]]
     if batch_invariant:
-        kernel, own, constants = _plan_invariant_kernel, invariant_cut(num_heads), {"SPLIT_OVERHEAD": FOLD_OVERHEAD}
+        kernel = _plan_invariant_kernel
+        own = (min(fixed_overhead, fold_overhead(num_heads)), *invariant_cut(num_heads))
         warps = 4  # splits of every request are counted for every program: many divisions
     following = device_facts(seq_lens.device).following
     with torch.cuda.device_of(seq_lens):
         kernel[(triton.cdiv(num_programs, PROGRAMS),)](
             seq_lens.contiguous(), tile_ranges, split_offsets, requests, num_programs, fixed_overhead, *own,
             CHUNK=chunk, ONE_CHUNK=requests <= chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps,
-            **constants, **following,
+            **following,
         )  # fmt: skip
     return tile_ranges, split_offsets
