@@ -184,6 +184,24 @@ def test_overhead_by_heads(heads, overhead):
         assert chosen.tile_ranges.tolist() != none.tile_ranges.tolist()
 
 
+@pytest.mark.parametrize("heads, each, sizes", [
+    (1, 1, (10, 4, 4)), (16, 1, (10, 4, 4)), (17, 4, (32, 16, 16)), (128, 4, (32, 16, 16)),
+])  # fmt: skip
+def test_folds_weigh_by_heads(heads, each, sizes, ops):
+    """Of an overhead of 5 each split has so many tiles, and the first the rest: programs begin where the line says."""
+    tiles, starts, place = (300, 40, 100), [], 0
+    for request, (count, size) in enumerate(zip(tiles, sizes, strict=True)):
+        place += 5 - each
+        for tile in range(0, count, size):
+            starts.append((place, request, tile))
+            place += each + min(size, count - tile)
+    for programs in range(1, 12):
+        share = -(-place // programs)
+        firsts = [next(s for s in starts if s[0] // share == p)[1:] for p in range(programs)]
+        ranges = ops.plan_decode(integers(*(64 * count for count in tiles)), programs, heads, 5, True).tile_ranges
+        assert [(first, tile) for first, _, tile, _, _ in ranges.tolist()] == firsts
+
+
 @pytest.mark.parametrize("heads, tiles, size", [
     (128, 17, 16), (128, 128, 16), (128, 200, 26), (128, 256, 32), (128, 1024, 32), (128, 2048, 32), (17, 4096, 64),
     (1, 3, 4), (16, 128, 4), (16, 200, 8), (16, 512, 16), (16, 2048, 16), (16, 4096, 32), (16, 4097, 34),
@@ -215,7 +233,7 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
     parts = [math.ceil(count / size) for count, size in zip(tiles, sizes, strict=True)]
     assert max(parts, default=0) <= most
     assert schedule.split_offsets.tolist() == [sum(parts[:request]) for request in range(len(lens) + 1)]
-    each = min(overhead, 2)
+    each = min(overhead, 1 if heads <= 16 else 4)
     length = sum(count + each * own + (overhead - each) * (own > 0) for count, own in zip(tiles, parts, strict=True))
     share = max(1, -(-length // programs))
     for own, split in ranges:
@@ -223,7 +241,12 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
             (request, tile), (last, last_tile) = own[0], own[-1]
             assert tile % sizes[request] == 0 and split == tile // sizes[request]
             assert (last_tile + 1) % sizes[last] == 0 or last_tile + 1 == tiles[last]
-            assert len(own) <= share + max(sizes)
+            # its splits start within its share of the line; what the last one has lies beyond
+            last_split = last_tile - last_tile // sizes[last] * sizes[last] + 1
+            splits = {(request, tile // sizes[request]) for request, tile in own}
+            begun = {request for request, tile in own[1:] if tile == 0}
+            carried = len(own) + each * len(splits) + (overhead - each) * len(begun)
+            assert carried <= share - 1 + each + last_split
     for request, length in enumerate(lens):
         alone = ops.plan_decode(integers(length), 3, heads, overhead, True)
         assert alone.split_offsets.tolist() == [0, parts[request]]

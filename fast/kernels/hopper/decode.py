@@ -18,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from reference.interfaces import (
     DECODE_TILE,
     check,
+    fold_overhead,
     invariant_cut,
     invariant_split_tiles,
     most_invariant_splits,
@@ -40,7 +41,6 @@ LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multi
 COSTS_NS = {"few": (1500, 1, 5000), "many": (2000, 4, 6500)}
 MEMORY_TILE_NS = 17
 MERGE_NS, MERGED_ROW_NS = 3000, 1.5
-FOLD_NS = 3000  # of a split into those before it
 
 
 def mla_decode(
@@ -299,12 +299,12 @@ def _num_runs(pieces: int, rows: int, keys: int, heads: int, program_rows: int, 
     split_tiles = invariant_split_tiles(tiles, heads)
     splits = triton.cdiv(tiles, split_tiles)
     tile_ns, _, piece_ns = COSTS_NS["many" if program_rows == MANY_ROWS else "few"]
+    split_ns = (split_tiles + fold_overhead(heads)) * tile_ns
 
     def cost(runs: int) -> int | float:
         taken = triton.cdiv(splits, runs)
         merge_ns = MERGE_NS + MERGED_ROW_NS * (splits - taken + 1) * rows if taken < splits else 0
-        run_ns = piece_ns + taken * (split_tiles * tile_ns + FOLD_NS)
-        return triton.cdiv(pieces * runs, processors) * run_ns + merge_ns
+        return triton.cdiv(pieces * runs, processors) * (piece_ns + taken * split_ns) + merge_ns
 
     return min(range(1, splits + 1), key=cost)
 
