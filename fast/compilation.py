@@ -124,9 +124,9 @@ def _launch_all(
                     plan.decode.seq_lens, cut, heads, batch_invariant=batch_invariant, backend=backend
                 )
                 layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
-            if batch_invariant:
-                schedule = DecodeSchedule(batch_invariant=True)
-                layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
+        if plan.num_decodes and batch_invariant:
+            schedule = DecodeSchedule(batch_invariant=True)
+            layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         # an engine with projections of its own calls the parts
         projected = layer.project(hidden_states, positions)
         output = hidden_states.new_empty(tokens, local.num_heads, config.v_head_dim)

@@ -53,6 +53,14 @@ if hypothesis is not None:
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu (default) or cuda")
+    parser.addoption("--share", type=_share, default=(1, 1), metavar="K/N", help="only the K-th of N runs of tests")
+
+
+def _share(said: str) -> tuple[int, int]:
+    number, count = map(int, said.split("/"))
+    if not 1 <= number <= count:
+        raise ValueError(f"expected K/N with 1 <= K <= N, got {said}")
+    return number, count
 
 
 MOST_WORKERS = 8  # each holds torch, transformers and a model or two
@@ -78,9 +86,13 @@ def pytest_xdist_auto_num_workers():
     return min(CORES, MOST_WORKERS)
 
 
-def pytest_collection_modifyitems(items):
-    """The files that take longest first; within a file the order stands."""
+def pytest_collection_modifyitems(config, items):
+    """The files that take longest first; within a file the order stands. Of those, one share."""
     items.sort(key=lambda item: next((rank for rank, word in enumerate(LONG) if word in item.path.name), len(LONG)))
+    number, count = config.getoption("--share")
+    first, end = (number - 1) * len(items) // count, number * len(items) // count
+    config.hook.pytest_deselected(items=items[:first] + items[end:])
+    items[:] = items[first:end]
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,11 @@
 
 A run of some stages keeps the others' results in the file, if those are of the same sources and the same card.
 
-Stages: the test suite (one process a file, the kernels compiled; what compares the wings runs twice, its tensors on
-the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same ops on hostile indices under
-compute-sanitizer's memcheck (and racecheck), where that is on PATH; the main job in float32, with three token streams
-compared; the benchmarks;
-between_gpus, where there are several: context parallelism over NCCL and its benchmark.
+Stages: the test suite (one process a file, or a share of a long one, the kernels compiled; what compares the wings
+runs twice, its tensors on the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same ops on hostile
+indices under compute-sanitizer's memcheck (and racecheck), where that is on PATH; the main job in float32, with three
+token streams compared; the benchmarks; between_gpus, where there are several: context parallelism over NCCL and its
+benchmark.
 racecheck runs where it is asked for: it sees no order through mbarriers, and so reports what warp groups hand to each
 other through them, as it does of `tests.hand_over`, which runs beside the ops.
 What a missing package leaves out is skipped with the reason and listed in the file.
@@ -65,6 +65,9 @@ ANY_DEVICE = ("batch", "builder", "cache", "cascade", "differential", "identitie
               "schedule", "weights")  # fmt: skip
 
 
+SHARES = {"test_hopper_decode.py": 12, "test_triton_decode.py": 3}  # processes of files that take longest
+
+
 def file_name(gpu: str, count: int = 1) -> str:
     """The results file of a machine: "NVIDIA H200" gives "h200.json", four of them "h200-x4.json"."""
     return f"{short_name(gpu)}.json" if count < 2 else f"{short_name(gpu)}-x{count}.json"
@@ -98,15 +101,18 @@ def read_junit(path: Path) -> dict[str, Any]:
 
 
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
-    """Every test file in a process of its own, several at a time, the slow ones first.
+    """Every test file in a process of its own, several of one that takes long, the slow ones first.
 
     All but test_docs and test_site: they hold the pages to the results file that this run is about to replace.
     """
     files = {*(ROOT / "tests").glob("test_*.py")} - {ROOT / "tests" / f"test_{name}.py" for name in ("docs", "site")}
     files = sorted(files, key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name))
-    runs = [(ROOT / "tests" / f"test_{name}.py", "cuda") for name in ANY_DEVICE] + [(file, "cpu") for file in files]
+    runs = [(file, "cpu", f"{number}/{count}") for file in files if (count := SHARES.get(file.name))
+            for number in range(1, count + 1)]  # fmt: skip
+    runs += [(ROOT / "tests" / f"test_{name}.py", "cuda", "1/1") for name in ANY_DEVICE]
+    runs += [(file, "cpu", "1/1") for file in files if file.name not in SHARES]
 
-    def one(file: Path, device: str) -> tuple[str, dict[str, Any]]:
+    def one(file: Path, device: str, share: str) -> tuple[str, dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             command = [
@@ -120,6 +126,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
                 "no:xdist",
                 str(file),
                 f"--device={device}",
+                f"--share={share}",
                 f"--junitxml={report}",
             ]
             status, output = run(command, args.limit, OMP_WAIT_POLICY="PASSIVE")
@@ -130,7 +137,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
             found["failed"] = [f"{file.name} --device=cuda: nothing ran"]
         if found["failed"]:
             print(f"-- {file.name} --device={device}\n{output}", flush=True)
-        return f"{file.name} --device={device}", found
+        return f"{file.name} --device={device} --share={share}", found
 
     with ThreadPoolExecutor(args.jobs) as pool:
         results = dict(pool.map(one, *zip(*runs, strict=True)))

@@ -41,8 +41,8 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
 FIRST_CUTS = ((16, "whole"), (16, "batch-invariant, planned"), (32, "scheduled"), (128, "whole"), (128, "scheduled"),
-              (128, "batch-invariant"), (32, "batch-invariant"))  # fmt: skip
-CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned")
+              (128, "batch-invariant"), (32, "batch-invariant"), (128, "batch-invariant, sliced"))  # fmt: skip
+CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced")
 
 
 class RecordedGluon(Recorded):
@@ -63,10 +63,11 @@ def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), d
     monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    monkeypatch.setattr(decode, "SLICES", 2 if cut == "batch-invariant, sliced" else 1)
     monkeypatch.setattr(decode, "_rows_where_alone", lambda program_rows, *_: program_rows)
     latent, rope = widths
     plan = DecodeMetadata(integers(*range(40))[None], integers(600), offsets([1]), 1, integers(600))
-    schedule = (None, None, cut == "batch-invariant")
+    schedule = (None, None, cut in ("batch-invariant", "batch-invariant, sliced"))
     if cut in ("scheduled", "batch-invariant, planned"):
         made = reference.plan_decode(plan.seq_lens, 3, heads, 5, cut != "scheduled")
         schedule = (made.tile_ranges, made.split_offsets, made.batch_invariant)
@@ -121,6 +122,8 @@ def product_loops(disassembly: str) -> list[list[str]]:
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
+    if heads <= 32 and cut == "batch-invariant, sliced":
+        pytest.skip("few heads have no slices")
     if not DEEP and (heads, cut) not in FIRST_CUTS:
         pytest.skip("under HYPOTHESIS_PROFILE=deep")
     kernel = compiled(*recorded(monkeypatch, heads, cut))
@@ -190,6 +193,32 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
         assert kernel.fn.__name__ == name and constants["HEADS"] == heads
 
 
+def test_slices_where_processors_are_idle(monkeypatch):
+    """Of requests that are cut by their own length, unplanned, if twice as many programs still fit; of 512 latents."""
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 3)  # by two blocks of rows
+    for processors, widths, cut, slices in (
+        (132, (512, 64), "batch-invariant, sliced", 2), (12, (512, 0), "batch-invariant, sliced", 2),
+        (11, (512, 64), "batch-invariant, sliced", 1), (132, (256, 64), "batch-invariant, sliced", 1),
+        (132, (512, 64), "batch-invariant", 1), (132, (512, 64), "batch-invariant, planned", 1),
+        (132, (512, 64), "whole", 1),
+    ):  # fmt: skip
+        monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
+        _, _, constants = recorded(monkeypatch, 128, cut, widths=widths)
+        assert constants["SLICES"] == slices
+
+
+@pytest.mark.parametrize("heads, query_len, rows", [
+    (16, 1, 16), (16, 2, 32), (16, 5, 32), (4, 4, 16), (4, 5, 32), (20, 1, 32), (32, 8, 32), (33, 1, 64), (128, 4, 64),
+])  # fmt: skip
+def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
+    """Up to 32 heads stay with `few_heads`, however many query tokens a neighbour has; more stay with `many_heads`."""
+    asked = []
+    monkeypatch.setattr(decode, "_num_runs", lambda *given: asked.append(given[4]) or 1)
+    monkeypatch.setattr(decode, "rows_of_a_request", lambda *_: heads * query_len)
+    recorded(monkeypatch, heads, "batch-invariant")
+    assert asked == [rows]
+
+
 def test_queries_in_words():
     """Those that can be copied 16 bytes at a time stay where they are; others are copied first."""
     storage = torch.randn(4 * 3 * 512 + 16, dtype=torch.bfloat16)
@@ -231,8 +260,10 @@ def test_warmup_knows_a_request_alone(heads, query_len):
     assert set().union(*map(launched, range(64, 140_000, 960))) <= ahead
 
 
-@pytest.mark.parametrize("heads, batch_invariant", [(4, False), (40, False), (20, True), (40, True)])
-def test_warmup_specialises_for_every_step(heads, batch_invariant, monkeypatch):
+@pytest.mark.parametrize("heads, batch_invariant, latent", [
+    (4, False, 256), (40, False, 256), (20, True, 256), (40, True, 256), (40, True, 512),
+])  # fmt: skip
+def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monkeypatch):
     """What steps of every kind launch was launched ahead; the launchers serve the CPU meanwhile."""
     found = {}
     for name in ROOMS:
@@ -242,7 +273,7 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, monkeypatch):
     for kernel in (few_heads._few_heads_kernel, many_heads._many_heads_kernel):
         monkeypatch.setattr(decode, kernel.fn.__name__, RecordedGluon(kernel, found))
     monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", hopper.KERNELS),))
-    config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=256, qk_rope_head_dim=32)
+    config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=32)
     fast.warmup(
         config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=batch_invariant
     )

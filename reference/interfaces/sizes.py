@@ -164,7 +164,7 @@ def piece_overhead(num_heads: int) -> int:
 def fold_overhead(num_heads: int) -> int:
     """What each split costs a decode kernel under `batch_invariant`, in tiles: a part of `piece_overhead`.
 
-    Up to 16 heads a Hopper kernel keeps a split in shared memory for the next, with more of them half of it or nothing.
+    Up to 16 heads a Hopper kernel keeps a split in shared memory for the next, with more rows half of it or nothing.
     What goes through memory costs (`docs/log.md`).
 
     Raises:

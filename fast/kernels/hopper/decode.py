@@ -1,7 +1,8 @@
 """Absorbed decode on Hopper: which of the two kernels takes a call, and into how many parts requests are cut.
 
 Up to 32 rows (a row is one head of one query token) go to `few_heads`, and those of one short request; else to
-`many_heads`, 64 at a time. Parts are merged as those of portable Triton are.
+`many_heads`, 64 at a time. Where requests are cut by their own length, the number of heads alone decides. Parts are
+merged as those of portable Triton are.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
 FEW_ROWS = (16, 32)  # of one request, that `few_heads` takes
 MANY_ROWS = 64
+SLICES, SLICED_LATENT = 2, 512  # of the output of a split, for as many programs, where there are programs to spare
 FEW_TILES = 4  # of a request that a program takes at least, where there are programs to spare
 LAUNCH = {"num_warps": 4, "launch_pdl": True}  # to begin while the kernel before ends: `pieces.follow_kernel`
 LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
@@ -147,13 +149,14 @@ def _attend(
     keys = table_width * block_size
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     program_rows = rows_of_a_program(request_rows)
-    if batch_invariant:  # no neighbour's query length may change which kernel takes a request's rows
-        program_rows = rows_of_a_program(heads)
+    if batch_invariant:  # no neighbour's query length may change which kernel takes a request's rows; `few_heads`
+        # gives a row the same bits among 16 as among 32
+        program_rows = min(program_rows, FEW_ROWS[-1] if heads <= FEW_ROWS[-1] else MANY_ROWS)
     processors = device_facts(device).processors
     if tile_ranges is None and not batch_invariant:
         program_rows = _rows_where_alone(program_rows, requests, request_rows, keys, processors)
     row_blocks = triton.cdiv(request_rows, program_rows)
-    programs, num_splits, num_slots, most_splits = 0, 1, 0, 0
+    programs, num_splits, num_slots, most_splits, slices = 0, 1, 0, 0, 1
     if tile_ranges is not None:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
         programs = tile_ranges.shape[0] * row_blocks
@@ -163,7 +166,10 @@ def _attend(
         if tile_ranges is None:
             pieces, rows = requests * row_blocks, requests * request_rows
             num_splits = _num_runs(pieces, rows, keys, heads, program_rows, processors)
-            programs = min(processors, requests * num_splits * row_blocks)
+            places = requests * num_splits * row_blocks
+            if program_rows == MANY_ROWS and latent == SLICED_LATENT and SLICES * places <= processors:
+                slices = SLICES
+            programs = min(processors, slices * places)
         num_slots = requests * most_splits if tile_ranges is not None or num_splits > 1 else 0
     if tile_ranges is not None or batch_invariant:
         part_rows = num_slots * request_rows
@@ -194,7 +200,7 @@ def _attend(
         if few:
             _few_heads_kernel[(programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
-            _many_heads_kernel[(programs,)](*arguments, **constants, **LAUNCH)
+            _many_heads_kernel[(programs,)](*arguments, SLICES=slices, **constants, **LAUNCH)
     return out, lse, part_out, part_lse
 
 

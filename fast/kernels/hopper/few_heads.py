@@ -51,6 +51,7 @@ from .rows_and_pages import (
 )
 
 STAGES = gl.constexpr(2)
+LONG = gl.constexpr(16)  # tiles of a program's first piece, from which on its queries go before its second tile
 SHARED_VALUES = gl.constexpr(8192)  # that shared memory keeps between splits, of all rows of a program
 
 
@@ -146,21 +147,70 @@ def _halves(values):
 
 @gluon.jit
 @no_type_check
-def _folded(state, kept, kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """What was kept of the splits before, and a state, as one."""
+def _ask_kept(kept_values, k_latent, step, full, free, stored, number, ROWS: gl.constexpr, LATENT: gl.constexpr):
+    """Ask for what is kept in memory, in the place of a tile: it is there when the tiles before are done."""
+    CHUNK: gl.constexpr = 1024  # elements
+    NUMBER: gl.constexpr = ROWS * LATENT // 2 // CHUNK
+    BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
+    stage = step % STAGES
+    mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.wait(stored, number & 1)
+    shared = k_latent.index(stage * BUFFERS)._reinterpret(
+        gl.float32, [NUMBER, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    element = gl.arange(0, CHUNK, gl.BlockedLayout([4], [32], [1], [0]))
+    place = kept_values + gl.program_id(0).to(gl.int64) * (NUMBER * CHUNK)
+    for chunk in range(NUMBER):
+        async_copy.async_copy_global_to_shared(shared.index(chunk), place + chunk * CHUNK + element)
+    async_copy.mbarrier_arrive(full.index(stage))
+    mbarrier.arrive(full.index(stage))
+
+
+@gluon.jit
+@no_type_check
+def _taken_kept(half, k_latent, step, full, free):
+    """What `_ask_kept` asked for, as `half` lies; the place is free again."""
+    LATENTS: gl.constexpr = half.shape[0]
+    ROWS: gl.constexpr = half.shape[1]
+    HALF: gl.constexpr = half.type.layout
+    BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
+    squares = gl.permute(gl.reshape(half, [LATENTS, ROWS // 8, 8]), [1, 0, 2])
+    SQUARES: gl.constexpr = squares.type.layout
+    stage = step % STAGES
+    shared = k_latent.index(stage * BUFFERS)._reinterpret(
+        gl.float32, [ROWS // 8, LATENTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    )
+    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+    before = gl.reshape(gl.permute(shared.load(SQUARES), [1, 0, 2]), [LATENTS, ROWS])
+    fence_async_shared()  # tiles come there by another way
+    mbarrier.arrive(free.index(stage))
+    return gl.convert_layout(before, HALF)
+
+
+@gluon.jit
+@no_type_check
+def _folded(
+    state, kept, k_latent, step, full, free, ROWS: gl.constexpr, LATENT: gl.constexpr, TRANSPOSED: gl.constexpr
+):
+    """What was kept of the splits before, and a state, as one; the steps counted on."""
     largest, total, values = state
-    rows_kept, values_shared = kept
+    rows_kept, values_shared, _ = kept
     ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
     largest, old, new = fold_shares(rows_kept.index(0).load(ROW), largest)
     total = gl.fma(rows_kept.index(1).load(ROW), old, total * new)
     if ROWS * LATENT <= SHARED_VALUES:
-        before = values_shared.load(TRANSPOSED)
+        values = gl.fma(values_shared.load(TRANSPOSED), old[None, :], values * new[None, :])
     else:
-        half, _ = _halves(values)
-        HALF: gl.constexpr = half.type.layout
-        both = gl.join(values_shared.load(HALF), gl.load(_kept_at(kept_values, half)))
-        before = gl.convert_layout(gl.reshape(gl.permute(both, [2, 0, 1]), [LATENT, ROWS]), TRANSPOSED)
-    return largest, total, gl.fma(before, old[None, :], values * new[None, :])
+        near, far = _halves(values)
+        HALF: gl.constexpr = near.type.layout
+        old = gl.convert_layout(old, gl.SliceLayout(0, HALF))[None, :]
+        new = gl.convert_layout(new, gl.SliceLayout(0, HALF))[None, :]
+        near = gl.fma(values_shared.load(HALF), old, near * new)
+        far = gl.fma(_taken_kept(far, k_latent, step, full, free), old, far * new)
+        both = gl.reshape(gl.permute(gl.join(near, far), [2, 0, 1]), [LATENT, ROWS])
+        values = gl.convert_layout(both, TRANSPOSED)
+        step += 1
+    return largest, total, values, step
 
 
 @gluon.jit
@@ -168,7 +218,7 @@ def _folded(state, kept, kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, 
 def _keep(state, kept, kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, TRANSPOSED: gl.constexpr):
     """Keep a state for the next split of the run."""
     largest, total, values = state
-    rows_kept, values_shared = kept
+    rows_kept, values_shared, stored = kept
     rows_kept.index(0).store(largest)
     rows_kept.index(1).store(total)
     if ROWS * LATENT <= SHARED_VALUES:
@@ -177,6 +227,7 @@ def _keep(state, kept, kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, TR
         near, far = _halves(values)
         values_shared.store(near)
         gl.store(_kept_at(kept_values, far), far, eviction_policy=STAYS)
+        mbarrier.arrive(stored)
 
 
 @gluon.jit
@@ -186,7 +237,7 @@ def _attend_tiles(
     ROWS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, TRANSPOSED: gl.constexpr,
 ):  # fmt: skip
     """The tiles [begin, stop) of a piece that ends at tile `end`: the state, and the tiles of all pieces counted on."""
-    visible, length, table_row, table_stride, num_blocks = seen
+    visible, length, table_row, table_stride, num_blocks, unsure = seen
     k_latent, k_rope = tiles_shared
     full, free, _, _ = bars
     dtype: gl.constexpr = k_latent.dtype
@@ -216,7 +267,7 @@ def _attend_tiles(
         scores = warpgroup_mma_wait(0, deps=[scores])
         if tile >= plain:
             key = tile * TILE + gl.arange(0, TILE, KEY)
-            page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < length, other=-1)
+            page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < unsure, other=0)
             held_keys = (page >= 0) & (page < num_blocks) & (key < end * TILE)
             scores = gl.where(held_keys[:, None] & (key[:, None] < visible[None, :]), scores, float("-inf"))
             if (tile + 1) * TILE > length:  # nobody owns those bytes, and 0 * NaN is NaN
@@ -256,7 +307,7 @@ def _consume(
     )
     q_latent, q_rope, k_latent, k_rope, weights_shared, kept, notes = shared
     tiles_shared = (k_latent, k_rope)
-    _, _, begun, noted = bars
+    full, free, begun, noted = bars
     queries = (
         ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride
     )  # fmt: skip
@@ -273,11 +324,11 @@ def _consume(
         request, length, begin, stop = tiles_of(note)
         table_row = block_table + request.to(gl.int64) * table_row_stride
         visible = gl.minimum(visible, length)
-        seen = (visible, length, table_row, table_stride, num_blocks)
         plain = gl.maximum(gl.min(visible, 0), 0) // TILE  # tiles that all rows see whole
         end_key = gl.minimum(stop * TILE, length)
         held = pages_held(pages, begin, end_key, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
         plain = gl.where(held, plain, begin)
+        seen = (visible, length, table_row, table_stride, num_blocks, gl.where(held, 0, length))
         async_copy.wait_group(0)
         fence_async_shared()
         mbarrier.arrive(begun)
@@ -295,7 +346,10 @@ def _consume(
                 state = _based_on_two(state, scale_log2)
                 kept_values = results[2] + num_slots.to(gl.int64) * sizes[5] * LATENT  # behind all parts
                 if (begin == 0) & (split_begin > 0):
-                    state = _folded(state, kept, kept_values, ROWS, LATENT, TRANSPOSED)
+                    largest, total, values, step = _folded(
+                        state, kept, k_latent, step, full, free, ROWS, LATENT, TRANSPOSED
+                    )
+                    state = (largest, total, values)
                 if not running:
                     mbarrier.wait(noted, (piece + 1) & 1)
                 # asked anew: registers that are held through a split are dear
@@ -352,7 +406,7 @@ def _consume(
 @gluon.jit
 @no_type_check
 def _produce(
-    inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars,
+    inputs, cut, results, sizes, strides, latent_pages, rope_pages, shared, bars,
     ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr,
 ):  # fmt: skip
@@ -360,16 +414,19 @@ def _produce(
     _, _, block_table, seq_lens, query_start_loc, _ = inputs
     num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
     _, _, _, _, table_row_stride, table_stride = strides
-    _, _, k_latent, k_rope, _, _, notes = shared
+    _, _, k_latent, k_rope, _, kept, notes = shared
     full, free, begun, noted = bars
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     BYTES: gl.constexpr = TILE * (LATENT + ROPE) * 2
+    KEEPS: gl.constexpr = BY_LENGTH and ROWS * LATENT > SHARED_VALUES  # in memory
+    kept_values = results[2] + cut[3].to(gl.int64) * sizes[5] * LATENT  # behind all parts
     lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
-    walk = first_piece(cut, num_requests, row_blocks, SCHEDULED)
-    walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, BY_LENGTH, SCHEDULED)
+    walk = first_piece(cut, num_requests, row_blocks, SCHEDULED, 1)
+    walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, BY_LENGTH, SCHEDULED, 1)
     write_note(notes, 0, note, noted)
     step = 0
+    folds = 0
     piece = 0
     while walk[3]:
         request, length, begin, stop = tiles_of(note)
@@ -377,9 +434,16 @@ def _produce(
         end_key = gl.minimum(stop * TILE, length)
         page = page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
         ahead = page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
+        if KEEPS:
+            split_tiles = split_tiles_of(note)
+            fold_at = gl.where((begin == 0) & (stop > split_tiles), gl.minimum(2 * split_tiles, stop), 0)
+        # the first tiles of all programs at once would keep the queries waiting
+        patient = (piece == 0) & (stop - begin >= LONG)
         for tile in range(begin, stop):
             stage = step % STAGES
             bar = full.index(stage)
+            if patient & (tile == begin + 1):
+                mbarrier.wait(begun, 0)
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(bar, BYTES)
             load_columns(
@@ -394,8 +458,13 @@ def _produce(
             page = ahead
             ahead = page_of((tile + 2) * TILE, end_key, table_row, table_stride, BLOCK_SIZE)
             step += 1
-        walk = next_piece(walk, cut, piece_sizes, SCHEDULED)
-        walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, BY_LENGTH, SCHEDULED)
+            if KEEPS and tile + 1 == fold_at:
+                _ask_kept(kept_values, k_latent, step, full, free, kept[2], folds, ROWS, LATENT)
+                step += 1
+                folds += 1
+                fold_at = gl.minimum(fold_at + split_tiles, stop)
+        walk = next_piece(walk, cut, piece_sizes, SCHEDULED, 1)
+        walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, BY_LENGTH, SCHEDULED, 1)
         mbarrier.wait(begun, piece & 1)  # this piece has begun, and nobody reads the note of the one before it
         piece += 1
         write_note(notes, piece, note, noted)
@@ -437,7 +506,7 @@ def _few_heads_kernel(
         k_rope = gl.allocate_shared_memory(dtype, [STAGES * parts, 1, BOX_KEYS, ROPE], rope_pages.layout)
         q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
     weights_shared = gl.allocate_shared_memory(dtype, [1, TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16))
-    rows_kept, values_kept = weights_shared, weights_shared
+    rows_kept, values_kept, stored = weights_shared, weights_shared, weights_shared
     if BY_LENGTH:
         rows_kept = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         # all latents, or half of them; 8 of them by 8 rows meet no bank twice
@@ -445,6 +514,8 @@ def _few_heads_kernel(
         values_kept = gl.allocate_shared_memory(
             gl.float32, [SHARED_LATENTS, ROWS], gl.SwizzledSharedLayout(8, 32 // ROWS, ROWS // 8, [1, 0])
         )
+        stored = gl.allocate_shared_memory(gl.int64, [1], BAR)
+        mbarrier.init(stored, 1)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     notes = gl.allocate_shared_memory(gl.int32, [NOTES * NOTED, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -467,14 +538,14 @@ def _few_heads_kernel(
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )  # fmt: skip
-    shared = (q_latent, q_rope, k_latent, k_rope, weights_shared, (rows_kept, values_kept), notes)
+    shared = (q_latent, q_rope, k_latent, k_rope, weights_shared, (rows_kept, values_kept, stored), notes)
     bars = (full, free, begun, noted)
     gl.warp_specialize(
         [
             (_consume, (inputs, cut, results, sizes, strides, shared, bars, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE,
                         BY_LENGTH, SCHEDULED, SPLIT)),
-            (_produce, (inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars, ROWS, HEADS, LATENT, ROPE,
-                        BLOCK_SIZE, BY_LENGTH, SCHEDULED)),
+            (_produce, (inputs, cut, results, sizes, strides, latent_pages, rope_pages, shared, bars, ROWS, HEADS,
+                        LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED)),
         ],
         [1],
         [24],

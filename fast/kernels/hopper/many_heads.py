@@ -2,6 +2,9 @@
 
 Each group holds one half of the latent columns of the output. A third partition, one warp, fetches tiles, a quarter of
 their columns at a time: each quarter is released, fetched again and multiplied by itself, as no third tile fits.
+
+Where processors would be idle, two programs score the same tiles, and each holds one of two slices of every quarter
+(SLICES): what is said here of halves and quarters of the output is then said of that slice of them.
 """
 
 from __future__ import annotations
@@ -44,9 +47,9 @@ from .rows_and_pages import (
     rows_at,
     seen_at,
 )
-from .tile_pairs import ROWS, attend_pairs, scaled
+from .tile_pairs import ROWS, attend_pairs, scaled, slice_of_program
 
-LONG = gl.constexpr(8)  # tiles of a program's first piece, from which on its queries go first
+LONG = gl.constexpr(8)  # tiles of a program's first piece, from which on its queries go before its tiles
 
 
 @gluon.jit
@@ -71,14 +74,16 @@ def _write_whole(
     num_tokens, num_heads = where[4], where[5]
     HALF: gl.constexpr = LATENT // 2
     WIDTH: gl.constexpr = LATENT // 4
+    SPAN: gl.constexpr = left.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
+    number = slice_of_program(WIDTH // SPAN)
     divisor = gl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0
     left, right = scaled(left, right, 1.0 / divisor, VALUES)
     if OWN == 0:
         _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, SCORES))
         log = gl.where(total == 0, float("-inf"), largest * scale_log2 + gl.log2(divisor))
-        gl.store(lse + head.to(gl.int64) * num_tokens + token, log * LN_2, mask=real)
-    if out.dtype.element_ty == q_latent.dtype:
+        gl.store(lse + head.to(gl.int64) * num_tokens + token, log * LN_2, mask=real & (number == 0))
+    if out.dtype.element_ty == q_latent.dtype and SPAN == WIDTH:
         # by way of the queries' memory, which nobody multiplies by any more, so that whole lines are written
         _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, WIDE))
         staged = q_latent.index(0).slice(OWN * HALF, HALF, dim=1)
@@ -93,7 +98,7 @@ def _write_whole(
     else:
         _ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
         _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, VALUES))
-        columns = OWN * HALF + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
+        columns = OWN * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
         offsets = (token.to(gl.int64) * num_heads + head) * LATENT
         place = out + offsets[:, None] + columns[None, :]
         gl.store(place, left.to(out.dtype.element_ty), mask=real[:, None])
@@ -111,13 +116,16 @@ def _write_part(
     _, _, part_out, part_lse = results
     HALF: gl.constexpr = LATENT // 2
     WIDTH: gl.constexpr = LATENT // 4
+    SPAN: gl.constexpr = left.shape[1]
+    number = slice_of_program(WIDTH // SPAN)
     row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, SCORES), OF_REQUEST)
+    real = real & (number == 0)
     if OWN == 0:
         gl.store(part_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
     else:
         gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real)
     row, _, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, VALUES), OF_REQUEST)
-    columns = OWN * HALF + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
+    columns = OWN * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
     place = part_out + (row * LATENT)[:, None] + columns[None, :]
     gl.store(place, left, mask=real[:, None], eviction_policy=STAYS)
     gl.store(place + WIDTH, right, mask=real[:, None], eviction_policy=STAYS)
@@ -139,7 +147,7 @@ def _kept_at(kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.co
     In squares of 8 by 8, as the matrix unit deals them to the threads, so that a warp's accesses fill whole lines.
     """
     row = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
-    column = gl.arange(0, LATENT // 4, gl.SliceLayout(0, VALUES))
+    column = gl.arange(0, VALUES.instr_shape[1], gl.SliceLayout(0, VALUES))
     place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENT) + OWN * (LATENT // 2) * ROWS
     return place + (row * 8)[:, None] + (column // 8 * (8 * ROWS) + column % 8)[None, :]
 
@@ -179,7 +187,7 @@ def _keep(state, kept, kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, VAL
 def _consume(
     inputs, cut, results, sizes, strides, shared, bars,
     OWN: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """One warp group: scores tile OWN of each pair, and holds half OWN of the output's columns."""
     ql_nope, q_pe, block_table, _, _, visible_lens = inputs
@@ -194,9 +202,9 @@ def _consume(
     queries = (
         ql_nope, q_pe, q_latent, q_rope, latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride
     )  # fmt: skip
-    WIDTH: gl.constexpr = LATENT // 4
+    SPAN: gl.constexpr = LATENT // 4 // SLICES
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPAN, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
 
     pair = 0  # of all pieces: its parity is that of the barriers
@@ -210,11 +218,11 @@ def _consume(
         request, length, begin, stop = tiles_of(note)
         table_row = block_table + request.to(gl.int64) * table_row_stride
         visible = gl.minimum(visible, length)
-        seen = (visible, length, table_row, table_stride, num_blocks)
         plain = gl.maximum(gl.min(visible, 0), 0) // TILE  # tiles that all rows see whole
         end_key = gl.minimum(stop * TILE, length)
         held = pages_held(pages, begin, end_key, table_row, table_stride, num_blocks, BLOCK_SIZE, 4)
         plain = gl.where(held, gl.minimum(plain, stop), begin)
+        seen = (visible, length, table_row, table_stride, num_blocks, gl.where(held, 0, length))
         async_copy.wait_group(0)
         fence_async_shared()
         partition_barrier()  # the fence of every thread, before one of them arrives
@@ -322,7 +330,7 @@ def _fetch(
 def _produce(
     inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """One warp fetches pairs of tiles, and notes the pieces for the groups that compute."""
     _, _, block_table, seq_lens, query_start_loc, _ = inputs
@@ -331,8 +339,8 @@ def _produce(
     _, _, latents, tails, _, _, notes = shared
     full, free, _, query_bar, _, noted = bars
     lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
-    walk = first_piece(cut, num_requests, row_blocks, SCHEDULED)
-    walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, BY_LENGTH, SCHEDULED)
+    walk = first_piece(cut, num_requests, row_blocks, SCHEDULED, SLICES)
+    walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, BY_LENGTH, SCHEDULED, SLICES)
     write_note(notes, 0, note, noted)
     pair = 0
     piece = 0
@@ -344,8 +352,11 @@ def _produce(
             page_of(begin * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
             page_of((begin + 1) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
         )
-        if (piece == 0) & (row_blocks > 1) & (stop - begin >= LONG):
-            mbarrier.wait(query_bar, 0)  # the first tiles of all programs at once would keep the queries waiting
+        # the first tiles of all programs at once would keep the queries waiting: they go first, or, where no other
+        # program reads the same tiles, before the second tile; programs in slices are too few for that
+        patient = (SLICES == 1) & (piece == 0) & (stop - begin >= LONG)
+        if patient & (row_blocks > 1):
+            mbarrier.wait(query_bar, 0)
         for first in range(begin, stop, 2):
             phase = (pair & 1) ^ 1
             pages = next_pages
@@ -354,14 +365,16 @@ def _produce(
                 page_of((first + 3) * TILE, end_key, table_row, table_stride, BLOCK_SIZE),
             )
             for place in gl.static_range(2):
+                if (place == 1) & patient & (first == begin):
+                    mbarrier.wait(query_bar, 0)
                 for number in gl.static_range(4):
                     _fetch(
                         first + place, end_key, pages[place], table_row, table_stride, latent_pages, rope_pages,
                         (latents, tails), full, free, phase, place, number, LATENT, ROPE, BLOCK_SIZE,
                     )  # fmt: skip
             pair += 1
-        walk = next_piece(walk, cut, piece_sizes, SCHEDULED)
-        walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, BY_LENGTH, SCHEDULED)
+        walk = next_piece(walk, cut, piece_sizes, SCHEDULED, SLICES)
+        walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, BY_LENGTH, SCHEDULED, SLICES)
         mbarrier.wait(query_bar, piece & 1)  # this piece has begun, and nobody reads the note of the one before it
         piece += 1
         write_note(notes, piece, note, noted)
@@ -384,7 +397,7 @@ def _many_heads_kernel(
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """A program's pieces for 64 of each request's rows; parts as `fast.kernels.triton.decode_merge` has them."""
     dtype: gl.constexpr = latent_pages.dtype
@@ -437,11 +450,11 @@ def _many_heads_kernel(
     gl.warp_specialize(
         [
             (_consume, (inputs, cut, results, sizes, strides, shared, bars, 0, HEADS, LATENT, ROPE, BLOCK_SIZE,
-                        BY_LENGTH, SCHEDULED, SPLIT)),
+                        BY_LENGTH, SCHEDULED, SPLIT, SLICES)),
             (_consume, (inputs, cut, results, sizes, strides, shared, bars, 1, HEADS, LATENT, ROPE, BLOCK_SIZE,
-                        BY_LENGTH, SCHEDULED, SPLIT)),
+                        BY_LENGTH, SCHEDULED, SPLIT, SLICES)),
             (_produce, (inputs, cut, sizes, strides, latent_pages, rope_pages, shared, bars, HEADS, LATENT, ROPE,
-                        BLOCK_SIZE, BY_LENGTH, SCHEDULED)),
+                        BLOCK_SIZE, BY_LENGTH, SCHEDULED, SLICES)),
         ],
         [4, 1],
         [240, 24],

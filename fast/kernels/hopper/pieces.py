@@ -39,14 +39,14 @@ def follow_kernel():
 
 @gluon.jit
 @no_type_check
-def first_piece(cut, num_requests, row_blocks, SCHEDULED: gl.constexpr):
+def first_piece(cut, num_requests, row_blocks, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
     """Where a program begins: place, first tile, split, and whether there is anything at all.
 
     A place is a request where a schedule says what each program takes. Else every request is shared among equally many
-    programs, a place is one share of one block of rows, and programs take them in turn.
+    programs, a place is one share of one block of rows, and programs take them in turn, SLICES of them each.
     """
     tile_ranges = cut[0]
-    place = gl.program_id(0)
+    place = gl.program_id(0) // SLICES
     first_tile, split = place * 0, place * 0
     if SCHEDULED:
         row = tile_ranges + place // row_blocks * 5
@@ -147,7 +147,7 @@ def piece_at(
 
 @gluon.jit
 @no_type_check
-def next_piece(walk, cut, sizes, SCHEDULED: gl.constexpr):
+def next_piece(walk, cut, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
     """The walk after a piece."""
     place, first_tile, split, _ = walk
     _, num_requests, _, row_blocks = sizes
@@ -155,7 +155,7 @@ def next_piece(walk, cut, sizes, SCHEDULED: gl.constexpr):
         first_tile, split = first_tile * 0, split * 0
         place += 1
     else:
-        place += gl.num_programs(0)
+        place += gl.num_programs(0) // SLICES
     return place, first_tile, split, place <= _last_place(cut, num_requests, row_blocks, SCHEDULED)
 
 
@@ -163,7 +163,7 @@ def next_piece(walk, cut, sizes, SCHEDULED: gl.constexpr):
 @no_type_check
 def seek(
     walk, cut, lens, sizes, BLOCK_SIZE: gl.constexpr, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
-    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr,
+    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """The first piece from a walk on: the walk there, and what is noted of it.
 
@@ -185,7 +185,7 @@ def seek(
             noted_slot = slot
             searching = request < 0
         else:
-            walk = next_piece(walk, cut, sizes, SCHEDULED)
+            walk = next_piece(walk, cut, sizes, SCHEDULED, SLICES)
             searching = walk[3]
     note = (
         noted_request, noted_block, noted_start, noted_end, noted_length, noted_begin, noted_stop, noted_slot,

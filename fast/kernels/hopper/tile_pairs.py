@@ -2,7 +2,8 @@
 
 Each group scores its own tile of a pair with all rows, and holds one half of the latent columns of the output. The
 probabilities of both tiles multiply both halves, so each group hands its own to the other through shared memory: one
-group's products run while the other is at its softmax (FlashMLA's seesaw).
+group's products run while the other is at its softmax (FlashMLA's seesaw). VALUES, the layout of a quarter of the
+output, says how much of one a program multiplies: all of it, or a slice (`many_heads`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def _score(
     scores, buffers, q_latent, q_rope, full, zero, phase, there, PLACE: gl.constexpr, NUMBER: gl.constexpr,
     LATENT: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the quarter of a tile that comes as number NUMBER; with the last one also the rope part."""
+    """Multiply the quarter of a tile that comes as number NUMBER; with the last one also the rope part.
+
+    Unless it is `there` to come, what lies there is multiplied, and nobody looks at the outcome.
+    """
     latents, tails = buffers
     WIDTH: gl.constexpr = LATENT // 4
     QUARTER: gl.constexpr = (2 * PLACE + NUMBER) % 4
@@ -58,6 +62,28 @@ def _quarter(latents, PLACE: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: g
 
 @gluon.jit
 @no_type_check
+def slice_of_program(SLICES: gl.constexpr):
+    """Which slice of each quarter of the latents a program multiplies by its probabilities."""
+    return gl.program_id(0) % SLICES
+
+
+@gluon.jit
+@no_type_check
+def _multiplied(latents, PLACE: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr, VALUES: gl.constexpr):
+    """What the program multiplies of a quarter of the latents of a tile: all of it, or one of two slices."""
+    SPAN: gl.constexpr = VALUES.instr_shape[1]
+    SLICES: gl.constexpr = WIDTH // SPAN
+    if SLICES == 1:
+        shared = _quarter(latents, PLACE, QUARTER, zero, WIDTH)
+    else:  # of as many columns as lie together
+        layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+        slices = latents._reinterpret(latents.dtype, [8 * SLICES, TILE, SPAN], layout)
+        shared = slices.index((4 * PLACE + QUARTER) * SLICES + slice_of_program(SLICES) + zero)
+    return shared
+
+
+@gluon.jit
+@no_type_check
 def scaled(left, right, factor, VALUES: gl.constexpr):
     """Both quarters of the values, each row times its factor."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, VALUES))[:, None]
@@ -68,13 +94,13 @@ def scaled(left, right, factor, VALUES: gl.constexpr):
 @no_type_check
 def _mask(scores, tile, end, seen, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """-inf for keys that a row must not see, or that lie in no page."""
-    visible, length, table_row, table_stride, num_blocks = seen
+    visible, _, table_row, table_stride, num_blocks, unsure = seen
     key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
     if BLOCK_SIZE % TILE == 0:  # all in one page
         block = (tile * TILE // BLOCK_SIZE).to(gl.int64)
-        page = gl.load(table_row + block * table_stride, mask=tile * TILE < length, other=-1)
+        page = gl.load(table_row + block * table_stride, mask=tile * TILE < unsure, other=0)
     else:
-        page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < length, other=-1)
+        page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < unsure, other=0)
     held = (page >= 0) & (page < num_blocks) & (key < end * TILE)
     return gl.where(held[None, :] & (key[None, :] < visible[:, None]), scores, float("-inf"))
 
@@ -109,7 +135,7 @@ def _rescaled(left, right, known, found, before, after, scale_log2, VALUES: gl.c
         before: references until now of the rows that a thread has.
         after: references from now on of the rows that a thread has.
         scale_log2: of scores.
-        VALUES: layout of a quarter.
+        VALUES: layout of a quarter, or of a slice of one.
     """
     if gl.max((known != found).to(gl.int32), 0) > 0:
         left, right = scaled(left, right, gl.exp2((before - after) * scale_log2), VALUES)
@@ -147,8 +173,10 @@ def _first_group(
     latents, tails = buffers
     full, free, handed, _, _, _ = bars
     length = seen[1]
-    own_left, own_right = _quarter(latents, 0, 0, zero, WIDTH), _quarter(latents, 0, 1, zero, WIDTH)
-    cross_left, cross_right = _quarter(latents, 1, 0, zero, WIDTH), _quarter(latents, 1, 1, zero, WIDTH)
+    own_left = _multiplied(latents, 0, 0, zero, WIDTH, VALUES)
+    own_right = _multiplied(latents, 0, 1, zero, WIDTH, VALUES)
+    cross_left = _multiplied(latents, 1, 0, zero, WIDTH, VALUES)
+    cross_right = _multiplied(latents, 1, 1, zero, WIDTH, VALUES)
     if MASKED and first >= plain:
         scores = _mask(scores, first, end, seen, SCORES, BLOCK_SIZE)
     if MASKED:
@@ -199,8 +227,10 @@ def _second_group(
     latents, tails = buffers
     full, free, handed, _, _, _ = bars
     length = seen[1]
-    own_left, own_right = _quarter(latents, 1, 2, zero, WIDTH), _quarter(latents, 1, 3, zero, WIDTH)
-    cross_left, cross_right = _quarter(latents, 0, 2, zero, WIDTH), _quarter(latents, 0, 3, zero, WIDTH)
+    own_left = _multiplied(latents, 1, 2, zero, WIDTH, VALUES)
+    own_right = _multiplied(latents, 1, 3, zero, WIDTH, VALUES)
+    cross_left = _multiplied(latents, 0, 2, zero, WIDTH, VALUES)
+    cross_right = _multiplied(latents, 0, 3, zero, WIDTH, VALUES)
     scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
     for number in gl.static_range(4):
         scores = _score(scores, buffers, q_latent, q_rope, full, zero, phase, True, 1, number, LATENT, ROPE)
@@ -251,7 +281,7 @@ def _first_pairs(
     """The pairs [begin, stop) in the group that scores the first tile of each; the state, and the pairs counted on."""
     WIDTH: gl.constexpr = LATENT // 4
     full, free, _, _, _, _ = bars
-    largest, total, left, right = _nothing_seen(WIDTH, SCORES, VALUES)
+    largest, total, left, right = _nothing_seen(SCORES, VALUES)
     if begin < stop:
         zero = pair >> 30  # the compiler must not see that this is 0: it would share the addresses of all
         # buffers among all products, and spill them
@@ -303,7 +333,7 @@ def _second_pairs(
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """The pairs [begin, stop) in the group that scores the second tile of each; the state, and the pairs counted on."""
-    largest, total, left, right = _nothing_seen(LATENT // 4, SCORES, VALUES)
+    largest, total, left, right = _nothing_seen(SCORES, VALUES)
     for first in range(begin, plain_end, 2):
         largest, total, left, right = _second_group(
             (largest, total, left, right), first, stop, plain, seen, buffers, row_values, q_latent, q_rope,
@@ -321,11 +351,12 @@ def _second_pairs(
 
 @gluon.jit
 @no_type_check
-def _nothing_seen(WIDTH: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr):
+def _nothing_seen(SCORES: gl.constexpr, VALUES: gl.constexpr):
     """A state before any tile."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SPAN: gl.constexpr = VALUES.instr_shape[1]
     largest, total = gl.full([ROWS], LEAST, gl.float32, ROW), gl.full([ROWS], 0.0, gl.float32, ROW)
-    return largest, total, gl.zeros([ROWS, WIDTH], gl.float32, VALUES), gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
+    return largest, total, gl.zeros([ROWS, SPAN], gl.float32, VALUES), gl.zeros([ROWS, SPAN], gl.float32, VALUES)
 
 
 @gluon.jit
@@ -340,7 +371,8 @@ def attend_pairs(
         begin: tile.
         stop: tile.
         plain: up to this tile all rows see all keys.
-        seen: keys that the rows see, readable keys, the request's row of the table and its stride, blocks of the cache.
+        seen: keys that the rows see, readable keys, the request's row of the table and its stride, blocks of the cache,
+            keys up to which pages may lie outside it.
         buffers: latents, and tails.
         row_values: what the groups tell each other of the rows.
         q_latent: queries.
@@ -354,7 +386,7 @@ def attend_pairs(
         ROPE: R.
         BLOCK_SIZE: keys a page.
         SCORES: layout.
-        VALUES: layout of a quarter.
+        VALUES: layout of a quarter, or of a slice of one.
     """
     plain_end = begin + gl.maximum(gl.minimum(plain, stop) - begin, 0) // 2 * 2  # the end of the pairs of such tiles
     if OWN == 0:

@@ -126,6 +126,19 @@ def _add_part(before, part, shift, one, held):
 
 @triton.jit
 @no_type_check
+def _rows_of_request(
+    query_start_loc, request, row_tile, num_tokens, request_rows, HEADS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Rows of a request [ROWS], their tokens, and which are real."""
+    query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
+    query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    token = query_start + row // HEADS
+    return row, token, (row < request_rows) & (token < query_end)  # tokens, for rows of a hostile end would wrap
+
+
+@triton.jit
+@no_type_check
 def _write_rows(
     largest, total, values, token, head, real, columns, column_tile, num_tokens, out, lse,
     HEADS: tl.constexpr, LATENT: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr,
@@ -187,12 +200,8 @@ def _merge_scheduled_kernel(
     first_slot = tl.load(split_offsets + request)
     splits = tl.load(split_offsets + request + 1) - first_slot
     if splits != 1:
-        query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
-        query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
+        row, token, real = _rows_of_request(query_start_loc, request, row_tile, num_tokens, request_rows, HEADS, ROWS)
         splits = tl.minimum(splits, num_slots)
-        row = row_tile * ROWS + tl.arange(0, ROWS)
-        token = query_start + row // HEADS
-        real = (row < request_rows) & (token < query_end)  # tokens, for rows of a hostile end would wrap
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         largest, total, values = _merge_slots(
             part_out, part_lse, splits, first_slot, num_slots, request_rows, row, real, columns, LATENT, ROWS,
@@ -210,9 +219,12 @@ def _merge_folded_kernel(
     split_offsets, query_start_loc, part_out, part_lse, out, lse,
     num_tokens, request_rows, num_slots, num_requests, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    SCHEDULED: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCHEDULED: tl.constexpr, AHEAD: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Fold what is left of a request that is cut by its own length: its first slot, then split by split."""
+    """Fold what is left of a request that is cut by its own length: its first slot, then split by split.
+
+    AHEAD: slots are read before it is known which of them are parts, for one request waits for nothing else then.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -227,46 +239,47 @@ def _merge_folded_kernel(
     begun = True
     if SCHEDULED:  # a request without keys has no program, and its rows are written here
         begun = tl.load(split_offsets + request + 1) > tl.load(split_offsets + request)
-    if (folded < splits) | (not begun):
-        query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
-        query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
-        row = row_tile * ROWS + tl.arange(0, ROWS)
-        token = query_start + row // HEADS
-        real = (row < request_rows) & (token < query_end)  # tokens, for rows of a hostile end would wrap
+    left = (folded < splits) | (not begun)
+    if left | AHEAD:
+        row, token, real = _rows_of_request(query_start_loc, request, row_tile, num_tokens, request_rows, HEADS, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         first_slot = request * request_slots
-        state = load_part(
-            part_out, part_lse, first_slot, real & begun, num_slots, request_rows, row, columns, LATENT, OUT
-        )
+        in_slots = row < request_rows if AHEAD else real & begun
+        state = load_part(part_out, part_lse, first_slot, in_slots, num_slots, request_rows, row, columns, LATENT, OUT)
         if begun:
             one = tl.where(num_requests > 0, 1.0, 0.0)  # as `_add_part` wants it
-            for first in range(folded, splits, SPLITS):
+            first, end = (request * 0 + 1, request_slots) if AHEAD else (folded, splits)
+            more = (first > 0) if AHEAD else (first < splits)
+            while more:
                 parts = ()  # all on their way before the first is folded
                 for place in tl.static_range(SPLITS):
-                    split = first + place
                     part = load_part(
-                        part_out, part_lse, first_slot + split, real & (split < splits), num_slots, request_rows, row,
-                        columns, LATENT, OUT,
+                        part_out, part_lse, first_slot + first + place, in_slots & (first + place < end), num_slots,
+                        request_rows, row, columns, LATENT, OUT,
                     )  # fmt: skip
                     parts = parts + (part,)  # noqa: RUF005  the compiler knows no unpacking here
-                highest = parts[0][0]
-                for place in tl.static_range(1, SPLITS):
-                    highest = tl.maximum(highest, parts[place][0])
+                highest = tl.full([ROWS], float("-inf"), tl.float32)
+                for place in tl.static_range(SPLITS):
+                    is_part = (first + place >= folded) & (first + place < splits)
+                    highest = tl.maximum(highest, tl.where(is_part, parts[place][0], float("-inf")))
                 if tl.max((highest > state[0] + FOLD_GROWTH).to(tl.int32), 0) == 0:
                     shift = tl.where(state[0] == float("-inf"), 0.0, state[0])
                     for place in tl.static_range(SPLITS):
-                        state = _add_part(state, parts[place], shift, one, real & (first + place < splits))
+                        is_part = (first + place >= folded) & (first + place < splits)
+                        state = _add_part(state, parts[place], shift, one, real & is_part)
                 else:  # seldom: a loop, for it need not be fast
-                    for split in range(first, tl.minimum(first + SPLITS, splits)):
+                    for split in range(tl.maximum(first, folded), tl.minimum(first + SPLITS, splits)):
                         part = load_part(
                             part_out, part_lse, first_slot + split, real, num_slots, request_rows, row, columns, LATENT,
                             OUT,
                         )  # fmt: skip
                         state = fold_part(state, part)
+                first += SPLITS
+                more = first < splits
         largest, total, values = state
         _write_rows(
-            largest, total, values, token, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS, LATENT,
-            OUT, LSE,
+            largest, total, values, token, row % HEADS, real & left, columns, column_tile, num_tokens, out, lse, HEADS,
+            LATENT, OUT, LSE,
         )  # fmt: skip
 
 
@@ -356,7 +369,8 @@ def merge_parts(
         if batch_invariant:
             _merge_folded_kernel[grid](
                 offsets, query_start_loc, part_out, part_lse, out, lse, tokens, request_rows, slots, requests,
-                row_tiles, SCHEDULED=tile_ranges is not None, **tiles, **written, **following,
+                row_tiles, SCHEDULED=tile_ranges is not None, AHEAD=requests == 1 and tile_ranges is None, **tiles,
+                **written, **following,
             )  # fmt: skip
         else:
             _merge_scheduled_kernel[grid](
