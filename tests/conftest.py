@@ -6,6 +6,7 @@ One file runs in this process, and `-n 0` runs all of them here.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import zlib
@@ -53,14 +54,16 @@ if hypothesis is not None:
 
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu (default) or cuda")
-    parser.addoption("--share", type=_share, default=(1, 1), metavar="K/N", help="only the K-th of N runs of tests")
+    parser.addoption(
+        "--share", type=_share, default=(1, 1), metavar="K/N", help="only the K-th of N equal parts of the tests"
+    )
 
 
 def _share(said: str) -> tuple[int, int]:
-    number, count = map(int, said.split("/"))
-    if not 1 <= number <= count:
-        raise ValueError(f"expected K/N with 1 <= K <= N, got {said}")
-    return number, count
+    number, _, count = said.partition("/")
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+        raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {said}")
+    return int(number), int(count)
 
 
 MOST_WORKERS = 8  # each holds torch, transformers and a model or two

@@ -63,8 +63,6 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE
 # files whose tests make all their tensors on the device that `--device` names
 ANY_DEVICE = ("batch", "builder", "cache", "cascade", "differential", "identities", "mutations", "ops", "rope",
               "schedule", "weights")  # fmt: skip
-
-
 SHARES = {"test_hopper_decode.py": 12, "test_triton_decode.py": 3}  # processes of files that take longest
 
 
@@ -101,7 +99,7 @@ def read_junit(path: Path) -> dict[str, Any]:
 
 
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
-    """Every test file in a process of its own, several of one that takes long, the slow ones first.
+    """Every test file in a process of its own, a long one in several; some at a time, the slow ones first.
 
     All but test_docs and test_site: they hold the pages to the results file that this run is about to replace.
     """
@@ -136,7 +134,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
         if device == "cuda" and not found["passed"] and not found["failed"]:
             found["failed"] = [f"{file.name} --device=cuda: nothing ran"]
         if found["failed"]:
-            print(f"-- {file.name} --device={device}\n{output}", flush=True)
+            print(f"-- {file.name} --device={device} --share={share}\n{output}", flush=True)
         return f"{file.name} --device={device} --share={share}", found
 
     with ThreadPoolExecutor(args.jobs) as pool:

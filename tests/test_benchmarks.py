@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +19,7 @@ from rich.console import Console
 from fast.parity import Parity
 from reference.interfaces import AttentionState
 
-from . import gpu_suite
+from . import conftest, gpu_suite
 from .benchmarks import bytes as moves
 from .benchmarks import contest, decode, prefill, report, timing
 
@@ -411,6 +413,45 @@ def test_junit(tmp_path):
     assert found == {
         "passed": 1, "failed": ["tests.test_a::wrong", "tests.test_a::broken"], "skipped": {"no GPU": 1}
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares(count):
+    """Every test is in one share, even where there are fewer tests than shares."""
+    for tests in (0, 2, 11):
+        items = [SimpleNamespace(path=Path(f"test_{number}.py"), number=number) for number in range(tests)]
+        ran = []
+        for share in range(1, count + 1):
+            left, said = list(items), []
+            hook = SimpleNamespace(pytest_deselected=lambda items, said=said: said.extend(items))
+            conftest.pytest_collection_modifyitems(
+                SimpleNamespace(getoption={"--share": (share, count)}.get, hook=hook), left
+            )
+            assert len(left) + len(said) == tests
+            ran += [item.number for item in left]
+        assert sorted(ran) == list(range(tests))
+
+
+@pytest.mark.parametrize("said", ["", "3", "0/2", "3/2", "a/2", "1/2/3", "-1/2"])
+def test_no_share(said):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"expected K/N with 1 <= K <= N, got {said}$"):
+        conftest._share(said)
+
+
+def test_suite_runs_every_file(monkeypatch):
+    """Each test file once on its own device, a long one in all its shares; and those of any device on the GPU."""
+    commands = []
+    monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (commands.append(command), (0, ""))[1])
+    gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0))
+    found = Counter(tuple(word for word in command if ".py" in word or word.startswith(("--device", "--share")))
+                    for command in commands)  # fmt: skip
+    folder = Path(__file__).parent
+    wanted = Counter((str(folder / f"test_{name}.py"), "--device=cuda", "--share=1/1") for name in gpu_suite.ANY_DEVICE)
+    for file in folder.glob("test_*.py"):
+        count = gpu_suite.SHARES.get(file.name, 1)
+        if file.name not in ("test_docs.py", "test_site.py"):
+            wanted.update((str(file), "--device=cpu", f"--share={number}/{count}") for number in range(1, count + 1))
+    assert found == wanted and {*gpu_suite.SHARES} <= {file.name for file in folder.glob("test_*.py")}
 
 
 def test_time_limit():

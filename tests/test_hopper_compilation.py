@@ -194,17 +194,30 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
 
 
 def test_slices_where_processors_are_idle(monkeypatch):
-    """Of requests that are cut by their own length, unplanned, if twice as many programs still fit; of 512 latents."""
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: 3)  # by two blocks of rows
-    for processors, widths, cut, slices in (
-        (132, (512, 64), "batch-invariant, sliced", 2), (12, (512, 0), "batch-invariant, sliced", 2),
-        (11, (512, 64), "batch-invariant, sliced", 1), (132, (256, 64), "batch-invariant, sliced", 1),
-        (132, (512, 64), "batch-invariant", 1), (132, (512, 64), "batch-invariant, planned", 1),
-        (132, (512, 64), "whole", 1),
+    """Of requests that are cut by their own length, unplanned, if twice as many programs still fit; of 512 latents.
+
+    Slices are programs of their own; `few_heads` has none.
+    """
+    grids = []
+
+    def noted(self, grid):
+        grids.append(grid)
+        return Recorded.__getitem__(self, grid)
+
+    monkeypatch.setattr(RecordedGluon, "__getitem__", noted, raising=False)
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 3)  # 128 heads: by two blocks of rows
+    for heads, processors, widths, cut, slices, programs in (
+        (128, 132, (512, 64), "batch-invariant, sliced", 2, 12), (128, 12, (512, 0), "batch-invariant, sliced", 2, 12),
+        (128, 11, (512, 64), "batch-invariant, sliced", 1, 6), (128, 5, (512, 64), "batch-invariant, sliced", 1, 5),
+        (128, 132, (256, 64), "batch-invariant, sliced", 1, 6), (128, 132, (512, 64), "batch-invariant", 1, 6),
+        (128, 132, (512, 64), "batch-invariant, planned", 1, 6), (128, 132, (512, 64), "whole", 1, 2),
+        (16, 132, (512, 64), "batch-invariant, sliced", None, 3),
+        (32, 132, (512, 64), "batch-invariant, sliced", None, 3),
     ):  # fmt: skip
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
-        _, _, constants = recorded(monkeypatch, 128, cut, widths=widths)
-        assert constants["SLICES"] == slices
+        _, _, constants = recorded(monkeypatch, heads, cut, widths=widths)
+        assert constants.get("SLICES") == slices
+        assert grids[-1] == (programs,)
 
 
 @pytest.mark.parametrize("heads, query_len, rows", [

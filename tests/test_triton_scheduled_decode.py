@@ -80,9 +80,9 @@ def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
 
 @runs
 @pytest.mark.parametrize("planned", [False, True])
-@pytest.mark.parametrize(
-    "requests, heads, splits, folded", [(1, 4, 3, 1), (1, 4, 70, 7), (2, 4, 20, 3), (2, 4, 20, 19), (3, 3, 5, 5)]
-)
+@pytest.mark.parametrize("requests, heads, splits, folded", [
+    (1, 4, 3, 1), (1, 4, 12, 5), (1, 4, 70, 7), (1, 4, 5, 5), (2, 4, 20, 3), (2, 4, 20, 19), (3, 3, 5, 5),
+])  # fmt: skip
 def test_folded_parts(requests, heads, splits, folded, planned):
     """The merge of splits by their own length: the first slot and those behind what it holds, against float64.
 
