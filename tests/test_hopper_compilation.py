@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fast.kernels import hopper  # noqa: E402
-from fast.kernels.hopper import decode, few_heads, many_heads  # noqa: E402
+from fast.kernels.hopper import decode, few_heads, many_heads, two_phases  # noqa: E402
 from fast.kernels.triton import decode_merge  # noqa: E402
 from fast.kernels.triton.device import DeviceFacts  # noqa: E402
 
@@ -41,8 +41,12 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
 FIRST_CUTS = ((16, "whole"), (16, "batch-invariant, planned"), (32, "scheduled"), (128, "whole"), (128, "scheduled"),
-              (128, "batch-invariant"), (32, "batch-invariant"), (128, "batch-invariant, sliced"))  # fmt: skip
-CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced")
+              (128, "batch-invariant"), (32, "batch-invariant"), (128, "batch-invariant, sliced"),
+              (128, "batch-invariant, two phases"))  # fmt: skip
+CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
+        "batch-invariant, two phases")  # fmt: skip
+ONLY_MANY = CUTS[-2:]  # heads
+ALL_KERNELS = (few_heads._few_heads_kernel, many_heads._many_heads_kernel, two_phases._two_phases_kernel)
 
 
 class RecordedGluon(Recorded):
@@ -55,19 +59,23 @@ class RecordedGluon(Recorded):
         return Recorded.kind(parameter, value)
 
 
-def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16):
+def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, few_pairs=None):
     """What one launch of `mla_decode` would compile: the kernel, its arguments' kinds, its constants."""
     launches = {}
-    for kernel in (few_heads._few_heads_kernel, many_heads._many_heads_kernel):
+    for kernel in ALL_KERNELS:
         monkeypatch.setattr(decode, kernel.fn.__name__, RecordedGluon(kernel, launches))
+    monkeypatch.setattr(decode, "_clear_kernel", RecordedGluon(two_phases._clear_kernel, {}))
     monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(decode, "SLICES", 2 if cut == "batch-invariant, sliced" else 1)
+    if few_pairs is None:
+        few_pairs = 0 if cut == "batch-invariant, two phases" else 10**6
+    monkeypatch.setattr(decode, "FEW_PAIRS", few_pairs)
     monkeypatch.setattr(decode, "_rows_where_alone", lambda program_rows, *_: program_rows)
     latent, rope = widths
     plan = DecodeMetadata(integers(*range(40))[None], integers(600), offsets([1]), 1, integers(600))
-    schedule = (None, None, cut in ("batch-invariant", "batch-invariant, sliced"))
+    schedule = (None, None, cut.startswith("batch-invariant"))
     if cut in ("scheduled", "batch-invariant, planned"):
         made = reference.plan_decode(plan.seq_lens, 3, heads, 5, cut != "scheduled")
         schedule = (made.tile_ranges, made.split_offsets, made.batch_invariant)
@@ -82,8 +90,9 @@ def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), d
 
 def compiled(kernel, kinds, constants):
     """Compiled for sm_90a, which need not be here."""
-    options = {key: constants[key] for key in ("num_warps", "launch_pdl")}
-    values = {key: value for key, value in constants.items() if key not in options}
+    names = {"num_warps", "launch_pdl", "launch_cooperative_grid"}
+    options = {key: value for key, value in constants.items() if key in names}
+    values = {key: value for key, value in constants.items() if key not in names}
     values |= {name: what for name, (kind, what) in kinds.items() if kind == "constexpr"}
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if name in values else kinds[name][0] for name in names}
@@ -122,8 +131,8 @@ def product_loops(disassembly: str) -> list[list[str]]:
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
-    if heads <= 32 and cut == "batch-invariant, sliced":
-        pytest.skip("few heads have no slices")
+    if heads <= 32 and cut in ONLY_MANY:
+        pytest.skip("few heads have no such")
     if not DEEP and (heads, cut) not in FIRST_CUTS:
         pytest.skip("under HYPOTHESIS_PROFILE=deep")
     kernel = compiled(*recorded(monkeypatch, heads, cut))
@@ -132,8 +141,9 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     (tmp_path / "kernel.ptx").write_text(kernel.asm["ptx"])
     loops = product_loops(run("nvdisasm", "-c", tmp_path / "kernel.cubin"))
     assert loops
-    main = [loop for loop in loops if not any("LDG" in text for text in loop)] if heads > 32 else loops
-    assert len(main) == (2 if heads > 32 else 1)  # one a warp group
+    groups = 2 if heads > 32 and cut != "batch-invariant, two phases" else 1
+    main = [loop for loop in loops if not any("LDG" in text for text in loop)] if groups == 2 else loops
+    assert len(main) == groups  # one each
     for loop in main:
         assert not [text for text in loop if re.search(r"\b(LDL|STL)\b", text)]
     said = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
@@ -144,12 +154,12 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     (16, (512, 64), torch.bfloat16), (32, (256, 32), torch.float16), (128, (512, 0), torch.bfloat16),
     (64, (256, 64), torch.bfloat16),
 ])  # fmt: skip
-@pytest.mark.parametrize("heads", [16, 32, 128])
-def test_every_shape_fits(heads, block_size, widths, dtype, monkeypatch):
+@pytest.mark.parametrize("heads, cut", [(16, CUTS[0]), (32, CUTS[0]), (128, CUTS[0]), (128, CUTS[-1])])
+def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
     """Pages of every size, every preset's widths: compiled, and within the shared memory of the chip."""
     if not DEEP and (heads, block_size) not in ((32, 16), (16, 32)):
         pytest.skip("under HYPOTHESIS_PROFILE=deep")
-    kernel = compiled(*recorded(monkeypatch, heads, "whole", block_size, widths, dtype))
+    kernel = compiled(*recorded(monkeypatch, heads, cut, block_size, widths, dtype))
     assert kernel.metadata.shared <= H200.shared
 
 
@@ -220,6 +230,34 @@ def test_slices_where_processors_are_idle(monkeypatch):
         assert grids[-1] == (programs,)
 
 
+def test_two_phases_where_processors_are_idle(monkeypatch):
+    """As many programs as score or as multiply, no more than processors; not for so few keys that one phase is faster.
+
+    40 pages of 64 keys: 20 pairs of tiles, 3 splits.
+    """
+    grids = []
+
+    def noted(self, grid):
+        grids.append((self.kernel.fn.__name__, *grid))
+        return Recorded.__getitem__(self, grid)
+
+    monkeypatch.setattr(RecordedGluon, "__getitem__", noted, raising=False)
+    for heads, processors, widths, few_pairs, expected in (
+        (128, 132, (512, 64), 2, ("_two_phases_kernel", 48)), (128, 40, (512, 0), 2, ("_two_phases_kernel", 40)),
+        (40, 132, (512, 64), 2, ("_two_phases_kernel", 24)), (40, 20, (512, 64), 2, ("_two_phases_kernel", 20)),
+        (40, 19, (512, 64), 2, ("_many_heads_kernel", 3)), (128, 132, (256, 64), 2, ("_many_heads_kernel", 6)),
+        (40, 132, (512, 64), 20, ("_many_heads_kernel", 3)), (40, 132, (512, 64), 19, ("_two_phases_kernel", 24)),
+        (32, 132, (512, 64), 2, ("_few_heads_kernel", 3)),
+    ):  # fmt: skip
+        monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decode, "_num_runs", lambda *_: 3)
+            recorded(patch, heads, "batch-invariant", widths=widths, few_pairs=few_pairs)
+        assert grids[-1] == expected
+        cleared = triton.cdiv(20 * triton.cdiv(heads, 64) * 129, 1024)
+        assert (("_clear_kernel", cleared) in grids[-2:]) == (expected[0] == "_two_phases_kernel")
+
+
 @pytest.mark.parametrize("heads, query_len, rows", [
     (16, 1, 16), (16, 2, 32), (16, 5, 32), (4, 4, 16), (4, 5, 32), (20, 1, 32), (32, 8, 32), (33, 1, 64), (128, 4, 64),
 ])  # fmt: skip
@@ -283,7 +321,7 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
         module = importlib.import_module(f"fast.kernels.triton.{name}")
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
-    for kernel in (few_heads._few_heads_kernel, many_heads._many_heads_kernel):
+    for kernel in (*ALL_KERNELS, two_phases._clear_kernel):
         monkeypatch.setattr(decode, kernel.fn.__name__, RecordedGluon(kernel, found))
     monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", hopper.KERNELS),))
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=32)
@@ -292,5 +330,6 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
     )
     ahead = set(found)
     assert {"_few_heads_kernel", "_many_heads_kernel"} & {key[0] for key in ahead}
+    assert ("_two_phases_kernel" in {key[0] for key in ahead}) == (batch_invariant and (heads, latent) == (40, 512))
     serve(config, torch.bfloat16, 3, batch_invariant)
     assert set(found) == ahead

@@ -1,8 +1,8 @@
-"""Absorbed decode on Hopper: which of the two kernels takes a call, and into how many parts requests are cut.
+"""Absorbed decode on Hopper: which kernel takes a call, and into how many parts requests are cut.
 
 Up to 32 rows (a row is one head of one query token) go to `few_heads`, and those of one short request; else to
-`many_heads`, 64 at a time. Where requests are cut by their own length, the number of heads alone decides. Parts are
-merged as those of portable Triton are.
+`many_heads`, 64 at a time. Where requests are cut by their own length, the number of heads alone decides, but that
+`two_phases` does for few requests what `many_heads` does. Parts are merged as those of portable Triton are.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from ..triton.decode_merge import merge_parts, rows_of_a_request
 from ..triton.device import device_facts
 from .few_heads import SHARED_VALUES, _few_heads_kernel
 from .many_heads import _many_heads_kernel
+from .two_phases import CLEARED, ROW_VALUES, SHARES, TOPS, _clear_kernel, _two_phases_kernel
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
 FEW_ROWS = (16, 32)  # of one request, that `few_heads` takes
 MANY_ROWS = 64
-SLICES, SLICED_LATENT = 2, 512  # of the output of a split, for as many programs, where there are programs to spare
+SPREAD_LATENT = 512  # with which several programs may compute one split's rows, where there are programs to spare
+SLICES = 2  # of the output of a split, for as many programs
+FEW_PAIRS = 2  # of tiles, for which two phases are no faster than one
 FEW_TILES = 4  # of a request that a program takes at least, where there are programs to spare
 LAUNCH = {"num_warps": 4, "launch_pdl": True}  # to begin while the kernel before ends: `pieces.follow_kernel`
 LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
@@ -156,7 +159,7 @@ def _attend(
     if tile_ranges is None and not batch_invariant:
         program_rows = _rows_where_alone(program_rows, requests, request_rows, keys, processors)
     row_blocks = triton.cdiv(request_rows, program_rows)
-    programs, num_splits, num_slots, most_splits, slices = 0, 1, 0, 0, 1
+    programs, num_splits, num_slots, most_splits, slices, two_phases = 0, 1, 0, 0, 1, False
     if tile_ranges is not None:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
         programs = tile_ranges.shape[0] * row_blocks
@@ -164,12 +167,15 @@ def _attend(
     if batch_invariant:
         most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads)
         if tile_ranges is None:
-            pieces, rows = requests * row_blocks, requests * request_rows
-            num_splits = _num_runs(pieces, rows, keys, heads, program_rows, processors)
-            places = requests * num_splits * row_blocks
-            if program_rows == MANY_ROWS and latent == SLICED_LATENT and SLICES * places <= processors:
-                slices = SLICES
-            programs = min(processors, slices * places)
+            pieces, rows, pairs = requests * row_blocks, requests * request_rows, triton.cdiv(keys, 2 * DECODE_TILE)
+            spreads = program_rows == MANY_ROWS and latent == SPREAD_LATENT
+            two_phases = spreads and pairs > FEW_PAIRS and pieces * pairs <= processors
+            if two_phases:
+                num_splits = most_splits
+            else:
+                num_splits = _num_runs(pieces, rows, keys, heads, program_rows, processors)
+                slices = SLICES if spreads and SLICES * pieces * num_splits <= processors else 1
+                programs = min(processors, slices * pieces * num_splits)
         num_slots = requests * most_splits if tile_ranges is not None or num_splits > 1 else 0
     if tile_ranges is not None or batch_invariant:
         part_rows = num_slots * request_rows
@@ -184,17 +190,30 @@ def _attend(
     part_out = torch.empty(part_rows * latent + kept_values, dtype=torch.float32, device=device)
     part_lse = torch.empty(2 * part_rows + progress, dtype=torch.float32, device=device)
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope)
-    arguments = (
+    inputs = (
         ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
-        visible_lens.contiguous(), seq_lens if tile_ranges is None else tile_ranges,
-        seq_lens if split_offsets is None else split_offsets, out, lse, part_out, part_lse,
-        tokens, num_blocks, requests, table_width, num_splits, row_blocks, request_rows, num_slots,
-        *invariant_cut(heads), max(softmax_scale, LEAST_SCALE) / math.log(2),
-        *latent_strides, *rope_strides, *block_table.stride(),
+        visible_lens.contiguous(),
+    )  # fmt: skip
+    results = (out, lse, part_out, part_lse)
+    numbers = (
+        *invariant_cut(heads), max(softmax_scale, LEAST_SCALE) / math.log(2), *latent_strides, *rope_strides,
+        *block_table.stride(),
+    )  # fmt: skip
+    widths = {"HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size}
+    if two_phases:
+        with torch.cuda.device_of(ql_nope):
+            _launch_two_phases(
+                inputs, results, (tokens, num_blocks, requests, table_width, row_blocks, request_rows, num_slots),
+                most_splits, numbers, widths, processors,
+            )  # fmt: skip
+        return out, lse, part_out, part_lse
+    arguments = (
+        *inputs, seq_lens if tile_ranges is None else tile_ranges, seq_lens if split_offsets is None else split_offsets,
+        *results, tokens, num_blocks, requests, table_width, num_splits, row_blocks, request_rows, num_slots, *numbers,
     )  # fmt: skip
     constants = {
-        "HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size, "BY_LENGTH": batch_invariant,
-        "SCHEDULED": tile_ranges is not None, "SPLIT": num_splits > 1 and not batch_invariant,
+        **widths, "BY_LENGTH": batch_invariant, "SCHEDULED": tile_ranges is not None,
+        "SPLIT": num_splits > 1 and not batch_invariant,
     }  # fmt: skip
     with torch.cuda.device_of(ql_nope):
         if few:
@@ -202,6 +221,39 @@ def _attend(
         else:
             _many_heads_kernel[(programs,)](*arguments, SLICES=slices, **constants, **LAUNCH)
     return out, lse, part_out, part_lse
+
+
+def _launch_two_phases(
+    inputs: tuple, results: tuple[Tensor, ...], sizes: tuple[int, ...], most_splits: int, numbers: tuple,
+    widths: dict[str, int], processors: int,
+) -> None:  # fmt: skip
+    """Score pairs of tiles, then multiply split by split, in programs that all run at once.
+
+    Args:
+        inputs: as the kernels have them.
+        results: out, lse, part_out, part_lse.
+        sizes: tokens, blocks of the cache, requests, width of the table, blocks of rows, rows of a request, slots.
+        most_splits: of a request.
+        numbers: of `InvariantCut`, scale and strides.
+        widths: N, Lkv, R, keys a page.
+        processors: of the device; as many as pairs of tiles by blocks of rows at least.
+    """
+    latent_pages, device = inputs[2], results[0].device
+    _, _, requests, table_width, row_blocks, _, _ = sizes
+    pairs = triton.cdiv(table_width * widths["BLOCK_SIZE"], 2 * DECODE_TILE)
+    units = requests * pairs * row_blocks
+    shares = requests * most_splits * row_blocks * SHARES.value
+    words = torch.empty(units * (TOPS.value + 1), dtype=torch.int32, device=device)
+    row_values = torch.empty(units * ROW_VALUES.value, dtype=torch.float32, device=device)
+    probabilities = torch.empty(units * 2 * MANY_ROWS * DECODE_TILE, dtype=latent_pages.base.dtype, device=device)
+    box = [1, latent_pages.block_shape[1], widths["LATENT"] // SHARES.value]
+    layout = gl.NVMMASharedLayout(128, 16, rank=3)
+    value_pages = TensorDescriptor(latent_pages.base, latent_pages.shape, latent_pages.strides, box, layout)
+    _clear_kernel[(triton.cdiv(words.numel(), CLEARED.value),)](words, words.numel(), **LAUNCH)
+    _two_phases_kernel[(min(processors, max(units, shares)),)](
+        *inputs, *results, value_pages, words, row_values, probabilities, *sizes, pairs, most_splits, *numbers,
+        **widths, **LAUNCH, launch_cooperative_grid=True,
+    )  # fmt: skip
 
 
 def _kept_values(program_rows: int, latent: int) -> int:

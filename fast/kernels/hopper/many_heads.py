@@ -40,14 +40,13 @@ from .rows_and_pages import (
     STAYS,
     ask_queries,
     fold_shares,
-    load_columns,
     page_of,
     pages_held,
     part_rows,
     rows_at,
     seen_at,
 )
-from .tile_pairs import ROWS, attend_pairs, scaled, slice_of_program
+from .tile_pairs import ROWS, attend_pairs, fetch_quarter, scaled, slice_of_program
 
 LONG = gl.constexpr(8)  # tiles of a program's first piece, from which on its queries go before its tiles
 
@@ -302,27 +301,12 @@ def _fetch(
     tile, end_key, page, table_row, table_stride, latent_pages, rope_pages, buffers, full, free, phase,
     PLACE: gl.constexpr, NUMBER: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """The quarter of a tile that is released and multiplied as number NUMBER."""
-    latents, tails = buffers
-    WIDTH: gl.constexpr = LATENT // 4
-    BUFFERS: gl.constexpr = latents.shape[0] // 8
-    QUARTER: gl.constexpr = (2 * PLACE + NUMBER) % 4
-    # the rope part goes with the quarter that the other group releases last: it then holds what that group multiplies
-    TAIL: gl.constexpr = ROPE if NUMBER == 3 else 0
-    bar = full.index(4 * PLACE + QUARTER)
-    mbarrier.wait(free.index(4 * PLACE + QUARTER), phase)
-    mbarrier.expect(bar, TILE * (WIDTH + TAIL) * 2)
-    load_columns(
-        tile, end_key, page, table_row, table_stride, latent_pages, latents, (4 * PLACE + QUARTER) * BUFFERS, bar,
-        BLOCK_SIZE, QUARTER * WIDTH, WIDTH,
+    """Fetch the quarter of a tile that is multiplied as number NUMBER, once the one before it is released."""
+    mbarrier.wait(free.index(4 * PLACE + (2 * PLACE + NUMBER) % 4), phase)
+    fetch_quarter(
+        tile, end_key, page, table_row, table_stride, latent_pages, rope_pages, buffers, full, PLACE, NUMBER, LATENT,
+        ROPE, BLOCK_SIZE,
     )  # fmt: skip
-    if TAIL > 0:
-        boxes = tails.index(PLACE)._reinterpret(
-            tails.dtype,
-            [TILE // rope_pages.block_shape[1], 1, rope_pages.block_shape[1], rope_pages.block_shape[2]],
-            rope_pages.layout,
-        )
-        load_columns(tile, end_key, page, table_row, table_stride, rope_pages, boxes, 0, bar, BLOCK_SIZE, LATENT, ROPE)
 
 
 @gluon.jit

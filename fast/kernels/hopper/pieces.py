@@ -80,6 +80,17 @@ def _planned_end(place, length, cut, num_requests, row_blocks):
 
 @gluon.jit
 @no_type_check
+def lens_of(request, lens, num_tokens, table_width, BLOCK_SIZE: gl.constexpr):
+    """A request's query tokens [start, end), its length, and how many of its keys the table has."""
+    seq_lens, query_start_loc = lens
+    query_start = gl.minimum(gl.maximum(gl.load(query_start_loc + request), 0), num_tokens)
+    query_end = gl.minimum(gl.load(query_start_loc + request + 1), num_tokens)
+    length = gl.maximum(gl.load(seq_lens + request), 0)
+    return query_start, query_end, length, gl.minimum(length, table_width * BLOCK_SIZE)
+
+
+@gluon.jit
+@no_type_check
 def piece_at(
     walk, cut, lens, sizes, BLOCK_SIZE: gl.constexpr, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr,
     SCHEDULED: gl.constexpr,
@@ -104,7 +115,6 @@ def piece_at(
     """
     place, first_tile, split, _ = walk
     num_splits = cut[2]
-    seq_lens, query_start_loc = lens
     num_tokens, num_requests, table_width, row_blocks = sizes
     if SCHEDULED:
         request, row_block = place, gl.program_id(0) % row_blocks
@@ -113,14 +123,11 @@ def piece_at(
         split = place // row_blocks % num_splits
     if not BY_LENGTH:  # here, so that its loads wait with the others
         slot = _slot_of(request, split, cut, SCHEDULED)
-    query_start = gl.minimum(gl.maximum(gl.load(query_start_loc + request), 0), num_tokens)
-    query_end = gl.minimum(gl.load(query_start_loc + request + 1), num_tokens)
-    length = gl.maximum(gl.load(seq_lens + request), 0)
-    readable = gl.minimum(length, table_width * BLOCK_SIZE)
+    query_start, query_end, length, readable = lens_of(request, lens, num_tokens, table_width, BLOCK_SIZE)
     there = request >= 0
     split_tiles = request * 0
     if BY_LENGTH:
-        split_tiles, splits = _own_cut(length, readable, cut)
+        split_tiles, splits = own_cut(length, readable, cut)
         if SCHEDULED:
             begin = first_tile
             end = gl.minimum(_planned_end(place, length, cut, num_requests, row_blocks), splits * split_tiles)
@@ -129,7 +136,7 @@ def piece_at(
             run_tiles = ceil_div(splits, num_splits) * split_tiles
             begin, end = split * run_tiles, gl.minimum((split + 1) * run_tiles, splits * split_tiles)
             there = begin < end
-        slot = _leave_word(request, row_block, begin, end, there, split_tiles, splits, cut, num_requests)
+        slot = leave_word(request, row_block, begin, end, there, split_tiles, splits, cut, num_requests)
     elif SCHEDULED:
         begin = first_tile
         end = _planned_end(place, length, cut, num_requests, row_blocks)
@@ -258,7 +265,7 @@ def _planned_tiles(length):
 
 @gluon.jit
 @no_type_check
-def _own_cut(length, readable, cut):
+def own_cut(length, readable, cut):
     """How a request is cut by its own length: tiles of a split, as `invariant_split_tiles` counts them, and splits.
 
     What lies beyond the table is none; a request without keys has one split all the same.
@@ -273,7 +280,7 @@ def _own_cut(length, readable, cut):
 
 @gluon.jit
 @no_type_check
-def _leave_word(request, row_block, begin, end, there, split_tiles, splits, cut, num_requests):
+def leave_word(request, row_block, begin, end, there, split_tiles, splits, cut, num_requests):
     """Tell the merge how many splits the program with the first ones folds, and of how many; the slot of a run.
 
     That is the request's first slot for those, -1 if there are no others, and else the slot of the first split.

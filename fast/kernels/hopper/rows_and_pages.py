@@ -161,7 +161,7 @@ def page_of(key, end_key, table_row, table_stride, BLOCK_SIZE: gl.constexpr):
 @no_type_check
 def load_columns(
     tile, end_key, page, table_row, table_stride, pages, buffers, first_buffer, full,
-    BLOCK_SIZE: gl.constexpr, FIRST_COLUMN: gl.constexpr, COLUMNS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, first_column, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Fetch some columns of a tile, whose first key lies in `page`; zeros for keys from `end_key` and in no page.
 
@@ -177,6 +177,6 @@ def load_columns(
             page = page_of(key, end_key, table_row, table_stride, BLOCK_SIZE)
         for box in gl.static_range(COLUMNS // BOX_COLUMNS):
             tma.async_copy_global_to_shared(
-                pages, [page, key % BLOCK_SIZE, FIRST_COLUMN + box * BOX_COLUMNS], full,
+                pages, [page, key % BLOCK_SIZE, first_column + box * BOX_COLUMNS], full,
                 buffers.index(first_buffer + box * PARTS + part),
             )  # fmt: skip

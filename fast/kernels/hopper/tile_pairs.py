@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .gluon_versions import partition_barrier
 from .pieces import TILE
-from .rows_and_pages import LEAST, shift_of
+from .rows_and_pages import LEAST, load_columns, shift_of
 
 ROWS = gl.constexpr(64)
 MOST_GROWTH = gl.constexpr(8.0)  # binary orders of magnitude
@@ -29,7 +29,35 @@ MOST_GROWTH = gl.constexpr(8.0)  # binary orders of magnitude
 
 @gluon.jit
 @no_type_check
-def _score(
+def fetch_quarter(
+    tile, end_key, page, table_row, table_stride, latent_pages, rope_pages, buffers, full,
+    PLACE: gl.constexpr, NUMBER: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Fetch the quarter of a tile that is multiplied as number NUMBER."""
+    latents, tails = buffers
+    WIDTH: gl.constexpr = LATENT // 4
+    BUFFERS: gl.constexpr = latents.shape[0] // 8
+    QUARTER: gl.constexpr = (2 * PLACE + NUMBER) % 4
+    # the rope part goes with the quarter that the other group releases last: it then holds what that group multiplies
+    TAIL: gl.constexpr = ROPE if NUMBER == 3 else 0
+    bar = full.index(4 * PLACE + QUARTER)
+    mbarrier.expect(bar, TILE * (WIDTH + TAIL) * 2)
+    load_columns(
+        tile, end_key, page, table_row, table_stride, latent_pages, latents, (4 * PLACE + QUARTER) * BUFFERS, bar,
+        BLOCK_SIZE, QUARTER * WIDTH, WIDTH,
+    )  # fmt: skip
+    if TAIL > 0:
+        boxes = tails.index(PLACE)._reinterpret(
+            tails.dtype,
+            [TILE // rope_pages.block_shape[1], 1, rope_pages.block_shape[1], rope_pages.block_shape[2]],
+            rope_pages.layout,
+        )
+        load_columns(tile, end_key, page, table_row, table_stride, rope_pages, boxes, 0, bar, BLOCK_SIZE, LATENT, ROPE)
+
+
+@gluon.jit
+@no_type_check
+def score_quarter(
     scores, buffers, q_latent, q_rope, full, zero, phase, there, PLACE: gl.constexpr, NUMBER: gl.constexpr,
     LATENT: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
@@ -92,7 +120,7 @@ def scaled(left, right, factor, VALUES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _mask(scores, tile, end, seen, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def masked(scores, tile, end, seen, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """-inf for keys that a row must not see, or that lie in no page."""
     visible, _, table_row, table_stride, num_blocks, unsure = seen
     key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
@@ -107,7 +135,7 @@ def _mask(scores, tile, end, seen, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.constexp
 
 @gluon.jit
 @no_type_check
-def _reference(before, largest, scale_log2):
+def reference_of(before, largest, scale_log2):
     """What a row's scores are taken relative to: as before, unless the largest would pass it by a factor over 2^8.
 
     Weights up to 2^8 lose nothing in the sums, and most tiles then rescale no row.
@@ -178,10 +206,10 @@ def _first_group(
     cross_left = _multiplied(latents, 1, 0, zero, WIDTH, VALUES)
     cross_right = _multiplied(latents, 1, 1, zero, WIDTH, VALUES)
     if MASKED and first >= plain:
-        scores = _mask(scores, first, end, seen, SCORES, BLOCK_SIZE)
+        scores = masked(scores, first, end, seen, SCORES, BLOCK_SIZE)
     if MASKED:
         _zero_unowned(latents, zero, length - first * TILE, 0, 0, WIDTH)
-    middle = _reference(largest, gl.max(scores, 1), scale_log2)
+    middle = reference_of(largest, gl.max(scores, 1), scale_log2)
     weights = gl.exp2(scores * scale_log2 - shift_of(middle, scale_log2)[:, None])
     rounded = weights.to(latents.dtype)
     tails.index(zero).store(rounded)
@@ -233,7 +261,7 @@ def _second_group(
     cross_right = _multiplied(latents, 0, 3, zero, WIDTH, VALUES)
     scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
     for number in gl.static_range(4):
-        scores = _score(scores, buffers, q_latent, q_rope, full, zero, phase, True, 1, number, LATENT, ROPE)
+        scores = score_quarter(scores, buffers, q_latent, q_rope, full, zero, phase, True, 1, number, LATENT, ROPE)
     mbarrier.wait(handed.index(0), phase)
     middle = row_values.index(0).load(gl.SliceLayout(1, SCORES))
     known, found = _all_rows(row_values, 1), _all_rows(row_values, 0)
@@ -246,8 +274,8 @@ def _second_group(
     right = warpgroup_mma(tails.index(zero), cross_right, right, is_async=True)
     scores = warpgroup_mma_wait(2, deps=[scores])
     if MASKED and first + 1 >= plain:
-        scores = _mask(scores, first + 1, end, seen, SCORES, BLOCK_SIZE)
-    top = _reference(middle, gl.max(scores, 1), scale_log2)
+        scores = masked(scores, first + 1, end, seen, SCORES, BLOCK_SIZE)
+    top = reference_of(middle, gl.max(scores, 1), scale_log2)
     weights = gl.exp2(scores * scale_log2 - shift_of(top, scale_log2)[:, None])
     rounded = weights.to(latents.dtype)
     tails.index(1 + zero).store(rounded)
@@ -287,7 +315,9 @@ def _first_pairs(
         # buffers among all products, and spill them
         scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
         for number in gl.static_range(4):
-            scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, True, 0, number, LATENT, ROPE)
+            scores = score_quarter(
+                scores, buffers, q_latent, q_rope, full, zero, pair & 1, True, 0, number, LATENT, ROPE
+            )
         for first in range(begin, plain_end, 2):
             zero = pair >> 30
             scores = warpgroup_mma_wait(0, deps=[scores])
@@ -300,11 +330,13 @@ def _first_pairs(
             pair += 1
             more = first + 2 < stop  # after the last pair products of what lies there, which nobody looks at
             scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
-            scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, 0, LATENT, ROPE)
+            scores = score_quarter(scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, 0, LATENT, ROPE)
             right = warpgroup_mma_wait(1, deps=[right])
             mbarrier.arrive(free.index(5))
             for number in gl.static_range(1, 4):
-                scores = _score(scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, number, LATENT, ROPE)
+                scores = score_quarter(
+                    scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, number, LATENT, ROPE
+                )
         scores = warpgroup_mma_wait(0, deps=[scores])
         for first in range(plain_end, stop, 2):
             zero = pair >> 30
@@ -319,7 +351,7 @@ def _first_pairs(
             if first + 2 < stop:
                 scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
                 for number in gl.static_range(4):
-                    scores = _score(
+                    scores = score_quarter(
                         scores, buffers, q_latent, q_rope, full, zero, pair & 1, True, 0, number, LATENT, ROPE
                     )
                 scores = warpgroup_mma_wait(0, deps=[scores])
