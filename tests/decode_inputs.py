@@ -10,7 +10,7 @@ import reference
 from fast.parity import compare_states
 from reference.interfaces import AttentionState, DecodeMetadata, DecodeSchedule
 
-from .factories import make_batch, make_cache, make_entries
+from .factories import assert_same_bits, make_batch, make_cache, make_entries
 from .triton_mode import DEVICE
 
 SCALE = 0.13
@@ -55,19 +55,64 @@ def on_device(plan: DecodeMetadata) -> DecodeMetadata:
     return replace(plan, **tensors)
 
 
-def launch(kernels, ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> AttentionState:
-    """The kernels of a set on the device; the state comes back to the CPU."""
+def cut_of(schedule) -> tuple:
+    """What kernels take of a schedule, on the device."""
+    if schedule is None:
+        return None, None, False
+    tensors = (t if t is None else t.to(DEVICE) for t in (schedule.tile_ranges, schedule.split_offsets))
+    return *tensors, schedule.batch_invariant
+
+
+def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> tuple:
+    """What the decode of a kernel set takes, on the device; what is there already stays the same tensor."""
     p = on_device(plan)
-    cut = (None, None, False)
-    if schedule is not None:
-        cut = (*(t if t is None else t.to(DEVICE) for t in (schedule.tile_ranges, schedule.split_offsets)),
-               schedule.batch_invariant)  # fmt: skip
-    out, lse = kernels.mla_decode(
+    return (
         ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
-        p.max_query_len, scale, out_dtype or ql.dtype, *cut,
+        p.max_query_len, scale, out_dtype or ql.dtype, *cut_of(schedule),
     )  # fmt: skip
+
+
+def launch(kernels, *inputs, **options) -> AttentionState:
+    """The kernels of a set on the device; the state comes back to the CPU."""
+    out, lse = kernels.mla_decode(*arguments(*inputs, **options))
     assert out.is_contiguous() and lse.is_contiguous()
     return AttentionState(out.cpu(), lse.cpu())
+
+
+def check_in_parts(kernels, merge, *inputs, schedule=None) -> bool:
+    """In two steps the bits of one: the LSE stand after the first, and the second leaves them alone.
+
+    Returns:
+        Whether there were parts to merge.
+    """
+    wanted = launch(kernels, *inputs, schedule=schedule)
+    plan = on_device(inputs[3])
+    out, lse, *parts = kernels.mla_decode_parts(*arguments(*inputs, schedule=schedule))
+    assert_same_bits(lse.cpu(), wanted.lse)
+    merge(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cut_of(schedule))
+    assert_same_bits(out.cpu(), wanted.out)
+    assert_same_bits(lse.cpu(), wanted.lse)
+    return parts[0].numel() > 0
+
+
+def differences(decode, arguments, first, times) -> int:
+    """In how many elements so many decodes differ from the first, by their bits."""
+    differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    for _ in range(times):
+        for mine, other in zip(decode(*arguments), first, strict=True):
+            kind = torch.int16 if mine.dtype.itemsize == 2 else torch.int32
+            differ += (mine.view(kind) != other.view(kind)).sum()
+    return int(differ)
+
+
+def captured(kernels, *inputs, schedule=None):
+    """A graph of a decode, and what its replays write; they read the tensors of a plan that is on the device."""
+    given = arguments(*inputs, schedule=schedule)
+    kernels.mla_decode(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = kernels.mla_decode(*given)
+    return graph, out, lse
 
 
 def verdict(value, ql, q_pe, cache, plan):

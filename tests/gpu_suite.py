@@ -63,11 +63,8 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE
 # files whose tests make all their tensors on the device that `--device` names
 ANY_DEVICE = ("batch", "builder", "cache", "cascade", "differential", "identities", "mutations", "ops", "rope",
               "schedule", "weights")  # fmt: skip
-SHARES = {
-    "test_hopper_decode.py": 12,
-    "test_hopper_two_phases.py": 3,
-    "test_triton_decode.py": 3,
-}  # processes of files that take longest
+# processes of files that take longest
+SHARES = {"test_hopper_decode.py": 12, "test_hopper_two_phases.py": 3, "test_triton_decode.py": 3}
 
 
 def file_name(gpu: str, count: int = 1) -> str:

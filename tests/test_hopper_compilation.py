@@ -90,9 +90,9 @@ def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), d
 
 def compiled(kernel, kinds, constants):
     """Compiled for sm_90a, which need not be here."""
-    names = {"num_warps", "launch_pdl", "launch_cooperative_grid"}
-    options = {key: value for key, value in constants.items() if key in names}
-    values = {key: value for key, value in constants.items() if key not in names}
+    settings = {"num_warps", "launch_pdl", "launch_cooperative_grid"}
+    options = {key: value for key, value in constants.items() if key in settings}
+    values = {key: value for key, value in constants.items() if key not in settings}
     values |= {name: what for name, (kind, what) in kinds.items() if kind == "constexpr"}
     names = [parameter.name for parameter in kernel.params]
     signature = {name: "constexpr" if name in values else kinds[name][0] for name in names}
@@ -233,29 +233,47 @@ def test_slices_where_processors_are_idle(monkeypatch):
 def test_two_phases_where_processors_are_idle(monkeypatch):
     """As many programs as score or as multiply, no more than processors; not for so few keys that one phase is faster.
 
-    40 pages of 64 keys: 20 pairs of tiles, 3 splits.
+    40 pages of 64 keys: 20 pairs of tiles, 3 splits. Programs wait for each other, so they are launched together.
     """
-    grids = []
+    launched = []
 
     def noted(self, grid):
-        grids.append((self.kernel.fn.__name__, *grid))
-        return Recorded.__getitem__(self, grid)
+        def launch(*args, **constants):
+            launched.append((self.kernel.fn.__name__, *grid))
+            given.update(zip([p.name for p in self.kernel.params], args, strict=False))
+            Recorded.__getitem__(self, grid)(*args, **constants)
+
+        return launch
 
     monkeypatch.setattr(RecordedGluon, "__getitem__", noted, raising=False)
-    for heads, processors, widths, few_pairs, expected in (
-        (128, 132, (512, 64), 2, ("_two_phases_kernel", 48)), (128, 40, (512, 0), 2, ("_two_phases_kernel", 40)),
-        (40, 132, (512, 64), 2, ("_two_phases_kernel", 24)), (40, 20, (512, 64), 2, ("_two_phases_kernel", 20)),
-        (40, 19, (512, 64), 2, ("_many_heads_kernel", 3)), (128, 132, (256, 64), 2, ("_many_heads_kernel", 6)),
-        (40, 132, (512, 64), 20, ("_many_heads_kernel", 3)), (40, 132, (512, 64), 19, ("_two_phases_kernel", 24)),
-        (32, 132, (512, 64), 2, ("_few_heads_kernel", 3)),
+    unplanned = "batch-invariant"
+    for heads, processors, widths, few_pairs, cut, expected in (
+        (128, 132, (512, 64), 2, unplanned, ("_two_phases_kernel", 48)),
+        (128, 40, (512, 0), 2, unplanned, ("_two_phases_kernel", 40)),
+        (40, 132, (512, 64), 2, unplanned, ("_two_phases_kernel", 24)),
+        (40, 20, (512, 64), 2, unplanned, ("_two_phases_kernel", 20)),
+        (40, 132, (512, 64), 19, unplanned, ("_two_phases_kernel", 24)),
+        (40, 19, (512, 64), 2, unplanned, ("_many_heads_kernel", 3)),
+        (40, 132, (512, 64), 20, unplanned, ("_many_heads_kernel", 3)),
+        (128, 132, (256, 64), 2, unplanned, ("_many_heads_kernel", 6)),
+        (40, 132, (512, 64), 2, "batch-invariant, planned", ("_many_heads_kernel", 3)),
+        (40, 132, (512, 64), 2, "whole", ("_many_heads_kernel", 1)),
+        (32, 132, (512, 64), 2, unplanned, ("_few_heads_kernel", 3)),
     ):  # fmt: skip
+        launched.clear()
+        given = {}
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decode, "_num_runs", lambda *_: 3)
-            recorded(patch, heads, "batch-invariant", widths=widths, few_pairs=few_pairs)
-        assert grids[-1] == expected
-        cleared = triton.cdiv(20 * triton.cdiv(heads, 64) * 129, 1024)
-        assert (("_clear_kernel", cleared) in grids[-2:]) == (expected[0] == "_two_phases_kernel")
+            _, _, constants = recorded(patch, heads, cut, widths=widths, few_pairs=few_pairs)
+        assert launched[-1] == expected
+        together = expected[0] == "_two_phases_kernel"
+        assert constants.get("launch_cooperative_grid", False) == together
+        assert [name for name, _ in launched] == ["_clear_kernel"] * together + [expected[0]]
+        if together:
+            units = 20 * triton.cdiv(heads, 64)
+            assert launched[0][1] == triton.cdiv(units * 129, 1024) and given["words"].numel() == units * 129
+            assert given["part_out"].numel() == 3 * heads * 512 and given["num_slots"] == 3
 
 
 @pytest.mark.parametrize("heads, query_len, rows", [

@@ -16,7 +16,18 @@ from fast import backends
 from reference.interfaces import AttentionState, DecodeMetadata, MLAConfig, UnsupportedConfiguration
 
 from . import decode_inputs
-from .decode_inputs import SCALE, make_inputs, on_device, rising_inputs, schedule_of, verdict
+from .decode_inputs import (
+    SCALE,
+    arguments,
+    captured,
+    check_in_parts,
+    differences,
+    make_inputs,
+    on_device,
+    rising_inputs,
+    schedule_of,
+    verdict,
+)
 from .factories import GARBAGE, assert_same_bits, far_heads, integers, offsets
 from .triton_mode import DEVICE, ON_GPU
 
@@ -126,26 +137,14 @@ def test_short_before_long(heads, batch_invariant):
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned"])
 def test_in_parts(cut, heads, monkeypatch):
-    """In two steps the bits of one: the LSE stand after the first, and the second leaves them alone."""
-    ql, q_pe, cache, plan = make_inputs([1, 2, 0, 1], [2450, 1170, 0, 3], heads, BF16)
+    inputs = make_inputs([1, 2, 0, 1], [2450, 1170, 0, 3], heads, BF16)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
-    schedule, cutting = None, (None, None, False)
     monkeypatch.setattr(decode, "_num_runs", lambda *_: 2)
+    schedule = None
     if cut not in ("whole", "split"):
-        schedule = on_device(schedule_of(plan, heads, 0 if cut == "batch-invariant" else 3, cut != "scheduled", 1))
-        cutting = (schedule.tile_ranges, schedule.split_offsets, schedule.batch_invariant)
-    wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
-    plan = on_device(plan)
-    out, lse, *parts = decode.mla_decode_parts(
-        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), plan.block_table, plan.seq_lens, plan.query_start_loc,
-        plan.visible_lens, plan.max_query_len, SCALE, BF16, *cutting,
-    )  # fmt: skip
-    assert (parts[0].numel() > 0) == (cut != "whole")
-    assert_same_bits(lse.cpu(), wanted.lse)
+        schedule = schedule_of(inputs[3], heads, 0 if cut == "batch-invariant" else 3, cut != "scheduled", 1)
     merge = backends.kernel("hopper", "merge_decode_parts")
-    merge(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cutting)
-    assert_same_bits(out.cpu(), wanted.out)
-    assert_same_bits(lse.cpu(), wanted.lse)
+    assert check_in_parts(decode, merge, *inputs, schedule=schedule) == (cut != "whole")
 
 
 @pytest.mark.parametrize("torn", [False, True])
@@ -314,26 +313,17 @@ def test_nan_stays_with_its_owner(heads):
 def test_same_bits_a_thousand_times(heads, cut, monkeypatch):
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(decode, "_num_runs", lambda *_: 1)
-    ql, q_pe, cache, plan = make_inputs([1, 2, 1, 1], [900, 265, 0, 1501], heads, BF16)
-    p = on_device(plan)
+    inputs = make_inputs([1, 2, 1, 1], [900, 265, 0, 1501], heads, BF16)
     schedule = None
     if cut in ("scheduled", "folded, planned"):
-        schedule = fast.plan_decode(p.seq_lens, 7, heads, batch_invariant=cut != "scheduled")
-    cutting = (None, None, cut == "folded")
-    if schedule is not None:
-        cutting = (schedule.tile_ranges, schedule.split_offsets, schedule.batch_invariant)
-    inputs = (
-        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
-        p.max_query_len, SCALE, BF16, *cutting,
-    )  # fmt: skip
-    first = decode.mla_decode(*inputs)
-    verdict(AttentionState(*(x.cpu() for x in first)), ql, q_pe, cache, plan)
-    differs = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for _ in range(1000):
-        for mine, other in zip(decode.mla_decode(*inputs), first, strict=True):
-            kind = torch.int16 if mine.dtype == BF16 else torch.int32
-            differs += (mine.view(kind) != other.view(kind)).sum()
-    assert int(differs) == 0
+        lens = inputs[3].seq_lens.to(DEVICE)
+        schedule = fast.plan_decode(lens, 7, heads, batch_invariant=cut != "scheduled")
+    elif cut == "folded":
+        schedule = schedule_of(inputs[3], heads, 0, True)
+    given = arguments(*inputs, schedule=schedule)
+    first = decode.mla_decode(*given)
+    verdict(AttentionState(*(x.cpu() for x in first)), *inputs)
+    assert differences(decode.mla_decode, given, first, 1000) == 0
 
 
 @pytest.mark.parametrize("heads", [4, 40])
@@ -397,15 +387,7 @@ def test_graph_replays_with_other_lengths(heads, batch_invariant):
     """Captured once without a copy to the host; a replay reads the lengths that stand in the buffers then."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, BF16)
     buffers = on_device(plan)
-    q = ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE)
-    rest = (
-        buffers.block_table, buffers.seq_lens, buffers.query_start_loc, buffers.visible_lens, 2, SCALE, BF16, None,
-        None, batch_invariant,
-    )  # fmt: skip
-    decode.mla_decode(*q, *rest)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = decode.mla_decode(*q, *rest)
+    graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=schedule_of(plan, heads, 0, batch_invariant))
     for lens, visible in (((65, 0), (64, 65, 0)), ((0, 150), (0, 0, 150)), ((300, 1), (299, 300, 1))):
         other = replace(plan, seq_lens=integers(*lens), visible_lens=integers(*visible))
         buffers.seq_lens.copy_(other.seq_lens)

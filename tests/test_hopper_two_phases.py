@@ -15,9 +15,19 @@ from fast import backends
 from reference.interfaces import AttentionState
 
 from . import decode_inputs
-from .decode_inputs import SCALE, make_inputs, on_device, rising_inputs, schedule_of, verdict
+from .decode_inputs import (
+    arguments,
+    captured,
+    check_in_parts,
+    differences,
+    make_inputs,
+    on_device,
+    rising_inputs,
+    schedule_of,
+    verdict,
+)
 from .factories import GARBAGE, assert_same_bits, integers, offsets
-from .triton_mode import DEVICE, ON_GPU
+from .triton_mode import ON_GPU
 
 HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 if not HOPPER or torch.cuda.get_device_properties(0).multi_processor_count < 132:
@@ -145,55 +155,27 @@ def test_nan_stays_with_its_owner():
 
 
 def test_in_parts():
-    """In two steps the bits of one."""
-    ql, q_pe, cache, plan = make_inputs([1, 2, 0, 1], [1450, 1170, 0, 3], 64, BF16)
-    wanted = launch(ql, q_pe, cache, plan)
-    plan = on_device(plan)
-    cut = (None, None, True)
-    out, lse, *parts = decode.mla_decode_parts(
-        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), plan.block_table, plan.seq_lens, plan.query_start_loc,
-        plan.visible_lens, plan.max_query_len, SCALE, BF16, *cut,
-    )  # fmt: skip
+    inputs = make_inputs([1, 2, 0, 1], [1450, 1170, 0, 3], 64, BF16)
+    assert check_in_parts(decode, backends.kernel("hopper", "merge_decode_parts"), *inputs, schedule=UNPLANNED)
     assert len(taken) == 2
-    assert_same_bits(lse.cpu(), wanted.lse)
-    backends.kernel("hopper", "merge_decode_parts")(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cut)
-    assert_same_bits(out.cpu(), wanted.out)
 
 
 @pytest.mark.parametrize("heads, lens", [(128, [8192]), (64, [900, 265, 0, 1501])])
 def test_same_bits_a_thousand_times(heads, lens):
     """Programs that wait for each other: whoever is first, and whatever the words held before."""
-    ql, q_pe, cache, plan = make_inputs([1] * len(lens), lens, heads, BF16)
-    p = on_device(plan)
-    inputs = (
-        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
-        p.max_query_len, SCALE, BF16, None, None, True,
-    )  # fmt: skip
-    first = decode.mla_decode(*inputs)
+    inputs = make_inputs([1] * len(lens), lens, heads, BF16)
+    given = arguments(*inputs, schedule=UNPLANNED)
+    first = decode.mla_decode(*given)
     assert taken
-    wanted = in_one_phase(ql, q_pe, cache, plan)
-    assert_same_bits(first[0].cpu(), wanted.out)
-    differs = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    for _ in range(1000):
-        for mine, other in zip(decode.mla_decode(*inputs), first, strict=True):
-            kind = torch.int16 if mine.dtype == BF16 else torch.int32
-            differs += (mine.view(kind) != other.view(kind)).sum()
-    assert int(differs) == 0
+    assert_same_bits(first[0].cpu(), in_one_phase(*inputs).out)
+    assert differences(decode.mla_decode, given, first, 1000) == 0
 
 
 def test_graph_replays_with_other_lengths():
     """Captured once, cooperative launch and all; a replay reads the lengths that stand in the buffers then."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [1300, 1150], 128, BF16)
     buffers = on_device(plan)
-    q = ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE)
-    rest = (
-        buffers.block_table, buffers.seq_lens, buffers.query_start_loc, buffers.visible_lens, 2, SCALE, BF16, None,
-        None, True,
-    )  # fmt: skip
-    decode.mla_decode(*q, *rest)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = decode.mla_decode(*q, *rest)
+    graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=UNPLANNED)
     assert len(taken) == 2
     for lens, visible in (((65, 0), (64, 65, 0)), ((0, 1150), (0, 0, 1150)), ((1300, 1), (1299, 1300, 1))):
         other = replace(plan, seq_lens=integers(*lens), visible_lens=integers(*visible))

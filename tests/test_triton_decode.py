@@ -13,7 +13,7 @@ import torch
 
 from reference.interfaces import AttentionState, DecodeMetadata
 
-from .decode_inputs import SCALE, on_device, rising_inputs, schedule_of, verdict
+from .decode_inputs import captured, on_device, rising_inputs, schedule_of, verdict
 from .factories import GARBAGE, HEADS, assert_same_bits, far_heads, integers, offsets
 from .triton_decode_inputs import DTYPES, WIDTH, WIDTHS, launch, make_inputs
 from .triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_interpreter, runs, starts_interpreter
@@ -256,15 +256,7 @@ def test_graph_replays_with_other_lengths(heads):
     """Captured once without a copy to the host; a replay reads the lengths that stand in the buffers then."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, torch.bfloat16)
     buffers = on_device(plan)
-    q = ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE)
-    rest = (
-        buffers.block_table, buffers.seq_lens, buffers.query_start_loc, buffers.visible_lens, 2, SCALE, torch.bfloat16,
-        None, None, False,
-    )  # fmt: skip
-    decode.mla_decode(*q, *rest)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = decode.mla_decode(*q, *rest)
+    graph, out, lse = captured(decode, ql, q_pe, cache, buffers)
     other = replace(plan, seq_lens=integers(65, 0), visible_lens=integers(64, 65, 0))
     buffers.seq_lens.copy_(other.seq_lens)
     buffers.visible_lens.copy_(other.visible_lens)

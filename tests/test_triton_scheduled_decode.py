@@ -14,7 +14,7 @@ import torch
 
 import fast
 
-from .decode_inputs import SCALE, on_device, rising_inputs, schedule_of, verdict
+from .decode_inputs import check_in_parts, rising_inputs, schedule_of, verdict
 from .factories import assert_same_bits, integers, offsets
 from .triton_decode_inputs import DTYPES, NARROW, WIDTH, WIDTHS, launch, make_inputs
 from .triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
@@ -166,26 +166,13 @@ def test_scheduled_shapes(widths, block_size):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned"])
 def test_in_parts(cut, dtype, monkeypatch):
-    """In two steps the bits of one: the LSE stand after the first, and the second leaves them alone."""
-    ql, q_pe, cache, plan = make_inputs([1, 2, 0, 1], [1150, 570, 0, 3], 4, dtype)
+    inputs = make_inputs([1, 2, 0, 1], [1150, 570, 0, 3], 4, dtype)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut in ("split", "batch-invariant") else 1)
     schedule = None
     if cut not in ("whole", "split"):
-        schedule = on_device(schedule_of(plan, 4, 0 if cut == "batch-invariant" else 3, cut != "scheduled", 1))
-    wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
-    plan = on_device(plan)
-    cutting = (None, None, False)
-    if schedule is not None:
-        cutting = (schedule.tile_ranges, schedule.split_offsets, schedule.batch_invariant)
-    out, lse, *parts = decode.mla_decode_parts(
-        ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), plan.block_table, plan.seq_lens, plan.query_start_loc,
-        plan.visible_lens, plan.max_query_len, SCALE, dtype, *cutting,
-    )  # fmt: skip
-    assert (parts[0].numel() > 0) == (cut != "whole")
-    assert_same_bits(lse.cpu(), wanted.lse.cpu())
-    decode_merge.merge_decode_parts(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cutting)
-    assert_same_bits(out.cpu(), wanted.out.cpu())
-    assert_same_bits(lse.cpu(), wanted.lse.cpu())
+        schedule = schedule_of(inputs[3], 4, 0 if cut == "batch-invariant" else 3, cut != "scheduled", 1)
+    merge = decode_merge.merge_decode_parts
+    assert check_in_parts(decode, merge, *inputs, schedule=schedule) == (cut != "whole")
 
 
 @runs
