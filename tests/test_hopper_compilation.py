@@ -59,7 +59,9 @@ class RecordedGluon(Recorded):
         return Recorded.kind(parameter, value)
 
 
-def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, few_pairs=None):
+def recorded(
+    monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, as_chosen=False
+):  # fmt: skip
     """What one launch of `mla_decode` would compile: the kernel, its arguments' kinds, its constants."""
     launches = {}
     for kernel in ALL_KERNELS:
@@ -69,9 +71,8 @@ def recorded(monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), d
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(decode, "SLICES", 2 if cut == "batch-invariant, sliced" else 1)
-    if few_pairs is None:
-        few_pairs = 0 if cut == "batch-invariant, two phases" else 10**6
-    monkeypatch.setattr(decode, "FEW_PAIRS", few_pairs)
+    if cut != "batch-invariant, two phases" and not as_chosen:
+        monkeypatch.setattr(decode, "_scored_at_once", lambda *_: False)
     monkeypatch.setattr(decode, "_rows_where_alone", lambda program_rows, *_: program_rows)
     latent, rope = widths
     plan = DecodeMetadata(integers(*range(40))[None], integers(600), offsets([1]), 1, integers(600))
@@ -231,9 +232,10 @@ def test_slices_where_processors_are_idle(monkeypatch):
 
 
 def test_two_phases_where_processors_are_idle(monkeypatch):
-    """As many programs as score or as multiply, no more than processors; not for so few keys that one phase is faster.
+    """As many programs as score or as multiply, no more than processors, if every pair of tiles then has one.
 
-    40 pages of 64 keys: 20 pairs of tiles, 3 splits. Programs wait for each other, so they are launched together.
+    40 pages: of 64 keys 20 pairs of tiles and 3 splits, of 16 keys 5 and 1. Programs wait for each other, so they are
+    launched together.
     """
     launched = []
 
@@ -247,33 +249,37 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
 
     monkeypatch.setattr(RecordedGluon, "__getitem__", noted, raising=False)
     unplanned = "batch-invariant"
-    for heads, processors, widths, few_pairs, cut, expected in (
-        (128, 132, (512, 64), 2, unplanned, ("_two_phases_kernel", 48)),
-        (128, 40, (512, 0), 2, unplanned, ("_two_phases_kernel", 40)),
-        (40, 132, (512, 64), 2, unplanned, ("_two_phases_kernel", 24)),
-        (40, 20, (512, 64), 2, unplanned, ("_two_phases_kernel", 20)),
-        (40, 132, (512, 64), 19, unplanned, ("_two_phases_kernel", 24)),
-        (40, 19, (512, 64), 2, unplanned, ("_many_heads_kernel", 3)),
-        (40, 132, (512, 64), 20, unplanned, ("_many_heads_kernel", 3)),
-        (128, 132, (256, 64), 2, unplanned, ("_many_heads_kernel", 6)),
-        (40, 132, (512, 64), 2, "batch-invariant, planned", ("_many_heads_kernel", 3)),
-        (40, 132, (512, 64), 2, "whole", ("_many_heads_kernel", 1)),
-        (32, 132, (512, 64), 2, unplanned, ("_few_heads_kernel", 3)),
+    for heads, processors, widths, block_size, cut, expected in (
+        (128, 132, (512, 64), 64, unplanned, ("_two_phases_kernel", 48)),
+        (128, 40, (512, 0), 64, unplanned, ("_two_phases_kernel", 40)),
+        (40, 132, (512, 64), 64, unplanned, ("_two_phases_kernel", 24)),
+        (40, 20, (512, 64), 64, unplanned, ("_two_phases_kernel", 20)),
+        (40, 132, (512, 64), 16, unplanned, ("_two_phases_kernel", 8)),
+        (40, 5, (512, 64), 16, unplanned, ("_two_phases_kernel", 5)),
+        (40, 19, (512, 64), 64, unplanned, ("_many_heads_kernel", 3)),
+        (128, 132, (256, 64), 64, unplanned, ("_many_heads_kernel", 6)),
+        (40, 132, (512, 64), 64, "batch-invariant, planned", ("_many_heads_kernel", 3)),
+        (40, 132, (512, 64), 64, "whole", ("_many_heads_kernel", 1)),
+        (32, 132, (512, 64), 64, unplanned, ("_few_heads_kernel", 3)),
     ):  # fmt: skip
         launched.clear()
         given = {}
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decode, "_num_runs", lambda *_: 3)
-            _, _, constants = recorded(patch, heads, cut, widths=widths, few_pairs=few_pairs)
+            _, _, constants = recorded(patch, heads, cut, block_size, widths, as_chosen=True)
         assert launched[-1] == expected
         together = expected[0] == "_two_phases_kernel"
         assert constants.get("launch_cooperative_grid", False) == together
         assert [name for name, _ in launched] == ["_clear_kernel"] * together + [expected[0]]
         if together:
-            units = 20 * triton.cdiv(heads, 64)
+            units, splits = block_size * 20 // 64 * triton.cdiv(heads, 64), 3 if block_size == 64 else 1
             assert launched[0][1] == triton.cdiv(units * 129, 1024) and given["words"].numel() == units * 129
-            assert given["part_out"].numel() == 3 * heads * 512 and given["num_slots"] == 3
+            assert given["probabilities"].shape == given["probability_pairs"].base.shape == (units * 128, 64)
+            slots = 3 if splits == 3 else 0  # what is one split is no part
+            assert given["num_slots"] == slots and given["part_out"].numel() == slots * heads * 512
+            assert given["splits_bound"] == splits
+    assert decode._deal_by_length(3, 64, 64, 0, 64, 512, 132).pairs == 0  # a table of no page
 
 
 @pytest.mark.parametrize("heads, query_len, rows", [

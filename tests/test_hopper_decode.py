@@ -62,7 +62,7 @@ def rows_as_of_many_requests(monkeypatch):
     And so few that `two_phases` would take what is batch-invariant and not planned: `test_hopper_two_phases` has that.
     """
     monkeypatch.setattr(decode, "_rows_where_alone", lambda program_rows, *_: program_rows)
-    monkeypatch.setattr(decode, "FEW_PAIRS", 10**6)
+    monkeypatch.setattr(decode, "_scored_at_once", lambda *_: False)
 
 
 def check_parity(*args, **options):

@@ -42,18 +42,17 @@ taken = []
 
 
 @pytest.fixture(autouse=True)
-def any_length(monkeypatch):
-    """Two phases from the first pair of tiles on; which launches had them is noted."""
+def noted(monkeypatch):
+    """Which launches had two phases."""
     launcher = decode._launch_two_phases
     taken.clear()
     monkeypatch.setattr(decode, "_launch_two_phases", lambda *args: taken.append(args) or launcher(*args))
-    monkeypatch.setattr(decode, "FEW_PAIRS", 0)
 
 
 def in_one_phase(*inputs, **options) -> AttentionState:
     """The same requests split after split."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "FEW_PAIRS", 10**6)
+        patch.setattr(decode, "_scored_at_once", lambda *_: False)
         return launch(*inputs, **options)
 
 
@@ -71,6 +70,7 @@ def check_same_bits(*inputs, **options) -> None:
     ([1], [8320]),  # whose table has as many pairs as 132 programs score with 128 heads
     ([1, 1, 1, 1, 1, 1], [1, 63, 65, 127, 129, 1025]), ([1, 1, 1], [1024, 1085, 1049]), ([2, 1], [1500, 1170]),
     ([3, 0, 1], [331, 0, 530]), ([1, 1], [0, 0]), ([8], [700]),
+    ([1] * 22, list(range(0, 253, 12))),  # several shares a program, some of no pair
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("heads, dtype", [(128, BF16), (100, FP16), (40, BF16), (64, BF16)], ids=str)
 def test_bits_of_one_phase(heads, dtype, lens):
@@ -79,9 +79,10 @@ def test_bits_of_one_phase(heads, dtype, lens):
     verdict(launch(*inputs), *inputs)
 
 
-def test_more_pairs_than_wait_in_shared_memory():
-    """A split of 16 pairs: slices of its tiles come in the place of those before."""
-    inputs = make_inputs([1], [16768], 64, BF16)
+@pytest.mark.parametrize("lens", [[16768], [1085] * 13], ids=["one split", "several shares"])
+def test_more_pairs_than_wait_in_shared_memory(lens):
+    """A split of 16 pairs; shares of 8 pairs, of which a program has two: slices come in the place of those before."""
+    inputs = make_inputs([1] * len(lens), lens, 64, BF16)
     check_same_bits(*inputs)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,7 +30,9 @@ from ..triton.decode_merge import merge_parts, rows_of_a_request
 from ..triton.device import device_facts
 from .few_heads import SHARED_VALUES, _few_heads_kernel
 from .many_heads import _many_heads_kernel
-from .two_phases import CLEARED, ROW_VALUES, SHARES, TOPS, _clear_kernel, _two_phases_kernel
+from .shares import SHARES
+from .two_phases import CLEARED, _clear_kernel, _two_phases_kernel
+from .units import ROW_VALUES, TOPS
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
@@ -37,7 +40,6 @@ FEW_ROWS = (16, 32)  # of one request, that `few_heads` takes
 MANY_ROWS = 64
 SPREAD_LATENT = 512  # with which several programs may compute one split's rows, where there are programs to spare
 SLICES = 2  # of the output of a split, for as many programs
-FEW_PAIRS = 2  # of tiles, for which two phases are no faster than one
 FEW_TILES = 4  # of a request that a program takes at least, where there are programs to spare
 LAUNCH = {"num_warps": 4, "launch_pdl": True}  # to begin while the kernel before ends: `pieces.follow_kernel`
 LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
@@ -151,44 +153,21 @@ def _attend(
 
     keys = table_width * block_size
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
-    program_rows = rows_of_a_program(request_rows)
-    if batch_invariant:  # no neighbour's query length may change which kernel takes a request's rows; `few_heads`
-        # gives a row the same bits among 16 as among 32
-        program_rows = min(program_rows, FEW_ROWS[-1] if heads <= FEW_ROWS[-1] else MANY_ROWS)
     processors = device_facts(device).processors
-    if tile_ranges is None and not batch_invariant:
-        program_rows = _rows_where_alone(program_rows, requests, request_rows, keys, processors)
+    planned = tile_ranges is not None
+    program_rows = _program_rows(planned, batch_invariant, requests, request_rows, heads, keys, processors)
     row_blocks = triton.cdiv(request_rows, program_rows)
-    programs, num_splits, num_slots, most_splits, slices, two_phases = 0, 1, 0, 0, 1, False
-    if tile_ranges is not None:
+    if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
-        programs = tile_ranges.shape[0] * row_blocks
-        num_slots = requests + tile_ranges.shape[0]  # every program leaves at most one request unfinished
-    if batch_invariant:
-        most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads)
-        if tile_ranges is None:
-            pieces, rows, pairs = requests * row_blocks, requests * request_rows, triton.cdiv(keys, 2 * DECODE_TILE)
-            spreads = program_rows == MANY_ROWS and latent == SPREAD_LATENT
-            two_phases = spreads and pairs > FEW_PAIRS and pieces * pairs <= processors
-            if two_phases:
-                num_splits = most_splits
-            else:
-                num_splits = _num_runs(pieces, rows, keys, heads, program_rows, processors)
-                slices = SLICES if spreads and SLICES * pieces * num_splits <= processors else 1
-                programs = min(processors, slices * pieces * num_splits)
-        num_slots = requests * most_splits if tile_ranges is not None or num_splits > 1 else 0
-    if tile_ranges is not None or batch_invariant:
-        part_rows = num_slots * request_rows
+        deal = _deal_planned(tile_ranges.shape[0], batch_invariant, requests, request_rows, row_blocks, keys, heads)
+    elif batch_invariant:
+        deal = _deal_by_length(requests, request_rows, program_rows, keys, heads, latent, processors)
     else:
-        num_splits = _num_splits(requests * row_blocks, tokens * heads, keys, program_rows, row_blocks, processors)
-        programs = min(processors, requests * num_splits * row_blocks)
-        num_slots = num_splits
-        part_rows = num_splits * tokens * heads if num_splits > 1 else 0
-    few = program_rows < MANY_ROWS
-    kept_values = programs * _kept_values(program_rows, latent) if batch_invariant and most_splits > 1 else 0
+        deal = _deal_evenly(requests, tokens * heads, program_rows, row_blocks, keys, processors)
+    kept_values = deal.programs * _kept_values(program_rows, latent) if deal.most_splits > 1 else 0
     progress = 2 * requests if batch_invariant else 0
-    part_out = torch.empty(part_rows * latent + kept_values, dtype=torch.float32, device=device)
-    part_lse = torch.empty(2 * part_rows + progress, dtype=torch.float32, device=device)
+    part_out = torch.empty(deal.part_rows * latent + kept_values, dtype=torch.float32, device=device)
+    part_lse = torch.empty(2 * deal.part_rows + progress, dtype=torch.float32, device=device)
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope)
     inputs = (
         ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
@@ -200,60 +179,142 @@ def _attend(
         *block_table.stride(),
     )  # fmt: skip
     widths = {"HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size}
-    if two_phases:
-        with torch.cuda.device_of(ql_nope):
-            _launch_two_phases(
-                inputs, results, (tokens, num_blocks, requests, table_width, row_blocks, request_rows, num_slots),
-                most_splits, numbers, widths, processors,
-            )  # fmt: skip
-        return out, lse, part_out, part_lse
-    arguments = (
-        *inputs, seq_lens if tile_ranges is None else tile_ranges, seq_lens if split_offsets is None else split_offsets,
-        *results, tokens, num_blocks, requests, table_width, num_splits, row_blocks, request_rows, num_slots, *numbers,
-    )  # fmt: skip
+    sizes = (tokens, num_blocks, requests, table_width)
+    blocks = (row_blocks, request_rows, deal.num_slots)
     constants = {
-        **widths, "BY_LENGTH": batch_invariant, "SCHEDULED": tile_ranges is not None,
-        "SPLIT": num_splits > 1 and not batch_invariant,
+        **widths, "BY_LENGTH": batch_invariant, "SCHEDULED": planned,
+        "SPLIT": deal.num_splits > 1 and not batch_invariant,
     }  # fmt: skip
+    arguments = (
+        *inputs, tile_ranges if planned else seq_lens, split_offsets if planned else seq_lens,
+        *results, *sizes, deal.num_splits, *blocks, *numbers,
+    )  # fmt: skip
     with torch.cuda.device_of(ql_nope):
-        if few:
-            _few_heads_kernel[(programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
+        if deal.pairs > 0:
+            _launch_two_phases(inputs, results, (*sizes, *blocks), deal, numbers, widths)
+        elif program_rows < MANY_ROWS:
+            _few_heads_kernel[(deal.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
-            _many_heads_kernel[(programs,)](*arguments, SLICES=slices, **constants, **LAUNCH)
+            _many_heads_kernel[(deal.programs,)](*arguments, SLICES=deal.slices, **constants, **LAUNCH)
     return out, lse, part_out, part_lse
 
 
+class Deal(NamedTuple):
+    """How requests are dealt to programs.
+
+    Attributes:
+        programs: how many.
+        num_splits: of each request; where its own length cuts it runs of splits, and in two phases no less than splits.
+        num_slots: of parts.
+        part_rows: of all parts.
+        most_splits: of a request whose own length cuts it and whose splits a program folds; else 0.
+        slices: programs that share a split, each with some columns of the output.
+        pairs: of tiles of a request, each scored by a program of its own before any is multiplied; 0: in one phase.
+    """
+
+    programs: int
+    num_splits: int
+    num_slots: int
+    part_rows: int
+    most_splits: int = 0
+    slices: int = 1
+    pairs: int = 0
+
+
+def _deal_planned(
+    ranges: int, batch_invariant: bool, requests: int, request_rows: int, row_blocks: int, keys: int, heads: int
+) -> Deal:
+    """As a schedule says; every program of it leaves at most one request unfinished."""
+    most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads) if batch_invariant else 0
+    num_slots = requests * most_splits if batch_invariant else requests + ranges
+    return Deal(ranges * row_blocks, 1, num_slots, num_slots * request_rows, most_splits)
+
+
+def _deal_by_length(
+    requests: int, request_rows: int, program_rows: int, keys: int, heads: int, latent: int, processors: int
+) -> Deal:
+    """Requests that their own lengths cut, to as many programs as suit the width of the block table."""
+    pieces = requests * triton.cdiv(request_rows, program_rows)
+    most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads)
+    pairs = triton.cdiv(keys, 2 * DECODE_TILE)
+    spreads = program_rows == MANY_ROWS and latent == SPREAD_LATENT
+    in_two_phases = spreads and _scored_at_once(pieces * pairs, processors)
+    num_splits = most_splits
+    if not in_two_phases:
+        num_splits = _num_runs(pieces, requests * request_rows, keys, heads, program_rows, processors)
+    num_slots = requests * most_splits if num_splits > 1 else 0
+    part_rows = num_slots * request_rows
+    if in_two_phases:
+        programs = min(processors, pieces * max(pairs, most_splits * SHARES.value))
+        return Deal(programs, num_splits, num_slots, part_rows, pairs=pairs)
+    slices = SLICES if spreads and SLICES * pieces * num_splits <= processors else 1
+    programs = min(processors, slices * pieces * num_splits)
+    return Deal(programs, num_splits, num_slots, part_rows, most_splits, slices)
+
+
+def _deal_evenly(requests: int, rows: int, program_rows: int, row_blocks: int, keys: int, processors: int) -> Deal:
+    """Every request to equally many programs, as many as suit the width of the block table."""
+    num_splits = _num_splits(requests * row_blocks, rows, keys, program_rows, row_blocks, processors)
+    programs = min(processors, requests * num_splits * row_blocks)
+    return Deal(programs, num_splits, num_splits, num_splits * rows if num_splits > 1 else 0)
+
+
+def _scored_at_once(units: int, processors: int) -> bool:
+    """Whether all pairs of tiles, times blocks of rows, have a program each, so that a decode takes two phases."""
+    return 0 < units <= processors
+
+
 def _launch_two_phases(
-    inputs: tuple, results: tuple[Tensor, ...], sizes: tuple[int, ...], most_splits: int, numbers: tuple,
-    widths: dict[str, int], processors: int,
-) -> None:  # fmt: skip
+    inputs: tuple,
+    results: tuple[Tensor, ...],
+    sizes: tuple[int, ...],
+    deal: Deal,
+    numbers: tuple,
+    widths: dict[str, int],
+) -> None:
     """Score pairs of tiles, then multiply split by split, in programs that all run at once.
 
     Args:
         inputs: as the kernels have them.
         results: out, lse, part_out, part_lse.
         sizes: tokens, blocks of the cache, requests, width of the table, blocks of rows, rows of a request, slots.
-        most_splits: of a request.
+        deal: of requests that their own lengths cut; requests by pairs by blocks of rows are no more than programs.
         numbers: of `InvariantCut`, scale and strides.
         widths: N, Lkv, R, keys a page.
-        processors: of the device; as many as pairs of tiles by blocks of rows at least.
     """
     latent_pages, device = inputs[2], results[0].device
-    _, _, requests, table_width, row_blocks, _, _ = sizes
-    pairs = triton.cdiv(table_width * widths["BLOCK_SIZE"], 2 * DECODE_TILE)
-    units = requests * pairs * row_blocks
-    shares = requests * most_splits * row_blocks * SHARES.value
+    dtype = latent_pages.base.dtype
+    _, _, requests, _, row_blocks, _, _ = sizes
+    units = requests * deal.pairs * row_blocks
     words = torch.empty(units * (TOPS.value + 1), dtype=torch.int32, device=device)
     row_values = torch.empty(units * ROW_VALUES.value, dtype=torch.float32, device=device)
-    probabilities = torch.empty(units * 2 * MANY_ROWS * DECODE_TILE, dtype=latent_pages.base.dtype, device=device)
+    probabilities = torch.empty(units * 2 * MANY_ROWS, DECODE_TILE, dtype=dtype, device=device)
+    probability_pairs = TensorDescriptor(
+        probabilities, list(probabilities.shape), list(probabilities.stride()), [2 * MANY_ROWS, DECODE_TILE],
+        gl.NVMMASharedLayout(128, 16, rank=2),
+    )  # fmt: skip
     box = [1, latent_pages.block_shape[1], widths["LATENT"] // SHARES.value]
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
     value_pages = TensorDescriptor(latent_pages.base, latent_pages.shape, latent_pages.strides, box, layout)
     _clear_kernel[(triton.cdiv(words.numel(), CLEARED.value),)](words, words.numel(), **LAUNCH)
-    _two_phases_kernel[(min(processors, max(units, shares)),)](
-        *inputs, *results, value_pages, words, row_values, probabilities, *sizes, pairs, most_splits, *numbers,
-        **widths, **LAUNCH, launch_cooperative_grid=True,
+    _two_phases_kernel[(deal.programs,)](
+        *inputs, *results, value_pages, probability_pairs, words, row_values, probabilities, *sizes, deal.pairs,
+        deal.num_splits, *numbers, **widths, **LAUNCH, launch_cooperative_grid=True,
     )  # fmt: skip
+
+
+def _program_rows(
+    planned: bool, batch_invariant: bool, requests: int, request_rows: int, heads: int, keys: int, processors: int
+) -> int:
+    """Of a request's rows, how many a program computes at a time.
+
+    Where requests are cut by their own length, no neighbour's query length may change which kernel takes a request's
+    rows; `few_heads` gives a row the same bits among 16 as among 32.
+    """
+    program_rows = rows_of_a_program(request_rows)
+    if batch_invariant:
+        return min(program_rows, FEW_ROWS[-1] if heads <= FEW_ROWS[-1] else MANY_ROWS)
+    return program_rows if planned else _rows_where_alone(program_rows, requests, request_rows, keys, processors)
 
 
 def _kept_values(program_rows: int, latent: int) -> int:
