@@ -89,6 +89,22 @@ def recorded(
     return launch
 
 
+def watched(monkeypatch) -> list[tuple]:
+    """Of every launch that is recorded from now on: the kernel's name, its programs, and its arguments by name."""
+    launches = []
+
+    def noted(self, grid):
+        def launch(*args, **constants):
+            names = [parameter.name for parameter in self.kernel.params]
+            launches.append((self.kernel.fn.__name__, *grid, dict(zip(names, args, strict=False))))
+            Recorded.__getitem__(self, grid)(*args, **constants)
+
+        return launch
+
+    monkeypatch.setattr(RecordedGluon, "__getitem__", noted, raising=False)
+    return launches
+
+
 def compiled(kernel, kinds, constants):
     """Compiled for sm_90a, which need not be here."""
     settings = {"num_warps", "launch_pdl", "launch_cooperative_grid"}
@@ -140,11 +156,14 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     assert kernel.metadata.shared <= H200.shared
     (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
     (tmp_path / "kernel.ptx").write_text(kernel.asm["ptx"])
-    loops = product_loops(run("nvdisasm", "-c", tmp_path / "kernel.cubin"))
+    disassembly = run("nvdisasm", "-c", tmp_path / "kernel.cubin")
+    loops = product_loops(disassembly)
     assert loops
     groups = 2 if heads > 32 and cut != "batch-invariant, two phases" else 1
     main = [loop for loop in loops if not any("LDG" in text for text in loop)] if groups == 2 else loops
     assert len(main) == groups  # one each
+    if cut == "batch-invariant, two phases":  # a program scores once, in no loop: nothing spills at all
+        main = [disassembly.splitlines()]
     for loop in main:
         assert not [text for text in loop if re.search(r"\b(LDL|STL)\b", text)]
     said = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
@@ -209,13 +228,7 @@ def test_slices_where_processors_are_idle(monkeypatch):
 
     Slices are programs of their own; `few_heads` has none.
     """
-    grids = []
-
-    def noted(self, grid):
-        grids.append(grid)
-        return Recorded.__getitem__(self, grid)
-
-    monkeypatch.setattr(RecordedGluon, "__getitem__", noted, raising=False)
+    launches = watched(monkeypatch)
     monkeypatch.setattr(decode, "_num_runs", lambda *_: 3)  # 128 heads: by two blocks of rows
     for heads, processors, widths, cut, slices, programs in (
         (128, 132, (512, 64), "batch-invariant, sliced", 2, 12), (128, 12, (512, 0), "batch-invariant, sliced", 2, 12),
@@ -228,7 +241,28 @@ def test_slices_where_processors_are_idle(monkeypatch):
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
         _, _, constants = recorded(monkeypatch, heads, cut, widths=widths)
         assert constants.get("SLICES") == slices
-        assert grids[-1] == (programs,)
+        assert launches[-1][1] == programs
+
+
+@pytest.mark.parametrize("heads, cut, runs, programs, slots, part_rows, kept", [
+    (128, "whole", 1, 2, 1, 0, 0), (128, "split", 1, 6, 3, 3, 0), (128, "scheduled", 1, 6, 4, 4, 0),
+    (128, "batch-invariant, planned", 1, 6, 3, 3, 64 * 512), (128, "batch-invariant", 1, 2, 0, 0, 64 * 512),
+    (128, "batch-invariant", 3, 6, 3, 3, 64 * 512), (32, "batch-invariant, planned", 1, 3, 3, 3, 16 * 512),
+    (16, "batch-invariant, planned", 1, 3, 10, 10, 0),
+])  # fmt: skip
+def test_room_for_parts(heads, cut, runs, programs, slots, part_rows, kept, monkeypatch):
+    """40 tiles, 3 splits of 16 tiles or 10 of 4: parts for every slot, and behind what programs keep between splits.
+
+    A schedule of 3 programs leaves at most one request unfinished each. Rows of parts are counted in requests.
+    """
+    launches = watched(monkeypatch)
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: runs)
+    recorded(monkeypatch, heads, cut)
+    ((_, launched, given),) = launches
+    assert (launched, given["num_slots"]) == (programs, slots)
+    assert given["part_out"].numel() == part_rows * heads * 512 + programs * kept
+    progress = 2 if cut.startswith("batch-invariant") else 0
+    assert given["part_lse"].numel() == 2 * part_rows * heads + progress
 
 
 def test_two_phases_where_processors_are_idle(monkeypatch):
@@ -237,17 +271,7 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
     40 pages: of 64 keys 20 pairs of tiles and 3 splits, of 16 keys 5 and 1. Programs wait for each other, so they are
     launched together.
     """
-    launched = []
-
-    def noted(self, grid):
-        def launch(*args, **constants):
-            launched.append((self.kernel.fn.__name__, *grid))
-            given.update(zip([p.name for p in self.kernel.params], args, strict=False))
-            Recorded.__getitem__(self, grid)(*args, **constants)
-
-        return launch
-
-    monkeypatch.setattr(RecordedGluon, "__getitem__", noted, raising=False)
+    launched = watched(monkeypatch)
     unplanned = "batch-invariant"
     for heads, processors, widths, block_size, cut, expected in (
         (128, 132, (512, 64), 64, unplanned, ("_two_phases_kernel", 48)),
@@ -263,23 +287,25 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
         (32, 132, (512, 64), 64, unplanned, ("_few_heads_kernel", 3)),
     ):  # fmt: skip
         launched.clear()
-        given = {}
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(decode, "_num_runs", lambda *_: 3)
             _, _, constants = recorded(patch, heads, cut, block_size, widths, as_chosen=True)
-        assert launched[-1] == expected
+        assert launched[-1][:2] == expected
         together = expected[0] == "_two_phases_kernel"
         assert constants.get("launch_cooperative_grid", False) == together
-        assert [name for name, _ in launched] == ["_clear_kernel"] * together + [expected[0]]
+        assert [name for name, *_ in launched] == ["_clear_kernel"] * together + [expected[0]]
         if together:
             units, splits = block_size * 20 // 64 * triton.cdiv(heads, 64), 3 if block_size == 64 else 1
+            given = launched[-1][2]
             assert launched[0][1] == triton.cdiv(units * 129, 1024) and given["words"].numel() == units * 129
+            assert given["row_values"].numel() == units * 256 and given["pairs"] == block_size * 20 // 64
             assert given["probabilities"].shape == given["probability_pairs"].base.shape == (units * 128, 64)
             slots = 3 if splits == 3 else 0  # what is one split is no part
             assert given["num_slots"] == slots and given["part_out"].numel() == slots * heads * 512
             assert given["splits_bound"] == splits
-    assert decode._deal_by_length(3, 64, 64, 0, 64, 512, 132).pairs == 0  # a table of no page
+    # a table of no page
+    assert decode._deal_by_length(3, 64, 64, 0, 64, 512, 132) == decode.Deal(6, 1, 0, 0, most_splits=1, slices=2)
 
 
 @pytest.mark.parametrize("heads, query_len, rows", [
