@@ -33,11 +33,14 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fast.kernels import hopper  # noqa: E402
-from fast.kernels.hopper import decode, few_heads, many_heads, two_phases  # noqa: E402
+from fast.kernels.hopper import decode, few_heads, many_heads  # noqa: E402
+from fast.kernels.hopper.two_phases import kernel as two_phases_kernels  # noqa: E402
+from fast.kernels.hopper.two_phases import launch as two_phases_launch  # noqa: E402
 from fast.kernels.triton import decode_merge  # noqa: E402
 from fast.kernels.triton.device import DeviceFacts  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+BF16 = torch.bfloat16
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
 FIRST_CUTS = ((16, "whole"), (16, "batch-invariant, planned"), (32, "scheduled"), (128, "whole"), (128, "scheduled"),
@@ -46,7 +49,8 @@ FIRST_CUTS = ((16, "whole"), (16, "batch-invariant, planned"), (32, "scheduled")
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
 ONLY_MANY = CUTS[-2:]  # heads
-ALL_KERNELS = (few_heads._few_heads_kernel, many_heads._many_heads_kernel, two_phases._two_phases_kernel)
+LAUNCHED_BY = {few_heads._few_heads_kernel: decode, many_heads._many_heads_kernel: decode,
+               two_phases_kernels._two_phases_kernel: two_phases_launch}  # fmt: skip
 
 
 class RecordedGluon(Recorded):
@@ -60,13 +64,14 @@ class RecordedGluon(Recorded):
 
 
 def recorded(
-    monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, as_chosen=False
+    monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, as_chosen=False,
+    out_dtype=None,
 ):  # fmt: skip
     """What one launch of `mla_decode` would compile: the kernel, its arguments' kinds, its constants."""
     launches = {}
-    for kernel in ALL_KERNELS:
-        monkeypatch.setattr(decode, kernel.fn.__name__, RecordedGluon(kernel, launches))
-    monkeypatch.setattr(decode, "_clear_kernel", RecordedGluon(two_phases._clear_kernel, {}))
+    for kernel, launcher in LAUNCHED_BY.items():
+        monkeypatch.setattr(launcher, kernel.fn.__name__, RecordedGluon(kernel, launches))
+    monkeypatch.setattr(two_phases_launch, "_clear_kernel", RecordedGluon(two_phases_kernels._clear_kernel, {}))
     monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
@@ -83,7 +88,7 @@ def recorded(
     decode.mla_decode(
         torch.zeros(1, heads, latent, dtype=dtype), torch.zeros(1, heads, rope, dtype=dtype),
         torch.zeros(40, block_size, latent + rope, dtype=dtype), plan.block_table, plan.seq_lens, plan.query_start_loc,
-        plan.visible_lens, 1, 0.1, dtype, *schedule,
+        plan.visible_lens, 1, 0.1, out_dtype or dtype, *schedule,
     )  # fmt: skip
     (launch,) = launches.values()
     return launch
@@ -166,6 +171,8 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
         main = [disassembly.splitlines()]
     for loop in main:
         assert not [text for text in loop if re.search(r"\b(LDL|STL)\b", text)]
+    writes = heads == 128 and cut not in ("split", *ONLY_MANY)
+    assert ("UTMASTG" in disassembly) == writes, "the copy engine writes outputs"
     said = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
     assert "serialized" not in said
 
@@ -221,6 +228,22 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
     for heads, name in ((1, "_few_heads_kernel"), (32, "_few_heads_kernel"), (33, "_many_heads_kernel")):
         kernel, _, constants = recorded(monkeypatch, heads)
         assert kernel.fn.__name__ == name and constants["HEADS"] == heads
+
+
+@pytest.mark.parametrize("heads, cut, latent, out_dtype, box", [
+    (64, "whole", 512, BF16, [64, 128]), (128, "scheduled", 256, BF16, [64, 64]), (128, "split", 512, BF16, None),
+    (128, "batch-invariant, sliced", 512, BF16, None), (128, "whole", 512, torch.float32, None),
+    (128, "batch-invariant", 512, torch.float16, None), (100, "whole", 512, BF16, None),
+])  # fmt: skip
+def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box, monkeypatch):
+    """Of 64 rows of one token, whole or none, as they lie in the queries' memory: no other dtype fits there."""
+    launches = watched(monkeypatch)
+    kernel = compiled(*recorded(monkeypatch, heads, cut, widths=(latent, 64), out_dtype=out_dtype))
+    given = launches[-1][2]["out_rows"]
+    assert (given and given.block_shape) == box
+    assert ("cp.async.bulk.tensor.2d.global.shared" in kernel.asm["ptx"]) == (box is not None)
+    if box:
+        assert given.shape == (heads, latent) and given.base.data_ptr() == launches[-1][2]["out"].data_ptr()
 
 
 def test_slices_where_processors_are_idle(monkeypatch):
@@ -362,7 +385,7 @@ def test_warmup_knows_a_request_alone(heads, query_len):
 
 
 @pytest.mark.parametrize("heads, batch_invariant, latent", [
-    (4, False, 256), (40, False, 256), (20, True, 256), (40, True, 256), (40, True, 512),
+    (4, False, 256), (40, False, 256), (64, False, 256), (20, True, 256), (40, True, 256), (40, True, 512),
 ])  # fmt: skip
 def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monkeypatch):
     """What steps of every kind launch was launched ahead; the launchers serve the CPU meanwhile."""
@@ -371,8 +394,8 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
         module = importlib.import_module(f"fast.kernels.triton.{name}")
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
-    for kernel in (*ALL_KERNELS, two_phases._clear_kernel):
-        monkeypatch.setattr(decode, kernel.fn.__name__, RecordedGluon(kernel, found))
+    for kernel, launcher in (LAUNCHED_BY | {two_phases_kernels._clear_kernel: two_phases_launch}).items():
+        monkeypatch.setattr(launcher, kernel.fn.__name__, RecordedGluon(kernel, found))
     monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", hopper.KERNELS),))
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=32)
     fast.warmup(

@@ -289,7 +289,7 @@ def test_values_outside_the_tensors(heads, block_size):
     assert launch(ql, q_pe, cache, replace(plan, block_table=table[:, :0])).lse.eq(-torch.inf).all()
 
 
-@pytest.mark.parametrize("heads", [3, 40])
+@pytest.mark.parametrize("heads", [3, 40, 64])
 def test_nan_stays_with_its_owner(heads):
     ql, q_pe, cache, plan = make_inputs([2, 1, 1], [70, 130, 17], heads, BF16)
     clean = launch(ql, q_pe, cache, plan)
@@ -350,11 +350,34 @@ def test_strides(heads):
 
 
 @pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
-@pytest.mark.parametrize("heads", [4, 40])
-def test_query_offsets_out_of_range(heads, starts):
-    """They are clamped to the tokens: nothing outside the queries is read, nothing outside the result written."""
+@pytest.mark.parametrize("heads", [4, 40, 64])
+def test_query_offsets_out_of_range(heads, starts, monkeypatch):
+    """They are clamped to the tokens: nothing outside the queries is read, nobody's outputs are written."""
     ql, q_pe, cache, plan = make_inputs([8], [40], heads, BF16)
-    assert launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts))).out.shape == ql.shape
+    clean = launch(ql, q_pe, cache, plan)
+    empty = torch.empty
+
+    def nan_at_first(*shape, **options):
+        made = empty(*shape, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", nan_at_first)
+    state = launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts)))
+    if starts in ((-(2**31), 8), (0, 2**31 - 1)):  # all tokens
+        assert_same_bits(state.out, clean.out)
+        assert_same_bits(state.lse, clean.lse)
+    else:
+        assert state.out.isnan().all() and state.lse.isnan().all()
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("heads", [4, 40, 64, 128])
+def test_fewer_programs_than_requests(heads, batch_invariant, monkeypatch):
+    """Without a plan too a program goes from request to request: queries come where outputs have just been."""
+    facts = decode.device_facts(DEVICE)
+    monkeypatch.setattr(decode, "device_facts", lambda _: facts._replace(processors=3))
+    inputs = make_inputs([1, 2, 0, 1, 3, 1, 2], [130, 70, 20, 0, 700, 64, 300], heads, BF16)
+    verdict(launch(*inputs, schedule=schedule_of(None, 0, 0, batch_invariant)), *inputs)
 
 
 def test_query_strides_beyond_32_bit():

@@ -46,5 +46,5 @@ def test_several_queries(heads, query_len):
     ids=str,
 )  # fmt: skip
 def test_blocks_and_widths(block_size, widths):
-    for heads in (4, 40):
+    for heads in (4, 40, 64):
         check_parity([1, 2, 1], [129, 64, 700], heads, BF16, widths=widths, block_size=block_size)

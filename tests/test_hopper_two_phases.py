@@ -44,9 +44,9 @@ taken = []
 @pytest.fixture(autouse=True)
 def noted(monkeypatch):
     """Which launches had two phases."""
-    launcher = decode._launch_two_phases
+    launcher = decode.launch_two_phases
     taken.clear()
-    monkeypatch.setattr(decode, "_launch_two_phases", lambda *args: taken.append(args) or launcher(*args))
+    monkeypatch.setattr(decode, "launch_two_phases", lambda *args: taken.append(args) or launcher(*args))
 
 
 def in_one_phase(*inputs, **options) -> AttentionState:

@@ -30,9 +30,9 @@ from ..triton.decode_merge import merge_parts, rows_of_a_request
 from ..triton.device import device_facts
 from .few_heads import SHARED_VALUES, _few_heads_kernel
 from .many_heads import _many_heads_kernel
-from .shares import SHARES
-from .two_phases import CLEARED, _clear_kernel, _two_phases_kernel
-from .units import ROW_VALUES, TOPS
+from .pieces import LAUNCH
+from .two_phases.launch import launch_two_phases
+from .two_phases.shares import SHARES
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
@@ -41,7 +41,6 @@ MANY_ROWS = 64
 SPREAD_LATENT = 512  # with which several programs may compute one split's rows, where there are programs to spare
 SLICES = 2  # of the output of a split, for as many programs
 FEW_TILES = 4  # of a request that a program takes at least, where there are programs to spare
-LAUNCH = {"num_warps": 4, "launch_pdl": True}  # to begin while the kernel before ends: `pieces.follow_kernel`
 LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
 # nanoseconds on an H200, for the choice of splits: a tile of keys in one program, the least tiles that show in its
 # time, a program besides; a tile's bytes over the bandwidth of the whole device; a merge, and a row of it
@@ -191,11 +190,15 @@ def _attend(
     )  # fmt: skip
     with torch.cuda.device_of(ql_nope):
         if deal.pairs > 0:
-            _launch_two_phases(inputs, results, (*sizes, *blocks), deal, numbers, widths)
+            launch_two_phases(
+                inputs, results, (*sizes, *blocks), numbers, widths, deal.programs, deal.pairs, deal.num_splits
+            )
         elif program_rows < MANY_ROWS:
             _few_heads_kernel[(deal.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
-            _many_heads_kernel[(deal.programs,)](*arguments, SLICES=deal.slices, **constants, **LAUNCH)
+            all_of_a_token = heads % MANY_ROWS == 0 and deal.slices == 1 and not constants["SPLIT"]
+            out_rows = _row_descriptor(out) if all_of_a_token and out_dtype == ql_nope.dtype else None
+            _many_heads_kernel[(deal.programs,)](*arguments, out_rows, SLICES=deal.slices, **constants, **LAUNCH)
     return out, lse, part_out, part_lse
 
 
@@ -262,45 +265,6 @@ def _deal_evenly(requests: int, rows: int, program_rows: int, row_blocks: int, k
 def _scored_at_once(units: int, processors: int) -> bool:
     """Whether all pairs of tiles, times blocks of rows, have a program each, so that a decode takes two phases."""
     return 0 < units <= processors
-
-
-def _launch_two_phases(
-    inputs: tuple,
-    results: tuple[Tensor, ...],
-    sizes: tuple[int, ...],
-    deal: Deal,
-    numbers: tuple,
-    widths: dict[str, int],
-) -> None:
-    """Score pairs of tiles, then multiply split by split, in programs that all run at once.
-
-    Args:
-        inputs: as the kernels have them.
-        results: out, lse, part_out, part_lse.
-        sizes: tokens, blocks of the cache, requests, width of the table, blocks of rows, rows of a request, slots.
-        deal: of requests that their own lengths cut; requests by pairs by blocks of rows are no more than programs.
-        numbers: of `InvariantCut`, scale and strides.
-        widths: N, Lkv, R, keys a page.
-    """
-    latent_pages, device = inputs[2], results[0].device
-    dtype = latent_pages.base.dtype
-    _, _, requests, _, row_blocks, _, _ = sizes
-    units = requests * deal.pairs * row_blocks
-    words = torch.empty(units * (TOPS.value + 1), dtype=torch.int32, device=device)
-    row_values = torch.empty(units * ROW_VALUES.value, dtype=torch.float32, device=device)
-    probabilities = torch.empty(units * 2 * MANY_ROWS, DECODE_TILE, dtype=dtype, device=device)
-    probability_pairs = TensorDescriptor(
-        probabilities, list(probabilities.shape), list(probabilities.stride()), [2 * MANY_ROWS, DECODE_TILE],
-        gl.NVMMASharedLayout(128, 16, rank=2),
-    )  # fmt: skip
-    box = [1, latent_pages.block_shape[1], widths["LATENT"] // SHARES.value]
-    layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    value_pages = TensorDescriptor(latent_pages.base, latent_pages.shape, latent_pages.strides, box, layout)
-    _clear_kernel[(triton.cdiv(words.numel(), CLEARED.value),)](words, words.numel(), **LAUNCH)
-    _two_phases_kernel[(deal.programs,)](
-        *inputs, *results, value_pages, probability_pairs, words, row_values, probabilities, *sizes, deal.pairs,
-        deal.num_splits, *numbers, **widths, **LAUNCH, launch_cooperative_grid=True,
-    )  # fmt: skip
 
 
 def _program_rows(
@@ -438,3 +402,10 @@ def _page_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorD
         return latent_pages, latent_pages
     layout = gl.NVMMASharedLayout(2 * rope, 16, rank=3)
     return latent_pages, TensorDescriptor(kv_cache, shape, strides, [1, keys, rope], layout)
+
+
+def _row_descriptor(out: Tensor) -> TensorDescriptor:
+    """How the copy engine takes a quarter of the columns of 64 rows to out [T, N, Lkv]."""
+    return TensorDescriptor.from_tensor(
+        out.flatten(0, 1), [MANY_ROWS, out.shape[2] // 4], gl.NVMMASharedLayout(128, 16, rank=2)
+    )

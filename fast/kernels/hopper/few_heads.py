@@ -48,6 +48,7 @@ from .rows_and_pages import (
     rows_at,
     seen_at,
     shift_of,
+    zero_from,
 )
 
 STAGES = gl.constexpr(2)
@@ -243,7 +244,6 @@ def _attend_tiles(
     dtype: gl.constexpr = k_latent.dtype
     TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
@@ -270,11 +270,9 @@ def _attend_tiles(
             page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < unsure, other=0)
             held_keys = (page >= 0) & (page < num_blocks) & (key < end * TILE)
             scores = gl.where(held_keys[:, None] & (key[:, None] < visible[None, :]), scores, float("-inf"))
-            if (tile + 1) * TILE > length:  # nobody owns those bytes, and 0 * NaN is NaN
-                own = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, NARROW))
+            if (tile + 1) * TILE > length:
                 for column in gl.static_range(0, LATENT, 64):
-                    part = k_tile.slice(column, 64, dim=1)
-                    part.store(gl.where((own < length)[:, None], part.load(NARROW), 0.0))
+                    zero_from(k_tile.slice(column, 64, dim=1), length - tile * TILE)
         new_largest = gl.maximum(largest, gl.max(scores, 0))
         weights = gl.exp2(scores * scale_log2 - shift_of(new_largest, scale_log2)[None, :])
         decay = gl.exp2((largest - new_largest) * scale_log2)

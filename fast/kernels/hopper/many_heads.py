@@ -14,12 +14,10 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from .gluon_versions import partition_barrier
+from .many_heads_results import ask, based_on_two, folded, keep, write_part, write_whole
 from .pieces import (
     NOTED,
     NOTES,
@@ -35,150 +33,10 @@ from .pieces import (
     tiles_of,
     write_note,
 )
-from .rows_and_pages import (
-    LN_2,
-    STAYS,
-    ask_queries,
-    fold_shares,
-    page_of,
-    pages_held,
-    part_rows,
-    rows_at,
-    seen_at,
-)
-from .tile_pairs import ROWS, attend_pairs, fetch_quarter, scaled, slice_of_program
+from .rows_and_pages import page_of, pages_held, seen_at
+from .tile_pairs import ROWS, attend_pairs, fetch_quarter
 
 LONG = gl.constexpr(8)  # tiles of a program's first piece, from which on its queries go before its tiles
-
-
-@gluon.jit
-@no_type_check
-def _ask(note, asked, queries, sizes, OWN: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr):
-    """Ask for a piece's queries, those of half OWN of the columns, unless they are not wanted."""
-    HALF: gl.constexpr = queries[2].shape[2] // 2
-    if asked:
-        ask_queries(note, queries, sizes, ROWS, HEADS, OWN * HALF, HALF, ROPE if OWN == 1 else 0)
-
-
-@gluon.jit
-@no_type_check
-def _write_whole(
-    state, where, results, scale_log2, following, asked, queries, sizes, OWN: gl.constexpr, HEADS: gl.constexpr,
-    LATENT: gl.constexpr, ROPE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """Outputs of rows that one program saw whole: half OWN of the columns. The following queries are asked for."""
-    largest, total, left, right = state
-    out, lse, _, _ = results
-    q_latent = queries[2]
-    num_tokens, num_heads = where[4], where[5]
-    HALF: gl.constexpr = LATENT // 2
-    WIDTH: gl.constexpr = LATENT // 4
-    SPAN: gl.constexpr = left.shape[1]
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
-    number = slice_of_program(WIDTH // SPAN)
-    divisor = gl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0
-    left, right = scaled(left, right, 1.0 / divisor, VALUES)
-    if OWN == 0:
-        _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, SCORES))
-        log = gl.where(total == 0, float("-inf"), largest * scale_log2 + gl.log2(divisor))
-        gl.store(lse + head.to(gl.int64) * num_tokens + token, log * LN_2, mask=real & (number == 0))
-    if out.dtype.element_ty == q_latent.dtype and SPAN == WIDTH:
-        # by way of the queries' memory, which nobody multiplies by any more, so that whole lines are written
-        _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, WIDE))
-        staged = q_latent.index(0).slice(OWN * HALF, HALF, dim=1)
-        staged.slice(0, WIDTH, dim=1).store(left.to(q_latent.dtype))
-        staged.slice(WIDTH, WIDTH, dim=1).store(right.to(q_latent.dtype))
-        lines = staged.load(WIDE)
-        partition_barrier()
-        _ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
-        columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
-        offsets = (token.to(gl.int64) * num_heads + head) * LATENT
-        gl.store(out + offsets[:, None] + columns[None, :], lines, mask=real[:, None])
-    else:
-        _ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
-        _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, VALUES))
-        columns = OWN * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
-        offsets = (token.to(gl.int64) * num_heads + head) * LATENT
-        place = out + offsets[:, None] + columns[None, :]
-        gl.store(place, left.to(out.dtype.element_ty), mask=real[:, None])
-        gl.store(place + WIDTH, right.to(out.dtype.element_ty), mask=real[:, None])
-
-
-@gluon.jit
-@no_type_check
-def _write_part(
-    state, where, results, scale_log2, slot, num_slots, OWN: gl.constexpr, LATENT: gl.constexpr,
-    SCORES: gl.constexpr, VALUES: gl.constexpr, OF_REQUEST: gl.constexpr,
-):  # fmt: skip
-    """Parts of rows for the merge: half OWN of the columns, and one of largest and total."""
-    largest, total, left, right = state
-    _, _, part_out, part_lse = results
-    HALF: gl.constexpr = LATENT // 2
-    WIDTH: gl.constexpr = LATENT // 4
-    SPAN: gl.constexpr = left.shape[1]
-    number = slice_of_program(WIDTH // SPAN)
-    row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, SCORES), OF_REQUEST)
-    real = real & (number == 0)
-    if OWN == 0:
-        gl.store(part_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
-    else:
-        gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real)
-    row, _, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, VALUES), OF_REQUEST)
-    columns = OWN * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
-    place = part_out + (row * LATENT)[:, None] + columns[None, :]
-    gl.store(place, left, mask=real[:, None], eviction_policy=STAYS)
-    gl.store(place + WIDTH, right, mask=real[:, None], eviction_policy=STAYS)
-
-
-@gluon.jit
-@no_type_check
-def _based_on_two(state, scale_log2):
-    """A state with its largest scores in base 2, -inf where nothing was seen."""
-    largest, total, left, right = state
-    return gl.where(total == 0, float("-inf"), largest * scale_log2), total, left, right
-
-
-@gluon.jit
-@no_type_check
-def _kept_at(kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Where a group keeps the first quarter of its values; the second lies LATENT // 4 * ROWS elements further.
-
-    In squares of 8 by 8, as the matrix unit deals them to the threads, so that a warp's accesses fill whole lines.
-    """
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
-    column = gl.arange(0, VALUES.instr_shape[1], gl.SliceLayout(0, VALUES))
-    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENT) + OWN * (LATENT // 2) * ROWS
-    return place + (row * 8)[:, None] + (column // 8 * (8 * ROWS) + column % 8)[None, :]
-
-
-@gluon.jit
-@no_type_check
-def _folded(
-    state, kept, kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr
-):
-    """What the group kept of the splits before, and a state, as one: half OWN of the columns."""
-    largest, total, left, right = state
-    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    largest, old, new = fold_shares(kept.index(2 * OWN).load(ROW), largest)
-    total = gl.fma(kept.index(2 * OWN + 1).load(ROW), old, total * new)
-    place = _kept_at(kept_values, OWN, LATENT, VALUES)
-    old = gl.convert_layout(old, gl.SliceLayout(1, VALUES))[:, None]
-    left, right = scaled(left, right, new, VALUES)
-    left = gl.fma(gl.load(place), old, left)
-    right = gl.fma(gl.load(place + LATENT // 4 * ROWS), old, right)
-    return largest, total, left, right
-
-
-@gluon.jit
-@no_type_check
-def _keep(state, kept, kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Keep a state for the next split of the run: half OWN of the columns."""
-    largest, total, left, right = state
-    kept.index(2 * OWN).store(largest)
-    kept.index(2 * OWN + 1).store(total)
-    place = _kept_at(kept_values, OWN, LATENT, VALUES)
-    gl.store(place, left, eviction_policy=STAYS)
-    gl.store(place + LATENT // 4 * ROWS, right, eviction_policy=STAYS)
 
 
 @gluon.jit
@@ -211,7 +69,7 @@ def _consume(
     piece = 0
     mbarrier.wait(noted, 0)
     note = read_note(notes, 0)
-    _ask(note, note[0] >= 0, queries, sizes, OWN, HEADS, ROPE)
+    ask(note, note[0] >= 0, queries, sizes, OWN, HEADS, ROPE)
     visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
     while note[0] >= 0:
         request, length, begin, stop = tiles_of(note)
@@ -238,10 +96,10 @@ def _consume(
                     split_begin, split_stop, plain, seen, buffers, row_values, q_latent, q_rope, bars, pair, sums,
                     scale_log2, OWN, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES,
                 )  # fmt: skip
-                state = _based_on_two(state, scale_log2)
+                state = based_on_two(state, scale_log2)
                 kept_values = results[2] + num_slots.to(gl.int64) * sizes[5] * LATENT  # behind all parts
                 if (begin == 0) & (split_begin > 0):
-                    state = _folded(state, kept, kept_values, OWN, LATENT, SCORES, VALUES)
+                    state = folded(state, kept, kept_values, OWN, LATENT, SCORES, VALUES)
                 if not running:
                     mbarrier.wait(noted, (piece + 1) & 1)
                 # asked anew: registers that are held through a split are dear
@@ -249,17 +107,17 @@ def _consume(
                 asked = (split_stop >= stop) & (following[0] >= 0)
                 where, slot = rows_of(written, sizes, HEADS), slot_of(written)
                 if running & (begin == 0):
-                    _keep(state, kept, kept_values, OWN, LATENT, VALUES)
+                    keep(state, kept, kept_values, OWN, LATENT, VALUES)
                 elif running | (slot >= 0):
                     # of a run that folds the first slot, else each split's own
                     slot += gl.where(begin == 0, 0, (split_begin - begin) // split_tiles_of(written))
-                    _write_part(state, where, results, 1.0, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
+                    write_part(state, where, results, 1.0, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
                 else:
-                    _write_whole(
+                    write_whole(
                         state, where, results, 1.0, following, False, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES,
                         VALUES,
                     )  # fmt: skip
-                _ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
+                ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
                 split_begin = split_stop
                 split_stop = gl.minimum(split_stop + split_tiles_of(written), stop)
             note = read_note(notes, piece + 1)
@@ -277,18 +135,18 @@ def _consume(
             where, slot = rows_of(written, sizes, HEADS), slot_of(written)
             if SCHEDULED:
                 if slot < 0:
-                    _write_whole(
+                    write_whole(
                         state, where, results, scale_log2, note, asked, queries, sizes, OWN, HEADS, LATENT, ROPE,
                         SCORES, VALUES,
                     )  # fmt: skip
                 else:
-                    _ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
-                    _write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
+                    ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
+                    write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
             elif SPLIT:
-                _ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
-                _write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, False)
+                ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
+                write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, False)
             else:
-                _write_whole(
+                write_whole(
                     state, where, results, scale_log2, note, asked, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES,
                     VALUES,
                 )  # fmt: skip
@@ -380,10 +238,14 @@ def _many_heads_kernel(
     num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, num_slots,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
+    out_rows,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
-    """A program's pieces for 64 of each request's rows; parts as `fast.kernels.triton.decode_merge` has them."""
+    """A program's pieces for 64 of each request's rows; parts as `fast.kernels.triton.decode_merge` has them.
+
+    `out_rows` is None, or how the copy engine writes whole outputs, whose rows are then all of one token.
+    """
     dtype: gl.constexpr = latent_pages.dtype
     BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
     BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
@@ -424,7 +286,7 @@ def _many_heads_kernel(
     progress = (part_lse + 2 * num_slots.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
     own = (small_tiles, small_splits, large_tiles, max_splits)
     cut = (tile_ranges, split_offsets, num_splits, num_slots, progress, own)
-    results = (out, lse, part_out, part_lse)
+    results = (out, lse, part_out, part_lse, out_rows)
     sizes = (num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2)
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 TILE = gl.constexpr(64)  # keys
 NOTES = gl.constexpr(2)  # this piece and the next
 NOTED = gl.constexpr(9)  # numbers of a note
+LAUNCH = {"num_warps": 4, "launch_pdl": True}  # to begin while the kernel before ends: `follow_kernel`
 
 
 @gluon.jit

@@ -180,3 +180,12 @@ def load_columns(
                 pages, [page, key % BLOCK_SIZE, first_column + box * BOX_COLUMNS], full,
                 buffers.index(first_buffer + box * PARTS + part),
             )  # fmt: skip
+
+
+@gluon.jit
+@no_type_check
+def zero_from(part, first_row):
+    """Zeros from a row on of 64 columns in shared memory: nobody owns those bytes, and 0 * NaN is NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    row = gl.arange(0, part.shape[0], gl.SliceLayout(1, LAYOUT))
+    part.store(gl.where((row < first_row)[:, None], part.load(LAYOUT), 0.0))

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .gluon_versions import partition_barrier
 from .pieces import TILE
-from .rows_and_pages import LEAST, load_columns, shift_of
+from .rows_and_pages import LEAST, load_columns, shift_of, zero_from
 
 ROWS = gl.constexpr(64)
 MOST_GROWTH = gl.constexpr(8.0)  # binary orders of magnitude
@@ -173,16 +173,13 @@ def _rescaled(left, right, known, found, before, after, scale_log2, VALUES: gl.c
 @gluon.jit
 @no_type_check
 def _zero_unowned(latents, zero, first_row, PLACE: gl.constexpr, QUARTER: gl.constexpr, WIDTH: gl.constexpr):
-    """Zeros from a row of two quarters of a tile on: nobody owns those bytes, and 0 * NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    """Zeros from a row of two quarters of a tile on (`zero_from`)."""
     COLUMNS: gl.constexpr = 64  # that lie together
     FIRST: gl.constexpr = (4 * PLACE + QUARTER) * WIDTH // COLUMNS
     parts = latents._reinterpret(latents.dtype, [8 * WIDTH // COLUMNS, TILE, COLUMNS], gl.NVMMASharedLayout(128, 16))
-    row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
     if first_row < TILE:
         for number in range(FIRST, FIRST + 2 * WIDTH // COLUMNS + zero):  # the compiler must not unroll it
-            part = parts.index(number)
-            part.store(gl.where((row < first_row)[:, None], part.load(layout), 0.0))
+            zero_from(parts.index(number), first_row)
         fence_async_shared()
         partition_barrier()
 

@@ -17,10 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_versions import partition_barrier
-from .pieces import TILE, ceil_div, lens_of, own_cut, tiles_of
-from .rows_and_pages import LEAST, pages_held, seen_at, shift_of
-from .tile_pairs import ROWS, fetch_quarter, masked, reference_of, score_quarter
+from ..gluon_versions import partition_barrier
+from ..pieces import TILE, ceil_div, lens_of, own_cut, tiles_of
+from ..rows_and_pages import LEAST, pages_held, seen_at, shift_of
+from ..tile_pairs import ROWS, fetch_quarter, masked, reference_of, score_quarter
 
 QUARTERS = gl.constexpr(4)  # of a tile's latent columns, scored one by one
 BEFORE = gl.constexpr(8)  # pairs whose largest scores are asked for at a time

@@ -18,10 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .gluon_versions import partition_barrier
-from .pieces import TILE, ceil_div, leave_word, lens_of, own_cut, rows_of, tiles_of
-from .rows_and_pages import LEAST, LN_2, STAYS, load_columns, page_of, part_rows, rows_at
-from .tile_pairs import ROWS
+from ..gluon_versions import partition_barrier
+from ..pieces import TILE, ceil_div, leave_word, lens_of, own_cut, rows_of, tiles_of
+from ..rows_and_pages import LEAST, LN_2, STAYS, load_columns, page_of, part_rows, rows_at, zero_from
+from ..tile_pairs import ROWS
 from .units import ROW_VALUES, UNTOLD, fence_async_global
 
 SHARES = gl.constexpr(8)  # of a split's latent columns
@@ -208,13 +208,10 @@ def _row_values(row_places, place, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _zero_unowned(values, first_row, WIDTH: gl.constexpr):
-    """Zeros from a row of a tile's columns on: nobody owns those bytes, and 0 * NaN is NaN."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, TILE, gl.SliceLayout(1, layout))
+    """Zeros from a row of a tile's columns on (`zero_from`)."""
     if first_row < TILE:
         for column in gl.static_range(0, WIDTH, 64):
-            part = values.slice(column, 64, dim=1)
-            part.store(gl.where((row < first_row)[:, None], part.load(layout), 0.0))
+            zero_from(values.slice(column, 64, dim=1), first_row)
         fence_async_shared()
         partition_barrier()
 

@@ -1,12 +1,4 @@
-"""Decode of many rows where programs would be idle: all of them score first, then they multiply by what they found.
-
-In the first phase a program takes at most one unit, a pair of tiles (`units`), and leaves probabilities, row sums and
-references in memory; in the second it takes shares, each an eighth of a split's columns (`shares`). One warp group
-computes, and a second partition, one warp, fetches, and waits for what other programs leave.
-
-All of it is computed as in `tile_pairs`, step for step: the bits do not tell which kernel it was. Programs wait for
-each other in either direction, so all of them must run at once: the launch is a cooperative one.
-"""
+"""The kernels of a decode in two phases: one clears words, the other goes through both phases in each partition."""
 
 from __future__ import annotations
 
@@ -16,10 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .pieces import TILE, follow_kernel
-from .rows_and_pages import ask_queries
+from ..pieces import TILE, follow_kernel
+from ..rows_and_pages import ask_queries
+from ..tile_pairs import ROWS
 from .shares import PLACES, SHARES, STAGES, fetch_shares, first_share, multiply_shares, seek_share
-from .tile_pairs import ROWS
 from .units import QUARTERS, ROW_VALUES, UNTOLD, fetch_unit, flags_behind, score_unit, unit_of_program
 
 CLEARED = gl.constexpr(1024)  # words of a program

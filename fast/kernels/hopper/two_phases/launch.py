@@ -1,0 +1,56 @@
+"""What a decode in two phases needs beside its inputs, and its two launches."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..pieces import LAUNCH, TILE
+from ..tile_pairs import ROWS
+from .kernel import CLEARED, _clear_kernel, _two_phases_kernel
+from .shares import SHARES
+from .units import ROW_VALUES, TOPS
+
+
+def launch_two_phases(
+    inputs: tuple,
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+    sizes: tuple[int, int, int, int, int, int, int],
+    numbers: tuple,
+    widths: dict[str, int],
+    programs: int,
+    pairs: int,
+    splits_bound: int,
+) -> None:
+    """Score pairs of tiles, then multiply split by split, in programs that all run at once.
+
+    Args:
+        inputs: queries, pages and lists, as `many_heads` has them.
+        results: out, lse, part_out, part_lse.
+        sizes: tokens, blocks of the cache, requests, width of the table, blocks of rows, rows of a request, slots.
+        numbers: of `InvariantCut`, scale and strides, as `many_heads` has them.
+        widths: N, Lkv, R, keys a page.
+        programs: no more than run at once, no less than requests by pairs by blocks of rows.
+        pairs: of tiles of a request, no less than any has.
+        splits_bound: no less than the splits of any request.
+    """
+    latent_pages, device = inputs[2], results[0].device
+    _, _, requests, _, row_blocks, _, _ = sizes
+    units = requests * pairs * row_blocks
+    words = torch.empty(units * (TOPS.value + 1), dtype=torch.int32, device=device)
+    row_values = torch.empty(units * ROW_VALUES.value, dtype=torch.float32, device=device)
+    box = [2 * ROWS.value, TILE.value]  # of a unit
+    probabilities = torch.empty(units * box[0], box[1], dtype=latent_pages.base.dtype, device=device)
+    probability_pairs = TensorDescriptor.from_tensor(probabilities, box, gl.NVMMASharedLayout(128, 16, rank=2))
+    value_pages = TensorDescriptor(
+        latent_pages.base, latent_pages.shape, latent_pages.strides,
+        [1, latent_pages.block_shape[1], widths["LATENT"] // SHARES.value], gl.NVMMASharedLayout(128, 16, rank=3),
+    )  # fmt: skip
+    _clear_kernel[(triton.cdiv(words.numel(), CLEARED.value),)](words, words.numel(), **LAUNCH)
+    _two_phases_kernel[(programs,)](
+        *inputs, *results, value_pages, probability_pairs, words, row_values, probabilities, *sizes, pairs,
+        splits_bound, *numbers, **widths, **LAUNCH, launch_cooperative_grid=True,
+    )  # fmt: skip
