@@ -11,8 +11,8 @@ runs twice, its tensors on the CPU and on the GPU); `opcheck` of every registere
 indices under compute-sanitizer's memcheck (and racecheck), where that is on PATH; the main job in float32, with three
 token streams compared; the benchmarks; between_gpus, where there are several: context parallelism over NCCL and its
 benchmark.
-racecheck runs where it is asked for: it sees no order through mbarriers, and so reports what warp groups hand to each
-other through them, as it does of `tests.hand_over`, which runs beside the ops.
+racecheck runs where it is asked for: it reports as hazards what warp groups hand to each other and mbarriers order, as
+it does of `tests.hand_over`, which runs beside the ops.
 What a missing package leaves out is skipped with the reason and listed in the file.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -178,18 +179,34 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def launch_samples() -> None:
-    """What runs under the memory checker: every op, then every op on indices that lie outside its tensors."""
+    """What runs under the memory checker: every op, then every op on indices that lie outside its tensors.
+
+    Raises:
+        AssertionError: a kernel that this GPU may be given was none of theirs.
+    """
+    from fast.kernels.compile_log import compiling_ahead
+
     from .test_ops import overload
 
-    for dtype in (torch.float32, torch.bfloat16):
-        for name, many in gpu_samples(dtype).items():
-            for arguments in many:
-                overload(name)(*arguments)
-                names = [argument.name for argument in overload(name)._schema.arguments]
-                for far in FAR:
-                    overload(name)(*(hostile(n, x, far) for n, x in zip(names, arguments, strict=True)))
-                torch.cuda.synchronize()
+    with compiling_ahead() as told:
+        for dtype in (torch.float32, torch.bfloat16):
+            for name, many in gpu_samples(dtype).items():
+                for arguments in many:
+                    overload(name)(*arguments)
+                    names = [argument.name for argument in overload(name)._schema.arguments]
+                    for far in FAR:
+                        overload(name)(*(hostile(n, x, far) for n, x in zip(names, arguments, strict=True)))
+                    torch.cuda.synchronize()
+    sets = ["triton"] + ["hopper"] * (torch.cuda.get_device_capability() == (9, 0))
+    missing = kernels_of(sets) - {line.split()[0] for line in told}
+    assert not missing, f"never launched: {', '.join(sorted(missing))}"
     print("every op was launched")
+
+
+def kernels_of(sets: Sequence[str]) -> set[str]:
+    """The kernels that sets of `fast.kernels` define, as `fast.kernels.compile_log` names them."""
+    files = [file for folder in sets for file in (ROOT / "fast" / "kernels" / folder).rglob("*.py")]
+    return {name for file in files for name in re.findall(r"^def _(\w+_kernel)\(", file.read_text(), re.MULTILINE)}
 
 
 def hostile(name: str, value: Any, far: int) -> Any:

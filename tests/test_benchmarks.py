@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
+import pkgutil
 import subprocess
 import sys
 from collections import Counter
@@ -413,6 +415,19 @@ def test_junit(tmp_path):
     assert found == {
         "passed": 1, "failed": ["tests.test_a::wrong", "tests.test_a::broken"], "skipped": {"no GPU": 1}
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", ["triton", "hopper"])
+def test_kernels_of_a_set(folder):
+    """Those that Triton would compile: the memory checker's launches leave none of them out."""
+    pytest.importorskip("triton")
+    package = importlib.import_module(f"fast.kernels.{folder}")
+    found = set()
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if name.startswith("_") and name.endswith("_kernel") and value.fn.__module__ == module.name:
+                found.add(name.strip("_"))
+    assert len(found) > 3 and gpu_suite.kernels_of([folder]) == found
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

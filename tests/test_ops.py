@@ -54,8 +54,9 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     cache = make_cache(batch, entries, DIRECT.head_size, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
     decodes = decode_samples(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim, 3)
-    if decode_backend(dtype, 256, 32) != backend_here(dtype):  # a set of kernels for such entries alone: both of them
+    if decode_backend(dtype, 256, 32) != backend_here(dtype):  # a set of kernels for such entries alone: all of them
         decodes += decode_samples(dtype, 256, 32, 3) + decode_samples(dtype, 256, 32, 40)
+        decodes += decode_samples(dtype, 512, 64, 64)
     table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
 
     def rand(*shape):
