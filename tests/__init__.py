@@ -26,7 +26,8 @@ Pitfall and fault; below it the tests that hold it.
 7   NaN in the tail of the last page
     cache: test_gather; differential: test_unowned_bytes_reach_nothing; mutations: 0 x NaN
 8   int32 overflow in page x stride
-    cache, triton_memory, triton_decode: test_offsets_beyond_32_bit; batch: test_slot_mapping_is_64_bit
+    cache, triton_memory, triton_decode, hopper_decode: test_offsets_beyond_32_bit; hopper_decode:
+    test_parts_beyond_32_bit; batch: test_slot_mapping_is_64_bit
 9   reorg_kvcache wrong with more than one chunk
     context_parallel: test_reorg, test_gather_equals_one_rank, padding_taken_for_tokens
 10  even-split chunks that are no multiple of D x I
@@ -48,11 +49,14 @@ Pitfall and fault; below it the tests that hold it.
 18  merge assumes equal strides
     identities: test_merge_strides; ops: test_fake_results; mutations: merge assumes strides
 19  results change with the batch
-    triton_scheduled_decode, hopper_decode: test_batch_invariance
+    triton_scheduled_decode, hopper_decode: test_batch_invariance; hopper_decode:
+    test_no_bit_tells_how_wide_the_table_is
+20  a product in flight reads memory that was refilled
+    hopper_decode, hopper_two_phases: test_same_bits_a_thousand_times
 21  degenerate inputs, so every output matched
     identities: test_inputs_were_not_degenerate; every control of mutations
 
-20 belongs to Hopper kernels; that room brings its tests with it.
+The GPU suite (gpu_suite) runs what is in memory_checks under compute-sanitizer.
 
 Ranks: test_context_parallel simulates them in one process, test_process_groups starts real ones (gloo here, NCCL where
 there are GPUs), kills them and makes them disagree; what both run is in `ranks`, how they start in `processes`.

@@ -39,6 +39,7 @@ import torch
 
 from fast.path import short_name
 
+from . import memory_checks
 from .benchmarks.report import digest, package_version, provenance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,23 +50,13 @@ BENCHMARKS = {  # and what each is given besides --json
 SAID_ONCE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "processor", "threads", "versions", "date",
              "fast_sha256", "command")  # fmt: skip
 BESIDE_PEERS = ("decode", "prefill", "bytes")
-FAR = (2147480000, -2147480000, -1, 1 << 20)  # block ids, lengths and slots that no tensor of a sample has
-HOSTILE = (
-    "block_table",
-    "block_mapping",
-    "slot_mapping",
-    "seq_lens",
-    "visible_lens",
-    "tile_ranges",
-    "split_offsets",
-    "local_cu_seq_lens",
-)
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # files whose tests make all their tensors on the device that `--device` names
 ANY_DEVICE = ("batch", "builder", "cache", "cascade", "differential", "identities", "mutations", "ops", "rope",
               "schedule", "weights")  # fmt: skip
 # processes of files that take longest
-SHARES = {"test_hopper_decode.py": 12, "test_hopper_two_phases.py": 3, "test_triton_decode.py": 3}
+SHARES = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_two_phases.py": 3,
+          "test_triton_decode.py": 3}  # fmt: skip
 
 
 def file_name(gpu: str, count: int = 1) -> str:
@@ -153,20 +144,14 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     return {"ok": not failed, **counts}
 
 
-def gpu_samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
-    """The op tests' arguments on the GPU, for the kernel set that serves there."""
-    from .test_ops import samples
-
-    with torch.device("cuda"):
-        return samples(dtype)
-
-
 def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
-    """Schema, fake implementation and ahead-of-time tracing of every op on CUDA tensors."""
-    from .test_ops import check_op
+    """Schema, fake implementation and ahead-of-time tracing of every op on CUDA tensors, of two dtypes."""
+    from .test_ops import check_op, samples
 
     failed = {}
-    checked = gpu_samples(torch.float32)
+    with torch.device("cuda"):
+        full, half = samples(torch.float32), samples(torch.bfloat16)
+    checked = {name: full[name] + half[name] for name in full}
     for name, many in checked.items():
         try:
             for arguments in many:
@@ -178,65 +163,43 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
     return {"ok": not failed, "ops": sorted(checked), "failed": failed}
 
 
-def launch_samples() -> None:
-    """What runs under the memory checker: every op, then every op on indices that lie outside its tensors.
-
-    Raises:
-        AssertionError: a kernel that this GPU may be given was none of theirs.
-    """
-    from fast.kernels.compile_log import compiling_ahead
-
-    from .test_ops import overload
-
-    with compiling_ahead() as told:
-        for dtype in (torch.float32, torch.bfloat16):
-            for name, many in gpu_samples(dtype).items():
-                for arguments in many:
-                    overload(name)(*arguments)
-                    names = [argument.name for argument in overload(name)._schema.arguments]
-                    for far in FAR:
-                        overload(name)(*(hostile(n, x, far) for n, x in zip(names, arguments, strict=True)))
-                    torch.cuda.synchronize()
-    sets = ["triton"] + ["hopper"] * (torch.cuda.get_device_capability() == (9, 0))
-    missing = kernels_of(sets) - {line.split()[0] for line in told}
-    assert not missing, f"never launched: {', '.join(sorted(missing))}"
-    print("every op was launched")
-
-
-def kernels_of(sets: Sequence[str]) -> set[str]:
-    """The kernels that sets of `fast.kernels` define, as `fast.kernels.compile_log` names them."""
-    files = [file for folder in sets for file in (ROOT / "fast" / "kernels" / folder).rglob("*.py")]
-    return {name for file in files for name in re.findall(r"^def _(\w+_kernel)\(", file.read_text(), re.MULTILINE)}
-
-
-def hostile(name: str, value: Any, far: int) -> Any:
-    """A block table, block pairs, lengths or slots with `far` in every second place; any other argument as it is.
-
-    Offsets of packed requests are not data of a request and are left alone.
-    """
-    if name not in HOSTILE or value is None:
-        return value
-    changed = value.clone()
-    changed.view(-1)[::2] = far
-    return changed
-
-
 def run_sanitizer(check: str, args: argparse.Namespace) -> dict[str, Any]:
-    """`launch_samples` under a tool of compute-sanitizer, each tensor in an allocation of its own."""
+    """`tests.memory_checks` under a tool of compute-sanitizer, in shares, each tensor in an allocation of its own."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         print(f"{check}: skipped, compute-sanitizer is not on PATH")
         return {"ok": True, "not_run": "compute-sanitizer is not on PATH"}
-    code = "from tests.gpu_suite import launch_samples; launch_samples()"
-    status, output = run(
-        [program, "--tool", check, "--error-exitcode", "9", sys.executable, "-c", code],
-        args.limit, PYTORCH_NO_CUDA_MEMORY_CACHING="1",
-    )  # fmt: skip
-    summary = [line for line in output.splitlines() if "SUMMARY" in line or "every op was launched" in line]
-    if status:
-        print(output[:20000])
+
+    def one(share: int) -> tuple[int, str]:
+        command = [sys.executable, "-m", "tests.memory_checks", f"{share}/{args.jobs}"]
+        return run(
+            [program, "--tool", check, "--error-exitcode", "9", *command],
+            args.limit,
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        )
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        outcomes = list(pool.map(one, range(1, args.jobs + 1)))
+    return sanitizer_report(check, outcomes, memory_checks.on_hopper())
+
+
+def sanitizer_report(check: str, outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str, Any]:
+    """What the shares say together: whether all are clean and came to their end, and what none of them launched."""
+    lines = [line for _, output in outcomes for line in output.splitlines()]
+    said = [line.strip("= ") for line in lines if "SUMMARY" in line]
+    ended = sum(bool(re.fullmatch(r"share \d+ of \d+ came to its end", line)) for line in lines)
+    launched = sorted({line.removeprefix("launched: ") for line in lines if line.startswith("launched: ")})
+    missing = memory_checks.never_launched(launched, hopper)
+    for status, output in outcomes:
+        if status:
+            print(output[:20000])
+    whole = ended == len(outcomes) and not missing
+    summary = ["every op and every variant was launched" if whole else f"{ended} of {len(outcomes)} shares ended"]
+    summary += [f"never launched: {name}" for name in missing]
+    summary += [f"{count} x {line}" for line, count in sorted(Counter(said).items())]
     print(f"{check}: {'; '.join(summary)}")
-    return {"ok": status == 0 and len(summary) == 2, "summary": summary}
+    clean = not any(status for status, _ in outcomes) and len(said) == len(outcomes)
+    return {"ok": clean and whole, "summary": summary, "launched": launched}
 
 
 def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:

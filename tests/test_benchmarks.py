@@ -21,7 +21,7 @@ from rich.console import Console
 from fast.parity import Parity
 from reference.interfaces import AttentionState
 
-from . import conftest, gpu_suite
+from . import conftest, gpu_suite, memory_checks
 from .benchmarks import bytes as moves
 from .benchmarks import contest, decode, prefill, report, timing
 
@@ -427,7 +427,31 @@ def test_kernels_of_a_set(folder):
         for name, value in vars(importlib.import_module(module.name)).items():
             if name.startswith("_") and name.endswith("_kernel") and value.fn.__module__ == module.name:
                 found.add(name.strip("_"))
-    assert len(found) > 3 and gpu_suite.kernels_of([folder]) == found
+    assert len(found) > 3 and memory_checks.kernels_of([folder]) == found
+
+
+def test_what_a_memory_checker_must_have_seen():
+    """Each share at its end, no error in any, every kernel and variant among the launches of all; else it fails."""
+    kernels = [f"{name} (fp32, ROWS 16)" for name in memory_checks.kernels_of(["triton"])]
+    clean, unclean = "========= ERROR SUMMARY: 0 errors", "========= ERROR SUMMARY: 3 errors"
+    ended = "share {} of 2 came to its end"
+
+    def outcome(share, names, said=clean, status=0, last=ended):
+        return status, "\n".join([*(f"launched: {name}" for name in names), last.format(share), said])
+
+    both = [outcome(1, kernels[:5]), outcome(2, kernels[4:])]
+    found = gpu_suite.sanitizer_report("memcheck", both, hopper=False)
+    assert found == {
+        "ok": True, "launched": sorted(kernels),
+        "summary": ["every op and every variant was launched", "2 x ERROR SUMMARY: 0 errors"],
+    }  # fmt: skip
+    for bad in (
+        [both[0], outcome(2, kernels[6:])], [both[0], outcome(2, kernels[4:], unclean, 9)],
+        [both[0], outcome(2, kernels[4:], last="killed")], [both[0], outcome(2, kernels[4:], said="")],
+    ):  # fmt: skip
+        assert not gpu_suite.sanitizer_report("memcheck", bad, hopper=False)["ok"]
+    missing = memory_checks.never_launched(kernels, hopper=True)
+    assert "two_phases_kernel" in missing and "few_heads_kernel of ROWS 32" in missing
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -477,9 +501,12 @@ def test_time_limit():
 def test_hostile_arguments():
     """Indices of a request go outside; offsets, floats and widths stay."""
     table = torch.zeros(2, 3, dtype=torch.int32)
-    assert gpu_suite.hostile("block_table", table, 99).tolist() == [[99, 0, 99], [0, 99, 0]]
+    assert memory_checks.hostile("block_table", table, 99).tolist() == [[99, 0, 99], [0, 99, 0]]
     assert table.eq(0).all()
-    assert gpu_suite.hostile("query_start_loc", table, 99) is table and gpu_suite.hostile("max_query_len", 3, 99) == 3
+    assert (
+        memory_checks.hostile("query_start_loc", table, 99) is table
+        and memory_checks.hostile("max_query_len", 3, 99) == 3
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,10 @@ import reference
 from fast import backends, compilation
 from reference.interfaces import DecodeMetadata, invariant_split_tiles
 
+from . import memory_checks
 from .factories import LOW_RANK, integers, offsets
 from .test_compilation import ROOMS, TYPES, Recorded, serve
+from .test_ops import decode_samples
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -33,6 +35,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fast.kernels import hopper  # noqa: E402
+from fast.kernels.compile_log import describe  # noqa: E402
 from fast.kernels.hopper import decode, few_heads, many_heads  # noqa: E402
 from fast.kernels.hopper.two_phases import kernel as two_phases_kernels  # noqa: E402
 from fast.kernels.hopper.two_phases import launch as two_phases_launch  # noqa: E402
@@ -43,9 +46,6 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16 = torch.bfloat16
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
-FIRST_CUTS = ((16, "whole"), (16, "batch-invariant, planned"), (32, "scheduled"), (128, "whole"), (128, "scheduled"),
-              (128, "batch-invariant"), (32, "batch-invariant"), (128, "batch-invariant, sliced"),
-              (128, "batch-invariant, two phases"))  # fmt: skip
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
 ONLY_MANY = CUTS[-2:]  # heads
@@ -155,8 +155,6 @@ def product_loops(disassembly: str) -> list[list[str]]:
 def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     if heads <= 32 and cut in ONLY_MANY:
         pytest.skip("few heads have no such")
-    if not DEEP and (heads, cut) not in FIRST_CUTS:
-        pytest.skip("under HYPOTHESIS_PROFILE=deep")
     kernel = compiled(*recorded(monkeypatch, heads, cut))
     assert kernel.metadata.shared <= H200.shared
     (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
@@ -329,6 +327,26 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
             assert given["splits_bound"] == splits
     # a table of no page
     assert decode._deal_by_length(3, 64, 64, 0, 64, 512, 132) == decode.Deal(6, 1, 0, 0, most_splits=1, slices=2)
+
+
+def test_memory_checkers_see_every_variant(monkeypatch):
+    """What `tests.memory_checks` launches on an H200, as the launcher chooses there."""
+    launches = {}
+    for kernel, launcher in (LAUNCHED_BY | {two_phases_kernels._clear_kernel: two_phases_launch}).items():
+        monkeypatch.setattr(launcher, kernel.fn.__name__, RecordedGluon(kernel, launches))
+    monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
+    monkeypatch.setattr(decode, "device_facts", lambda _: H200)
+    for heads, block_size, widths, dtype, out_dtype, lens in memory_checks.DECODES:
+        for given in decode_samples(dtype, *widths, heads, block_size, [1, 2, 0], lens, out_dtype):
+            decode.mla_decode(*given[:-1])
+    told = []
+    for kernel, kinds, constants in launches.values():
+        names = [parameter.name for parameter in kernel.params]
+        signature = {name: kinds[name][0] if name in kinds else "constexpr" for name in names}
+        constants = {(names.index(name),): value for name, value in constants.items() if name in names}
+        told.append(describe(kernel.fn.__name__, signature, constants))
+    assert {line.split()[0] for line in told} == memory_checks.kernels_of(["hopper"])
+    assert not [missing for missing in memory_checks.never_launched(told, hopper=True) if " of " in missing]
 
 
 @pytest.mark.parametrize("heads, query_len, rows", [

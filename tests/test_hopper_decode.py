@@ -13,7 +13,13 @@ import torch
 
 import fast
 from fast import backends
-from reference.interfaces import AttentionState, DecodeMetadata, MLAConfig, UnsupportedConfiguration
+from reference.interfaces import (
+    AttentionState,
+    DecodeMetadata,
+    MLAConfig,
+    UnsupportedConfiguration,
+    most_invariant_splits,
+)
 
 from . import decode_inputs
 from .decode_inputs import (
@@ -38,7 +44,7 @@ if not HOPPER:
 from fast.kernels.hopper import decode  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16]
-BF16 = torch.bfloat16
+BF16, FP16 = DTYPES
 FEW_AND_MANY = [3, 16, 32, 64, 128]
 LENS = {  # query lengths and lengths; 0 with a query is a padding row
     "one each": ([1, 1, 1], [1, 130, 67]),
@@ -52,7 +58,7 @@ LENS = {  # query lengths and lengths; 0 with a query is a padding row
 launch = partial(decode_inputs.launch, decode)
 
 
-rows_where_alone = decode._rows_where_alone
+rows_where_alone, scored_at_once = decode._rows_where_alone, decode._scored_at_once
 
 
 @pytest.fixture(autouse=True)
@@ -148,17 +154,20 @@ def test_in_parts(cut, heads, monkeypatch):
 
 
 @pytest.mark.parametrize("torn", [False, True])
-@pytest.mark.parametrize("heads", [16, 32, 128])
-def test_batch_invariance(heads, torn, monkeypatch):
+@pytest.mark.parametrize("heads, block_size, widths, dtype", [
+    (16, 64, (512, 64), BF16), (32, 64, (512, 64), BF16), (128, 64, (512, 64), BF16), (16, 16, (256, 32), FP16),
+    (40, 32, (256, 64), FP16), (64, 128, (512, 0), BF16),
+], ids=str)  # fmt: skip
+def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     """Pitfall 19: neighbours, position, padding and the number of programs, planned or not, change no bit.
 
     A page outside the cache in the midst of a request sends a program's whole run by the loop that masks.
     """
     lens, query_lens = [1085, 70, 5200, 64, 0, 2500], [1, 1, 1, 2, 1, 3]  # 1085: a last split of one tile
-    ql, q_pe, cache, plan = make_inputs(query_lens, lens, heads, BF16)
+    ql, q_pe, cache, plan = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
     if torn:
-        for request, entry in ((0, 1), (2, 40), (5, 7)):
-            plan.block_table[request, entry] = GARBAGE
+        for request, key in ((0, 64), (2, 2560), (5, 450)):
+            plan.block_table[request, key // block_size] = GARBAGE
     beside = {}
     for request in range(len(lens)):
         first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
@@ -182,6 +191,30 @@ def test_batch_invariance(heads, torn, monkeypatch):
             assert_same_bits(beside[programs, runs].lse[:, first:last], wanted.lse)
 
 
+@pytest.mark.parametrize("heads, block_size, widths, dtype", [
+    (16, 64, (512, 64), BF16), (32, 16, (256, 32), FP16), (64, 64, (512, 64), BF16), (128, 64, (512, 32), BF16),
+], ids=str)  # fmt: skip
+def test_no_bit_tells_how_wide_the_table_is(heads, block_size, widths, dtype, monkeypatch):
+    """As the launcher chooses runs, slices and two phases, by the width of the table and the number of requests."""
+    monkeypatch.setattr(decode, "_scored_at_once", scored_at_once)
+    lens, query_lens = [1085, 70, 2500, 0], [1, 1, 2, 1]
+    ql, q_pe, cache, plan = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
+    invariant = schedule_of(None, heads, 0, True)
+    beside = launch(ql, q_pe, cache, plan, schedule=invariant)
+    for request in range(len(lens)):
+        first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
+        for more in (0, 3, 20, 200, 2000):
+            table = plan.block_table[request : request + 1]
+            one = replace(
+                plan, block_table=torch.cat((table, table.new_full((1, more), GARBAGE)), 1),
+                seq_lens=plan.seq_lens[request : request + 1], query_start_loc=integers(0, last - first),
+                max_query_len=query_lens[request], visible_lens=plan.visible_lens[first:last],
+            )  # fmt: skip
+            alone = launch(ql[first:last], q_pe[first:last], cache, one, schedule=invariant)
+            assert_same_bits(alone.out, beside.out[first:last])
+            assert_same_bits(alone.lse, beside.lse[:, first:last])
+
+
 @pytest.mark.parametrize("length", [5000, 2**31 - 1])  # keys of the last one's last tile wrap
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_lengths_beyond_the_table(batch_invariant, length):
@@ -195,15 +228,20 @@ def test_lengths_beyond_the_table(batch_invariant, length):
         verdict(state, ql, q_pe, cache, plan)  # that request still sees 64 keys, as `visible_lens` says
 
 
-@pytest.mark.parametrize("heads", [4, 64])
-@pytest.mark.parametrize("scheduled", [False, True])
-def test_wide_output(scheduled, heads):
-    """States that are merged later keep float32."""
-    inputs = make_inputs([1, 2], [300, 131], heads, BF16)
-    schedule = schedule_of(inputs[3], heads, 3) if scheduled else None
+@pytest.mark.parametrize("heads, dtype", [(4, BF16), (16, FP16), (64, BF16)], ids=str)
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded", "folded, planned"])
+def test_wide_output(cut, heads, dtype, monkeypatch):
+    """States that are merged later keep float32; or the other of both dtypes, from queries of one."""
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 1)
+    inputs = make_inputs([1, 2], [1300, 131], heads, dtype)
+    schedule = None
+    if cut not in ("whole", "split"):
+        schedule = schedule_of(inputs[3], heads, 0 if cut == "folded" else 3, cut != "scheduled")
     wide = launch(*inputs, schedule=schedule, out_dtype=torch.float32)
     assert wide.out.dtype == torch.float32
-    assert torch.equal(wide.out.to(BF16), launch(*inputs, schedule=schedule).out)
+    for narrow in DTYPES:
+        assert torch.equal(wide.out.to(narrow), launch(*inputs, schedule=schedule, out_dtype=narrow).out)
 
 
 @pytest.mark.parametrize("heads", [5, 32, 100])
@@ -308,17 +346,21 @@ def test_nan_stays_with_its_owner(heads):
     assert_same_bits(state.out[[0, 1, 3]], clean.out[[0, 1, 3]])
 
 
-@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded", "folded, planned"])
-@pytest.mark.parametrize("heads", [16, 32, 128])
-def test_same_bits_a_thousand_times(heads, cut, monkeypatch):
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded", "runs", "folded, planned"])
+@pytest.mark.parametrize("heads, block_size, widths, dtype", [
+    (8, 64, (512, 64), BF16), (16, 64, (512, 64), BF16), (32, 64, (512, 64), BF16), (128, 64, (512, 64), BF16),
+    (16, 16, (256, 32), FP16), (64, 32, (256, 64), FP16),
+], ids=str)  # fmt: skip
+def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monkeypatch):
+    """16, 32 and 64 rows a program, two query tokens a request; of runs the merge folds what the first one left."""
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: 1)
-    inputs = make_inputs([1, 2, 1, 1], [900, 265, 0, 1501], heads, BF16)
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 2 if cut == "runs" else 1)
+    inputs = make_inputs([1, 2, 1, 1], [900, 265, 0, 1501], heads, dtype, widths, block_size)
     schedule = None
     if cut in ("scheduled", "folded, planned"):
         lens = inputs[3].seq_lens.to(DEVICE)
         schedule = fast.plan_decode(lens, 7, heads, batch_invariant=cut != "scheduled")
-    elif cut == "folded":
+    elif cut in ("folded", "runs"):
         schedule = schedule_of(inputs[3], heads, 0, True)
     given = arguments(*inputs, schedule=schedule)
     first = decode.mla_decode(*given)
@@ -402,6 +444,38 @@ def test_offsets_beyond_32_bit(heads, block_size):
     large[away:] = cache.to(DEVICE)
     state = launch(ql, q_pe, large, replace(plan, block_table=plan.block_table.clamp(max=2**30) + away))
     verdict(state, ql, q_pe, cache, plan)
+
+
+@pytest.mark.parametrize("heads, requests", [(16, 2500), (128, 620)])
+@pytest.mark.parametrize("planned", [False, True])
+def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
+    """Pitfall 8: splits of the last request have their parts past element 2^31 of all parts."""
+    pages = 2048  # of 64 keys: as many splits as any request may have
+    slots = requests * most_invariant_splits(pages, heads)
+    if torch.cuda.mem_get_info()[0] < 3 * slots * heads * 512 * 4:
+        pytest.skip("too little memory")
+    ql, q_pe, cache, plan = make_inputs([1], [40_000], heads, BF16)
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 1)
+    wanted = launch(ql, q_pe, cache, plan, schedule=schedule_of(None, heads, 0, True))
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 3)
+    table = torch.full((requests, pages), GARBAGE, dtype=torch.int32)
+    table[-1, : plan.block_table.shape[1]] = plan.block_table[0]
+    lens = torch.zeros(requests, dtype=torch.int32)
+    lens[-1] = 40_000
+    many = replace(
+        plan, block_table=table, seq_lens=lens, visible_lens=lens, query_start_loc=offsets([1] * requests)
+    )  # fmt: skip
+    schedule = schedule_of(None, heads, 0, True)
+    if planned:
+        schedule = fast.plan_decode(lens, 7, heads, batch_invariant=True)
+    rows = torch.zeros(requests, heads, 512).to(BF16), torch.zeros(requests, heads, 64).to(BF16)
+    for row, query in zip(rows, (ql, q_pe), strict=True):
+        row[-1] = query[0]
+    state = launch(*rows, cache, many, schedule=schedule)
+    assert slots * heads * 512 > 2**31 + 2**28
+    assert_same_bits(state.out[-1:], wanted.out)
+    assert_same_bits(state.lse[:, -1:], wanted.lse)
+    assert state.out[:-1].eq(0).all() and state.lse[:, :-1].eq(-torch.inf).all()
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

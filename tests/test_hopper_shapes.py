@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from . import decode_inputs
-from .decode_inputs import make_inputs, verdict
+from .decode_inputs import make_inputs, schedule_of, verdict
 from .triton_mode import ON_GPU
 
 if not (ON_GPU and torch.cuda.get_device_capability() == (9, 0)):
@@ -16,7 +16,7 @@ if not (ON_GPU and torch.cuda.get_device_capability() == (9, 0)):
 
 from fast.kernels.hopper import decode
 
-BF16 = torch.bfloat16
+BF16, FP16 = torch.bfloat16, torch.float16
 WIDTHS = [(latent, rope) for latent in (512, 256) for rope in (64, 32, 0)]
 launch = partial(decode_inputs.launch, decode)
 
@@ -48,3 +48,27 @@ def test_several_queries(heads, query_len):
 def test_blocks_and_widths(block_size, widths):
     for heads in (4, 40, 64):
         check_parity([1, 2, 1], [129, 64, 700], heads, BF16, widths=widths, block_size=block_size)
+
+
+@pytest.mark.parametrize("cut", ["whole", "scheduled", "batch-invariant", "batch-invariant, planned"])
+@pytest.mark.parametrize("heads", [8, 16, 40, 64])
+@pytest.mark.parametrize("block_size, widths, dtype", [
+    (64, (256, 64), BF16), (64, (512, 32), FP16), (64, (256, 0), FP16), (16, (256, 32), BF16), (32, (512, 64), FP16),
+    (128, (512, 0), BF16),
+], ids=str)  # fmt: skip
+def test_cuts_of_widths(block_size, widths, dtype, heads, cut, monkeypatch):
+    """However requests are cut; a program folds splits, and leaves parts of others. 16 heads: 32 rows of two tokens."""
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 1)
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 2)
+    monkeypatch.setattr(decode, "_scored_at_once", lambda *_: False)
+    inputs = make_inputs([1, 2, 1], [2950, 64, 700], heads, dtype, widths, block_size)
+    schedule = None
+    if cut != "whole":
+        programs = 0 if cut == "batch-invariant" else 3
+        schedule = schedule_of(inputs[3], heads, programs, cut != "scheduled", 1)
+    verdict(launch(*inputs, schedule=schedule), *inputs)
+
+
+@pytest.mark.parametrize("heads", [129, 192])
+def test_more_heads_than_any_preset(heads):
+    check_parity([1, 2, 1], [129, 64, 700], heads, BF16)

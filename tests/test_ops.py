@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -26,22 +27,31 @@ def backend_here(dtype: torch.dtype) -> str:
     return decode_backend(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim)
 
 
-def decode_backend(dtype: torch.dtype, latent: int, rope: int) -> str:
+def decode_backend(dtype: torch.dtype, latent: int, rope: int, block_size: int = 16) -> str:
     """The kernel set that decodes entries of a width there."""
     device = torch.get_default_device()
-    return select(decode_request(device, dtype, latent, rope, 16, QueryLenSupport.VARLEN)).name
+    return select(decode_request(device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN)).name
 
 
-def decode_samples(dtype: torch.dtype, latent: int, rope: int, heads: int) -> list[tuple]:
-    """Arguments of `mla_decode`, with a schedule and without."""
-    batch = make_batch([1, 2, 0], [20, 33, 0])
+def decode_samples(
+    dtype: torch.dtype,
+    latent: int,
+    rope: int,
+    heads: int,
+    block_size: int = 16,
+    query_lens: Sequence[int] = (1, 2, 0),
+    seq_lens: Sequence[int] = (20, 33, 0),
+    out_dtype: torch.dtype | None = None,
+) -> list[tuple]:
+    """Arguments of `mla_decode`, with a schedule and without, batch-invariant and not."""
+    batch = make_batch(list(query_lens), list(seq_lens), block_size)
     cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype).nan_to_num(0)
-    plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
+    plan = fast.build_mla_metadata(batch.common, block_size, 4096, max(query_lens)).decode
     schedule, own = (fast.plan_decode(plan.seq_lens, 4, heads, batch_invariant=own) for own in (False, True))
-    ql, q_pe = (torch.randn(3, heads, width).to(dtype) for width in (latent, rope))
+    ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
     return [
-        (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, 0.3, dtype,
-         *cut, decode_backend(dtype, latent, rope))
+        (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, max(query_lens),
+         0.3, out_dtype or dtype, *cut, decode_backend(dtype, latent, rope, block_size))
         for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))
     ]  # fmt: skip
@@ -54,9 +64,8 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     cache = make_cache(batch, entries, DIRECT.head_size, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
     decodes = decode_samples(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim, 3)
-    if decode_backend(dtype, 256, 32) != backend_here(dtype):  # a set of kernels for such entries alone: all of them
+    if decode_backend(dtype, 256, 32) != backend_here(dtype):  # a set of kernels for such entries alone: two of them
         decodes += decode_samples(dtype, 256, 32, 3) + decode_samples(dtype, 256, 32, 40)
-        decodes += decode_samples(dtype, 512, 64, 64)
     table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
 
     def rand(*shape):

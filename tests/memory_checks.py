@@ -1,0 +1,119 @@
+"""What runs under compute-sanitizer: every op, every variant of the Hopper decode, and both on hostile indices.
+
+    compute-sanitizer --tool memcheck python -m tests.memory_checks 1/8
+
+is one share of eight. Each share says which kernels Triton compiled for it, so that the suite can tell what the checker
+has not seen: kernels of the sets that serve this GPU, and those of `VARIANTS`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+FAR = (2147480000, -2147480000, -1, 1 << 20)  # block ids, lengths and slots that no tensor of a sample has
+HOSTILE = (
+    "block_table",
+    "block_mapping",
+    "slot_mapping",
+    "seq_lens",
+    "visible_lens",
+    "tile_ranges",
+    "split_offsets",
+    "local_cu_seq_lens",
+)
+# lengths: of one tile; of two splits of many heads; of more pairs than two phases take
+TINY, SHORT, LONG = [20, 33, 0], [1085, 70, 0], [2950, 70, 0]
+DECODES = [  # heads, keys a page, Lkv and R, dtypes of queries and outputs, lengths
+    (3, 16, (256, 32), BF16, BF16, TINY), (64, 64, (512, 64), BF16, BF16, TINY),
+    (8, 32, (512, 0), FP16, FP16, SHORT), (12, 128, (256, 64), BF16, F32, SHORT), (16, 64, (512, 64), BF16, BF16, LONG),
+    (40, 64, (256, 0), BF16, F32, LONG), (64, 64, (512, 64), BF16, BF16, SHORT), (64, 64, (512, 64), BF16, BF16, LONG),
+    (100, 128, (512, 64), FP16, FP16, LONG), (128, 16, (512, 32), BF16, BF16, SHORT),
+    (128, 32, (256, 64), FP16, BF16, SHORT),
+]  # fmt: skip
+PLANS = (
+    "BY_LENGTH False, SCHEDULED False, SPLIT False", "BY_LENGTH False, SCHEDULED False, SPLIT True",
+    "BY_LENGTH False, SCHEDULED True", "BY_LENGTH True, SCHEDULED False", "BY_LENGTH True, SCHEDULED True",
+)  # fmt: skip
+PAGES = tuple(f"BLOCK_SIZE {size}," for size in (16, 32, 64, 128))
+VARIANTS = {  # of kernels for Hopper: what must be among the constants of some launch of theirs
+    "few_heads_kernel": ("ROWS 16,", "ROWS 32,", "LATENT 256,", "LATENT 512,", "ROPE 0,", "fp16", *PLANS, *PAGES),
+    "many_heads_kernel": ("LATENT 256,", "LATENT 512,", "ROPE 0,", "SLICES 2", "HEADS 64,", "fp16", *PLANS, *PAGES),
+    "two_phases_kernel": ("HEADS 64,", "HEADS 128,", "ROPE 32,", "ROPE 64,", "BLOCK_SIZE 16,", "BLOCK_SIZE 64,"),
+}
+
+
+def on_hopper() -> bool:
+    """Whether the GPU is one that `fast.kernels.hopper` serves."""
+    return torch.cuda.get_device_capability() == (9, 0)
+
+
+def samples() -> list[tuple[str, tuple]]:
+    """Names of ops and their arguments on the GPU, for the kernel sets that serve there."""
+    from . import test_ops
+
+    with torch.device("cuda"):
+        found = [(name, given) for dtype in (F32, BF16)
+                 for name, many in test_ops.samples(dtype).items() for given in many]  # fmt: skip
+        if on_hopper():
+            for heads, block_size, widths, dtype, out_dtype, lens in DECODES:
+                decodes = test_ops.decode_samples(dtype, *widths, heads, block_size, [1, 2, 0], lens, out_dtype)
+                found += [("mla_twins::mla_decode", given) for given in decodes]
+    return found
+
+
+def launch_samples(share: int, shares: int) -> None:
+    """Launch a share of the samples, each then on indices that lie outside its tensors; say which kernels they were."""
+    from fast.kernels.compile_log import compiling_ahead
+
+    from .test_ops import overload
+
+    with compiling_ahead() as told:
+        for name, arguments in samples()[share - 1 :: shares]:
+            op = overload(name)
+            op(*arguments)
+            names = [argument.name for argument in op._schema.arguments]
+            for far in FAR:
+                op(*(hostile(n, x, far) for n, x in zip(names, arguments, strict=True)))
+            torch.cuda.synchronize()
+    print("\n".join(f"launched: {line}" for line in sorted(set(told))))
+    print(f"share {share} of {shares} came to its end")
+
+
+def hostile(name: str, value: Any, far: int) -> Any:
+    """A block table, block pairs, lengths or slots with `far` in every second place; any other argument as it is.
+
+    Offsets of packed requests are not data of a request and are left alone.
+    """
+    if name not in HOSTILE or value is None:
+        return value
+    changed = value.clone()
+    changed.view(-1)[::2] = far
+    return changed
+
+
+def kernels_of(sets: Sequence[str]) -> set[str]:
+    """The kernels that sets of `fast.kernels` define, as `fast.kernels.compile_log` names them."""
+    files = [file for folder in sets for file in (ROOT / "fast" / "kernels" / folder).rglob("*.py")]
+    return {name for file in files for name in re.findall(r"^def _(\w+_kernel)\(", file.read_text(), re.MULTILINE)}
+
+
+def never_launched(launched: Iterable[str], hopper: bool) -> list[str]:
+    """Of kernels as the log names them: which are missing, and which variants of those for Hopper."""
+    launched = list(launched)
+    missing = kernels_of(["triton", "hopper"] if hopper else ["triton"]) - {line.split()[0] for line in launched}
+    for kernel, variants in VARIANTS.items() if hopper else ():
+        mine = [f"{line.removesuffix(')')}," for line in launched if line.startswith(f"{kernel} ")]
+        missing |= {f"{kernel} of {what.strip(',')}" for what in variants if not any(what in line for line in mine)}
+    return sorted(missing)
+
+
+if __name__ == "__main__":
+    launch_samples(*map(int, sys.argv[1].split("/")))
