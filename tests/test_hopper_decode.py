@@ -298,9 +298,10 @@ def test_a_length_that_was_not_planned(heads, batch_invariant):
         assert_same_bits(state.lse[:, [0, 2]], wanted.lse[:, [0, 2]])
 
 
-@pytest.mark.parametrize("heads", [4, 40])
-@pytest.mark.parametrize("block_size", [16, 64, 128])
-def test_values_outside_the_tensors(heads, block_size):
+@pytest.mark.parametrize("cut", ["unplanned", "scheduled", "batch-invariant", "batch-invariant, planned"])
+@pytest.mark.parametrize("heads", [4, 40, 64])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_values_outside_the_tensors(heads, block_size, cut):
     """Pitfall 8 and the memory law: blocks outside the cache are masked, lengths clamped to the table."""
     latent, rope = 512, 64
     cache = torch.randn(9, block_size, latent + rope).to(BF16)
@@ -308,8 +309,15 @@ def test_values_outside_the_tensors(heads, block_size):
     lengths, visible = integers(2**31 - 1, 2 * block_size + 5, 3 * block_size), integers(2**31 - 1, 2**30, 2**29)
     ql, q_pe = torch.randn(3, heads, latent).to(BF16) / latent**0.5, torch.randn(3, heads, rope).to(BF16)
     plan = DecodeMetadata(table, lengths, offsets([1, 1, 1]), 1, visible)
-    state = launch(ql, q_pe, cache, plan)
 
+    def decoded(plan):
+        schedule = schedule_of(None, heads, 0, True) if cut == "batch-invariant" else None
+        if cut in ("scheduled", "batch-invariant, planned"):
+            lens = plan.seq_lens.clamp(min=0)  # who plans on a CPU refuses less
+            schedule = fast.plan_decode(lens, 3, heads, batch_invariant=cut != "scheduled")
+        return launch(ql, q_pe, cache, plan, schedule=schedule)
+
+    state = decoded(plan)
     # the same requests with the masked tokens left out, one block each
     kept = [[(0, cache[3]), (2, cache[0]), (3, cache[7])], [(2, cache[8])], []]
     own = [torch.cat([page[: max(0, int(n) - at * block_size)] for at, page in pages] or [cache[0, :0]])
@@ -322,9 +330,9 @@ def test_values_outside_the_tensors(heads, block_size):
     verdict(state, ql, q_pe, packed, same)
 
     below = replace(plan, seq_lens=integers(-1, 0, -(2**31)), visible_lens=integers(5, -3, -(2**31)))
-    state = launch(ql, q_pe, cache, below)
+    state = decoded(below)
     assert state.out.eq(0).all() and state.lse.eq(-torch.inf).all()
-    assert launch(ql, q_pe, cache, replace(plan, block_table=table[:, :0])).lse.eq(-torch.inf).all()
+    assert decoded(replace(plan, block_table=table[:, :0])).lse.eq(-torch.inf).all()
 
 
 @pytest.mark.parametrize("heads", [3, 40, 64])
