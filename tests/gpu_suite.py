@@ -86,7 +86,8 @@ def read_junit(path: Path) -> dict[str, Any]:
         if case.find("failure") is not None or case.find("error") is not None:
             failed.append(f"{case.get('classname')}::{case.get('name')}")
         elif (skip := case.find("skipped")) is not None:
-            skipped[skip.get("message", "")] += 1
+            reason = skip.get("message", "")  # of a whole file pytest says no more than this
+            skipped[f"{reason}: {case.get('name')}" if reason == "collection skipped" else reason] += 1
     passed = len(cases) - len(failed) - sum(skipped.values())
     return {"passed": passed, "failed": failed, "skipped": dict(skipped)}
 

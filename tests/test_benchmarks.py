@@ -409,11 +409,13 @@ def test_junit(tmp_path):
         '<testcase classname="tests.test_a" name="wrong"><failure message="no"/></testcase>'
         '<testcase classname="tests.test_a" name="broken"><error message="no"/></testcase>'
         '<testcase classname="tests.test_a" name="left"><skipped message="no GPU"/></testcase>'
+        '<testcase classname="" name="tests.test_b"><skipped message="collection skipped"/></testcase>'
         "</testsuite></testsuites>"
     )
     found = gpu_suite.read_junit(path)
     assert found == {
-        "passed": 1, "failed": ["tests.test_a::wrong", "tests.test_a::broken"], "skipped": {"no GPU": 1}
+        "passed": 1, "failed": ["tests.test_a::wrong", "tests.test_a::broken"],
+        "skipped": {"no GPU": 1, "collection skipped: tests.test_b": 1},
     }  # fmt: skip
 
 
