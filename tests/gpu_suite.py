@@ -179,9 +179,11 @@ def run_sanitizer(check: str, args: argparse.Namespace) -> dict[str, Any]:
             PYTORCH_NO_CUDA_MEMORY_CACHING="1",
         )
 
+    from .triton_mode import ON_HOPPER  # needs Triton
+
     with ThreadPoolExecutor(args.jobs) as pool:
         outcomes = list(pool.map(one, range(1, args.jobs + 1)))
-    return sanitizer_report(check, outcomes, memory_checks.on_hopper())
+    return sanitizer_report(check, outcomes, ON_HOPPER)
 
 
 def sanitizer_report(check: str, outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str, Any]:

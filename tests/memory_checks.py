@@ -1,4 +1,4 @@
-"""What runs under compute-sanitizer: every op, every variant of the Hopper decode, and both on hostile indices.
+"""What runs under compute-sanitizer: every op, the Hopper decode in all its variants, and both on hostile indices.
 
     compute-sanitizer --tool memcheck python -m tests.memory_checks 1/8
 
@@ -43,29 +43,32 @@ PLANS = (
     "BY_LENGTH False, SCHEDULED True", "BY_LENGTH True, SCHEDULED False", "BY_LENGTH True, SCHEDULED True",
 )  # fmt: skip
 PAGES = tuple(f"BLOCK_SIZE {size}," for size in (16, 32, 64, 128))
+SLICED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH True, SCHEDULED False, SPLIT False, SLICES 2"
 VARIANTS = {  # of kernels for Hopper: what must be among the constants of some launch of theirs
     "few_heads_kernel": ("ROWS 16,", "ROWS 32,", "LATENT 256,", "LATENT 512,", "ROPE 0,", "fp16", *PLANS, *PAGES),
-    "many_heads_kernel": ("LATENT 256,", "LATENT 512,", "ROPE 0,", "SLICES 2", "HEADS 64,", "fp16", *PLANS, *PAGES),
+    "many_heads_kernel": ("LATENT 256,", "ROPE 0,", "fp16", SLICED, *PLANS, *PAGES),
     "two_phases_kernel": ("HEADS 64,", "HEADS 128,", "ROPE 32,", "ROPE 64,", "BLOCK_SIZE 16,", "BLOCK_SIZE 64,"),
 }
 
 
-def on_hopper() -> bool:
-    """Whether the GPU is one that `fast.kernels.hopper` serves."""
-    return torch.cuda.get_device_capability() == (9, 0)
+def decodes() -> list[tuple]:
+    """Arguments of `mla_decode` for `DECODES`, with a schedule and without, batch-invariant and not."""
+    from .test_ops import decode_samples
+
+    return [given for heads, block_size, widths, dtype, out_dtype, lens in DECODES
+            for given in decode_samples(dtype, *widths, heads, block_size, lens, out_dtype)]  # fmt: skip
 
 
 def samples() -> list[tuple[str, tuple]]:
     """Names of ops and their arguments on the GPU, for the kernel sets that serve there."""
     from . import test_ops
+    from .triton_mode import ON_HOPPER
 
     with torch.device("cuda"):
         found = [(name, given) for dtype in (F32, BF16)
                  for name, many in test_ops.samples(dtype).items() for given in many]  # fmt: skip
-        if on_hopper():
-            for heads, block_size, widths, dtype, out_dtype, lens in DECODES:
-                decodes = test_ops.decode_samples(dtype, *widths, heads, block_size, [1, 2, 0], lens, out_dtype)
-                found += [("mla_twins::mla_decode", given) for given in decodes]
+        if ON_HOPPER:
+            found += [("mla_twins::mla_decode", given) for given in decodes()]
     return found
 
 

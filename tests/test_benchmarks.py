@@ -505,10 +505,8 @@ def test_hostile_arguments():
     table = torch.zeros(2, 3, dtype=torch.int32)
     assert memory_checks.hostile("block_table", table, 99).tolist() == [[99, 0, 99], [0, 99, 0]]
     assert table.eq(0).all()
-    assert (
-        memory_checks.hostile("query_start_loc", table, 99) is table
-        and memory_checks.hostile("max_query_len", 3, 99) == 3
-    )
+    assert memory_checks.hostile("query_start_loc", table, 99) is table
+    assert memory_checks.hostile("max_query_len", 3, 99) == 3
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,19 @@ def make_graph(ops, config, weights, dtype, device, query_len, **options):
     return layer, held, graph
 
 
+def judged_steps(config, weights, dtype, query_len):
+    """`steps`, each with what the reference layer makes of it, in float64 and in `dtype`."""
+    with torch.device("cpu"):
+        gold_layer = make_layer(reference, config, {n: w.double() for n, w in weights.items()}, torch.float64)
+        low_layer = make_layer(reference, config, weights, dtype)
+    for batch, cache, hidden, positions in steps(config, dtype, query_len):
+        with torch.device("cpu"):
+            plan = reference.build_mla_metadata(batch.common, BLOCK, 64, query_len)
+            gold = gold_layer(hidden.double(), positions, cache.double(), plan)
+            low = low_layer(hidden, positions, cache.clone(), plan)
+        yield batch, cache, hidden, positions, gold, low
+
+
 @pytest.mark.parametrize("programs, invariant", [(0, False), (3, False), (0, True), (5, True)])
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -63,14 +76,9 @@ def test_replays(config, query_len, programs, invariant):
     options = {"num_programs": programs, "batch_invariant": invariant}
     with torch.device("cpu"):
         _, ref_held, ref_graph = make_graph(reference, config, weights, dtype, "cpu", query_len, **options)
-        gold_layer = make_layer(reference, config, {n: w.double() for n, w in weights.items()}, torch.float64)
-        low_layer = make_layer(reference, config, weights, dtype)
     _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, query_len, **options)
-    for batch, cache, hidden, positions in steps(config, dtype, query_len):
+    for batch, cache, hidden, positions, gold, low in judged_steps(config, weights, dtype, query_len):
         with torch.device("cpu"):
-            plan = reference.build_mla_metadata(batch.common, BLOCK, 64, query_len)
-            gold = gold_layer(hidden.double(), positions, cache.double(), plan)
-            low = low_layer(hidden, positions, cache.clone(), plan)
             ref_held.copy_(cache)
             eager = ref_graph.run(hidden, positions, batch.common)
         held.copy_(cache)

@@ -25,7 +25,6 @@ from reference.interfaces import DecodeMetadata, invariant_split_tiles
 from . import memory_checks
 from .factories import LOW_RANK, integers, offsets
 from .test_compilation import ROOMS, TYPES, Recorded, serve
-from .test_ops import decode_samples
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -50,7 +49,8 @@ CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, plan
         "batch-invariant, two phases")  # fmt: skip
 ONLY_MANY = CUTS[-2:]  # heads
 LAUNCHED_BY = {few_heads._few_heads_kernel: decode, many_heads._many_heads_kernel: decode,
-               two_phases_kernels._two_phases_kernel: two_phases_launch}  # fmt: skip
+               two_phases_kernels._two_phases_kernel: two_phases_launch,
+               two_phases_kernels._clear_kernel: two_phases_launch}  # fmt: skip
 
 
 class RecordedGluon(Recorded):
@@ -63,15 +63,19 @@ class RecordedGluon(Recorded):
         return Recorded.kind(parameter, value)
 
 
+def record(monkeypatch, launches: dict) -> None:
+    """No kernel is launched from now on: what each launch would compile is noted."""
+    for kernel, launcher in LAUNCHED_BY.items():
+        monkeypatch.setattr(launcher, kernel.fn.__name__, RecordedGluon(kernel, launches))
+
+
 def recorded(
     monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, as_chosen=False,
     out_dtype=None,
 ):  # fmt: skip
     """What one launch of `mla_decode` would compile: the kernel, its arguments' kinds, its constants."""
     launches = {}
-    for kernel, launcher in LAUNCHED_BY.items():
-        monkeypatch.setattr(launcher, kernel.fn.__name__, RecordedGluon(kernel, launches))
-    monkeypatch.setattr(two_phases_launch, "_clear_kernel", RecordedGluon(two_phases_kernels._clear_kernel, {}))
+    record(monkeypatch, launches)
     monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
@@ -90,7 +94,7 @@ def recorded(
         torch.zeros(40, block_size, latent + rope, dtype=dtype), plan.block_table, plan.seq_lens, plan.query_start_loc,
         plan.visible_lens, 1, 0.1, out_dtype or dtype, *schedule,
     )  # fmt: skip
-    (launch,) = launches.values()
+    *_, launch = launches.values()  # behind one that clears
     return launch
 
 
@@ -332,18 +336,16 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
 def test_memory_checkers_see_every_variant(monkeypatch):
     """What `tests.memory_checks` launches on an H200, as the launcher chooses there."""
     launches = {}
-    for kernel, launcher in (LAUNCHED_BY | {two_phases_kernels._clear_kernel: two_phases_launch}).items():
-        monkeypatch.setattr(launcher, kernel.fn.__name__, RecordedGluon(kernel, launches))
+    record(monkeypatch, launches)
     monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
-    for heads, block_size, widths, dtype, out_dtype, lens in memory_checks.DECODES:
-        for given in decode_samples(dtype, *widths, heads, block_size, [1, 2, 0], lens, out_dtype):
-            decode.mla_decode(*given[:-1])
+    for given in memory_checks.decodes():
+        decode.mla_decode(*given[:-1])  # but which set of kernels
     told = []
     for kernel, kinds, constants in launches.values():
         names = [parameter.name for parameter in kernel.params]
         signature = {name: kinds[name][0] if name in kinds else "constexpr" for name in names}
-        constants = {(names.index(name),): value for name, value in constants.items() if name in names}
+        constants = {(at,): constants[name] for at, name in enumerate(names) if name in constants}
         told.append(describe(kernel.fn.__name__, signature, constants))
     assert {line.split()[0] for line in told} == memory_checks.kernels_of(["hopper"])
     assert not [missing for missing in memory_checks.never_launched(told, hopper=True) if " of " in missing]
@@ -412,8 +414,7 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
         module = importlib.import_module(f"fast.kernels.triton.{name}")
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
-    for kernel, launcher in (LAUNCHED_BY | {two_phases_kernels._clear_kernel: two_phases_launch}).items():
-        monkeypatch.setattr(launcher, kernel.fn.__name__, RecordedGluon(kernel, found))
+    record(monkeypatch, found)
     monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", hopper.KERNELS),))
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=32)
     fast.warmup(

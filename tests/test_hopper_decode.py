@@ -35,13 +35,12 @@ from .decode_inputs import (
     verdict,
 )
 from .factories import GARBAGE, assert_same_bits, far_heads, integers, offsets
-from .triton_mode import DEVICE, ON_GPU
+from .triton_mode import DEVICE, ON_HOPPER
 
-HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
-if not HOPPER:
+if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from fast.kernels.hopper import decode  # noqa: E402
+from fast.kernels.hopper import decode
 
 DTYPES = [torch.bfloat16, torch.float16]
 BF16, FP16 = DTYPES
@@ -153,6 +152,26 @@ def test_in_parts(cut, heads, monkeypatch):
     assert check_in_parts(decode, merge, *inputs, schedule=schedule) == (cut != "whole")
 
 
+def one_request(inputs, request, more=0):
+    """Of a batch one request alone: queries, cache, and a plan whose table has so many more columns of GARBAGE."""
+    ql, q_pe, cache, plan = inputs
+    first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
+    table = plan.block_table[request : request + 1]
+    alone = replace(
+        plan, block_table=torch.cat((table, table.new_full((1, more), GARBAGE)), 1),
+        seq_lens=plan.seq_lens[request : request + 1], query_start_loc=integers(0, last - first),
+        max_query_len=int(last - first), visible_lens=plan.visible_lens[first:last],
+    )  # fmt: skip
+    return ql[first:last], q_pe[first:last], cache, alone
+
+
+def assert_same_rows(alone, beside, plan, request):
+    """A request's state is, bit for bit, that of its rows in a batch."""
+    first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
+    assert_same_bits(alone.out, beside.out[first:last])
+    assert_same_bits(alone.lse, beside.lse[:, first:last])
+
+
 @pytest.mark.parametrize("torn", [False, True])
 @pytest.mark.parametrize("heads, block_size, widths, dtype", [
     (16, 64, (512, 64), BF16), (32, 64, (512, 64), BF16), (128, 64, (512, 64), BF16), (16, 16, (256, 32), FP16),
@@ -164,31 +183,23 @@ def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     A page outside the cache in the midst of a request sends a program's whole run by the loop that masks.
     """
     lens, query_lens = [1085, 70, 5200, 64, 0, 2500], [1, 1, 1, 2, 1, 3]  # 1085: a last split of one tile
-    ql, q_pe, cache, plan = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
+    inputs = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
+    plan = inputs[3]
     if torn:
         for request, key in ((0, 64), (2, 2560), (5, 450)):
             plan.block_table[request, key // block_size] = GARBAGE
     beside = {}
     for request in range(len(lens)):
-        first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
-        one = replace(
-            plan, block_table=plan.block_table[request : request + 1], seq_lens=plan.seq_lens[request : request + 1],
-            query_start_loc=integers(0, last - first), max_query_len=query_lens[request],
-            visible_lens=plan.visible_lens[first:last],
-        )  # fmt: skip
-        wanted = launch(ql[first:last], q_pe[first:last], cache, one, schedule=schedule_of(one, heads, 1, True))
+        one = one_request(inputs, request)
+        wanted = launch(*one, schedule=schedule_of(one[3], heads, 1, True))
         for programs, runs in ((3, 0), (39, 0), (132, 0), (0, 1), (0, 2), (0, 5)):
             monkeypatch.setattr(decode, "_num_runs", lambda *_, runs=runs: runs)
-            alone = launch(
-                ql[first:last], q_pe[first:last], cache, one, schedule=schedule_of(one, heads, programs, True)
-            )
+            alone = launch(*one, schedule=schedule_of(one[3], heads, programs, True))
             assert_same_bits(alone.out, wanted.out)
             assert_same_bits(alone.lse, wanted.lse)
             if request == 0:
-                schedule = schedule_of(plan, heads, programs, True)
-                beside[programs, runs] = launch(ql, q_pe, cache, plan, schedule=schedule)
-            assert_same_bits(beside[programs, runs].out[first:last], wanted.out)
-            assert_same_bits(beside[programs, runs].lse[:, first:last], wanted.lse)
+                beside[programs, runs] = launch(*inputs, schedule=schedule_of(plan, heads, programs, True))
+            assert_same_rows(wanted, beside[programs, runs], plan, request)
 
 
 @pytest.mark.parametrize("heads, block_size, widths, dtype", [
@@ -198,21 +209,13 @@ def test_no_bit_tells_how_wide_the_table_is(heads, block_size, widths, dtype, mo
     """As the launcher chooses runs, slices and two phases, by the width of the table and the number of requests."""
     monkeypatch.setattr(decode, "_scored_at_once", scored_at_once)
     lens, query_lens = [1085, 70, 2500, 0], [1, 1, 2, 1]
-    ql, q_pe, cache, plan = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
+    inputs = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
     invariant = schedule_of(None, heads, 0, True)
-    beside = launch(ql, q_pe, cache, plan, schedule=invariant)
+    beside = launch(*inputs, schedule=invariant)
     for request in range(len(lens)):
-        first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
         for more in (0, 3, 20, 200, 2000):
-            table = plan.block_table[request : request + 1]
-            one = replace(
-                plan, block_table=torch.cat((table, table.new_full((1, more), GARBAGE)), 1),
-                seq_lens=plan.seq_lens[request : request + 1], query_start_loc=integers(0, last - first),
-                max_query_len=query_lens[request], visible_lens=plan.visible_lens[first:last],
-            )  # fmt: skip
-            alone = launch(ql[first:last], q_pe[first:last], cache, one, schedule=invariant)
-            assert_same_bits(alone.out, beside.out[first:last])
-            assert_same_bits(alone.lse, beside.lse[:, first:last])
+            alone = launch(*one_request(inputs, request, more), schedule=invariant)
+            assert_same_rows(alone, beside, inputs[3], request)
 
 
 @pytest.mark.parametrize("length", [5000, 2**31 - 1])  # keys of the last one's last tile wrap
@@ -241,6 +244,7 @@ def test_wide_output(cut, heads, dtype, monkeypatch):
     wide = launch(*inputs, schedule=schedule, out_dtype=torch.float32)
     assert wide.out.dtype == torch.float32
     for narrow in DTYPES:
+        assert not torch.equal(wide.out.to(narrow).float(), wide.out), "rounded on the way"
         assert torch.equal(wide.out.to(narrow), launch(*inputs, schedule=schedule, out_dtype=narrow).out)
 
 

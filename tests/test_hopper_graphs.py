@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import fast
-import reference
 from fast.parity import compare
 
-from .factories import LOW_RANK, make_layer, make_weights
-from .test_graphs import BLOCK, make_graph, moved, steps
-from .triton_mode import DEVICE, ON_GPU
+from .factories import LOW_RANK, make_weights
+from .test_graphs import BLOCK, judged_steps, make_graph, moved
+from .triton_mode import DEVICE, ON_HOPPER
 
-if not (ON_GPU and torch.cuda.get_device_capability() == (9, 0)):
+if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 BF16 = torch.bfloat16
@@ -31,15 +30,8 @@ def test_replays(heads, latent, rope, query_len, options):
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=rope)
     assert "mla_decode: hopper" in fast.backends.explain(config, device=DEVICE, dtype=BF16, block_size=BLOCK)
     weights = {name: weight.cpu() for name, weight in make_weights(config, BF16).items()}
-    with torch.device("cpu"):
-        gold_layer = make_layer(reference, config, {n: w.double() for n, w in weights.items()}, torch.float64)
-        low_layer = make_layer(reference, config, weights, BF16)
     _, held, graph = make_graph(fast, config, weights, BF16, DEVICE, query_len, **options)
-    for batch, cache, hidden, positions in steps(config, BF16, query_len):
-        with torch.device("cpu"):
-            plan = reference.build_mla_metadata(batch.common, BLOCK, 64, query_len)
-            gold = gold_layer(hidden.double(), positions, cache.double(), plan)
-            low = low_layer(hidden, positions, cache.clone(), plan)
+    for batch, cache, hidden, positions, gold, low in judged_steps(config, weights, BF16, query_len):
         held.copy_(cache)
         value = graph.run(hidden.to(DEVICE), positions.to(DEVICE), moved(batch.common, DEVICE)).cpu()
         parity = compare("graph", value, low, gold)

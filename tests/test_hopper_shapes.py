@@ -9,9 +9,9 @@ import torch
 
 from . import decode_inputs
 from .decode_inputs import make_inputs, schedule_of, verdict
-from .triton_mode import ON_GPU
+from .triton_mode import ON_HOPPER
 
-if not (ON_GPU and torch.cuda.get_device_capability() == (9, 0)):
+if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from fast.kernels.hopper import decode

@@ -27,13 +27,12 @@ from .decode_inputs import (
     verdict,
 )
 from .factories import GARBAGE, assert_same_bits, integers, offsets
-from .triton_mode import ON_GPU
+from .triton_mode import ON_HOPPER
 
-HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
-if not HOPPER or torch.cuda.get_device_properties(0).multi_processor_count < 132:
+if not ON_HOPPER or torch.cuda.get_device_properties(0).multi_processor_count < 132:
     pytest.skip("needs a Hopper GPU of 132 multiprocessors", allow_module_level=True)
 
-from fast.kernels.hopper import decode  # noqa: E402
+from fast.kernels.hopper import decode
 
 BF16, FP16 = torch.bfloat16, torch.float16
 UNPLANNED = schedule_of(None, 0, 0, True)

@@ -39,19 +39,18 @@ def decode_samples(
     rope: int,
     heads: int,
     block_size: int = 16,
-    query_lens: Sequence[int] = (1, 2, 0),
     seq_lens: Sequence[int] = (20, 33, 0),
     out_dtype: torch.dtype | None = None,
 ) -> list[tuple]:
     """Arguments of `mla_decode`, with a schedule and without, batch-invariant and not."""
-    batch = make_batch(list(query_lens), list(seq_lens), block_size)
+    batch = make_batch([1, 2, 0], seq_lens, block_size)
     cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype).nan_to_num(0)
-    plan = fast.build_mla_metadata(batch.common, block_size, 4096, max(query_lens)).decode
+    plan = fast.build_mla_metadata(batch.common, block_size, 4096, 2).decode
     schedule, own = (fast.plan_decode(plan.seq_lens, 4, heads, batch_invariant=own) for own in (False, True))
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
     return [
-        (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, max(query_lens),
-         0.3, out_dtype or dtype, *cut, decode_backend(dtype, latent, rope, block_size))
+        (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, 0.3,
+         out_dtype or dtype, *cut, decode_backend(dtype, latent, rope, block_size))
         for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))
     ]  # fmt: skip

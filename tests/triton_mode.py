@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="neither a GPU nor TRITON_INTERPRET=1")
