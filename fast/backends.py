@@ -10,7 +10,7 @@ import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +46,9 @@ class KernelRequest:
     block_size: int | None = None
     query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
     cache_in_words: bool = True
+
+
+DECODES = ("mla_decode", "mla_decode_parts", "merge_decode_parts", "decode_programs")  # of one kernel set together
 
 
 class LazyKernels(Mapping):
@@ -282,7 +285,7 @@ def explain(
     ops = sorted({op for candidate in BACKENDS for op in candidate.kernels})
     lines = []
     for op in ops:
-        request = decode if op == "mla_decode" else KernelRequest(op, device, dtype)
+        request = replace(decode, op=op) if op in DECODES else KernelRequest(op, device, dtype)
         try:
             lines.append(f"{op}: {select(request, backend).name}")
         except UnsupportedConfiguration as error:

@@ -10,7 +10,7 @@ import torch
 import fast
 from fast import backends
 from fast.backends import Backend, KernelRequest
-from reference.interfaces import DecodeSchedule, QueryLenSupport, UnsupportedConfiguration
+from reference.interfaces import DecodeSchedule, MLAConfig, QueryLenSupport, UnsupportedConfiguration
 
 from .factories import (
     CONFIGS,
@@ -176,6 +176,18 @@ def test_explain(config):
     assert len(refused) == len(lines)
     with pytest.raises(ValueError, match="^backend: expected one of"):
         backends.explain(config, device="cpu", dtype=torch.float32, backend="nosuch")
+
+
+@pytest.mark.parametrize("block_size, served", [(64, "hopper"), (48, "triton")])
+def test_explain_decodes_together(block_size, served, monkeypatch):
+    """What a decode is made of is of one kernel set, on a card that has several."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    config = MLAConfig.from_preset("deepseek-v3")
+    lines = backends.explain(config, device="cuda", dtype=torch.bfloat16, block_size=block_size).splitlines()
+    found = dict(line.split(": ", 1) for line in lines)
+    for op in backends.DECODES:
+        assert found[op].split(" ")[0] == served, op
 
 
 def test_a_device_without_kernels_is_refused():
