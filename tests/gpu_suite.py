@@ -8,11 +8,9 @@ A run of some stages keeps the others' results in the file, if those are of the 
 
 Stages: the test suite (one process a file, or a share of a long one, the kernels compiled; what compares the wings
 runs twice, its tensors on the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same ops on hostile
-indices under compute-sanitizer's memcheck (and racecheck), where that is on PATH; the main job in float32, with three
+indices under compute-sanitizer's memcheck and racecheck, where that is on PATH; the main job in float32, with three
 token streams compared; the benchmarks; between_gpus, where there are several: context parallelism over NCCL and its
 benchmark.
-racecheck runs where it is asked for: it reports as hazards what warp groups hand to each other and mbarriers order, as
-it does of `tests.hand_over`, which runs beside the ops.
 What a missing package leaves out is skipped with the reason and listed in the file.
 """
 
@@ -21,9 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,7 +26,6 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +33,10 @@ import torch
 
 from fast.path import short_name
 
-from . import memory_checks
 from .benchmarks.report import digest, package_version, provenance
+from .commands import ROOT, run
+from .sanitizers import run_memcheck, run_racecheck
 
-ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = {  # and what each is given besides --json
     "decode": (), "prefill": (), "bytes": (), "planning": ("--device", "cuda"),
     "crossover": ("--costs", "fast/assets/costs"),
@@ -50,7 +44,6 @@ BENCHMARKS = {  # and what each is given besides --json
 SAID_ONCE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "processor", "threads", "versions", "date",
              "fast_sha256", "command")  # fmt: skip
 BESIDE_PEERS = ("decode", "prefill", "bytes")
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 # files whose tests make all their tensors on the device that `--device` names
 ANY_DEVICE = ("batch", "builder", "cache", "cascade", "differential", "identities", "mutations", "ops", "rope",
               "schedule", "weights")  # fmt: skip
@@ -62,20 +55,6 @@ SHARES = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_
 def file_name(gpu: str, count: int = 1) -> str:
     """The results file of a machine: "NVIDIA H200" gives "h200.json", four of them "h200-x4.json"."""
     return f"{short_name(gpu)}.json" if count < 2 else f"{short_name(gpu)}-x{count}.json"
-
-
-def run(command: Sequence[str], timeout: float, cwd: Path = ROOT, **environment: str) -> tuple[int, str]:
-    """Exit status and output of a command; a status of 124 where it ran out of time."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **environment}
-    try:
-        done = subprocess.run(
-            command, cwd=cwd, env=settings, timeout=timeout, check=False, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as expired:
-        return 124, f"{expired.stdout or ''}\nran longer than {timeout:.0f} s"
-    return done.returncode, done.stdout
 
 
 def read_junit(path: Path) -> dict[str, Any]:
@@ -127,18 +106,18 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
             found["failed"] = [f"{file.name}: exit status {status}"]
         if device == "cuda" and not found["passed"] and not found["failed"]:
             found["failed"] = [f"{file.name} --device=cuda: nothing ran"]
+        name = f"{file.name} --device={device} --share={share}"
+        left_out = sum(found["skipped"].values())
+        print(f"  {name}: {found['passed']} passed, {len(found['failed'])} failed, {left_out} skipped", flush=True)
         if found["failed"]:
-            print(f"-- {file.name} --device={device} --share={share}\n{output}", flush=True)
-        return f"{file.name} --device={device} --share={share}", found
+            print(f"-- {name}\n{output}", flush=True)
+        return name, found
 
     with ThreadPoolExecutor(args.jobs) as pool:
         results = dict(pool.map(one, *zip(*runs, strict=True)))
     skipped = sum((Counter(found["skipped"]) for found in results.values()), Counter())
     failed = [name for found in results.values() for name in found["failed"]]
     counts = {"passed": sum(found["passed"] for found in results.values()), "failed": failed, "skipped": dict(skipped)}
-    for name, found in results.items():
-        left_out = sum(found["skipped"].values())
-        print(f"  {name}: {found['passed']} passed, {len(found['failed'])} failed, {left_out} skipped")
     print(f"tests: {counts['passed']} passed, {len(failed)} failed, {sum(skipped.values())} skipped")
     for reason, count in skipped.most_common():
         print(f"  skipped {count}: {reason}")
@@ -162,62 +141,6 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
             print(f"opcheck {name}: {failed[name]}")
     print(f"opcheck: {len(checked) - len(failed)} of {len(checked)} ops")
     return {"ok": not failed, "ops": sorted(checked), "failed": failed}
-
-
-def run_sanitizer(check: str, args: argparse.Namespace) -> dict[str, Any]:
-    """`tests.memory_checks` under a tool of compute-sanitizer, in shares, each tensor in an allocation of its own."""
-    program = shutil.which("compute-sanitizer")
-    if program is None:
-        print(f"{check}: skipped, compute-sanitizer is not on PATH")
-        return {"ok": True, "not_run": "compute-sanitizer is not on PATH"}
-
-    def one(share: int) -> tuple[int, str]:
-        command = [sys.executable, "-m", "tests.memory_checks", f"{share}/{args.jobs}"]
-        return run(
-            [program, "--tool", check, "--error-exitcode", "9", *command],
-            args.limit,
-            PYTORCH_NO_CUDA_MEMORY_CACHING="1",
-        )
-
-    from .triton_mode import ON_HOPPER  # needs Triton
-
-    with ThreadPoolExecutor(args.jobs) as pool:
-        outcomes = list(pool.map(one, range(1, args.jobs + 1)))
-    return sanitizer_report(check, outcomes, ON_HOPPER)
-
-
-def sanitizer_report(check: str, outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str, Any]:
-    """What the shares say together: whether all are clean and came to their end, and what none of them launched."""
-    lines = [line for _, output in outcomes for line in output.splitlines()]
-    said = [line.strip("= ") for line in lines if "SUMMARY" in line]
-    ended = sum(bool(re.fullmatch(r"share \d+ of \d+ came to its end", line)) for line in lines)
-    launched = sorted({line.removeprefix("launched: ") for line in lines if line.startswith("launched: ")})
-    missing = memory_checks.never_launched(launched, hopper)
-    for status, output in outcomes:
-        if status:
-            print(output[:20000])
-    whole = ended == len(outcomes) and not missing
-    summary = ["every op and every variant was launched" if whole else f"{ended} of {len(outcomes)} shares ended"]
-    summary += [f"never launched: {name}" for name in missing]
-    summary += [f"{count} x {line}" for line, count in sorted(Counter(said).items())]
-    print(f"{check}: {'; '.join(summary)}")
-    clean = not any(status for status, _ in outcomes) and len(said) == len(outcomes)
-    return {"ok": clean and whole, "summary": summary, "launched": launched}
-
-
-def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
-    """The ops under racecheck, beside what it reports of the smallest hand-over that mbarriers order."""
-    found = run_sanitizer("racecheck", args)
-    program = shutil.which("compute-sanitizer")
-    if program is None:
-        return found
-    from .hand_over import ROUNDS  # needs Triton
-
-    _, output = run([program, "--tool", "racecheck", sys.executable, "-m", "tests.hand_over"], args.limit)
-    control = [line.strip("= ") for line in output.splitlines() if "SUMMARY" in line or line.startswith("hand-over")]
-    print(f"racecheck of an ordered hand-over: {'; '.join(control)}")
-    came = any(line == f"hand-over: {ROUNDS} of {ROUNDS} came" for line in control)
-    return {**found, "ok": found["ok"] and came, "ordered_hand_over": control}
 
 
 def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
@@ -282,7 +205,7 @@ def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
 STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "tests": run_tests,
     "opcheck": run_opcheck,
-    "memcheck": partial(run_sanitizer, "memcheck"),
+    "memcheck": run_memcheck,
     "racecheck": run_racecheck,
     "main_job": run_main_job,
     "benchmarks": run_benchmarks,
@@ -311,8 +234,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR",
                         help="where <gpu>.json goes (default: docs/results)")  # fmt: skip
-    parser.add_argument("--stages", nargs="+", choices=tuple(STAGES), default=[s for s in STAGES if s != "racecheck"],
-                        help="which (default: all but racecheck)")  # fmt: skip
+    parser.add_argument("--stages", nargs="+", choices=tuple(STAGES), default=tuple(STAGES),
+                        help="which (default: all)")  # fmt: skip
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with peers.py, for the benchmarks")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), metavar="N",
                         help="test files at a time (default: %(default)s)")  # fmt: skip

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import io
 import json
-import pkgutil
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +17,6 @@ from rich.console import Console
 from fast.parity import Parity
 from reference.interfaces import AttentionState
 
-from . import conftest, gpu_suite, memory_checks
 from .benchmarks import bytes as moves
 from .benchmarks import contest, decode, prefill, report, timing
 
@@ -388,146 +383,3 @@ def test_provenance_on_a_gpu(monkeypatch):
 
 def test_missing_package():
     assert report.package_version("no-such-distribution") == "missing"
-
-
-@pytest.mark.parametrize(
-    ("gpu", "name"),
-    [
-        ("NVIDIA H200", "h200.json"),
-        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb.json"),
-        ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090.json"),
-    ],
-)
-def test_results_file(gpu, name):
-    assert gpu_suite.file_name(gpu) == name
-
-
-def test_junit(tmp_path):
-    path = tmp_path / "report.xml"
-    path.write_text(
-        '<testsuites><testsuite><testcase classname="tests.test_a" name="right"/>'
-        '<testcase classname="tests.test_a" name="wrong"><failure message="no"/></testcase>'
-        '<testcase classname="tests.test_a" name="broken"><error message="no"/></testcase>'
-        '<testcase classname="tests.test_a" name="left"><skipped message="no GPU"/></testcase>'
-        '<testcase classname="" name="tests.test_b"><skipped message="collection skipped"/></testcase>'
-        "</testsuite></testsuites>"
-    )
-    found = gpu_suite.read_junit(path)
-    assert found == {
-        "passed": 1, "failed": ["tests.test_a::wrong", "tests.test_a::broken"],
-        "skipped": {"no GPU": 1, "collection skipped: tests.test_b": 1},
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("folder", ["triton", "hopper"])
-def test_kernels_of_a_set(folder):
-    """Those that Triton would compile: the memory checker's launches leave none of them out."""
-    pytest.importorskip("triton")
-    package = importlib.import_module(f"fast.kernels.{folder}")
-    found = set()
-    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        for name, value in vars(importlib.import_module(module.name)).items():
-            if name.startswith("_") and name.endswith("_kernel") and value.fn.__module__ == module.name:
-                found.add(name.strip("_"))
-    assert len(found) > 3 and memory_checks.kernels_of([folder]) == found
-
-
-def test_what_a_memory_checker_must_have_seen():
-    """Each share at its end, no error in any, every kernel and variant among the launches of all; else it fails."""
-    kernels = [f"{name} (fp32, ROWS 16)" for name in memory_checks.kernels_of(["triton"])]
-    clean, unclean = "========= ERROR SUMMARY: 0 errors", "========= ERROR SUMMARY: 3 errors"
-    ended = "share {} of 2 came to its end"
-
-    def outcome(share, names, said=clean, status=0, last=ended):
-        return status, "\n".join([*(f"launched: {name}" for name in names), last.format(share), said])
-
-    both = [outcome(1, kernels[:5]), outcome(2, kernels[4:])]
-    found = gpu_suite.sanitizer_report("memcheck", both, hopper=False)
-    assert found == {
-        "ok": True, "launched": sorted(kernels),
-        "summary": ["every op and every variant was launched", "2 x ERROR SUMMARY: 0 errors"],
-    }  # fmt: skip
-    for bad in (
-        [both[0], outcome(2, kernels[6:])], [both[0], outcome(2, kernels[4:], unclean, 9)],
-        [both[0], outcome(2, kernels[4:], last="killed")], [both[0], outcome(2, kernels[4:], said="")],
-    ):  # fmt: skip
-        assert not gpu_suite.sanitizer_report("memcheck", bad, hopper=False)["ok"]
-    missing = memory_checks.never_launched(kernels, hopper=True)
-    assert "two_phases_kernel" in missing and "few_heads_kernel of ROWS 32" in missing
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_shares(count):
-    """Every test is in one share, even where there are fewer tests than shares."""
-    for tests in (0, 2, 11):
-        items = [SimpleNamespace(path=Path(f"test_{number}.py"), number=number) for number in range(tests)]
-        ran = []
-        for share in range(1, count + 1):
-            left, said = list(items), []
-            hook = SimpleNamespace(pytest_deselected=lambda items, said=said: said.extend(items))
-            conftest.pytest_collection_modifyitems(
-                SimpleNamespace(getoption={"--share": (share, count)}.get, hook=hook), left
-            )
-            assert len(left) + len(said) == tests
-            ran += [item.number for item in left]
-        assert sorted(ran) == list(range(tests))
-
-
-@pytest.mark.parametrize("said", ["", "3", "0/2", "3/2", "a/2", "1/2/3", "-1/2"])
-def test_no_share(said):
-    with pytest.raises(argparse.ArgumentTypeError, match=f"expected K/N with 1 <= K <= N, got {said}$"):
-        conftest._share(said)
-
-
-def test_suite_runs_every_file(monkeypatch):
-    """Each test file once on its own device, a long one in all its shares; and those of any device on the GPU."""
-    commands = []
-    monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (commands.append(command), (0, ""))[1])
-    gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0))
-    found = Counter(tuple(word for word in command if ".py" in word or word.startswith(("--device", "--share")))
-                    for command in commands)  # fmt: skip
-    folder = Path(__file__).parent
-    wanted = Counter((str(folder / f"test_{name}.py"), "--device=cuda", "--share=1/1") for name in gpu_suite.ANY_DEVICE)
-    for file in folder.glob("test_*.py"):
-        count = gpu_suite.SHARES.get(file.name, 1)
-        if file.name not in ("test_docs.py", "test_site.py"):
-            wanted.update((str(file), "--device=cpu", f"--share={number}/{count}") for number in range(1, count + 1))
-    assert found == wanted and {*gpu_suite.SHARES} <= {file.name for file in folder.glob("test_*.py")}
-
-
-def test_time_limit():
-    status, said = gpu_suite.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
-    assert status == 124 and "ran longer than" in said
-
-
-def test_hostile_arguments():
-    """Indices of a request go outside; offsets, floats and widths stay."""
-    table = torch.zeros(2, 3, dtype=torch.int32)
-    assert memory_checks.hostile("block_table", table, 99).tolist() == [[99, 0, 99], [0, 99, 0]]
-    assert table.eq(0).all()
-    assert memory_checks.hostile("query_start_loc", table, 99) is table
-    assert memory_checks.hostile("max_query_len", 3, 99) == 3
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "error: needs a CUDA device, and torch sees none\n"),
-        (["--peers", "nowhere"], "error: --peers: expected a folder with peers.py, got nowhere\n"),
-    ],
-)
-def test_suite_errors(argv, message, no_gpu, capsys):
-    assert gpu_suite.main(argv) == 2
-    assert capsys.readouterr().err == message
-
-
-def test_suite_writes_what_failed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(gpu_suite, "provenance", lambda *_, **__: {"hardware": "NVIDIA H200"})
-    stages = {"tests": lambda args: {"ok": True, "passed": 3}, "opcheck": lambda args: {"ok": False}}
-    monkeypatch.setattr(gpu_suite, "STAGES", stages)
-    assert gpu_suite.main(["--out", str(tmp_path)]) == 1
-    found = json.loads((tmp_path / "h200.json").read_text())
-    assert found["tests"]["passed"] == 3 and set(found["seconds"]) == set(stages)
-    assert "FAILED: opcheck" in capsys.readouterr().out

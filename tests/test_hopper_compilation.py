@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -154,6 +155,27 @@ def product_loops(disassembly: str) -> list[list[str]]:
     return [instructions[a : b + 1] for a, b in sorted(innermost)]
 
 
+def arrivals_for_all(ptx: str) -> list[list[str]]:
+    """Before each arrival of one thread for its group: the instructions since the one before it."""
+    groups: list[list[str]] = [[]]
+    for line in map(str.strip, ptx.splitlines()):
+        if re.match(r"@%p\d+ mbarrier\.arrive\.shared", line):
+            groups.append([])
+        elif line and not re.match(r"\.(loc|file)|//|\$L__tmp", line):
+            groups[-1].append(line)
+    return groups[:-1]
+
+
+def all_are_there(before: list[str]) -> bool:
+    """Whether all threads of the group have met since anything touched shared memory."""
+    for line in reversed(before):
+        if re.match(r"bar\.(sync|warp\.sync)\b", line):
+            return True
+        if re.search(r"^\$L|\bbra\b|ld\.shared|st\.shared|ldmatrix|stmatrix|wgmma|cp\.async", line):
+            return False
+    return False
+
+
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
@@ -177,6 +199,28 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     assert ("UTMASTG" in disassembly) == writes, "the copy engine writes outputs"
     said = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
     assert "serialized" not in said
+    arrivals = arrivals_for_all(kernel.asm["ptx"])
+    assert arrivals and all(map(all_are_there, arrivals))
+
+
+def compile_for_racecheck() -> None:
+    """Print how many arrivals there are, and how many without one of every thread before: in a process of its own."""
+    from fast.kernels.hopper import arrivals
+
+    arrivals.EVERY_THREAD_ARRIVES = triton.language.constexpr(True)
+    for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
+        with pytest.MonkeyPatch.context() as patch:
+            found = arrivals_for_all(compiled(*recorded(patch, heads, cut)).asm["ptx"])
+        alone = sum(not any(line.startswith("cp.async.mbarrier.arrive.shared") for line in before) for before in found)
+        print("arrivals", len(found), alone)
+
+
+def test_every_thread_arrives_for_racecheck():
+    """In the form that `tests.memory_checks` gives it, which no other process compiles."""
+    command = [sys.executable, "-c", f"from {__name__} import compile_for_racecheck as main; main()"]
+    done = subprocess.run(command, cwd=memory_checks.ROOT, capture_output=True, text=True, check=True, timeout=600)
+    found = re.findall(r"^arrivals (\d+) (\d+)$", done.stdout, re.MULTILINE)
+    assert len(found) == 3 and all(int(count) >= 3 and int(alone) == 0 for count, alone in found)
 
 
 @pytest.mark.parametrize("block_size, widths, dtype", [
@@ -246,6 +290,19 @@ def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box
     assert ("cp.async.bulk.tensor.2d.global.shared" in kernel.asm["ptx"]) == (box is not None)
     if box:
         assert given.shape == (heads, latent) and given.base.data_ptr() == launches[-1][2]["out"].data_ptr()
+
+
+@pytest.mark.parametrize("heads, cut, ahead", [
+    (64, "whole", True), (33, "whole", True), (128, "whole", False), (64, "split", False), (64, "scheduled", False),
+    (64, "batch-invariant", False),
+])  # fmt: skip
+def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
+    """One block of rows a token, and whole requests: a program's first request is known before any list is read."""
+    ptx = compiled(*recorded(monkeypatch, heads, cut)).asm["ptx"]
+    assert ("cp.async.bulk.prefetch.L2.global" in ptx) == ahead
+    if ahead:  # while the kernel before may run, but after the next one may be launched
+        order = [ptx.index(what) for what in ("griddepcontrol.launch", "cp.async.bulk.prefetch", "griddepcontrol.wait")]
+        assert order == sorted(order)
 
 
 def test_slices_where_processors_are_idle(monkeypatch):

@@ -31,13 +31,14 @@ from ..triton.device import device_facts
 from .few_heads import SHARED_VALUES, _few_heads_kernel
 from .many_heads import _many_heads_kernel
 from .pieces import LAUNCH
+from .tile_pairs import ROWS
 from .two_phases.launch import launch_two_phases
 from .two_phases.shares import SHARES
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
 FEW_ROWS = (16, 32)  # of one request, that `few_heads` takes
-MANY_ROWS = 64
+MANY_ROWS = ROWS.value
 SPREAD_LATENT = 512  # with which several programs may compute one split's rows, where there are programs to spare
 SLICES = 2  # of the output of a split, for as many programs
 FEW_TILES = 4  # of a request that a program takes at least, where there are programs to spare
@@ -196,9 +197,12 @@ def _attend(
         elif program_rows < MANY_ROWS:
             _few_heads_kernel[(deal.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
-            all_of_a_token = heads % MANY_ROWS == 0 and deal.slices == 1 and not constants["SPLIT"]
-            out_rows = _row_descriptor(out) if all_of_a_token and out_dtype == ql_nope.dtype else None
-            _many_heads_kernel[(deal.programs,)](*arguments, out_rows, SLICES=deal.slices, **constants, **LAUNCH)
+            stored_whole = heads % MANY_ROWS == 0 and deal.slices == 1 and not constants["SPLIT"]
+            out_rows = _row_descriptor(out) if stored_whole and out_dtype == ql_nope.dtype else None
+            cache = (kv_cache, *kv_cache.stride()[:2])
+            _many_heads_kernel[(deal.programs,)](
+                *arguments, out_rows, *cache, SLICES=deal.slices, **constants, **LAUNCH
+            )
     return out, lse, part_out, part_lse
 
 

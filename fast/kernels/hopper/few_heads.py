@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .arrivals import arrive
 from .gluon_versions import partition_barrier
 from .pieces import (
     NOTED,
@@ -184,7 +185,7 @@ def _taken_kept(half, k_latent, step, full, free):
     mbarrier.wait(full.index(stage), (step // STAGES) & 1)
     before = gl.reshape(gl.permute(shared.load(SQUARES), [1, 0, 2]), [LATENTS, ROWS])
     fence_async_shared()  # tiles come there by another way
-    mbarrier.arrive(free.index(stage))
+    arrive(free.index(stage))
     return gl.convert_layout(before, HALF)
 
 
@@ -228,7 +229,7 @@ def _keep(state, kept, kept_values, ROWS: gl.constexpr, LATENT: gl.constexpr, TR
         near, far = _halves(values)
         values_shared.store(near)
         gl.store(_kept_at(kept_values, far), far, eviction_policy=STAYS)
-        mbarrier.arrive(stored)
+        arrive(stored)
 
 
 @gluon.jit
@@ -257,7 +258,7 @@ def _attend_tiles(
         zero = step >> 30  # the compiler must not see that this is 0: it would keep the queries' addresses
         k_tile = k_latent.index(stage * BUFFERS)._reinterpret(dtype, [TILE, LATENT], TILE_SHARED)
         values = warpgroup_mma_wait(0, deps=[values])
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=tile > begin)
+        arrive(free.index((step + STAGES - 1) % STAGES), pred=tile > begin)
         mbarrier.wait(full.index(stage), phase)
         scores = gl.zeros([TILE, ROWS], gl.float32, TRANSPOSED)
         scores = warpgroup_mma(k_tile, q_latent.index(zero).permute([1, 0]), scores, use_acc=False, is_async=True)
@@ -285,7 +286,7 @@ def _attend_tiles(
         values = warpgroup_mma(k_tile.permute([1, 0]), weights_shared.index(zero), values, is_async=True)
         step += 1
     values = warpgroup_mma_wait(0, deps=[values])
-    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), pred=begin < stop)
+    arrive(free.index((step + STAGES - 1) % STAGES), pred=begin < stop)
     return (largest, gl.sum(totals, 0), values), step
 
 
@@ -329,7 +330,7 @@ def _consume(
         seen = (visible, length, table_row, table_stride, num_blocks, gl.where(held, 0, length))
         async_copy.wait_group(0)
         fence_async_shared()
-        mbarrier.arrive(begun)
+        arrive(begun)
 
         if BY_LENGTH:
             # split by split; the outcome of each waits for the next one's, or is a part by itself (`pieces`)

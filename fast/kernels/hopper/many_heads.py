@@ -16,14 +16,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from .ahead import ask_ahead
+from .arrivals import arrive
 from .gluon_versions import partition_barrier
 from .many_heads_results import ask, based_on_two, folded, keep, write_part, write_whole
 from .pieces import (
     NOTED,
     NOTES,
     TILE,
+    await_before,
     first_piece,
-    follow_kernel,
+    launch_next,
     next_piece,
     read_note,
     rows_of,
@@ -83,7 +86,7 @@ def _consume(
         async_copy.wait_group(0)
         fence_async_shared()
         partition_barrier()  # the fence of every thread, before one of them arrives
-        mbarrier.arrive(query_bar)
+        arrive(query_bar)
         mbarrier.wait(query_bar, piece & 1)
 
         if BY_LENGTH:
@@ -225,7 +228,8 @@ def _produce(
 @gluon.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "table_width", "num_splits", "row_blocks", "request_rows",
-        "num_slots", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
+        "num_slots", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "page_stride",
+        "key_stride",
     ],
     do_not_specialize_on_alignment=[
         "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
@@ -238,7 +242,7 @@ def _many_heads_kernel(
     num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, num_slots,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
-    out_rows,
+    out_rows, kv_cache, page_stride, key_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
@@ -280,7 +284,7 @@ def _many_heads_kernel(
     mbarrier.init(query_bar, 2)
     mbarrier.init(noted, 1)
     fence_async_shared()
-    follow_kernel()
+    launch_next()
 
     inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
     progress = (part_lse + 2 * num_slots.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
@@ -291,6 +295,10 @@ def _many_heads_kernel(
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )  # fmt: skip
+    if HEADS <= ROWS and not (BY_LENGTH or SCHEDULED or SPLIT):
+        cache = (kv_cache, page_stride, key_stride)
+        ask_ahead(inputs, cache, sizes, strides, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE)
+    await_before()
     shared = (q_latent, q_rope, latents, tails, row_values, kept, notes)
     bars = (full, free, handed, query_bar, sum_bar, noted)
     gl.warp_specialize(

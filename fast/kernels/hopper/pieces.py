@@ -13,7 +13,8 @@ from typing import no_type_check
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .arrivals import arrive
 
 TILE = gl.constexpr(64)  # keys
 NOTES = gl.constexpr(2)  # this piece and the next
@@ -30,12 +31,26 @@ def ceil_div(a, b):
 
 @gluon.jit
 @no_type_check
-def follow_kernel():
-    """Let the next kernel be launched already, and wait for the one before, whose launch let this one begin."""
+def launch_next():
+    """Let the next kernel be launched already."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+@no_type_check
+def await_before():
+    """Wait for the kernel before, whose launch let this one begin."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+@no_type_check
+def follow_kernel():
+    """Both: what comes after may read what the kernel before has written."""
+    launch_next()
+    await_before()
 
 
 @gluon.jit
@@ -209,7 +224,7 @@ def write_note(notes, number, note, noted):
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in gl.static_range(NOTED):
         notes.index(number % NOTES * NOTED + i).store(gl.full([1], note[i], gl.int32, layout))
-    mbarrier.arrive(noted)
+    arrive(noted)
 
 
 @gluon.jit

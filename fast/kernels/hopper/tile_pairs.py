@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .arrivals import arrive
 from .gluon_versions import partition_barrier
 from .pieces import TILE
 from .rows_and_pages import LEAST, load_columns, shift_of, zero_from
@@ -213,7 +214,7 @@ def _first_group(
     row_values.index(0).store(middle)
     fence_async_shared()
     known = _all_rows(row_values, 1)  # of the pair before; before the first one the values are zeros
-    mbarrier.arrive(handed.index(0))
+    arrive(handed.index(0))
     decay = gl.exp2((largest - middle) * scale_log2)
     found = _all_rows(row_values, 0)
     left, right = _rescaled(left, right, known, found, largest, middle, scale_log2, VALUES)
@@ -222,9 +223,9 @@ def _first_group(
     right = warpgroup_mma(probabilities, own_right, right, is_async=True)
     total = total * decay + gl.sum(weights, 1)
     left = warpgroup_mma_wait(1, deps=[left])
-    mbarrier.arrive(free.index(0))
+    arrive(free.index(0))
     right, probabilities = warpgroup_mma_wait(0, deps=[right, probabilities])
-    mbarrier.arrive(free.index(1))
+    arrive(free.index(1))
     mbarrier.wait(handed.index(1), phase)
     largest = row_values.index(1).load(gl.SliceLayout(1, SCORES))
     decay = gl.exp2((middle - largest) * scale_log2)
@@ -278,11 +279,11 @@ def _second_group(
     tails.index(1 + zero).store(rounded)
     row_values.index(1).store(top)
     fence_async_shared()
-    mbarrier.arrive(handed.index(1))
+    arrive(handed.index(1))
     left = warpgroup_mma_wait(1, deps=[left])
-    mbarrier.arrive(free.index(2))
+    arrive(free.index(2))
     right = warpgroup_mma_wait(0, deps=[right])
-    mbarrier.arrive(free.index(3))
+    arrive(free.index(3))
     left, right = _rescaled(left, right, found, _all_rows(row_values, 1), middle, top, scale_log2, VALUES)
     if MASKED:
         _zero_unowned(latents, zero, length - (first + 1) * TILE, 1, 2, WIDTH)
@@ -291,9 +292,9 @@ def _second_group(
     right = warpgroup_mma(probabilities, own_right, right, is_async=True)
     total = total * gl.exp2((largest - top) * scale_log2) + gl.sum(weights, 1)
     left = warpgroup_mma_wait(1, deps=[left])
-    mbarrier.arrive(free.index(6))
+    arrive(free.index(6))
     right, probabilities = warpgroup_mma_wait(0, deps=[right, probabilities])
-    mbarrier.arrive(free.index(7))
+    arrive(free.index(7))
     return top, total, left, right
 
 
@@ -323,13 +324,13 @@ def _first_pairs(
                 zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, False,
             )  # fmt: skip
             left = warpgroup_mma_wait(1, deps=[left])
-            mbarrier.arrive(free.index(4))
+            arrive(free.index(4))
             pair += 1
             more = first + 2 < stop  # after the last pair products of what lies there, which nobody looks at
             scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
             scores = score_quarter(scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, 0, LATENT, ROPE)
             right = warpgroup_mma_wait(1, deps=[right])
-            mbarrier.arrive(free.index(5))
+            arrive(free.index(5))
             for number in gl.static_range(1, 4):
                 scores = score_quarter(
                     scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, number, LATENT, ROPE
@@ -342,8 +343,8 @@ def _first_pairs(
                 zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, True,
             )  # fmt: skip
             left, right = warpgroup_mma_wait(0, deps=[left, right])
-            mbarrier.arrive(free.index(4))
-            mbarrier.arrive(free.index(5))
+            arrive(free.index(4))
+            arrive(free.index(5))
             pair += 1
             if first + 2 < stop:
                 scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
@@ -430,7 +431,7 @@ def attend_pairs(
         )  # fmt: skip
     largest, total, left, right = state
     row_values.index(2 + OWN).store(total)
-    mbarrier.arrive(bars[4].index(OWN))
+    arrive(bars[4].index(OWN))
     mbarrier.wait(bars[4].index(1 - OWN), sums & 1)
     total += row_values.index(3 - OWN).load(gl.SliceLayout(1, SCORES))
     return (largest, total, left, right), pair, sums + 1

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ..arrivals import arrive
 from ..pieces import TILE, follow_kernel
 from ..rows_and_pages import ask_queries
 from ..tile_pairs import ROWS
@@ -46,7 +47,7 @@ def _consume(
             note, inputs, words, findings, sizes, strides, shared, full, scored, pairs, HEADS, LATENT, ROPE, BLOCK_SIZE
         )
     else:
-        mbarrier.arrive(scored)
+        arrive(scored)
     multiply_shares(share, what, inputs, cut, results, sizes, shared, bars, splits_bound, HEADS, LATENT, BLOCK_SIZE)
 
 

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ..arrivals import arrive
 from ..gluon_versions import partition_barrier
 from ..pieces import TILE, ceil_div, leave_word, lens_of, own_cut, rows_of, tiles_of
 from ..rows_and_pages import LEAST, LN_2, STAYS, load_columns, page_of, part_rows, rows_at, zero_from
@@ -314,7 +315,7 @@ def multiply_shares(
             values = warpgroup_mma(probabilities.slice(ROWS, ROWS), second, values, is_async=True)
             values = warpgroup_mma_wait(0, deps=[values])
             partition_barrier()  # every warp has read and multiplied, before one of them releases
-            mbarrier.arrive(released.index(stage))
+            arrive(released.index(stage))
             step += 1
 
         slot = leave_word(

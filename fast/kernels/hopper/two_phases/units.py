@@ -11,12 +11,9 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
+from ..arrivals import arrive
 from ..gluon_versions import partition_barrier
 from ..pieces import TILE, ceil_div, lens_of, own_cut, tiles_of
 from ..rows_and_pages import LEAST, pages_held, seen_at, shift_of
@@ -217,7 +214,7 @@ def score_unit(
     if begin + 1 >= plain:
         second = masked(second, begin + 1, stop, seen, SCORES, BLOCK_SIZE)
     partition_barrier()  # every warp has multiplied, before one of them says so
-    mbarrier.arrive(scored)
+    arrive(scored)
     second_top = gl.max(second, 1)
     _tell_tops(words, unit, 1, second_top)
 
