@@ -63,9 +63,15 @@ def _hand_over_kernel(source, out, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
     )
 
 
+def let_every_thread_arrive() -> None:
+    """From now on, in this process: before any kernel is hashed, and so before a module keeps kernels in a table."""
+    arrivals.EVERY_THREAD_ARRIVES = gl.constexpr(True)
+
+
 def main(argv: list[str]) -> int:
     """Hand `ROUNDS` spans over, and say whether all came."""
-    arrivals.EVERY_THREAD_ARRIVES = gl.constexpr("--one-arrives" not in argv)
+    if "--one-arrives" not in argv:
+        let_every_thread_arrive()
     source = torch.randn(ROUNDS, WIDTH.value, device="cuda")
     out = torch.zeros_like(source)
     _hand_over_kernel[(1,)](source, out, ROUNDS=ROUNDS, ORDERED="--racing" not in argv, num_warps=4)

@@ -122,9 +122,7 @@ def never_launched(launched: Iterable[str], hopper: bool) -> list[str]:
 
 if __name__ == "__main__":
     if "--every-thread-arrives" in sys.argv:
-        from triton.experimental.gluon import language as gl
+        from tests.hand_over import let_every_thread_arrive
 
-        from fast.kernels.hopper import arrivals
-
-        arrivals.EVERY_THREAD_ARRIVES = gl.constexpr(True)
+        let_every_thread_arrive()
     launch_samples(*map(int, sys.argv[1].split("/")))

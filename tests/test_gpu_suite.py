@@ -117,12 +117,12 @@ def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
 
     monkeypatch.setattr(sanitizers, "run_shares", shares)
     monkeypatch.setattr(sanitizers, "sanitizer", lambda tool: ["true"])
-    monkeypatch.setattr(sanitizers, "run", lambda *_, **__: (0, "hand-over: every value came"))
+    monkeypatch.setattr(sanitizers, "run", lambda *_, **__: (0, "hand-over: every value came\n" + reported()))
     pytest.importorskip("triton")
     for stops, expected in ((True, [[], [2]]), (False, [[], [2], [2]])):
         ran.clear()
         found = sanitizers.run_racecheck(SimpleNamespace(jobs=2, limit=9.0))
-        assert ran == expected and not found["ok"] and len(found["races"]) == 1 + (not stops)
+        assert ran == expected and len(found["races"]) == 1 + (not stops)
         assert found["races"][-1].endswith(f" x pieces.py:9 ({KERNEL}), pieces.py:7 ({KERNEL})")
         assert any(line.startswith(f"{len(expected) - 1} shares again") for line in found["summary"])
 
@@ -145,6 +145,10 @@ def test_races():
     assert str(next(iter(sanitizers.of_ours(found)))[1]) == f"pieces.py:7 ({KERNEL})"
     unknown = reported((head, call)).replace(f" in {call}", " in an unknown place")
     assert sanitizers.of_ours(sanitizers.races(unknown)).total() == 1
+    unread = reported((head, call), ("pieces.py:9", call)).replace(
+        f"Read access at {KERNEL}+0x140 in pieces.py:9", "it"
+    )
+    assert sanitizers.of_ours(sanitizers.races(unread)).total() == 1
     other = reported((head, call)).replace(f"{KERNEL}+0x9a0", "_other_kernel+0x9a0")
     assert sanitizers.of_ours(sanitizers.races(other)).total() == 1
 
@@ -166,11 +170,22 @@ def test_what_racecheck_must_say():
     found = sanitizers.races_report(outcomes, controls, hopper=False)
     assert found["ok"] and found["races"] == [] and found["controls"] == dict(zip(controls, (0, 1, 1), strict=True))
     assert found["summary"][1:3] == ["0 races", "2 at Triton's warp_specialize"]
+    nothing = (
+        reported((head, call)).replace(f" {KERNEL}+0x140 in {head}", " ").replace(f" {KERNEL}+0x9a0 in {call}", " ")
+    )
+    assert sanitizers.races_report(outcomes, controls, False, [nothing])["ok"]
+    assert not sanitizers.races_report(outcomes, controls, False, [nothing, race])["ok"]
+    twice = own.replace(
+        " [4 hazards]", f" [4 hazards]\n=========     and Write access at {KERNEL}+0x9a0 in {call} [1 hazards]"
+    )
     for bad, heard in (
+        ([share(1, twice), share(2, own.replace("Race reported", "A race"))], controls),
         ([outcomes[0], share(2, race)], controls), ([outcomes[0], share(2, own, 1)], controls),
         ([outcomes[0], (0, own)], controls), ([outcomes[0], share(2, own.replace("1 hazards", "2 hazards"))], controls),
         (outcomes, controls | {"every thread arrives": came + race}),
         (outcomes, controls | {"every thread arrives": own}), (outcomes, controls | {"nobody waits": lost + own}),
+        (outcomes, controls | {"one arrives for all": ""}), (outcomes, controls | {"one arrives for all": lost + race}),
+        ([outcomes[0], share(2, f"========= Internal Sanitizer Error: out of memory\n{own}")], controls),
     ):  # fmt: skip
         assert not sanitizers.races_report(bad, heard, hopper=False)["ok"]
     assert sanitizers.races_report([outcomes[0], share(2, race)], controls, hopper=False)["races"] == [

@@ -167,11 +167,11 @@ def arrivals_for_all(ptx: str) -> list[list[str]]:
 
 
 def all_are_there(before: list[str]) -> bool:
-    """Whether all threads of the group have met since anything touched shared memory."""
+    """Whether all threads of the group have met since anything touched memory."""
     for line in reversed(before):
         if re.match(r"bar\.(sync|warp\.sync)\b", line):
             return True
-        if re.search(r"^\$L|\bbra\b|ld\.shared|st\.shared|ldmatrix|stmatrix|wgmma|cp\.async", line):
+        if re.search(r"^\$L|\bbra\b|\b(ld|st)\.(shared|global)|ldmatrix|stmatrix|wgmma|cp\.async", line):
             return False
     return False
 
@@ -203,24 +203,33 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     assert arrivals and all(map(all_are_there, arrivals))
 
 
-def compile_for_racecheck() -> None:
-    """Print how many arrivals there are, and how many without one of every thread before: in a process of its own."""
-    from fast.kernels.hopper import arrivals
-
-    arrivals.EVERY_THREAD_ARRIVES = triton.language.constexpr(True)
+def count_arrivals() -> None:
+    """Print of three kernels their key, how many arrivals there are, and before how many every thread arrives."""
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
-            found = arrivals_for_all(compiled(*recorded(patch, heads, cut)).asm["ptx"])
-        alone = sum(not any(line.startswith("cp.async.mbarrier.arrive.shared") for line in before) for before in found)
-        print("arrivals", len(found), alone)
+            kernel, *given = recorded(patch, heads, cut)
+            found = arrivals_for_all(compiled(kernel, *given).asm["ptx"])
+        every = sum(any(line.startswith("cp.async.mbarrier.arrive.shared") for line in before) for before in found)
+        print("arrivals", kernel.cache_key, len(found), every)
 
 
-def test_every_thread_arrives_for_racecheck():
-    """In the form that `tests.memory_checks` gives it, which no other process compiles."""
-    command = [sys.executable, "-c", f"from {__name__} import compile_for_racecheck as main; main()"]
-    done = subprocess.run(command, cwd=memory_checks.ROOT, capture_output=True, text=True, check=True, timeout=600)
-    found = re.findall(r"^arrivals (\d+) (\d+)$", done.stdout, re.MULTILINE)
-    assert len(found) == 3 and all(int(count) >= 3 and int(alone) == 0 for count, alone in found)
+def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
+    """In the form that `tests.memory_checks` asks for, and in no other; neither is ever taken for the other."""
+    count_arrivals()
+    served = re.findall(r"^arrivals (\w+) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)
+    program = f"""if True:
+        from tests.hand_over import let_every_thread_arrive
+        let_every_thread_arrive()
+        from {__name__} import count_arrivals
+        count_arrivals()"""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], cwd=memory_checks.ROOT, env=environment, capture_output=True,
+                          text=True, check=True, timeout=600)  # fmt: skip
+    checked = re.findall(r"^arrivals (\w+) (\d+) (\d+)$", done.stdout, re.MULTILINE)
+    assert len(served) == len(checked) == 3
+    for (key, count, few), (other_key, other_count, every) in zip(served, checked, strict=True):
+        assert key != other_key and int(count) == int(other_count) == int(every) >= 3
+        assert int(few) < int(count)  # two phases copy row values without the engine
 
 
 @pytest.mark.parametrize("block_size, widths, dtype", [

@@ -1,7 +1,7 @@
 """What a program asks for while the kernel before may still run: queries and first tile of its first request.
 
-Only into the L2, where a prefetch changes no result: what the kernel before has yet to write is fetched again, and what
-it says of lengths and tables may be old, so it is read past the L1, and bounded like any garbage.
+Only into the L2, where a prefetch changes no result: what the kernel before has yet to write it writes there too. What
+is read of lengths and tables may be old, so it is read past the L1, which would keep it, and bounded like any garbage.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def ask_ahead(
     """Ask for the program's first 64 rows and first 64 keys, where requests are whole."""
     ql_nope, q_pe, block_table, seq_lens, query_start_loc, _ = inputs
     kv_cache, page_stride, key_stride = cache
-    num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, _ = sizes
+    num_tokens, num_blocks, _, table_width, row_blocks, request_rows, _ = sizes
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
         strides
     )
     number = gl.arange(0, THREADS, gl.BlockedLayout([1], [32], [THREADS // 32], [0]))
     half = number % 2
-    request = gl.minimum(gl.program_id(0) // row_blocks, num_requests - 1)
+    request = gl.program_id(0) // row_blocks
     row = gl.program_id(0) % row_blocks * ROWS + number // 2
     query_start = gl.minimum(gl.maximum(_now(query_start_loc + request), 0), num_tokens)
     query_end = gl.minimum(_now(query_start_loc + request + 1), num_tokens)

@@ -11,8 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_versions import partition_barrier
 
-# For racecheck, which takes none but the arriving thread for ordered, whatever barrier is before it: set before
-# anything is compiled, by `tests.memory_checks` alone.
+# For racecheck (`tests/sanitizers.py`), which takes none but the arriving thread for ordered, whatever barrier it met
+# the others at. Only tests set it, before any kernel is hashed: the key of what is compiled has it then.
 EVERY_THREAD_ARRIVES = gl.constexpr(False)
 
 

@@ -197,8 +197,8 @@ def _attend(
         elif program_rows < MANY_ROWS:
             _few_heads_kernel[(deal.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
-            stored_whole = heads % MANY_ROWS == 0 and deal.slices == 1 and not constants["SPLIT"]
-            out_rows = _row_descriptor(out) if stored_whole and out_dtype == ql_nope.dtype else None
+            in_boxes = heads % MANY_ROWS == 0 and deal.slices == 1 and not constants["SPLIT"]  # rows of one token
+            out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
             _many_heads_kernel[(deal.programs,)](
                 *arguments, out_rows, *cache, SLICES=deal.slices, **constants, **LAUNCH

@@ -164,7 +164,7 @@ def _ask_kept(kept_values, k_latent, step, full, free, stored, number, ROWS: gl.
     place = kept_values + gl.program_id(0).to(gl.int64) * (NUMBER * CHUNK)
     for chunk in range(NUMBER):
         async_copy.async_copy_global_to_shared(shared.index(chunk), place + chunk * CHUNK + element)
-    async_copy.mbarrier_arrive(full.index(stage))
+    async_copy.mbarrier_arrive(full.index(stage))  # each thread, once its copies are there; then the one that counts
     mbarrier.arrive(full.index(stage))
 
 
@@ -352,7 +352,9 @@ def _consume(
                 if not running:
                     mbarrier.wait(noted, (piece + 1) & 1)
                 # asked anew: registers that are held through a split are dear
-                written, following = read_note(notes, piece), read_note(notes, piece + 1)
+                written = read_note(notes, piece)
+                # the next piece's is not there before the last split, and nothing is asked for before
+                following = read_note(notes, piece + gl.where(running, 0, 1))
                 asked = (split_stop >= stop) & (following[0] >= 0)
                 where, slot = rows_of(written, sizes, HEADS), slot_of(written)
                 if running & (begin == 0):

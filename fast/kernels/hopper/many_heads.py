@@ -106,7 +106,9 @@ def _consume(
                 if not running:
                     mbarrier.wait(noted, (piece + 1) & 1)
                 # asked anew: registers that are held through a split are dear
-                written, following = read_note(notes, piece), read_note(notes, piece + 1)
+                written = read_note(notes, piece)
+                # the next piece's is not there before the last split, and nothing is asked for before
+                following = read_note(notes, piece + gl.where(running, 0, 1))
                 asked = (split_stop >= stop) & (following[0] >= 0)
                 where, slot = rows_of(written, sizes, HEADS), slot_of(written)
                 if running & (begin == 0):
