@@ -122,7 +122,7 @@ def never_launched(launched: Iterable[str], hopper: bool) -> list[str]:
 
 if __name__ == "__main__":
     if "--every-thread-arrives" in sys.argv:
-        from tests.hand_over import let_every_thread_arrive
+        from .hand_over import let_every_thread_arrive
 
         let_every_thread_arrive()
     launch_samples(*map(int, sys.argv[1].split("/")))

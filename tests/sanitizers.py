@@ -160,6 +160,8 @@ def races_report(
         *([f"{len(earlier)} shares again, for a report that names nothing"] if earlier else []), *trouble,
         "controls: " + ", ".join(f"{name} {'yes' if pairs else 'no'}" for name, pairs in report["controls"].items()),
     ]  # fmt: skip
+    for output in (*earlier, *(output for _, output in outcomes if of_ours(races(output)))):
+        print(output[:20000])
     print("racecheck: " + "; ".join(report["summary"] + report["races"]))
     return report
 
