@@ -50,21 +50,22 @@ class Place(NamedTuple):
 
 def run_memcheck(args: argparse.Namespace) -> dict[str, Any]:
     """No op reads or writes outside its tensors, whatever the indices say."""
-    outcomes = run_shares("memcheck", args, [], "--error-exitcode", "9")
-    if isinstance(outcomes, str):
-        return {"not_run": outcomes, "ok": True}
+    if not sanitizer("memcheck"):
+        return absent("memcheck")
     from .triton_mode import ON_HOPPER  # needs Triton
 
-    return shares_report("memcheck", outcomes, ON_HOPPER)
+    report = shares_report(run_shares("memcheck", args, [], "--error-exitcode", "9"), ON_HOPPER)
+    print("memcheck: " + "; ".join(report["summary"]))
+    return report
 
 
 def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
     """No thread loads or stores in shared memory before those that it waits for are done; beside controls."""
-    outcomes = run_shares("racecheck", args, ["--every-thread-arrives"])
-    if isinstance(outcomes, str):
-        return {"not_run": outcomes, "ok": True}
+    if not sanitizer("racecheck"):
+        return absent("racecheck")
     from .triton_mode import ON_HOPPER  # needs Triton
 
+    outcomes = run_shares("racecheck", args, ["--every-thread-arrives"])
     earlier: list[str] = []
     for _ in range(AGAIN):
         nowhere = [share for share, (_, output) in enumerate(outcomes, 1) if not all(map(named, races(output)))]
@@ -87,17 +88,20 @@ def sanitizer(tool: str) -> list[str]:
     return [program, "--tool", tool, "--print-limit", "0"] if program else []
 
 
+def absent(tool: str) -> dict[str, Any]:
+    """What a stage comes to without compute-sanitizer."""
+    reason = "compute-sanitizer is not on PATH"
+    print(f"{tool}: skipped, {reason}")
+    return {"ok": True, "not_run": reason}
+
+
 def run_shares(
     tool: str, args: argparse.Namespace, given: Sequence[str], *options: str, shares: Sequence[int] = ()
-) -> list[tuple[int, str]] | str:
-    """Status and output of each share of `tests.memory_checks`, or of some; or why not.
+) -> list[tuple[int, str]]:
+    """Status and output of each share of `tests.memory_checks`, or of some.
 
     Each tensor has an allocation of its own, and a launch ends before the next begins.
     """
-    if not sanitizer(tool):
-        reason = "compute-sanitizer is not on PATH"
-        print(f"{tool}: skipped, {reason}")
-        return reason
 
     def one(share: int) -> tuple[int, str]:
         command = [sys.executable, "-m", "tests.memory_checks", f"{share}/{args.jobs}", *given]
@@ -108,7 +112,7 @@ def run_shares(
         return list(pool.map(one, shares or range(1, args.jobs + 1)))
 
 
-def shares_report(tool: str, outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str, Any]:
+def shares_report(outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str, Any]:
     """What the shares say together: whether all are clean and came to their end, and what none of them launched."""
     lines = [line for _, output in outcomes for line in output.splitlines()]
     said = [line.strip("= ") for line in lines if "SUMMARY" in line]
@@ -122,7 +126,6 @@ def shares_report(tool: str, outcomes: Sequence[tuple[int, str]], hopper: bool) 
     summary = ["every op and every variant was launched" if whole else f"{ended} of {len(outcomes)} shares ended"]
     summary += [f"never launched: {name}" for name in missing]
     summary += [f"{count} x {line}" for line, count in sorted(Counter(said).items())]
-    print(f"{tool}: {'; '.join(summary)}")
     clean = not any(status for status, _ in outcomes) and len(said) == len(outcomes)
     return {"ok": clean and whole, "summary": summary, "launched": launched}
 
@@ -138,7 +141,7 @@ def races_report(
         hopper: whether the kernels for Hopper had to be launched.
         earlier: output of shares that ran again, for a report that names nothing; what else they report counts.
     """
-    report = shares_report("racecheck", outcomes, hopper)
+    report = shares_report(outcomes, hopper)
     found = sum((races(output) for _, output in outcomes), Counter())
     before = Counter({pair: n for output in earlier for pair, n in races(output).items() if named(pair)})
     ours = of_ours(found + before)
@@ -175,8 +178,6 @@ def races(output: str) -> Counter[tuple[Place, Place]]:
             first = place_in(line)
         elif first is not None and re.match(r"=+ +and ", line):
             found[first, place_in(line)] += 1
-        elif line.startswith("="):
-            first = None
     return found
 
 

@@ -74,7 +74,7 @@ def test_what_a_memory_checker_must_have_seen():
         return status, "\n".join([*(f"launched: {name}" for name in names), last.format(share), said])
 
     both = [outcome(1, kernels[:5]), outcome(2, kernels[4:])]
-    found = sanitizers.shares_report("memcheck", both, hopper=False)
+    found = sanitizers.shares_report(both, hopper=False)
     assert found == {
         "ok": True, "launched": sorted(kernels),
         "summary": ["every op and every variant was launched", "2 x ERROR SUMMARY: 0 errors"],
@@ -83,7 +83,7 @@ def test_what_a_memory_checker_must_have_seen():
         [both[0], outcome(2, kernels[6:])], [both[0], outcome(2, kernels[4:], unclean, 9)],
         [both[0], outcome(2, kernels[4:], last="killed")], [both[0], outcome(2, kernels[4:], said="")],
     ):  # fmt: skip
-        assert not sanitizers.shares_report("memcheck", bad, hopper=False)["ok"]
+        assert not sanitizers.shares_report(bad, hopper=False)["ok"]
     missing = memory_checks.never_launched(kernels, hopper=True)
     assert "two_phases_kernel" in missing and "few_heads_kernel of ROWS 32" in missing
 
@@ -184,7 +184,8 @@ def test_what_racecheck_must_say():
         ([outcomes[0], (0, own)], controls), ([outcomes[0], share(2, own.replace("1 hazards", "2 hazards"))], controls),
         (outcomes, controls | {"every thread arrives": came + race}),
         (outcomes, controls | {"every thread arrives": own}), (outcomes, controls | {"nobody waits": lost + own}),
-        (outcomes, controls | {"one arrives for all": ""}), (outcomes, controls | {"one arrives for all": lost + race}),
+        (outcomes, controls | {"one arrives for all": ""}), (outcomes, controls | {"every thread arrives": came}),
+        (outcomes, controls | {"one arrives for all": lost + race}),
         ([outcomes[0], share(2, f"========= Internal Sanitizer Error: out of memory\n{own}")], controls),
     ):  # fmt: skip
         assert not sanitizers.races_report(bad, heard, hopper=False)["ok"]

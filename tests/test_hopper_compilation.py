@@ -167,11 +167,11 @@ def arrivals_for_all(ptx: str) -> list[list[str]]:
 
 
 def all_are_there(before: list[str]) -> bool:
-    """Whether all threads of the group have met since anything touched memory."""
+    """Whether all threads of the group have met since one of them touched memory, or fenced what it had touched."""
     for line in reversed(before):
         if re.match(r"bar\.(sync|warp\.sync)\b", line):
             return True
-        if re.search(r"^\$L|\bbra\b|\b(ld|st)\.(shared|global)|ldmatrix|stmatrix|wgmma|cp\.async", line):
+        if re.search(r"^\$L|\bbra\b|\b(ld|st)\.(shared|global)|ldmatrix|stmatrix|wgmma|cp\.async|fence\.proxy", line):
             return False
     return False
 

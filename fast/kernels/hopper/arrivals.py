@@ -19,7 +19,10 @@ EVERY_THREAD_ARRIVES = gl.constexpr(False)
 @gluon.jit
 @no_type_check
 def arrive(bar, pred=True):
-    """One arrival for all warps of the group, once each of them is here: Triton puts a barrier before it."""
+    """One arrival for all warps of the group, once each of them is here.
+
+    Triton puts a barrier before it, but behind what touched shared memory: where each thread fences, another is needed.
+    """
     if EVERY_THREAD_ARRIVES:
         if pred:
             async_copy.mbarrier_arrive(bar)  # each thread adds itself to who is waited for, and the count stays

@@ -185,6 +185,7 @@ def _taken_kept(half, k_latent, step, full, free):
     mbarrier.wait(full.index(stage), (step // STAGES) & 1)
     before = gl.reshape(gl.permute(shared.load(SQUARES), [1, 0, 2]), [LATENTS, ROWS])
     fence_async_shared()  # tiles come there by another way
+    partition_barrier()  # the fence of every thread, before one of them arrives
     arrive(free.index(stage))
     return gl.convert_layout(before, HALF)
 
@@ -330,6 +331,7 @@ def _consume(
         seen = (visible, length, table_row, table_stride, num_blocks, gl.where(held, 0, length))
         async_copy.wait_group(0)
         fence_async_shared()
+        partition_barrier()  # the fence of every thread, before one of them arrives
         arrive(begun)
 
         if BY_LENGTH:
