@@ -104,6 +104,29 @@ def places(*found) -> list[str]:
     return [f"{place.file}:{place.line}" for place in found]
 
 
+def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
+    """A report without a place is asked for again; what the first attempt said with places counts all the same."""
+    head, call = places(*TRITONS)
+    nowhere = reported(("pieces.py:9", "pieces.py:7"), (head, call)).replace(f"{KERNEL}+0x140 in {head}", "").replace(
+        f"{KERNEL}+0x9a0 in {call}", " ")  # fmt: skip
+    clean, ran = reported((head, call)), []
+
+    def shares(tool, args, given, *options, shares=()):
+        ran.append(list(shares))
+        return [(0, clean), (0, clean if stops and shares else nowhere)][-len(shares) :]
+
+    monkeypatch.setattr(sanitizers, "run_shares", shares)
+    monkeypatch.setattr(sanitizers, "sanitizer", lambda tool: ["true"])
+    monkeypatch.setattr(sanitizers, "run", lambda *_, **__: (0, "hand-over: every value came\n" + reported()))
+    pytest.importorskip("triton")
+    for stops, expected in ((True, [[], [2]]), (False, [[], [2], [2]])):
+        ran.clear()
+        found = sanitizers.run_racecheck(SimpleNamespace(jobs=2, limit=9.0))
+        assert ran == expected and len(found["races"]) == 1 + (not stops)
+        assert found["races"][-1].endswith(f" x pieces.py:9 ({KERNEL}), pieces.py:7 ({KERNEL})")
+        assert any(line.startswith(f"{len(expected) - 1} shares again") for line in found["summary"])
+
+
 def test_where_triton_specializes_warps():
     """Two lines of each kernel, and such lines as a reader would find there."""
     own = sanitizers.tritons_own()
@@ -147,14 +170,17 @@ def test_what_racecheck_must_say():
     found = sanitizers.races_report(outcomes, controls, hopper=False)
     assert found["ok"] and found["races"] == [] and found["controls"] == dict(zip(controls, (0, 1, 1), strict=True))
     assert found["summary"][1:3] == ["0 races", "2 at Triton's warp_specialize"]
-    nameless = race.replace(f" {KERNEL}+0x140 in pieces.py:9", "").replace(f" {KERNEL}+0x9a0 in pieces.py:7", "")
+    nothing = (
+        reported((head, call)).replace(f" {KERNEL}+0x140 in {head}", " ").replace(f" {KERNEL}+0x9a0 in {call}", " ")
+    )
+    assert sanitizers.races_report(outcomes, controls, False, [nothing])["ok"]
+    assert not sanitizers.races_report(outcomes, controls, False, [nothing, race])["ok"]
     twice = own.replace(
         " [4 hazards]", f" [4 hazards]\n=========     and Write access at {KERNEL}+0x9a0 in {call} [1 hazards]"
     )
     for bad, heard in (
         ([share(1, twice), share(2, own.replace("Race reported", "A race"))], controls),
-        ([outcomes[0], share(2, race)], controls), ([outcomes[0], share(2, nameless)], controls),
-        ([outcomes[0], share(2, own, 1)], controls),
+        ([outcomes[0], share(2, race)], controls), ([outcomes[0], share(2, own, 1)], controls),
         ([outcomes[0], (0, own)], controls), ([outcomes[0], share(2, own.replace("1 hazards", "2 hazards"))], controls),
         (outcomes, controls | {"every thread arrives": came + race}),
         (outcomes, controls | {"every thread arrives": own}), (outcomes, controls | {"nobody waits": lost + own}),
