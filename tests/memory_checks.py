@@ -12,12 +12,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+from .commands import ROOT
+
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 FAR = (2147480000, -2147480000, -1, 1 << 20)  # block ids, lengths and slots that no tensor of a sample has
 HOSTILE = (

@@ -8,7 +8,8 @@ each arrival `test_hopper_compilation` reads in the code that is served.
 
 It also reports the bytes by which Triton starts and ends what `warp_specialize` runs, in any kernel that has one. All
 threads meet before and after they are written, and no line of ours touches them: of each report of them both places
-are the kernel's head and the call. Every other report is a failure.
+are the kernel's head and the call. A report now and then names neither kernel nor line: its share runs again. Every
+other report is a failure, and so is one that still names nothing then.
 
 What it does not follow, none of this shows: what the copy engine and asynchronous copies bring, and what products read.
 The arrivals of that form also wait for the asynchronous copies of their thread. Launches are one after another, so that
