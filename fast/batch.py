@@ -9,10 +9,12 @@ from torch import Tensor
 from reference.interfaces import (
     CommonAttentionMetadata,
     check,
+    check_batch_block_size,
     check_blocks,
     check_lengths,
     check_table_width,
     check_tensor,
+    slots_of_tokens,
 )
 
 
@@ -102,18 +104,7 @@ def slot_mapping(
         check_lengths(query_start_loc, seq_lens)
         check(num_tokens >= int(query_start_loc[-1]), "num_tokens", f"at least {int(query_start_loc[-1])}", num_tokens)
         check_blocks(block_table, seq_lens.tolist(), block_size, num_blocks=2**31)
-    slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
-    if requests == 0 or num_tokens == 0 or block_table.shape[1] == 0:
-        return slots
-    tokens = torch.arange(num_tokens, device=device)
-    request = torch.searchsorted(query_start_loc[1:].long(), tokens, right=True)
-    owned = request < requests
-    request = request.clamp_(max=requests - 1)
-    position = seq_lens[request].long() - query_start_loc[request + 1] + tokens
-    owned &= seq_lens[request] > 0
-    column = (position // block_size).clamp_(0, block_table.shape[1] - 1)
-    slot = block_table[request, column].long() * block_size + position % block_size
-    return torch.where(owned, slot, slots)
+    return slots_of_tokens(query_start_loc, seq_lens, block_table, block_size, num_tokens)
 
 
 def make_local_attention_virtual_batches(
@@ -134,9 +125,10 @@ def make_local_attention_virtual_batches(
         The virtual batch; a padding row (S = 0) stays one row, a request without new tokens has none.
 
     Raises:
-        ValueError: a size below 1, a chunk that is not made of whole blocks, or a block table narrower than the longest
-            request.
+        ValueError: a size below 1, slots that were made for another block size, a chunk that is not made of whole
+            blocks, or a block table narrower than the longest request.
     """
+    check_batch_block_size(common, block_size)
     check_table_width(common, block_size)
     chunk = attention_chunk_size
     check(chunk >= 1 and chunk % block_size == 0, "attention_chunk_size", f"a multiple of the block size {block_size}",
@@ -168,4 +160,6 @@ def make_local_attention_virtual_batches(
         slot_mapping=common.slot_mapping,
         max_query_len=int(taken.max()) if taken.numel() else 0,
         num_actual_tokens=common.num_actual_tokens,
+        max_seq_len=int(virtual_lens.max()) if virtual_lens.numel() else 0,
+        block_size=common.block_size,
     )

@@ -6,6 +6,7 @@ Plans are made on the CPU from the CPU twins of a batch; nothing is read back fr
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import torch
@@ -24,8 +25,10 @@ from reference.interfaces import (
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
+    ScheduleChoice,
     SequenceShare,
     check,
+    check_batch_block_size,
     check_chunking,
     check_common_prefix,
     check_interleave,
@@ -34,6 +37,7 @@ from reference.interfaces import (
     check_slots_of_share,
     check_table_width,
     check_threshold,
+    choose_schedule,
     chunked_prefill_workspace_size,
     context_unit,
     get_dcp_local_seq_lens,
@@ -43,7 +47,7 @@ from reference.interfaces import (
 from .batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
 from .cascade import split_shared_prefix, use_cascade_attention
 from .path import choose_path, choose_paths
-from .schedule import plan_context_chunks, plan_decode, share_chunk
+from .schedule import decode_programs, plan_context_chunks, plan_decode, share_chunk
 
 
 def build_mla_metadata(
@@ -57,8 +61,11 @@ def build_mla_metadata(
     policy: str = "packed",
     require_order: bool = False,
     share: SequenceShare | None = None,
+    num_programs: int | None = None,
     *,
     staging: StagingBuffer | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
 ) -> MLAMetadata:
     """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
 
@@ -72,26 +79,36 @@ def build_mla_metadata(
         block_size: tokens a block.
         workspace_tokens: most context tokens that are expanded at once.
         decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
-        config: the layer, for `choose_path`; None leaves the choice to the threshold.
+        config: the layer, for `choose_path` and `num_programs`; None leaves the choice of paths to the threshold.
         costs: of `choose_path`.
         query_len_support: of the decode kernel.
         policy: of `plan_context_chunks`.
         require_order: an absorbed request behind an expanded one is an error.
         share: of a rank under context parallelism: `common` has whole lengths and this rank's slots
             (`dcp_slot_mapping`). Requests choose their path as on one rank.
+        num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
+            device (`decode_programs`) where a `config` is given, and never plans without one. Whether the decode gets a
+            schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
         staging: pinned memory through which plans go to a GPU; None takes it from PyTorch's allocator each time.
+        dtype: of queries and cache, for the number of programs; a plan serves any dtype.
+        backend: backend of the decode, for the number of programs, and of `plan_decode`; None chooses by capability.
 
     Returns:
         The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where a `share` is given.
 
     Raises:
-        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; a block table narrower than the longest
-            request; a workspace that is too small; (on a CPU) more slots than a rank has new tokens; a padding row
-            (S = 0 < Sq) that does not stand among the decodes; an order that is not as required.
+        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; `num_programs` without a `config`; slots
+            that were made for another block size; a block table narrower than the longest request; a workspace that is
+            too small; (on a CPU) more slots than a rank has new tokens; a padding row (S = 0 < Sq) that does not stand
+            among the decodes; an order that is not as required.
     """
     check_threshold(decode_threshold, query_len_support)
+    check(num_programs is None or (isinstance(num_programs, int) and num_programs >= 0), "num_programs",
+          "an int >= 0 or None", num_programs)  # fmt: skip
+    check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
     size, interleave = (1, 1) if share is None else (share.size, share.interleave)
     check_interleave(interleave, block_size)
+    check_batch_block_size(common, block_size)
     check_table_width(common, block_size * size)
     if share is not None and common.slot_mapping.device.type == "cpu":
         check_slots_of_share(common, share)
@@ -147,8 +164,13 @@ def build_mla_metadata(
         chunks = tuple(
             dataclasses.replace(chunk, **{name: next(moved) for name in chunk.tensors()}) for chunk in chunks
         )
+    longest = common.max_seq_len
+    if decodes < requests:
+        longest = int(common.seq_lens_cpu[:decodes].max()) if decodes else 0
+    if share is not None:  # the first rank owns the most
+        longest = SequenceShare(size, 0, interleave).count(longest)
     kind, which = (MLAMetadata, {}) if share is None else (ContextParallelMetadata, {"share": share})
-    return kind(
+    metadata = kind(
         **which,
         slot_mapping=common.slot_mapping,
         num_actual_tokens=common.num_actual_tokens,
@@ -160,14 +182,67 @@ def build_mla_metadata(
             query_start_loc=query_start_loc,
             max_query_len=min(1, decode_tokens) if one_each else _longest(query_lens[:decodes]),
             visible_lens=visible_lens,
+            max_seq_len=longest,
+            block_size=block_size,
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[decodes:],
             query_start_loc=prefill_starts,
             max_query_len=_longest(query_lens[decodes:]) if decodes < requests else 0,
             context_chunks=chunks,
+            block_size=block_size,
         ),
+        workspace_tokens=workspace_tokens,
     )
+    if config is None or decode_tokens == 0 or num_programs == 0:
+        return metadata
+    if num_programs is None:
+        device = common.block_table.device
+        num_programs = _device_programs(config, device, dtype, block_size, metadata.decode.max_query_len, backend)
+    lens = _decode_lens(common, decodes, share)
+    return _with_schedule(metadata, lens, num_programs, config.num_heads, backend=backend)
+
+
+def _decode_lens(
+    common: CommonAttentionMetadata, num_decodes: int, share: SequenceShare | None
+) -> Int32[Tensor, " decodes"]:
+    """The keys of each decode that lie here, on the CPU."""
+    lens = common.seq_lens_cpu[:num_decodes]
+    return lens if share is None else get_dcp_local_seq_lens(lens, share.size, share.rank, share.interleave)
+
+
+@functools.lru_cache(maxsize=1024)
+def _device_programs(
+    config: MLAConfig, device: torch.device, dtype: torch.dtype, block_size: int, query_len: int, backend: str | None
+) -> int:
+    """`decode_programs`, kept: every step of a builder asks for it."""
+    return decode_programs(
+        config, device=device, dtype=dtype, block_size=block_size, query_len=query_len, backend=backend
+    )
+
+
+def _with_schedule(
+    metadata: MLAMetadata,
+    decode_lens: Int32[Tensor, " decodes"],
+    num_programs: int,
+    num_heads: int,
+    batch_invariant: bool = False,
+    captured: bool = False,
+    backend: str | None = None,
+) -> MLAMetadata:
+    """The plan with a schedule where its lengths ask for one, and the choice beside it.
+
+    A captured plan has a schedule whatever its lengths are: the lengths of the replays are not known yet.
+    """
+    choice = choose_schedule(decode_lens, num_programs, num_heads)
+    if captured:
+        choice = dataclasses.replace(choice, num_programs=num_programs, planned=num_programs > 0)
+    schedule = DecodeSchedule(batch_invariant=True) if batch_invariant else None
+    if choice.planned:
+        schedule = plan_decode(
+            metadata.decode.seq_lens, num_programs, num_heads, batch_invariant=batch_invariant, backend=backend
+        )
+    return dataclasses.replace(metadata, schedule=schedule, schedule_choice=choice)
 
 
 def _first_expanded(common, query_lens, decode_threshold, config, costs, query_len_support) -> int:
@@ -261,14 +336,17 @@ class MLAMetadataBuilder:
         query_len_support: of the decode kernel.
         num_speculative_tokens: drafted tokens a request and step.
         costs: of `choose_path`.
-        num_programs: that a decode is cut over, 0 leaves it to the kernel. Or a function of its longest query: the rows
-            of long ones fill the device, and many parts of many rows would take much memory. A number holds for queries
-            up to the threshold; longer ones are left to the kernel.
+        num_programs: programs that a schedule cuts a decode over; 0 never plans. None takes as many as suit the device
+            (`decode_programs`). A number holds for queries up to the threshold, and longer queries are left to the
+            kernel; a function gives the number for the longest query. Whether a decode gets a schedule follows from its
+            lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
         batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit, however many
             programs there are. `choose_path` is not asked then: queries beyond the threshold are expanded.
         workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
         context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
             slots; prefixes that decodes share are not attended apart.
+        dtype: of queries and cache, for the number of programs; a plan serves any dtype.
+        backend: backend of the decode, for the number of programs, and of `plan_decode`; None chooses by capability.
 
     Raises:
         ValueError: a number below its least value; heads that TP does not divide; `batch_invariant` with "ag_rs".
@@ -283,10 +361,13 @@ class MLAMetadataBuilder:
         query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
         num_speculative_tokens: int = 0,
         costs: PathCosts | None = None,
-        num_programs: int | Callable[[int], int] = 0,
+        num_programs: int | Callable[[int], int] | None = None,
         batch_invariant: bool = False,
         workspace_tokens: int | None = None,
         context_parallel: ContextParallel | None = None,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        backend: str | None = None,
     ):
         check_invariant_merge(context_parallel, batch_invariant)
         self.share = None if context_parallel is None else context_parallel.share
@@ -297,12 +378,15 @@ class MLAMetadataBuilder:
         self._decode_heads = (
             config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         )
-        check(callable(num_programs) or num_programs >= 0, "num_programs", "an int >= 0 or a function", num_programs)
+        number = isinstance(num_programs, int) and num_programs >= 0
+        check(num_programs is None or callable(num_programs) or number, "num_programs",
+              "an int >= 0, a function or None", num_programs)  # fmt: skip
         self.config, self.block_size, self.costs = config, block_size, costs
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
-        self._asked = None if batch_invariant else config  # by whom paths are chosen
+        self.dtype, self.backend = dtype, backend
+        self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
         self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
         check_chunking("packed", self.workspace_tokens, unit)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
@@ -321,21 +405,31 @@ class MLAMetadataBuilder:
             ValueError: as `build_mla_metadata`; a prefix longer than some context; an order other than absorbed before
                 expanded; more requests or longer ones than the builder was made for.
         """
+        self._check_sizes(common)
+        return self._build(common_prefix_len, common, fast_build)
+
+    def _check_sizes(self, common: CommonAttentionMetadata) -> None:
+        """Raise for more requests or longer ones than the builder was made for."""
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
         if common.num_reqs and int(common.seq_lens_cpu.max()) > self.max_model_len:
             request = int(common.seq_lens_cpu.argmax())
             check(False, "common", f"at most {self.max_model_len} tokens a request",
                   f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
+
+    def _build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False, captured: bool = False
+    ) -> MLAMetadata:
+        """The plan of one step; where a graph captures it, its lengths decide nothing, for others will follow."""
         metadata = build_mla_metadata(
-            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._asked,
-            self.costs, self.query_len_support, require_order=True, share=self.share, staging=self._staging,
+            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
+            self.costs, self.query_len_support, require_order=True, share=self.share, num_programs=0, staging=self._staging,
         )  # fmt: skip
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
-        return self._with_hints(metadata, common_prefix_len, common)
+        return self._with_hints(metadata, common_prefix_len, common, captured)
 
     def _with_hints(
-        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
+        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata, captured: bool
     ) -> MLAMetadata:
         """The plan with the cascade or the schedule of its decode."""
         if common_prefix_len > 0 and not self.batch_invariant and self.share is None:
@@ -346,18 +440,17 @@ class MLAMetadataBuilder:
                 row = int((lengths > 0).int().argmax())
                 cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
                 return dataclasses.replace(metadata, cascade=cascade)
-        programs = self._programs_for(metadata.decode.max_query_len)
-        if programs > 0:
-            schedule = plan_decode(
-                metadata.decode.seq_lens, programs, self._decode_heads, batch_invariant=self.batch_invariant
-            )
-            return dataclasses.replace(metadata, schedule=schedule)
-        if self.batch_invariant:
-            return dataclasses.replace(metadata, schedule=DecodeSchedule(batch_invariant=True))
-        return metadata
+        programs = self._programs_for(metadata.decode.max_query_len, common.block_table.device)
+        lens = _decode_lens(common, metadata.num_decodes, self.share)
+        return _with_schedule(
+            metadata, lens, programs, self._decode_heads, self.batch_invariant, captured, self.backend
+        )
 
-    def _programs_for(self, query_len: int) -> int:
-        """Over how many programs a decode is cut, from its longest query; 0 leaves it to the kernel."""
+    def _programs_for(self, query_len: int, device: torch.device) -> int:
+        """Over how many programs a schedule cuts a decode, from its longest query; 0 leaves it to the kernel."""
+        if self.num_programs is None:
+            config = dataclasses.replace(self.config, num_heads=self._decode_heads)
+            return _device_programs(config, device, self.dtype, self.block_size, query_len, self.backend)
         if callable(self.num_programs):
             programs = self.num_programs(query_len)
             check(programs >= 0, "num_programs", "a function that gives at least 0", programs)
@@ -378,7 +471,10 @@ class MLAMetadataBuilder:
               f"decodes of one query length up to {self.reorder_batch_threshold}",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
               )  # fmt: skip
-        return self.build(0, common)
+        table_keys = common.block_table.shape[1] * self.block_size * (1 if self.share is None else self.share.size)
+        bound = min(self.max_model_len, table_keys)
+        self._check_sizes(common)
+        return self._build(0, dataclasses.replace(common, max_seq_len=bound), captured=True)
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
@@ -391,19 +487,25 @@ class MLAMetadataBuilder:
             common: the batch that is to be replayed.
 
         Raises:
-            ValueError: a batch that is not of the captured shape. Nothing has been written then.
+            ValueError: a batch that is not of the captured shape, or longer than captured. Nothing has been written
+                then.
         """
         shape = (captured.num_decodes, captured.decode.max_query_len)
         tokens = shape[0] * shape[1]
         fits = self.can_run_in_cudagraph(common) and (common.num_reqs, common.num_actual_tokens) == (shape[0], tokens)
         check(fits, "common", f"{shape[0]} requests of {shape[1]} tokens, as captured",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
-        plan = self.build(0, common)
+        self._check_sizes(common)
+        scheduled = captured.schedule is not None and captured.schedule.tile_ranges is not None
+        plan = self._build(0, common, captured=scheduled)
+        bound = captured.decode.max_seq_len
+        check(plan.decode.max_seq_len <= bound, "common", f"at most {bound} keys a request, as captured",
+              plan.decode.max_seq_len)  # fmt: skip
         if self.share is not None:
             captured.decode.seq_lens.copy_(plan.decode.seq_lens)
         if shape[1] > 1 or self.share is not None:
             captured.decode.visible_lens.copy_(plan.decode.visible_lens)
-        if captured.schedule is not None and captured.schedule.tile_ranges is not None:
+        if scheduled:
             captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
             captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
 
@@ -427,7 +529,7 @@ class MLAMetadataBuilder:
             ValueError: tensors that do not fit; a length below 0.
         """
         absorbed = choose_paths(
-            query_lens, context_lens, self.reorder_batch_threshold, self._asked, self.costs, self.query_len_support
+            query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs, self.query_len_support
         )
         if self.query_len_support is QueryLenSupport.UNIFORM:
             lens = query_lens[absorbed & (query_lens > 0)]

@@ -102,9 +102,11 @@ def split_shared_prefix(
         row: a request that is no padding; its blocks are read for all.
 
     Raises:
-        ValueError: a prefix below one block, not of whole blocks, or wider than the block table; no such row.
+        ValueError: a block size other than that of `metadata`; a prefix below one block, not of whole blocks, or wider
+            than the block table; no such row.
     """
     whole = common_prefix_len >= block_size >= 1 and common_prefix_len % block_size == 0
+    check(block_size == metadata.block_size, "block_size", f"{metadata.block_size}, as in metadata", block_size)
     check(whole, "common_prefix_len", f"a positive multiple of the block size {block_size}", common_prefix_len)
     blocks, requests = common_prefix_len // block_size, metadata.seq_lens.shape[0]
     check(blocks <= metadata.block_table.shape[1], "common_prefix_len",
@@ -117,6 +119,8 @@ def split_shared_prefix(
         query_start_loc=tokens * torch.arange(2, dtype=torch.int32, device=device),
         max_query_len=tokens,
         visible_lens=metadata.visible_lens.clamp(max=common_prefix_len),
+        max_seq_len=common_prefix_len,
+        block_size=metadata.block_size,
     )
     suffix = DecodeMetadata(
         block_table=metadata.block_table[:, blocks:],
@@ -124,6 +128,8 @@ def split_shared_prefix(
         query_start_loc=metadata.query_start_loc,
         max_query_len=metadata.max_query_len,
         visible_lens=(metadata.visible_lens - common_prefix_len).clamp(min=0),
+        max_seq_len=max(0, metadata.max_seq_len - common_prefix_len),
+        block_size=metadata.block_size,
     )
     return CascadeMetadata(prefix, suffix)
 

@@ -18,7 +18,9 @@ from reference.interfaces import (
     DecodeSchedule,
     Group,
     PrefillMetadata,
+    SequenceShare,
     check,
+    check_block_size,
     check_blocks,
     check_cache,
     check_chunk_share,
@@ -33,6 +35,7 @@ from reference.interfaces import (
     dcp_wire_bytes,
     get_dcp_local_seq_lens,
     simulate,
+    slots_of_tokens,
     verify_group,
     wide_dtype,
 )
@@ -89,7 +92,7 @@ def dcp_slot_mapping(
     check_share(context_parallel_size, rank, interleave)
     check_interleave(interleave, block_size)
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
-    requests, width = block_table.shape
+    requests = block_table.shape[0]
     check_tensor("seq_lens", seq_lens, (requests,), (torch.int32,), block_table.device)
     check_tensor("query_start_loc", query_start_loc, (requests + 1,), (torch.int32,), block_table.device)
     if block_table.device.type == "cpu":
@@ -97,19 +100,8 @@ def dcp_slot_mapping(
         total = int(query_start_loc[-1])
         check(num_tokens >= total, "num_tokens", f"at least {total}", num_tokens)
         check_blocks(block_table, seq_lens.tolist(), block_size * context_parallel_size, num_blocks=2**31)
-    tokens = torch.arange(num_tokens, device=block_table.device)
-    request = torch.searchsorted(query_start_loc[1:].long(), tokens, right=True)
-    inside = request < requests
-    if requests == 0:
-        return torch.full_like(tokens, -1)
-    request = request.clamp_(max=requests - 1)
-    position = seq_lens[request] - (query_start_loc[request + 1] - tokens)
-    run = position.div(interleave, rounding_mode="floor")
-    local = run.div(context_parallel_size, rounding_mode="floor") * interleave + position.remainder(interleave)
-    column = local.div(block_size, rounding_mode="floor")
-    mine = inside & (position >= 0) & (run.remainder(context_parallel_size) == rank) & (column < width)
-    block = block_table[request, column.clamp(0, max(width - 1, 0))].long() if width else torch.zeros_like(tokens)
-    return torch.where(mine, block * block_size + local.remainder(block_size), -1)
+    share = SequenceShare(context_parallel_size, rank, interleave)
+    return slots_of_tokens(query_start_loc, seq_lens, block_table, block_size, num_tokens, share)
 
 
 def reorg_kvcache(
@@ -196,6 +188,7 @@ def dcp_gather_context(
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
     check_cache(kv_cache)
+    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     check_chunk_share(chunk, context_parallel)
     group, padded, width = context_parallel.cp_group, chunk.padded_tokens, kv_cache.shape[2]
     rows = (group.size + 1) * padded

@@ -51,8 +51,9 @@ def mla_decode(
         are not read to be checked, rows that `query_start_loc` gives to no request are undefined.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall, rows that see more keys
-            than their request has, or a block outside the cache.
+        ValueError: shapes, dtypes or devices that do not fit; a plan for another block size; on a CPU offsets that
+            fall, lengths above `max_seq_len`, rows that see more keys than their request has, or a block outside the
+            cache.
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
     arguments = _arguments(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend)
@@ -116,7 +117,7 @@ def _arguments(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_d
     chosen = backends.select(request, backend)
     return (
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-        metadata.visible_lens, metadata.max_query_len, softmax_scale, out_dtype or ql_nope.dtype,
+        metadata.visible_lens, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype or ql_nope.dtype,
         None if schedule is None else schedule.tile_ranges, None if schedule is None else schedule.split_offsets,
         schedule is not None and schedule.batch_invariant, chosen.name,
     )  # fmt: skip
@@ -126,26 +127,29 @@ def _arguments(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_d
     "mla_twins::mla_decode",
     mutates_args=(),
     schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
-    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, float softmax_scale, ScalarType out_dtype,"
+    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
+    " float softmax_scale, ScalarType out_dtype,"
     " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, str backend) -> (Tensor, Tensor)",
 )
 def _mla_decode(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-    out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
-        metadata = DecodeMetadata(block_table, seq_lens, query_start_loc, max_query_len, visible_lens)
+        metadata = DecodeMetadata(
+            block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1]
+        )
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-        out_dtype, tile_ranges, split_offsets, batch_invariant,
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
 
 
 @_mla_decode.register_fake
 def _(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-    out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
@@ -156,27 +160,30 @@ def _(
     "mla_twins::mla_decode_parts",
     mutates_args=(),
     schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
-    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, float softmax_scale, ScalarType out_dtype,"
+    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
+    " float softmax_scale, ScalarType out_dtype,"
     " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, str backend)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _mla_decode_parts(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-    out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
-        metadata = DecodeMetadata(block_table, seq_lens, query_start_loc, max_query_len, visible_lens)
+        metadata = DecodeMetadata(
+            block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1]
+        )
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode_parts")(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-        out_dtype, tile_ranges, split_offsets, batch_invariant,
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
 
 
 @_mla_decode_parts.register_fake
 def _(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-    out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     wide, context = wide_dtype(out_dtype), torch.library.get_ctx()

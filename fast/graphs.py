@@ -18,6 +18,7 @@ from reference.interfaces import (
     MLAConfig,
     MLAMetadata,
     PrefillMetadata,
+    ScheduleChoice,
     SequenceShare,
     check,
     check_graph_batch,
@@ -164,14 +165,19 @@ class DecodeGraph:
                 query_start_loc=self._query_start_loc[: size + 1],
                 max_query_len=self.query_len,
                 visible_lens=visible_lens,
+                max_seq_len=self.max_blocks * self.block_size,  # of every replay
+                block_size=self.block_size,
             ),
             prefill=PrefillMetadata(
                 block_table=block_table[:0],
                 query_start_loc=self._query_start_loc[:1],
                 max_query_len=0,
                 context_chunks=(),
+                block_size=self.block_size,
             ),
+            workspace_tokens=0,
             schedule=schedule,
+            schedule_choice=ScheduleChoice(self.num_programs, size, 0, 0, schedule is not None and self.num_programs > 0),
         )
         return self.step(self._hidden_states[:tokens], self._positions[:tokens], metadata)
 

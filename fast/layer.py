@@ -14,10 +14,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from reference.interfaces import (
+    MOST_WORKSPACE_TOKENS,
     ContextParallel,
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
+    check,
     check_forward_attention,
     check_norm,
     check_output_projection,
@@ -25,6 +27,7 @@ from reference.interfaces import (
     check_step,
     check_step_share,
     check_tensor,
+    is_positive_int,
     wide_dtype,
 )
 
@@ -65,7 +68,10 @@ class MLAAttention(nn.Module):
         q_a_proj: H -> Lq, where it has one.
         q_a_layernorm: RMS norm with a weight [Lq], likewise.
         q_b_proj: Lq -> N (P + R), likewise.
-        workspace_tokens: context tokens expanded at once, for the memory-profile run (`metadata=None`).
+        workspace_tokens: most context tokens that a chunk of a plan may have. The memory-profile run
+            (`metadata=None`) expands so many, and a plan with a larger chunk raises. The default is the most that
+            `chunked_prefill_workspace_size` gives unless very many sequences run at once; pass the
+            `workspace_tokens` of the builder where it is another number.
         context_parallel: the groups, where ranks share heads and sequences: the projections that have heads are then
             this rank's share of them (N / TP), `o_proj` without a bias; the config is that of all heads.
         backend: kernel set, or None for the choice by capability, call by call.
@@ -82,7 +88,7 @@ class MLAAttention(nn.Module):
         q_a_proj: nn.Module | None = None,
         q_a_layernorm: nn.Module | None = None,
         q_b_proj: nn.Module | None = None,
-        workspace_tokens: int = 8192,
+        workspace_tokens: int = MOST_WORKSPACE_TOKENS,
         context_parallel: ContextParallel | None = None,
         *,
         backend: str | None = None,
@@ -98,6 +104,7 @@ class MLAAttention(nn.Module):
         self.q_proj, self.q_a_proj, self.q_b_proj = q_proj, q_a_proj, q_b_proj
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
+        check(is_positive_int(workspace_tokens), "workspace_tokens", "a positive int", workspace_tokens)
         self.workspace_tokens = workspace_tokens
         backends.candidates(backend)  # a name that nothing has is refused here
         self.backend = backend
@@ -197,7 +204,7 @@ class MLAAttention(nn.Module):
         if metadata is None:
             self._touch_largest(q, w_uk, w_uv)
             return self._project_out(output.zero_())
-        check_step(metadata, q.shape[0], kv_cache)
+        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
         check_step_share(metadata, self.context_parallel)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
@@ -280,7 +287,7 @@ class MLAAttention(nn.Module):
             self._touch_largest(q, w_uk, w_uv)
             output.zero_()
             return
-        check_step(metadata, q.shape[0], kv_cache)
+        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
         check_step_share(metadata, self.context_parallel)
         end = metadata.num_actual_tokens
         concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, backend=self.backend)

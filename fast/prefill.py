@@ -12,7 +12,15 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from reference.interfaces import AttentionState, ContextChunk, PrefillMetadata, check_prefill, wide_dtype
+from reference.interfaces import (
+    AttentionState,
+    ContextChunk,
+    PrefillMetadata,
+    check_block_size,
+    check_cache,
+    check_prefill,
+    wide_dtype,
+)
 
 from .attention import flash_attn_varlen_shared_rope
 from .cache import gather_and_maybe_dequant_cache
@@ -71,7 +79,13 @@ def gather_context(
     *,
     backend: str | None = None,
 ) -> Float[Tensor, "S head_size"]:
-    """The cache entries of one chunk, in request order."""
+    """The cache entries of one chunk, in request order.
+
+    Raises:
+        ValueError: a plan for another block size; shapes, dtypes or devices that do not fit.
+    """
+    check_cache(kv_cache)
+    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, backend=backend
     )

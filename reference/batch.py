@@ -6,7 +6,15 @@ import torch
 from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
-from .interfaces import CommonAttentionMetadata, check, check_blocks, check_lengths, check_table_width, check_tensor
+from .interfaces import (
+    CommonAttentionMetadata,
+    check,
+    check_batch_block_size,
+    check_blocks,
+    check_lengths,
+    check_table_width,
+    check_tensor,
+)
 
 
 def split_decodes_and_prefills(
@@ -126,9 +134,10 @@ def make_local_attention_virtual_batches(
         The virtual batch; a padding row (S = 0) stays one row, a request without new tokens has none.
 
     Raises:
-        ValueError: a size below 1, a chunk that is not made of whole blocks, or a block table narrower than the longest
-            request.
+        ValueError: a size below 1, slots that were made for another block size, a chunk that is not made of whole
+            blocks, or a block table narrower than the longest request.
     """
+    check_batch_block_size(common, block_size)
     check_table_width(common, block_size)
     whole = attention_chunk_size >= 1 and attention_chunk_size % block_size == 0
     check(whole, "attention_chunk_size", f"a multiple of the block size {block_size}", attention_chunk_size)
@@ -152,4 +161,5 @@ def make_local_attention_virtual_batches(
         torch.tensor(virtual_lens, dtype=torch.int32, device="cpu"),
         common.block_table[where[..., 0], where[..., 1]],
         common.slot_mapping,
+        common.block_size,
     )

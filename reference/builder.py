@@ -23,8 +23,10 @@ from .interfaces import (
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
+    ScheduleChoice,
     SequenceShare,
     check,
+    check_batch_block_size,
     check_chunking,
     check_common_prefix,
     check_interleave,
@@ -33,6 +35,7 @@ from .interfaces import (
     check_slots_of_share,
     check_table_width,
     check_threshold,
+    choose_schedule,
     chunked_prefill_workspace_size,
     context_unit,
     reorder_batch_threshold,
@@ -52,6 +55,7 @@ def build_mla_metadata(
     policy: str = "packed",
     require_order: bool = False,
     share: SequenceShare | None = None,
+    num_programs: int | None = None,
 ) -> MLAMetadata:
     """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
 
@@ -65,25 +69,33 @@ def build_mla_metadata(
         block_size: tokens a block.
         workspace_tokens: most context tokens that are expanded at once.
         decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
-        config: the layer, for `choose_path`; None leaves the choice to the threshold.
+        config: the layer, for `choose_path` and `num_programs`; None leaves the choice of paths to the threshold.
         costs: of `choose_path`.
         query_len_support: of the decode kernel.
         policy: of `plan_context_chunks`.
         require_order: an absorbed request behind an expanded one is an error.
         share: of a rank under context parallelism: `common` has whole lengths and this rank's slots
             (`dcp_slot_mapping`). Requests choose their path as on one rank.
+        num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
+            device (1) where a `config` is given, and never plans without one. Whether the decode gets a
+            schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
 
     Returns:
         The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where a `share` is given.
 
     Raises:
-        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; a block table narrower than the longest
-            request; a workspace that is too small; (on a CPU) more slots than a rank has new tokens; a padding row
-            (S = 0 < Sq) that does not stand among the decodes; an order that is not as required.
+        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; `num_programs` without a `config`; slots
+            that were made for another block size; a block table narrower than the longest request; a workspace that is
+            too small; (on a CPU) more slots than a rank has new tokens; a padding row (S = 0 < Sq) that does not stand
+            among the decodes; an order that is not as required.
     """
     check_threshold(decode_threshold, query_len_support)
+    check(num_programs is None or (isinstance(num_programs, int) and num_programs >= 0), "num_programs",
+          "an int >= 0 or None", num_programs)  # fmt: skip
+    check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
     size, interleave = (share.size, share.interleave) if share is not None else (1, 1)
     check_interleave(interleave, block_size)
+    check_batch_block_size(common, block_size)
     check_table_width(common, block_size * size)
     if share is not None and common.slot_mapping.device.type == "cpu":
         check_slots_of_share(common, share)
@@ -111,13 +123,15 @@ def build_mla_metadata(
         visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
     chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, policy, size, interleave)
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
+    decode_lens = _decode_lens(common, decodes, share)
+    longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
     seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
     if share is not None:
-        seq_lens = torch.tensor([share.count(length) for length in lengths[:decodes]], dtype=torch.int32, device=device)
+        seq_lens, longest = decode_lens.to(device), SequenceShare(share.size, 0, share.interleave).count(longest)
         visible = [share.count(keys) for keys in visible]
         chunks = tuple(share_chunk(chunk, share) for chunk in chunks)
         kind, which = ContextParallelMetadata, {"share": share}
-    return kind(
+    metadata = kind(
         **which,
         slot_mapping=common.slot_mapping,
         num_actual_tokens=common.num_actual_tokens,
@@ -129,14 +143,52 @@ def build_mla_metadata(
             query_start_loc=common.query_start_loc[: decodes + 1],
             max_query_len=max(query_lens[:decodes], default=0),
             visible_lens=torch.tensor(visible, dtype=torch.int32, device=device),
+            max_seq_len=longest,
+            block_size=block_size,
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[decodes:],
             query_start_loc=torch.tensor(prefill_starts, dtype=torch.int32, device=device),
             max_query_len=max(query_lens[decodes:], default=0),
             context_chunks=tuple(chunk.to(device) for chunk in chunks),
+            block_size=block_size,
         ),
+        workspace_tokens=workspace_tokens,
     )
+    if config is None or decode_tokens == 0:
+        return metadata
+    return _with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, config.num_heads)
+
+
+def _decode_lens(
+    common: CommonAttentionMetadata, num_decodes: int, share: SequenceShare | None
+) -> Int32[Tensor, " decodes"]:
+    """The keys of each decode that lie here, on the CPU."""
+    lens = common.seq_lens_cpu[:num_decodes]
+    if share is None:
+        return lens
+    return torch.tensor([share.count(length) for length in lens.tolist()], dtype=torch.int32, device="cpu")
+
+
+def _with_schedule(
+    metadata: MLAMetadata,
+    decode_lens: Int32[Tensor, " decodes"],
+    num_programs: int,
+    num_heads: int,
+    batch_invariant: bool = False,
+    captured: bool = False,
+) -> MLAMetadata:
+    """The plan with a schedule where its lengths ask for one, and the choice beside it.
+
+    A captured plan has a schedule whatever its lengths are: the lengths of the replays are not known yet.
+    """
+    choice = choose_schedule(decode_lens, num_programs, num_heads)
+    if captured:
+        choice = dataclasses.replace(choice, num_programs=num_programs, planned=num_programs > 0)
+    schedule = DecodeSchedule(batch_invariant=True) if batch_invariant else None
+    if choice.planned:
+        schedule = plan_decode(metadata.decode.seq_lens, num_programs, num_heads, batch_invariant=batch_invariant)
+    return dataclasses.replace(metadata, schedule=schedule, schedule_choice=choice)
 
 
 class MLAMetadataBuilder:
@@ -150,9 +202,10 @@ class MLAMetadataBuilder:
         query_len_support: of the decode kernel.
         num_speculative_tokens: drafted tokens a request and step.
         costs: of `choose_path`.
-        num_programs: that a decode is cut over, 0 leaves it to the kernel. Or a function of its longest query: the rows
-            of long ones fill the device, and many parts of many rows would take much memory. A number holds for queries
-            up to the threshold; longer ones are left to the kernel.
+        num_programs: programs that a schedule cuts a decode over; 0 never plans. None takes as many as suit the device
+            (1). A number holds for queries up to the threshold, and longer queries are left to the
+            kernel; a function gives the number for the longest query. Whether a decode gets a schedule follows from its
+            lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
         batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit, however many
             programs there are. `choose_path` is not asked then: queries beyond the threshold are expanded.
         workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
@@ -172,7 +225,7 @@ class MLAMetadataBuilder:
         query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
         num_speculative_tokens: int = 0,
         costs: PathCosts | None = None,
-        num_programs: int | Callable[[int], int] = 0,
+        num_programs: int | Callable[[int], int] | None = None,
         batch_invariant: bool = False,
         workspace_tokens: int | None = None,
         context_parallel: ContextParallel | None = None,
@@ -186,12 +239,14 @@ class MLAMetadataBuilder:
         self._decode_heads = (
             config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         )
-        check(callable(num_programs) or num_programs >= 0, "num_programs", "an int >= 0 or a function", num_programs)
+        number = isinstance(num_programs, int) and num_programs >= 0
+        check(num_programs is None or callable(num_programs) or number, "num_programs",
+              "an int >= 0, a function or None", num_programs)  # fmt: skip
         self.config, self.block_size, self.costs = config, block_size, costs
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
-        self._asked = None if batch_invariant else config  # by whom paths are chosen
+        self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
         self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
         check_chunking("packed", self.workspace_tokens, unit)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
@@ -209,21 +264,31 @@ class MLAMetadataBuilder:
             ValueError: as `build_mla_metadata`; a prefix longer than some context; an order other than absorbed before
                 expanded; more requests or longer ones than the builder was made for.
         """
+        self._check_sizes(common)
+        return self._build(common_prefix_len, common, fast_build)
+
+    def _check_sizes(self, common: CommonAttentionMetadata) -> None:
+        """Raise for more requests or longer ones than the builder was made for."""
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
         if common.num_reqs and int(common.seq_lens_cpu.max()) > self.max_model_len:
             request = int(common.seq_lens_cpu.argmax())
             check(False, "common", f"at most {self.max_model_len} tokens a request",
                   f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
+
+    def _build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False, captured: bool = False
+    ) -> MLAMetadata:
+        """The plan of one step; where a graph captures it, its lengths decide nothing, for others will follow."""
         metadata = build_mla_metadata(
-            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._asked,
-            self.costs, self.query_len_support, require_order=True, share=self.share,
+            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
+            self.costs, self.query_len_support, require_order=True, share=self.share, num_programs=0,
         )  # fmt: skip
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
-        return self._with_hints(metadata, common_prefix_len, common)
+        return self._with_hints(metadata, common_prefix_len, common, captured)
 
     def _with_hints(
-        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
+        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata, captured: bool
     ) -> MLAMetadata:
         """The plan with the cascade or the schedule of its decode."""
         if common_prefix_len > 0 and not self.batch_invariant and self.share is None:
@@ -234,18 +299,16 @@ class MLAMetadataBuilder:
                 row = next(request for request, length in enumerate(lengths.tolist()) if length > 0)
                 cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
                 return dataclasses.replace(metadata, cascade=cascade)
-        programs = self._programs_for(metadata.decode.max_query_len)
-        if programs > 0:
-            schedule = plan_decode(
-                metadata.decode.seq_lens, programs, self._decode_heads, batch_invariant=self.batch_invariant
-            )
-            return dataclasses.replace(metadata, schedule=schedule)
-        if self.batch_invariant:
-            return dataclasses.replace(metadata, schedule=DecodeSchedule(batch_invariant=True))
-        return metadata
+        programs = self._programs_for(metadata.decode.max_query_len, common.block_table.device)
+        lens = _decode_lens(common, metadata.num_decodes, self.share)
+        return _with_schedule(
+            metadata, lens, programs, self._decode_heads, self.batch_invariant, captured
+        )
 
-    def _programs_for(self, query_len: int) -> int:
-        """Over how many programs a decode is cut, from its longest query; 0 leaves it to the kernel."""
+    def _programs_for(self, query_len: int, device: torch.device) -> int:
+        """Over how many programs a schedule cuts a decode, from its longest query; 0 leaves it to the kernel."""
+        if self.num_programs is None:
+            return 1
         if callable(self.num_programs):
             programs = self.num_programs(query_len)
             check(programs >= 0, "num_programs", "a function that gives at least 0", programs)
@@ -266,7 +329,10 @@ class MLAMetadataBuilder:
               f"decodes of one query length up to {self.reorder_batch_threshold}",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
               )  # fmt: skip
-        return self.build(0, common)
+        table_keys = common.block_table.shape[1] * self.block_size * (1 if self.share is None else self.share.size)
+        bound = min(self.max_model_len, table_keys)
+        self._check_sizes(common)
+        return self._build(0, dataclasses.replace(common, max_seq_len=bound), captured=True)
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
@@ -279,19 +345,25 @@ class MLAMetadataBuilder:
             common: the batch that is to be replayed.
 
         Raises:
-            ValueError: a batch that is not of the captured shape. Nothing has been written then.
+            ValueError: a batch that is not of the captured shape, or longer than captured. Nothing has been written
+                then.
         """
         shape = (captured.num_decodes, captured.decode.max_query_len)
         tokens = shape[0] * shape[1]
         fits = self.can_run_in_cudagraph(common) and (common.num_reqs, common.num_actual_tokens) == (shape[0], tokens)
         check(fits, "common", f"{shape[0]} requests of {shape[1]} tokens, as captured",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
-        plan = self.build(0, common)
+        self._check_sizes(common)
+        scheduled = captured.schedule is not None and captured.schedule.tile_ranges is not None
+        plan = self._build(0, common, captured=scheduled)
+        bound = captured.decode.max_seq_len
+        check(plan.decode.max_seq_len <= bound, "common", f"at most {bound} keys a request, as captured",
+              plan.decode.max_seq_len)  # fmt: skip
         if self.share is not None:
             captured.decode.seq_lens.copy_(plan.decode.seq_lens)
         if shape[1] > 1 or self.share is not None:
             captured.decode.visible_lens.copy_(plan.decode.visible_lens)
-        if captured.schedule is not None and captured.schedule.tile_ranges is not None:
+        if scheduled:
             captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
             captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
 
@@ -315,7 +387,7 @@ class MLAMetadataBuilder:
             ValueError: tensors that do not fit; a length below 0.
         """
         absorbed = choose_paths(
-            query_lens, context_lens, self.reorder_batch_threshold, self._asked, self.costs, self.query_len_support
+            query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs, self.query_len_support
         )
         if self.query_len_support is QueryLenSupport.UNIFORM:
             lens = [query_len for query_len in query_lens[absorbed].tolist() if query_len > 0]

@@ -31,6 +31,7 @@ from .interfaces import (
     SequenceShare,
     check,
     check_blocks,
+    check_block_size,
     check_cache,
     check_chunk_share,
     check_decode,
@@ -168,6 +169,7 @@ def dcp_gather_context(
         GroupError: the exchange failed.
     """
     check_cache(kv_cache)
+    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     check_chunk_share(chunk, context_parallel)
     starts, offsets = chunk.held
     held = chunk.local_tokens

@@ -48,8 +48,8 @@ def mla_decode(
         out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; offsets that fall; rows that see more
-            keys than their request has; a block outside the cache.
+        ValueError: shapes, dtypes or devices that do not fit; a plan for another block size; offsets that fall;
+            lengths above `max_seq_len`; rows that see more keys than their request has; a block outside the cache.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
     out_dtype = out_dtype or ql_nope.dtype

@@ -17,6 +17,7 @@ from .interfaces import (
     MLAConfig,
     MLAMetadata,
     PrefillMetadata,
+    ScheduleChoice,
     SequenceShare,
     check_graph_batch,
     check_graph_sizes,
@@ -143,13 +144,18 @@ class DecodeGraph:
                 query_start_loc=q * torch.arange(size + 1, dtype=torch.int32, device=self.device),
                 max_query_len=q,
                 visible_lens=torch.tensor(visible, dtype=torch.int32, device=self.device),
+                max_seq_len=self.max_blocks * self.block_size,
+                block_size=self.block_size,
             ),
             prefill=PrefillMetadata(
                 block_table=block_table[:0],
                 query_start_loc=torch.zeros(1, dtype=torch.int32, device=self.device),
                 max_query_len=0,
                 context_chunks=(),
+                block_size=self.block_size,
             ),
+            workspace_tokens=0,
             schedule=schedule,
+            schedule_choice=ScheduleChoice(self.num_programs, size, 0, 0, schedule is not None and self.num_programs > 0),
         )
         return self.step(padded, padded_positions, metadata)[:tokens]

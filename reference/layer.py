@@ -16,10 +16,12 @@ from .cascade import cascade_attention
 from .context_parallel import dcp_decode, dcp_gather_context
 from .decode import mla_decode
 from .interfaces import (
+    MOST_WORKSPACE_TOKENS,
     ContextParallel,
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
+    check,
     check_forward_attention,
     check_norm,
     check_output_projection,
@@ -27,6 +29,7 @@ from .interfaces import (
     check_step,
     check_step_share,
     check_tensor,
+    is_positive_int,
     wide_dtype,
 )
 from .prefill import forward_prefill, gather_context
@@ -62,7 +65,10 @@ class MLAAttention(nn.Module):
         q_a_proj: H -> Lq, where it has one.
         q_a_layernorm: RMS norm with a weight [Lq], likewise.
         q_b_proj: Lq -> N (P + R), likewise.
-        workspace_tokens: context tokens expanded at once, for the memory-profile run (`metadata=None`).
+        workspace_tokens: most context tokens that a chunk of a plan may have. The memory-profile run
+            (`metadata=None`) expands so many, and a plan with a larger chunk raises. The default is the most that
+            `chunked_prefill_workspace_size` gives unless very many sequences run at once; pass the
+            `workspace_tokens` of the builder where it is another number.
         context_parallel: the groups, where ranks share heads and sequences: the projections that have heads are then
             this rank's share of them (N / TP), `o_proj` without a bias; the config is that of all heads.
     """
@@ -78,7 +84,7 @@ class MLAAttention(nn.Module):
         q_a_proj: nn.Module | None = None,
         q_a_layernorm: nn.Module | None = None,
         q_b_proj: nn.Module | None = None,
-        workspace_tokens: int = 8192,
+        workspace_tokens: int = MOST_WORKSPACE_TOKENS,
         context_parallel: ContextParallel | None = None,
     ):
         super().__init__()
@@ -92,6 +98,7 @@ class MLAAttention(nn.Module):
         self.q_proj, self.q_a_proj, self.q_b_proj = q_proj, q_a_proj, q_b_proj
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
+        check(is_positive_int(workspace_tokens), "workspace_tokens", "a positive int", workspace_tokens)
         self.workspace_tokens = workspace_tokens
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self.refresh_weights()
@@ -236,7 +243,7 @@ class MLAAttention(nn.Module):
             expand_kv(context[:, : c.kv_lora_rank], w_uk, w_uv)
             output.zero_()
             return
-        check_step(metadata, q.shape[0], kv_cache)
+        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
         check_step_share(metadata, self.context_parallel)
 
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from .attention import flash_attn_varlen
 from .cache import gather_and_maybe_dequant_cache
-from .interfaces import AttentionState, ContextChunk, PrefillMetadata, check_prefill, wide_dtype
+from .interfaces import (
+    AttentionState,
+    ContextChunk,
+    PrefillMetadata,
+    check_block_size,
+    check_cache,
+    check_prefill,
+    wide_dtype,
+)
 from .merge import merge_attn_states
 from .weights import expand_kv
 
@@ -66,7 +74,13 @@ def run_prefill_context_chunk(
 def gather_context(
     kv_cache: Float[Tensor, "num_blocks block_size head_size"], metadata: PrefillMetadata, chunk: ContextChunk
 ) -> Float[Tensor, "S head_size"]:
-    """The cache entries of one chunk, in request order."""
+    """The cache entries of one chunk, in request order.
+
+    Raises:
+        ValueError: a plan for another block size; shapes, dtypes or devices that do not fit.
+    """
+    check_cache(kv_cache)
+    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens
     )

@@ -68,7 +68,7 @@ def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None)
     p = on_device(plan)
     return (
         ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
-        p.max_query_len, scale, out_dtype or ql.dtype, *cut_of(schedule),
+        p.max_query_len, p.max_seq_len, scale, out_dtype or ql.dtype, *cut_of(schedule),
     )  # fmt: skip
 
 

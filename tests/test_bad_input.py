@@ -59,7 +59,7 @@ def arguments():
     cache = make_cache(batch, entries, DIRECT.head_size, torch.float32)
     plan = reference.build_mla_metadata(batch.common, 16, 4096, 8).decode
     chunks = reference.plan_context_chunks(integers(*batch.context_lens), 64, 16)
-    prefill = PrefillMetadata(batch.common.block_table, batch.common.query_start_loc, 3, chunks)
+    prefill = PrefillMetadata(batch.common.block_table, batch.common.query_start_loc, 3, chunks, 16)
     w_uk, w_uv = make_up_projections(DIRECT, torch.float32)
     state = AttentionState(torch.randn(6, 3, 5), torch.randn(3, 6))
     other = AttentionState(torch.randn(6, 3, 5), torch.randn(3, 6))
@@ -456,7 +456,7 @@ def test_layer_attention_refuses(ops, which, change, named):
 def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
     """`max_query_len` bounds launches: with a smaller one rows would be left unwritten."""
     cache = torch.randn(2, 4, 10)
-    plan = reference.DecodeMetadata(integers(0, 1)[:, None], integers(4, 4), offsets([1, 3]), 1, integers(4, 2, 3, 4))
+    plan = reference.DecodeMetadata(integers(0, 1)[:, None], integers(4, 4), offsets([1, 3]), 1, integers(4, 2, 3, 4), 4, 4)
     wanted = "^metadata.max_query_len: expected a bound: 4 tokens of 2 requests, got 1$"
     with pytest.raises(ValueError, match=wanted):
         ops.mla_decode(torch.randn(4, 2, 8), torch.randn(4, 2, 2), cache, plan, 0.3)
@@ -464,7 +464,7 @@ def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
 
 def test_decode_refuses_half_a_schedule(ops, plain_errors):
     """One that plans nothing says how requests are cut; without programs there are no splits to count."""
-    plan = DecodeMetadata(integers(0)[:, None], integers(4), offsets([1]), 1, integers(4))
+    plan = DecodeMetadata(integers(0)[:, None], integers(4), offsets([1]), 1, integers(4), 4, 4)
     arguments = torch.randn(1, 2, 8), torch.randn(1, 2, 2), torch.randn(1, 4, 10), plan, 0.3
     for schedule, wanted in (
         (DecodeSchedule(), r"schedule.tile_ranges: expected \[programs, 5\] unless batch_invariant, got None"),
@@ -482,7 +482,7 @@ def test_decode_refuses_half_a_schedule(ops, plain_errors):
 def test_decode_takes_fewer_keys_than_queries(ops):
     """Under context parallelism a rank holds fewer keys of a request than its query is long; the mask is data."""
     cache = torch.randn(2, 4, 10)
-    plan = DecodeMetadata(integers(0)[:, None], integers(1), offsets([2]), 2, integers(0, 1))
+    plan = DecodeMetadata(integers(0)[:, None], integers(1), offsets([2]), 2, integers(0, 1), 1, 4)
     state = ops.mla_decode(torch.randn(2, 3, 8), torch.randn(2, 3, 2), cache, plan, 0.3)
     assert (state.out[0] == 0).all() and (state.lse[:, 0] == -torch.inf).all()
     assert_same_bits(state.out[1], cache[0, 0, :8].expand(3, -1))

@@ -102,7 +102,7 @@ def test_make_accepts_what_it_derives(query_lens):
     common = make_batch(query_lens, [q + 3 for q in query_lens]).common
     again = CommonAttentionMetadata(
         common.seq_lens, common.query_start_loc, common.seq_lens_cpu, common.query_start_loc_cpu, common.block_table,
-        common.slot_mapping, max(query_lens), sum(query_lens),
+        common.slot_mapping, max(query_lens), sum(query_lens), max(query_lens) + 3,
     )  # fmt: skip
     same(common, again)
 
@@ -224,6 +224,12 @@ def uniform_length(query_lens, threshold):
     return max(set(lens), key=lambda q: (lens.count(q), q), default=0)
 
 
+def uneven(lens, overhead):
+    """Whether requests take on average less than nine tenths of the longest one, a start included."""
+    costs = [-(-length // 64) + overhead for length in lens if length > 0]
+    return bool(costs) and sum(costs) * 10 < 9 * len(costs) * max(costs)
+
+
 @given(batches(), st.sampled_from(sorted(OPTIONS)), st.sampled_from([0, 3]), st.booleans(), st.sampled_from([0, 5]))
 def test_builders_agree(lens, name, drafted, fast_build, programs):
     """After reordering as it says, a builder accepts any batch whose padding decodes; both wings plan the same."""
@@ -255,6 +261,8 @@ def test_builders_agree(lens, name, drafted, fast_build, programs):
     schedule, invariant = plans[0].schedule, options.get("batch_invariant", False)
     short = plans[0].num_decode_tokens > 0 and plans[0].decode.max_query_len <= threshold
     planned = options["num_programs"] > 0 and short and (invariant or not fast_build)
+    planned = planned and uneven(plans[0].decode.seq_lens.tolist(), 5 if config.num_heads <= 32 else 8)
+    assert plans[0].schedule_choice.planned == planned
     assert (schedule is not None) == (planned or (invariant and plans[0].num_decode_tokens > 0))
     if invariant and not planned and schedule is not None:
         assert vars(schedule) == vars(DecodeSchedule(batch_invariant=True))
@@ -282,34 +290,36 @@ def test_builder_for_graphs(ops, plain_errors):
 
 
 def test_programs_by_query_length(ops):
-    """A number holds up to the threshold; a function is asked with the longest query."""
-    common = make_batch([1, 6], [40, 300]).common
+    """A number holds up to the threshold; a function gets the longest query; lengths differ, so two are enough."""
+    common = make_batch([1, 6], [40, 3000]).common
     costs = PathCosts(expanded_request=1e15)
-    assert make_builder(ops, num_programs=9, costs=costs).build(0, common).schedule is None
-    for number in (0, 1, 5):
-        plan = make_builder(ops, num_programs=lambda q, n=number: n * (q == 6), costs=costs).build(0, common)
+    sizes = {"costs": costs, "max_model_len": 4096}
+    assert make_builder(ops, num_programs=9, **sizes).build(0, common).schedule is None
+    for number in (0, 2, 5):
+        plan = make_builder(ops, num_programs=lambda q, n=number: n * (q == 6), **sizes).build(0, common)
         assert (0 if plan.schedule is None else plan.schedule.tile_ranges.shape[0]) == number
 
 
 def test_captured_plans_are_updated_in_place(ops, plain_errors):
     """Pitfalls 16 and 17: what a captured graph reads stays where it is; plans of `build` are nobody else's."""
-    builder = make_builder(ops, num_speculative_tokens=1, num_programs=3)
-    captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0] * 3).common)
+    builder = make_builder(ops, num_speculative_tokens=1, num_programs=3, max_model_len=2000)
+    captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
     tensors = captured.decode.visible_lens, captured.schedule.tile_ranges, captured.schedule.split_offsets
     places = [tensor.data_ptr() for tensor in tensors]
-    for lens in ([20, 70, 0], [2, 300, 9]):
+    for lens in ([20, 70, 0], [2, 1500, 9], [500, 500, 500]):
         common = make_batch([2] * 3, lens).common
         builder.update_captured(captured, common)
         fresh = builder.build(0, common)
-        same(tensors, (fresh.decode.visible_lens, fresh.schedule.tile_ranges, fresh.schedule.split_offsets))
+        planned = ops.plan_decode(common.seq_lens, 3, DIRECT.num_heads)  # a captured plan has one whatever the lengths
+        same(tensors, (fresh.decode.visible_lens, planned.tile_ranges, planned.split_offsets))
         assert [tensor.data_ptr() for tensor in tensors] == places
-        assert fresh.schedule.tile_ranges.data_ptr() not in places
+        assert fresh.schedule is None or fresh.schedule.tile_ranges.data_ptr() not in places
     wanted = "^common: expected 3 requests of 2 tokens, as captured, got"
     for query_lens in ([2, 2], [1, 1, 1], [2, 2, 1]):
         with pytest.raises(ValueError, match=wanted):
             builder.update_captured(captured, make_batch(query_lens, [9] * len(query_lens)).common)
-    unplanned = make_builder(ops, num_speculative_tokens=1, batch_invariant=True)
-    captured = unplanned.build_for_cudagraph_capture(make_batch([2] * 3, [0] * 3).common)
+    unplanned = make_builder(ops, num_speculative_tokens=1, num_programs=0, batch_invariant=True, max_model_len=2000)
+    captured = unplanned.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
     unplanned.update_captured(captured, common)  # there is no schedule to write
     assert vars(captured.schedule) == vars(DecodeSchedule(batch_invariant=True))
     same(captured.decode.visible_lens, fresh.decode.visible_lens)
@@ -356,7 +366,7 @@ def test_early_refusals(ops, plain_errors):
 
 
 def test_builder_refuses(ops, plain_errors):
-    with pytest.raises(ValueError, match="^num_programs: expected an int >= 0 or a function, got -1$"):
+    with pytest.raises(ValueError, match="^num_programs: expected an int >= 0, a function or None, got -1$"):
         make_builder(ops, num_programs=-1)
     with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 15$"):
         make_builder(ops, workspace_tokens=15)
@@ -384,6 +394,7 @@ def on_gpu(common):
     return CommonAttentionMetadata(
         common.seq_lens.cuda(), common.query_start_loc.cuda(), common.seq_lens_cpu, common.query_start_loc_cpu,
         common.block_table.cuda(), common.slot_mapping.cuda(), common.max_query_len, common.num_actual_tokens,
+        common.max_seq_len,
     )  # fmt: skip
 
 

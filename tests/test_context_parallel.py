@@ -265,7 +265,7 @@ def test_gather_equals_one_rank(ops, size, interleave, policy):
             table[request, : columns[request]] = integers(*itertools.islice(blocks, columns[request]))
             for at, entry in enumerate(mine):
                 cache[table[request, at // block_size], at % block_size] = entry
-        plan = reference.interfaces.PrefillMetadata(table, offsets([1] * len(contexts)), 1, ())
+        plan = reference.interfaces.PrefillMetadata(table, offsets([1] * len(contexts)), 1, (), block_size)
         return [ops.dcp_gather_context(cache, plan, ops.share_chunk(chunk, share), ranks) for chunk in chunks]
 
     for gathered in ops.simulate(size, interleave, program):
@@ -281,7 +281,7 @@ def test_gather_in_a_workspace():
     cache = torch.randn(30, 16, config.head_size)
     table = torch.arange(12, dtype=torch.int32)[None]
     chunk = fast.plan_context_chunks(integers(700), 1024, 16, "packed", 4, 1)[0]
-    prefill = reference.interfaces.PrefillMetadata(table, offsets([1]), 1, ())
+    prefill = reference.interfaces.PrefillMetadata(table, offsets([1]), 1, (), 16)
 
     def program(ranks):
         piece = fast.share_chunk(chunk, ranks.share)
@@ -377,7 +377,7 @@ def test_no_rows(ops, merge, size):
     found = over_ranks(ops, states, merge)
     assert found.out.shape == (0, 4, 5) and found.lse.shape == (4, 0)
     plan = reference.DecodeMetadata(
-        torch.zeros(2, 3, dtype=torch.int32), integers(5, 0), offsets([0, 0]), 0, integers()
+        torch.zeros(2, 3, dtype=torch.int32), integers(5, 0), offsets([0, 0]), 0, integers(), 5, 16
     )
     q, cache = torch.zeros(0, 2, 8), torch.full((4, 16, 8), torch.nan)
 
@@ -840,7 +840,7 @@ class TestBadInput:
     def test_gather(self, ops):
         """A piece of another share, or of none, before anything is exchanged."""
         plain = ContextChunk(integers(0), offsets([5]), 5, 5)
-        plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, ())
+        plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, (), 1)
         chunk = ops.share_chunk(plain, SequenceShare(2, 0))
 
         def program(ranks, chunk):

@@ -85,7 +85,7 @@ def recorded(
         monkeypatch.setattr(decode, "_scored_at_once", lambda *_: False)
     monkeypatch.setattr(decode, "_rows_where_alone", lambda program_rows, *_: program_rows)
     latent, rope = widths
-    plan = DecodeMetadata(integers(*range(40))[None], integers(600), offsets([1]), 1, integers(600))
+    plan = DecodeMetadata(integers(*range(40))[None], integers(600), offsets([1]), 1, integers(600), 40 * block_size, block_size)
     schedule = (None, None, cut.startswith("batch-invariant"))
     if cut in ("scheduled", "batch-invariant, planned"):
         made = reference.plan_decode(plan.seq_lens, 3, heads, 5, cut != "scheduled")
@@ -93,7 +93,7 @@ def recorded(
     decode.mla_decode(
         torch.zeros(1, heads, latent, dtype=dtype), torch.zeros(1, heads, rope, dtype=dtype),
         torch.zeros(40, block_size, latent + rope, dtype=dtype), plan.block_table, plan.seq_lens, plan.query_start_loc,
-        plan.visible_lens, 1, 0.1, out_dtype or dtype, *schedule,
+        plan.visible_lens, 1, plan.max_seq_len, 0.1, out_dtype or dtype, *schedule,
     )  # fmt: skip
     *_, launch = launches.values()  # behind one that clears
     return launch

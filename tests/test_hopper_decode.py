@@ -312,7 +312,7 @@ def test_values_outside_the_tensors(heads, block_size, cut):
     table = integers(3, GARBAGE, 0, 7, -1, 9, 8, -(2**31), 2**31 - 1, -5, 9, 10).view(3, 4)
     lengths, visible = integers(2**31 - 1, 2 * block_size + 5, 3 * block_size), integers(2**31 - 1, 2**30, 2**29)
     ql, q_pe = torch.randn(3, heads, latent).to(BF16) / latent**0.5, torch.randn(3, heads, rope).to(BF16)
-    plan = DecodeMetadata(table, lengths, offsets([1, 1, 1]), 1, visible)
+    plan = DecodeMetadata(table, lengths, offsets([1, 1, 1]), 1, visible, 2**31 - 1, block_size)
 
     def decoded(plan):
         schedule = schedule_of(None, heads, 0, True) if cut == "batch-invariant" else None
@@ -330,7 +330,9 @@ def test_values_outside_the_tensors(heads, block_size, cut):
     for block, entries in enumerate(own):
         packed[block, : len(entries)] = entries
     counts = integers(*map(len, own))
-    same = DecodeMetadata(integers(0, 1, 2)[:, None], counts, offsets([1, 1, 1]), 1, counts)
+    same = DecodeMetadata(
+        integers(0, 1, 2)[:, None], counts, offsets([1, 1, 1]), 1, counts, int(counts.max()), packed.shape[1]
+    )
     verdict(state, ql, q_pe, packed, same)
 
     below = replace(plan, seq_lens=integers(-1, 0, -(2**31)), visible_lens=integers(5, -3, -(2**31)))

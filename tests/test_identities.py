@@ -245,8 +245,9 @@ def expanding_plan(ops, batch, workspace):
     chunks = ops.plan_context_chunks(integers(*batch.context_lens).cpu(), workspace, batch.block_size)
     chunks = tuple(chunk.to(batch.common.block_table.device) for chunk in chunks)
     return reference.PrefillMetadata(
-        batch.common.block_table, batch.common.query_start_loc, max(batch.query_lens, default=0), chunks
-    )
+        batch.common.block_table, batch.common.query_start_loc, max(batch.query_lens, default=0), chunks,
+        batch.block_size,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

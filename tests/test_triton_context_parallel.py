@@ -178,7 +178,7 @@ def captured_twice(ranks, replay):
     cache = torch.randn(30, 16, 48, device="cuda")
     table = torch.randperm(30, device="cuda").int().view(3, 10)
     lens = torch.tensor([100, 7, 160], dtype=torch.int32, device="cuda")
-    plan = reference.DecodeMetadata(table, lens, torch.arange(4, dtype=torch.int32, device="cuda"), 1, lens)
+    plan = reference.DecodeMetadata(table, lens, torch.arange(4, dtype=torch.int32, device="cuda"), 1, lens, 160, 16)
     q = torch.randn(3, 4, 48, device="cuda")
 
     def step():

@@ -9,7 +9,9 @@ parallel world size, I interleave size.
 
 from .arguments import (
     check_attention,
+    check_batch_block_size,
     check_block_mapping,
+    check_block_size,
     check_cache,
     check_cache_write,
     check_chunk,
@@ -50,6 +52,7 @@ from .checks import (
     check_offsets,
     check_slots,
     check_tensor,
+    is_positive_int,
     wide_dtype,
 )
 from .config import (
@@ -79,8 +82,11 @@ from .shares import MERGES, SequenceShare, check_interleave, check_share, dcp_wi
 from .simulation import simulate
 from .sizes import (
     DECODE_TILE,
+    MOST_WORKSPACE_TOKENS,
     GlobalHyperparameters,
     InvariantCut,
+    ScheduleChoice,
+    choose_schedule,
     chunked_prefill_workspace_size,
     context_unit,
     fold_overhead,
@@ -93,12 +99,14 @@ from .sizes import (
     reorder_batch_threshold,
     stride_order,
 )
+from .slots import slots_of_tokens
 
 __all__ = [
     "DECODE_TILE",
     "FLOAT_DTYPES",
     "FLOPS_PER_BYTE",
     "MERGES",
+    "MOST_WORKSPACE_TOKENS",
     "PRESETS",
     "AttentionState",
     "CascadeMetadata",
@@ -119,12 +127,15 @@ __all__ = [
     "PrefillMetadata",
     "QueryLenSupport",
     "RopeConfig",
+    "ScheduleChoice",
     "SequenceShare",
     "UnsupportedConfiguration",
     "YarnConfig",
     "check",
     "check_attention",
+    "check_batch_block_size",
     "check_block_mapping",
+    "check_block_size",
     "check_blocks",
     "check_cache",
     "check_cache_write",
@@ -163,6 +174,7 @@ __all__ = [
     "check_table_width",
     "check_tensor",
     "check_threshold",
+    "choose_schedule",
     "chunked_prefill_workspace_size",
     "context_unit",
     "dcp_wire_bytes",
@@ -171,11 +183,13 @@ __all__ = [
     "infer_global_hyperparameters",
     "invariant_cut",
     "invariant_split_tiles",
+    "is_positive_int",
     "kv_cache_shape",
     "most_invariant_splits",
     "piece_overhead",
     "reorder_batch_threshold",
     "simulate",
+    "slots_of_tokens",
     "stride_order",
     "verify_group",
     "wide_dtype",

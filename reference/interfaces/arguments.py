@@ -68,11 +68,20 @@ def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int,
               common_prefix_len)  # fmt: skip
 
 
+def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> None:
+    """Check that the slots of a batch were made for a block size, where the batch records one."""
+    check(common.block_size in (None, block_size), "common.block_size", f"{block_size}, the block size of the plan",
+          common.block_size)  # fmt: skip
+
+
 def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
     """Check on the CPU that the block table has a column for every block of every request."""
     check(is_positive_int(block_size), "block_size", "a positive int", block_size)
     width = common.block_table.shape[1]
-    if common.num_reqs and int(common.seq_lens_cpu.max()) > width * block_size:
+    longest = int(common.seq_lens_cpu.max()) if common.num_reqs else 0
+    check(longest <= common.max_seq_len, "common.max_seq_len", f"at least the longest request, {longest}",
+          common.max_seq_len)  # fmt: skip
+    if longest > width * block_size:
         request = int((common.seq_lens_cpu > width * block_size).nonzero()[0])
         needed = -(-int(common.seq_lens_cpu[request]) // block_size)
         check(False, "block_table", f"at least {needed} columns for request {request}", width)
@@ -193,8 +202,14 @@ def check_decode(
     check_tensor("q_pe", q_pe, (tokens, heads, "R"), (ql_nope.dtype,), ql_nope.device)
     check_cache(kv_cache, latent + q_pe.shape[2], ql_nope.dtype, ql_nope.device)
     check_decode_plan(metadata, tokens, ql_nope.device)
+    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     if schedule is not None:
         check_schedule(schedule, metadata.seq_lens.shape[0], ql_nope.device)
+
+
+def check_block_size(argument: str, block_size: int, kv_cache: Tensor) -> None:
+    """Check that a plan was made for the block size of a cache."""
+    check(block_size == kv_cache.shape[1], argument, f"{kv_cache.shape[1]}, the block size of kv_cache", block_size)
 
 
 def check_schedule(schedule: DecodeSchedule, num_requests: int, device: torch.device) -> None:
@@ -220,6 +235,7 @@ def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.d
     longest = metadata.max_query_len
     check(num_tokens <= requests * longest, "metadata.max_query_len",
           f"a bound: {num_tokens} tokens of {requests} requests", longest)  # fmt: skip
+    check(metadata.max_seq_len >= 0, "metadata.max_seq_len", "an int >= 0", metadata.max_seq_len)
 
 
 def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata,
@@ -234,6 +250,7 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
     check_tensor("w_uk", w_uk, (latent, heads, width - rope), (q.dtype,), q.device)
     check_tensor("w_uv", w_uv, (latent, heads, "V"), (q.dtype,), q.device)
     check_cache(kv_cache, latent + rope, q.dtype, q.device)
+    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     requests = metadata.block_table.shape[0]
     check_tensor("metadata.query_start_loc", metadata.query_start_loc, (requests + 1,), (torch.int32,), q.device)
 
@@ -247,6 +264,9 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
     check_offsets("metadata.query_start_loc", metadata.query_start_loc, num_tokens)
     lengths = metadata.seq_lens.tolist()
     check(min(lengths, default=0) >= 0, "metadata.seq_lens", "lengths >= 0", min(lengths, default=0))
+    longest = max(lengths, default=0)
+    check(longest <= metadata.max_seq_len, "metadata.seq_lens", f"lengths up to max_seq_len {metadata.max_seq_len}",
+          longest)  # fmt: skip
     check_blocks(metadata.block_table, lengths, block_size, num_blocks, "metadata.block_table")
     bounds = torch.repeat_interleave(metadata.seq_lens, metadata.query_start_loc.diff())
     wrong = ((metadata.visible_lens < 0) | (metadata.visible_lens > bounds)).nonzero()
@@ -269,8 +289,10 @@ def check_forward_attention(
     check_tensor("output", output, (tokens, config.num_heads, config.v_head_dim), dtypes, device)
 
 
-def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor) -> None:
+def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspace_tokens: int) -> None:
     """Check a whole step's plan before its first write: counts everywhere, values where they lie on the CPU.
+
+    No chunk of context may be larger than the `workspace_tokens` that the layer was profiled with.
 
     Compiled code has no place for reading values here; there each op checks its own before it writes.
     """
@@ -285,16 +307,22 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor) -> None
     check_decode_plan(metadata.decode, split, device)
     check(metadata.num_decodes == metadata.decode.seq_lens.shape[0], "metadata.num_decodes",
           f"the {metadata.decode.seq_lens.shape[0]} requests of metadata.decode", metadata.num_decodes)  # fmt: skip
+    check_block_size("metadata.decode.block_size", metadata.decode.block_size, kv_cache)
+    check_block_size("metadata.prefill.block_size", prefill.block_size, kv_cache)
     if metadata.schedule is not None:
         check_schedule(metadata.schedule, metadata.num_decodes, device)
     if metadata.cascade is not None:
-        check_decode_plan(metadata.cascade.prefix, split, device)
-        check_decode_plan(metadata.cascade.suffix, split, device)
+        for name, part in (("prefix", metadata.cascade.prefix), ("suffix", metadata.cascade.suffix)):
+            check_decode_plan(part, split, device)
+            check_block_size(f"metadata.cascade.{name}.block_size", part.block_size, kv_cache)
     check_tensor("metadata.prefill.block_table", prefill.block_table, ("B", "W"), int32, device)
     requests = prefill.block_table.shape[0]
     check_tensor("metadata.prefill.query_start_loc", prefill.query_start_loc, (requests + 1,), int32, device)
     for chunk in prefill.context_chunks:
         check_chunk(chunk, requests, device)
+        check(chunk.num_tokens <= workspace_tokens, "metadata",
+              f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens", f"one of {chunk.num_tokens} "
+              f"in a plan for workspace_tokens {metadata.workspace_tokens}")  # fmt: skip
     if device.type != "cpu" or torch.compiler.is_compiling():
         return
     num_blocks, block_size, _ = kv_cache.shape
@@ -418,6 +446,7 @@ def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, comm
         request = int(wrong[0])
         got = int(common.query_start_loc_cpu[request + 1] - common.query_start_loc_cpu[request])
         check(False, "common", f"{q} tokens of each request, as captured", f"{got} at request {request}")
+    check_batch_block_size(common, graph.block_size)
     width = common.block_table.shape[1]
     check(width <= graph.max_blocks, "common.block_table", f"at most {graph.max_blocks} columns, as captured", width)
     check_table_width(common, graph.block_size * graph.share.size)

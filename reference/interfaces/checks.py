@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ def is_positive_int(value: object) -> bool:
 
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -60,6 +61,31 @@ def check_not_negative(argument: str, lengths: Tensor) -> None:
     if wrong.numel():
         request = int(wrong[0])
         check(False, argument, "lengths >= 0", f"{int(lengths[request])} at request {request}")
+
+
+def lens_on_cpu(argument: str, lens: Sequence[int] | Tensor, count: int) -> Tensor:
+    """Return lengths, a list of ints or a CPU tensor of any int dtype, as `count` int32 on the CPU.
+
+    Raises:
+        TypeError: not a list or tuple of ints, nor a tensor.
+        ValueError: a tensor of another shape, dtype or device; another number of lengths; one outside int32.
+    """
+    if isinstance(lens, Tensor):
+        check_tensor(argument, lens, (count,), INT_DTYPES, torch.device("cpu"))
+    else:
+        if not isinstance(lens, list | tuple):
+            raise TypeError(f"{argument}: expected a list of ints or a CPU tensor, got {type(lens).__name__}")
+        for request, length in enumerate(lens):
+            if not isinstance(length, int) or isinstance(length, bool):
+                raise TypeError(f"{argument}: expected ints, got {type(length).__name__} at request {request}")
+        check(len(lens) == count, argument, f"{count} lengths, one for each row of block_table", len(lens))
+        outside = next((length for length in lens if not -(2**63) <= length < 2**63), None)
+        check(outside is None, argument, "lengths below 2^31", outside)
+        lens = torch.tensor(lens, dtype=torch.int64, device="cpu")
+    longest = int(lens.max()) if lens.numel() else 0
+    check(longest < 2**31, argument, "lengths below 2^31", longest)
+    check_not_negative(argument, lens)
+    return lens.to(torch.int32)
 
 
 def check_dtype(argument: str, dtype: torch.dtype) -> None:

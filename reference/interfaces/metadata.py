@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from .checks import check, check_lengths, check_tensor
-from .shares import SequenceShare
+from .checks import (
+    check,
+    check_blocks,
+    check_lengths,
+    check_not_negative,
+    check_tensor,
+    is_positive_int,
+    lens_on_cpu,
+)
+from .shares import SequenceShare, check_interleave
+from .sizes import NEVER_PLANNED, ScheduleChoice
+from .slots import slots_of_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +52,9 @@ class CommonAttentionMetadata:
         slot_mapping: [T], cache slot of each token; -1 from `num_actual_tokens` on, and wherever nothing is written.
         max_query_len: an upper bound on the query lengths.
         num_actual_tokens: query_start_loc[-1]; tokens past it are padding.
+        max_seq_len: an upper bound on the lengths of the whole sequences, known on the host.
+        block_size: tokens a block for which `slot_mapping` was made, or None where nobody recorded it. A plan for
+            another block size raises.
     """
 
     seq_lens: Int32[Tensor, " B"]
@@ -51,6 +65,8 @@ class CommonAttentionMetadata:
     slot_mapping: Int64[Tensor, " T"]
     max_query_len: int
     num_actual_tokens: int
+    max_seq_len: int
+    block_size: int | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -74,8 +90,18 @@ class CommonAttentionMetadata:
         seq_lens_cpu: Int32[Tensor, " B"],
         block_table: Int32[Tensor, "B W"],
         slot_mapping: Int64[Tensor, " T"],
+        block_size: int | None = None,
     ) -> CommonAttentionMetadata:
         """Validate a batch and put it on the device of `block_table`.
+
+        `from_lens` needs no offsets and computes the slots as well.
+
+        Args:
+            query_start_loc_cpu: [B + 1], prefix sum of the query lengths.
+            seq_lens_cpu: [B], tokens of each request after this step.
+            block_table: [B, W].
+            slot_mapping: [T], cache slot of each token.
+            block_size: tokens a block for which `slot_mapping` was made; None records nothing.
 
         Raises:
             ValueError: wrong shape or dtype, a `query_start_loc` that falls, 0 < S < Sq, fewer slots than tokens, or
@@ -87,6 +113,7 @@ class CommonAttentionMetadata:
         check_tensor("seq_lens_cpu", seq_lens_cpu, (num_reqs,), (torch.int32,), torch.device("cpu"))
         check_tensor("block_table", block_table, (num_reqs, "W"), (torch.int32,))
         check_tensor("slot_mapping", slot_mapping, ("T",), (torch.int64,), block_table.device)
+        check(block_size is None or is_positive_int(block_size), "block_size", "a positive int or None", block_size)
         check_lengths(query_start_loc_cpu, seq_lens_cpu, ("query_start_loc_cpu", "seq_lens_cpu"))
         num_tokens = int(query_start_loc_cpu[-1])
         check(
@@ -107,6 +134,66 @@ class CommonAttentionMetadata:
             slot_mapping=slot_mapping,
             max_query_len=int(query_start_loc_cpu.diff().max()) if num_reqs else 0,
             num_actual_tokens=num_tokens,
+            max_seq_len=int(seq_lens_cpu.max()) if num_reqs else 0,
+            block_size=block_size,
+        )
+
+    @classmethod
+    def from_lens(
+        cls,
+        query_lens: Sequence[int] | Tensor,
+        seq_lens: Sequence[int] | Tensor,
+        block_table: Int32[Tensor, "B W"],
+        block_size: int,
+        share: SequenceShare | None = None,
+    ) -> CommonAttentionMetadata:
+        """Make a batch from lengths: compute the offsets and the cache slot of every new token.
+
+        Args:
+            query_lens: [B], new tokens of each request; a list of ints or a CPU tensor of any int dtype.
+            seq_lens: [B], tokens of each request after this step, likewise; 0 is a padding row, whose slots are -1.
+            block_table: [B, W]; the batch lies on its device.
+            block_size: tokens a block.
+            share: the tokens that a context-parallel rank owns; tokens of other ranks get slot -1. None: one rank owns
+                all tokens.
+
+        Returns:
+            The batch, with sum(query_lens) tokens and no padding tokens.
+
+        Raises:
+            TypeError: lengths that are no ints, or a block table that is no tensor.
+            ValueError: wrong shapes; a negative length; 0 < S < Sq; a block table with too few columns; on a CPU a
+                negative block of a request; a block size that `share` does not fit.
+        """
+        check(is_positive_int(block_size), "block_size", "a positive int", block_size)
+        check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
+        requests, device = block_table.shape[0], block_table.device
+        query_lens_cpu = lens_on_cpu("query_lens", query_lens, requests)
+        seq_lens_cpu = lens_on_cpu("seq_lens", seq_lens, requests)
+        check_not_negative("query_lens", query_lens_cpu)
+        check(share is None or isinstance(share, SequenceShare), "share", "a SequenceShare or None",
+              type(share).__name__)  # fmt: skip
+        size, interleave = (1, 1) if share is None else (share.size, share.interleave)
+        check_interleave(interleave, block_size)
+        num_tokens = sum(query_lens_cpu.tolist())
+        check(num_tokens < 2**31, "query_lens", "fewer than 2^31 tokens in all", num_tokens)
+        starts_cpu = torch.nn.functional.pad(query_lens_cpu.cumsum(0), (1, 0)).to(torch.int32)
+        check_lengths(starts_cpu, seq_lens_cpu, ("query_lens", "seq_lens"))
+        longest = int(seq_lens_cpu.max()) if requests else 0
+        if longest > block_table.shape[1] * block_size * size or device.type == "cpu":
+            check_blocks(block_table, seq_lens_cpu.tolist(), block_size * size, num_blocks=2**31)
+        starts, lens = (lengths.to(device, non_blocking=True) for lengths in (starts_cpu, seq_lens_cpu))
+        return cls(
+            seq_lens=lens,
+            query_start_loc=starts,
+            seq_lens_cpu=seq_lens_cpu,
+            query_start_loc_cpu=starts_cpu,
+            block_table=block_table,
+            slot_mapping=slots_of_tokens(starts, lens, block_table, block_size, num_tokens, share),
+            max_query_len=int(query_lens_cpu.max()) if requests else 0,
+            num_actual_tokens=num_tokens,
+            max_seq_len=longest,
+            block_size=block_size,
         )
 
 
@@ -177,12 +264,14 @@ class PrefillMetadata:
         query_start_loc: [B + 1], from 0.
         max_query_len: the longest query.
         context_chunks: the cached context, in pieces; empty where no request has any.
+        block_size: tokens a block of the cache that the plan was made for; a cache of another block size raises.
     """
 
     block_table: Int32[Tensor, "B W"]
     query_start_loc: Int32[Tensor, " B+1"]
     max_query_len: int
     context_chunks: tuple[ContextChunk, ...]
+    block_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,6 +284,10 @@ class DecodeMetadata:
         query_start_loc: [B + 1], from 0.
         max_query_len: an upper bound on the query lengths.
         visible_lens: [T], keys of its request that each row sees (S - Sq + i + 1); 0 = an empty row.
+        max_seq_len: an upper bound on `seq_lens`, known on the host: kernels size their splits and buffers by it, and
+            on a GPU a longer length is read as this one. Under context parallelism it bounds the rank-local lengths;
+            inside a captured graph it bounds every replay.
+        block_size: tokens a block of the cache that the plan was made for; a cache of another block size raises.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -202,6 +295,8 @@ class DecodeMetadata:
     query_start_loc: Int32[Tensor, " B+1"]
     max_query_len: int
     visible_lens: Int32[Tensor, " T"]
+    max_seq_len: int
+    block_size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,9 +348,11 @@ class MLAMetadata:
         num_decode_tokens: their rows.
         decode: plan of the absorbed path.
         prefill: plan of the expanded path.
+        workspace_tokens: most context tokens that a chunk may expand at once; the plan was cut for this workspace.
         schedule: how the decode is cut over programs; None leaves it to the kernel.
         cascade: the decode once more, its shared prefix apart; None where that is not worth it. Without it the layer
             attends `decode`.
+        schedule_choice: why the decode has a schedule or none.
     """
 
     slot_mapping: Int64[Tensor, " T"]
@@ -264,8 +361,10 @@ class MLAMetadata:
     num_decode_tokens: int
     decode: DecodeMetadata
     prefill: PrefillMetadata
+    workspace_tokens: int
     schedule: DecodeSchedule | None = None
     cascade: CascadeMetadata | None = None
+    schedule_choice: ScheduleChoice = NEVER_PLANNED
 
     @property
     def num_prefills(self) -> int:

@@ -7,10 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from .checks import check, is_positive_int
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from .checks import check, check_tensor, is_positive_int
 from .config import MLAConfig, QueryLenSupport
 
 DECODE_TILE = 64  # keys in a tile of the decode schedule, whatever the page
+MOST_WORKSPACE_TOKENS = 64 * 1024  # of context that are expanded at once (vLLM's bound)
 LAYOUTS = {  # physical order of the logical axes [layers, blocks, block_size, head_size]
     "layers_first": (0, 1, 2, 3),  # each layer's cache in one piece
     "blocks_first": (1, 0, 2, 3),  # all layers of a block side by side: one piece to send or to swap
@@ -83,7 +88,7 @@ def chunked_prefill_workspace_size(
     for name, value in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs)):
         check(is_positive_int(value), name, "a positive int", value)
     unit = context_unit(block_size, context_parallel_size, interleave)
-    tokens = min(max(8 * max_model_len, 4 * max_num_seqs * block_size), 64 * 1024)
+    tokens = min(max(8 * max_model_len, 4 * max_num_seqs * block_size), MOST_WORKSPACE_TOKENS)
     return -(-max(tokens, max_num_seqs * unit) // unit) * unit
 
 
@@ -172,6 +177,59 @@ def fold_overhead(num_heads: int) -> int:
     """
     check(is_positive_int(num_heads), "num_heads", "a positive int", num_heads)
     return 1 if num_heads <= 16 else 4
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """Whether a step's decode is planned over programs, and the numbers that decide it.
+
+    Attributes:
+        num_programs: programs that a schedule has; 0 where nobody asked for one.
+        requests: requests that have keys.
+        longest_tiles: tiles of the longest request.
+        total_tiles: tiles of all requests together.
+        planned: the decode has a schedule; otherwise the kernel cuts every request into equally many splits.
+    """
+
+    num_programs: int
+    requests: int
+    longest_tiles: int
+    total_tiles: int
+    planned: bool
+
+
+NEVER_PLANNED = ScheduleChoice(num_programs=0, requests=0, longest_tiles=0, total_tiles=0, planned=False)
+PLANNED_BELOW = 0.9  # mean over longest request, in tiles with overhead: docs/log.md has the measurement
+
+
+def choose_schedule(seq_lens: Int32[Tensor, " B"], num_programs: int, num_heads: int) -> ScheduleChoice:
+    """Choose between a schedule and the kernel's own cut, from lengths that the host knows.
+
+    Without a schedule a kernel cuts every request into equally many splits, so the decode takes about as long as if
+    every request were the longest. A schedule gives every program the same work, but making and following it costs
+    time. So lengths that differ get a schedule, and lengths that are about equal do not. A request counts its tiles and
+    the overhead of starting on it (`piece_overhead`).
+
+    Args:
+        seq_lens: [B], keys of each request, on the CPU.
+        num_programs: programs of a schedule; 0 never plans, and with 1 there is nothing to share out.
+        num_heads: N.
+
+    Returns:
+        The choice and its numbers.
+
+    Raises:
+        ValueError: a tensor that does not fit; a number below its least value.
+    """
+    check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,), torch.device("cpu"))
+    check(isinstance(num_programs, int) and num_programs >= 0, "num_programs", "an int >= 0", num_programs)
+    overhead = piece_overhead(num_heads)
+    if num_programs == 0 or seq_lens.numel() == 0:
+        return NEVER_PLANNED
+    tiles = seq_lens.add(DECODE_TILE - 1).div_(DECODE_TILE, rounding_mode="floor")
+    longest, total, requests = int(tiles.max()), int(tiles.sum()), int(tiles.count_nonzero())
+    uneven = total + requests * overhead < PLANNED_BELOW * requests * (longest + overhead)
+    return ScheduleChoice(num_programs, requests, longest, total, num_programs > 1 and uneven)
 
 
 @dataclass(frozen=True)

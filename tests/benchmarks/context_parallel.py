@@ -125,7 +125,7 @@ def oracle(row: Row, q: Tensor, heads: slice, dtype: torch.dtype) -> AttentionSt
     table = torch.arange(checked(row) * blocks, dtype=torch.int32, device="cuda").view(-1, blocks)
     lens = torch.full((checked(row),), row.S, dtype=torch.int32, device="cuda")
     starts = torch.arange(checked(row) + 1, dtype=torch.int32, device="cuda")
-    plan = reference.DecodeMetadata(table, lens, starts, 1, lens)
+    plan = reference.DecodeMetadata(table, lens, starts, 1, lens, row.S, BLOCK_SIZE)
     q = q[: checked(row), heads].to(dtype)
     return reference.mla_decode(q[..., :LATENT], q[..., LATENT:], cache.to(dtype), plan, SCALE)
 

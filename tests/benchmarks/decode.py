@@ -136,7 +136,9 @@ def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
     seq_lens = torch.tensor(row.seq_lens, **index)
     starts = row.Sq * torch.arange(row.B + 1, **index)
     visible = (seq_lens[:, None] - row.Sq + 1 + torch.arange(row.Sq, **index)).flatten()
-    return Inputs(ql_nope, q_pe, cache, [DecodeMetadata(t, seq_lens, starts, row.Sq, visible) for t in tables])
+    return Inputs(ql_nope, q_pe, cache, [
+        DecodeMetadata(t, seq_lens, starts, row.Sq, visible, row.S, BLOCK_SIZE) for t in tables
+    ])
 
 
 def spread_out(count: int, at_most: int) -> list[int]:
@@ -163,6 +165,7 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
     part = DecodeMetadata(
         torch.arange(pages.numel(), **index).view(pages.shape), metadata.seq_lens[requests],
         row.Sq * torch.arange(len(requests) + 1, **index), row.Sq, metadata.visible_lens[tokens],
+        metadata.max_seq_len, BLOCK_SIZE,
     )  # fmt: skip
     tensors = [inputs.ql_nope[tokens][:, heads], inputs.q_pe[tokens][:, heads], inputs.cache[pages.flatten().long()]]
     gold = reference.mla_decode(*(t.double() for t in tensors), part, SCALE)

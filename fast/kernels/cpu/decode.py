@@ -21,6 +21,7 @@ def mla_decode(
     query_start_loc: Tensor,
     visible_lens: Tensor,
     max_query_len: int,
+    max_seq_len: int,
     softmax_scale: float,
     out_dtype: torch.dtype,
     tile_ranges: Tensor | None,
@@ -38,6 +39,7 @@ def mla_decode(
         query_start_loc: [B + 1].
         visible_lens: [T].
         max_query_len: a bound for launches; not looked at here.
+        max_seq_len: likewise.
         softmax_scale: multiplies the scores.
         out_dtype: of out.
         tile_ranges: of a schedule; nothing is cut here, so this and the next two are not looked at.

@@ -40,7 +40,7 @@ def ask_ahead(
     """Ask for the program's first 64 rows and first 64 keys, where requests are whole."""
     ql_nope, q_pe, block_table, seq_lens, query_start_loc, _ = inputs
     kv_cache, page_stride, key_stride = cache
-    num_tokens, num_blocks, _, table_width, row_blocks, request_rows, _ = sizes
+    num_tokens, num_blocks, _, max_keys, row_blocks, request_rows, _ = sizes
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
         strides
     )
@@ -57,7 +57,7 @@ def ask_ahead(
     if ROPE > 0:
         _prefetch(q_pe + token * rope_token_stride + head * rope_head_stride, real & (half == 0), 2 * ROPE)
     key = number // 2
-    length = gl.minimum(_now(seq_lens + request), table_width * BLOCK_SIZE)
+    length = gl.minimum(_now(seq_lens + request), max_keys)
     entry = block_table + request.to(gl.int64) * table_row_stride + (key // BLOCK_SIZE).to(gl.int64) * table_stride
     page = gl.load(entry, mask=key < length, other=-1, cache_modifier=".cg")
     place = kv_cache + page.to(gl.int64) * page_stride + (key % BLOCK_SIZE).to(gl.int64) * key_stride

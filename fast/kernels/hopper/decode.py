@@ -26,7 +26,7 @@ from reference.interfaces import (
     most_invariant_splits,
 )
 
-from ..triton.decode_merge import merge_parts, rows_of_a_request
+from ..triton.decode_merge import merge_parts, readable_keys, rows_of_a_request, whole_tiles
 from ..triton.device import device_facts
 from .few_heads import SHARED_VALUES, _few_heads_kernel
 from .many_heads import _many_heads_kernel
@@ -59,6 +59,7 @@ def mla_decode(
     query_start_loc: Tensor,
     visible_lens: Tensor,
     max_query_len: int,
+    max_seq_len: int,
     softmax_scale: float,
     out_dtype: torch.dtype,
     tile_ranges: Tensor | None,
@@ -72,14 +73,15 @@ def mla_decode(
         q_pe: [T, N, R]; R 0, 32 or 64.
         kv_cache: [num_blocks, block_size, Lkv + R], rows of 16-byte words; block size 16, 32, 64 or 128.
         block_table: [B, W]; tokens of a block outside the cache are masked.
-        seq_lens: [B], clamped to [0, W * block_size].
+        seq_lens: [B], clamped to [0, min(max_seq_len, W * block_size)].
         query_start_loc: [B + 1].
         visible_lens: [T].
         max_query_len: bounds the rows of a request.
+        max_seq_len: bounds the keys of a request, for the number of splits and the size of buffers.
         softmax_scale: multiplies the scores.
         out_dtype: of out.
         tile_ranges: [programs, 5] of a schedule, or None: every request is then shared among equally many programs, as
-            many as suit the width of the block table.
+            many as suit the longest request.
         split_offsets: [B + 1] of that schedule.
         batch_invariant: requests are cut by their own length, whoever takes the splits.
 
@@ -90,8 +92,8 @@ def mla_decode(
         ValueError: another dtype; a cache that does not begin at a 16-byte word.
     """
     out, lse, *parts = _attend(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-        out_dtype, tile_ranges, split_offsets, batch_invariant,
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
     cut = (tile_ranges, split_offsets, batch_invariant)
     merge_parts(*parts, query_start_loc, max_query_len, *cut, out, lse)
@@ -107,6 +109,7 @@ def mla_decode_parts(
     query_start_loc: Tensor,
     visible_lens: Tensor,
     max_query_len: int,
+    max_seq_len: int,
     softmax_scale: float,
     out_dtype: torch.dtype,
     tile_ranges: Tensor | None,
@@ -120,8 +123,8 @@ def mla_decode_parts(
         have no element where none is to be merged and none was kept.
     """
     out, lse, *parts = _attend(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-        out_dtype, tile_ranges, split_offsets, batch_invariant,
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
     cut = (tile_ranges, split_offsets, batch_invariant)
     merge_parts(*parts, query_start_loc, max_query_len, *cut, out, lse, write_out=False)
@@ -129,8 +132,8 @@ def mla_decode_parts(
 
 
 def _attend(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-    out_dtype, tile_ranges, split_offsets, batch_invariant,
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Attend, into out and lse or into parts of them: out, lse, part_out, part_lse (empty where there are none)."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
@@ -140,6 +143,7 @@ def _attend(
     rope = q_pe.shape[2]
     num_blocks, block_size, _ = kv_cache.shape
     requests, table_width = block_table.shape
+    max_keys = readable_keys(max_seq_len, table_width, block_size)
     device = ql_nope.device
     out = torch.empty(tokens, heads, latent, dtype=out_dtype, device=device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=device)
@@ -151,19 +155,18 @@ def _attend(
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)
 
-    keys = table_width * block_size
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     processors = device_facts(device).processors
     planned = tile_ranges is not None
-    program_rows = _program_rows(planned, batch_invariant, requests, request_rows, heads, keys, processors)
+    program_rows = _program_rows(planned, batch_invariant, requests, request_rows, heads, max_keys, processors)
     row_blocks = triton.cdiv(request_rows, program_rows)
     if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
-        deal = _deal_planned(tile_ranges.shape[0], batch_invariant, requests, request_rows, row_blocks, keys, heads)
+        deal = _deal_planned(tile_ranges.shape[0], batch_invariant, requests, request_rows, row_blocks, max_keys, heads)
     elif batch_invariant:
-        deal = _deal_by_length(requests, request_rows, program_rows, keys, heads, latent, processors)
+        deal = _deal_by_length(requests, request_rows, program_rows, max_keys, heads, latent, processors)
     else:
-        deal = _deal_evenly(requests, tokens * heads, program_rows, row_blocks, keys, processors)
+        deal = _deal_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors)
     kept_values = deal.programs * _kept_values(program_rows, latent) if deal.most_splits > 1 else 0
     progress = 2 * requests if batch_invariant else 0
     part_out = torch.empty(deal.part_rows * latent + kept_values, dtype=torch.float32, device=device)
@@ -179,7 +182,7 @@ def _attend(
         *block_table.stride(),
     )  # fmt: skip
     widths = {"HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size}
-    sizes = (tokens, num_blocks, requests, table_width)
+    sizes = (tokens, num_blocks, requests, max_keys)
     blocks = (row_blocks, request_rows, deal.num_slots)
     constants = {
         **widths, "BY_LENGTH": batch_invariant, "SCHEDULED": planned,
@@ -240,7 +243,7 @@ def _deal_planned(
 def _deal_by_length(
     requests: int, request_rows: int, program_rows: int, keys: int, heads: int, latent: int, processors: int
 ) -> Deal:
-    """Requests that their own lengths cut, to as many programs as suit the width of the block table."""
+    """Requests that their own lengths cut, to as many programs as suit the longest request."""
     pieces = requests * triton.cdiv(request_rows, program_rows)
     most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads)
     pairs = triton.cdiv(keys, 2 * DECODE_TILE)
@@ -248,7 +251,7 @@ def _deal_by_length(
     in_two_phases = spreads and _scored_at_once(pieces * pairs, processors)
     num_splits = most_splits
     if not in_two_phases:
-        num_splits = _num_runs(pieces, requests * request_rows, keys, heads, program_rows, processors)
+        num_splits = _num_runs(pieces, requests * request_rows, whole_tiles(keys), heads, program_rows, processors)
     num_slots = requests * most_splits if num_splits > 1 else 0
     part_rows = num_slots * request_rows
     if in_two_phases:
@@ -260,8 +263,8 @@ def _deal_by_length(
 
 
 def _deal_evenly(requests: int, rows: int, program_rows: int, row_blocks: int, keys: int, processors: int) -> Deal:
-    """Every request to equally many programs, as many as suit the width of the block table."""
-    num_splits = _num_splits(requests * row_blocks, rows, keys, program_rows, row_blocks, processors)
+    """Every request to equally many programs, as many as suit the longest request."""
+    num_splits = _num_splits(requests * row_blocks, rows, whole_tiles(keys), program_rows, row_blocks, processors)
     programs = min(processors, requests * num_splits * row_blocks)
     return Deal(programs, num_splits, num_splits, num_splits * rows if num_splits > 1 else 0)
 

@@ -415,7 +415,7 @@ def _produce(
 ):  # fmt: skip
     """One warp fetches tiles into the ring, and notes the pieces for the group that computes."""
     _, _, block_table, seq_lens, query_start_loc, _ = inputs
-    num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
+    num_tokens, _, num_requests, max_keys, row_blocks, _, _ = sizes
     _, _, _, _, table_row_stride, table_stride = strides
     _, _, k_latent, k_rope, _, kept, notes = shared
     full, free, begun, noted = bars
@@ -424,9 +424,9 @@ def _produce(
     BYTES: gl.constexpr = TILE * (LATENT + ROPE) * 2
     KEEPS: gl.constexpr = BY_LENGTH and ROWS * LATENT > SHARED_VALUES  # in memory
     kept_values = results[2] + cut[3].to(gl.int64) * sizes[5] * LATENT  # behind all parts
-    lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
+    lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, max_keys, row_blocks)
     walk = first_piece(cut, num_requests, row_blocks, SCHEDULED, 1)
-    walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, BY_LENGTH, SCHEDULED, 1)
+    walk, note = seek(walk, cut, lens, piece_sizes, 1, ROWS, HEADS, BY_LENGTH, SCHEDULED, 1)
     write_note(notes, 0, note, noted)
     step = 0
     folds = 0
@@ -467,7 +467,7 @@ def _produce(
                 folds += 1
                 fold_at = gl.minimum(fold_at + split_tiles, stop)
         walk = next_piece(walk, cut, piece_sizes, SCHEDULED, 1)
-        walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 1, ROWS, HEADS, BY_LENGTH, SCHEDULED, 1)
+        walk, note = seek(walk, cut, lens, piece_sizes, 1, ROWS, HEADS, BY_LENGTH, SCHEDULED, 1)
         mbarrier.wait(begun, piece & 1)  # this piece has begun, and nobody reads the note of the one before it
         piece += 1
         write_note(notes, piece, note, noted)
@@ -475,7 +475,7 @@ def _produce(
 
 @gluon.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "table_width", "num_splits", "row_blocks", "request_rows",
+        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
         "num_slots", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=[
@@ -486,7 +486,7 @@ def _produce(
 def _few_heads_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, part_out, part_lse,
-    num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, num_slots,
+    num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_slots,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
@@ -537,7 +537,7 @@ def _few_heads_kernel(
     own = (small_tiles, small_splits, large_tiles, max_splits)
     cut = (tile_ranges, split_offsets, num_splits, num_slots, progress, own)
     results = (out, lse, part_out, part_lse)
-    sizes = (num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2)
+    sizes = (num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )  # fmt: skip

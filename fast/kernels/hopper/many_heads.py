@@ -181,13 +181,13 @@ def _produce(
 ):  # fmt: skip
     """One warp fetches pairs of tiles, and notes the pieces for the groups that compute."""
     _, _, block_table, seq_lens, query_start_loc, _ = inputs
-    num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
+    num_tokens, _, num_requests, max_keys, row_blocks, _, _ = sizes
     _, _, _, _, table_row_stride, table_stride = strides
     _, _, latents, tails, _, _, notes = shared
     full, free, _, query_bar, _, noted = bars
-    lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, table_width, row_blocks)
+    lens, piece_sizes = (seq_lens, query_start_loc), (num_tokens, num_requests, max_keys, row_blocks)
     walk = first_piece(cut, num_requests, row_blocks, SCHEDULED, SLICES)
-    walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, BY_LENGTH, SCHEDULED, SLICES)
+    walk, note = seek(walk, cut, lens, piece_sizes, 2, ROWS, HEADS, BY_LENGTH, SCHEDULED, SLICES)
     write_note(notes, 0, note, noted)
     pair = 0
     piece = 0
@@ -221,7 +221,7 @@ def _produce(
                     )  # fmt: skip
             pair += 1
         walk = next_piece(walk, cut, piece_sizes, SCHEDULED, SLICES)
-        walk, note = seek(walk, cut, lens, piece_sizes, BLOCK_SIZE, 2, ROWS, HEADS, BY_LENGTH, SCHEDULED, SLICES)
+        walk, note = seek(walk, cut, lens, piece_sizes, 2, ROWS, HEADS, BY_LENGTH, SCHEDULED, SLICES)
         mbarrier.wait(query_bar, piece & 1)  # this piece has begun, and nobody reads the note of the one before it
         piece += 1
         write_note(notes, piece, note, noted)
@@ -229,7 +229,7 @@ def _produce(
 
 @gluon.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "table_width", "num_splits", "row_blocks", "request_rows",
+        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
         "num_slots", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "page_stride",
         "key_stride",
     ],
@@ -241,7 +241,7 @@ def _produce(
 def _many_heads_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, part_out, part_lse,
-    num_tokens, num_blocks, num_requests, table_width, num_splits, row_blocks, request_rows, num_slots,
+    num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_slots,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     out_rows, kv_cache, page_stride, key_stride,
@@ -293,7 +293,7 @@ def _many_heads_kernel(
     own = (small_tiles, small_splits, large_tiles, max_splits)
     cut = (tile_ranges, split_offsets, num_splits, num_slots, progress, own)
     results = (out, lse, part_out, part_lse, out_rows)
-    sizes = (num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2)
+    sizes = (num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )  # fmt: skip

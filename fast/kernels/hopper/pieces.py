@@ -96,21 +96,20 @@ def _planned_end(place, length, cut, num_requests, row_blocks):
 
 @gluon.jit
 @no_type_check
-def lens_of(request, lens, num_tokens, table_width, BLOCK_SIZE: gl.constexpr):
-    """A request's query tokens [start, end), its length, and how many of its keys the table has."""
+def lens_of(request, lens, num_tokens, max_keys):
+    """A request's query tokens [start, end), its length, and how many of its keys are readable."""
     seq_lens, query_start_loc = lens
     query_start = gl.minimum(gl.maximum(gl.load(query_start_loc + request), 0), num_tokens)
     query_end = gl.minimum(gl.load(query_start_loc + request + 1), num_tokens)
     length = gl.maximum(gl.load(seq_lens + request), 0)
-    return query_start, query_end, length, gl.minimum(length, table_width * BLOCK_SIZE)
+    return query_start, query_end, length, gl.minimum(length, max_keys)
 
 
 @gluon.jit
 @no_type_check
 def piece_at(
-    walk, cut, lens, sizes, BLOCK_SIZE: gl.constexpr, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr,
-    SCHEDULED: gl.constexpr,
-):  # fmt: skip
+    walk, cut, lens, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr
+):
     """A run of tiles of one request.
 
     Args:
@@ -118,8 +117,7 @@ def piece_at(
         cut: tile ranges, split offsets, number of splits (of runs, where requests are cut by their own length), all
             slots, progress of requests, numbers of `InvariantCut`.
         lens: seq_lens and query_start_loc.
-        sizes: tokens, requests, width of the block table, blocks of rows.
-        BLOCK_SIZE: keys a page.
+        sizes: tokens, requests, keys of a request at most, blocks of rows.
         EVEN_TILES: cuts lie at multiples of so many tiles; not those by a request's own length.
         BY_LENGTH: whether requests are cut by their own length.
         SCHEDULED: whether a schedule cuts.
@@ -131,7 +129,7 @@ def piece_at(
     """
     place, first_tile, split, _ = walk
     num_splits = cut[2]
-    num_tokens, num_requests, table_width, row_blocks = sizes
+    num_tokens, num_requests, max_keys, row_blocks = sizes
     if SCHEDULED:
         request, row_block = place, gl.program_id(0) % row_blocks
     else:
@@ -139,7 +137,7 @@ def piece_at(
         split = place // row_blocks % num_splits
     if not BY_LENGTH:  # here, so that its loads wait with the others
         slot = _slot_of(request, split, cut, SCHEDULED)
-    query_start, query_end, length, readable = lens_of(request, lens, num_tokens, table_width, BLOCK_SIZE)
+    query_start, query_end, length, readable = lens_of(request, lens, num_tokens, max_keys)
     there = request >= 0
     split_tiles = request * 0
     if BY_LENGTH:
@@ -185,7 +183,7 @@ def next_piece(walk, cut, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def seek(
-    walk, cut, lens, sizes, BLOCK_SIZE: gl.constexpr, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    walk, cut, lens, sizes, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """The first piece from a walk on: the walk there, and what is noted of it.
@@ -199,12 +197,12 @@ def seek(
     searching = walk[3]
     while searching:
         request, row_block, slot, query_start, query_end, length, begin, end, split_tiles, there = piece_at(
-            walk, cut, lens, sizes, BLOCK_SIZE, EVEN_TILES, BY_LENGTH, SCHEDULED
+            walk, cut, lens, sizes, EVEN_TILES, BY_LENGTH, SCHEDULED
         )
         if there & (query_start + row_block * ROWS // HEADS < query_end):
             noted_request, noted_block, noted_start, noted_end = request, row_block, query_start, query_end
             noted_length, noted_begin, noted_split = length, begin, split_tiles
-            noted_stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond the table
+            noted_stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond `max_keys`
             noted_slot = slot
             searching = request < 0
         else:
@@ -284,7 +282,7 @@ def _planned_tiles(length):
 def own_cut(length, readable, cut):
     """How a request is cut by its own length: tiles of a split, as `invariant_split_tiles` counts them, and splits.
 
-    What lies beyond the table is none; a request without keys has one split all the same.
+    What lies beyond `max_keys` is none; a request without keys has one split all the same.
     """
     tiles = _planned_tiles(length)
     small_tiles, small_splits, large_tiles, max_splits = cut[5]

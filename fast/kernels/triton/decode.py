@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reference.interfaces import DECODE_TILE, UnsupportedConfiguration, check, most_invariant_splits
 
-from .decode_merge import merge_parts, rows_of_a_request
+from .decode_merge import merge_parts, readable_keys, rows_of_a_request, whole_tiles
 from .decode_tiles import LN_2, attend_tiles, load_queries
 from .device import device_facts
 from .scheduled_decode import launch_scheduled
@@ -32,13 +32,13 @@ MOST_TURNS = 4
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_blocks", "table_width", "num_splits", "row_blocks", "table_row_stride"],
+    do_not_specialize=["num_tokens", "num_blocks", "max_keys", "num_splits", "row_blocks", "table_row_stride"],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
 )
 @no_type_check
 def _decode_kernel(
     ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens, out, lse,
-    num_tokens, num_blocks, table_width, num_splits, row_blocks, scale_log2,
+    num_tokens, num_blocks, max_keys, num_splits, row_blocks, scale_log2,
     latent_token_stride, latent_head_stride, latent_element_stride,
     rope_token_stride, rope_head_stride, rope_element_stride,
     block_stride, entry_stride, element_stride, table_row_stride, table_stride,
@@ -65,7 +65,7 @@ def _decode_kernel(
             ql_nope, q_pe, token, head, real, latent_token_stride, latent_head_stride, latent_element_stride,
             rope_token_stride, rope_head_stride, rope_element_stride, LATENT, ROPE, LATENT_PAD, ROPE_PAD,
         )  # fmt: skip
-        length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), table_width * BLOCK_SIZE))
+        length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), max_keys))
         visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), length)
         key_end = tl.maximum(tl.max(visible, 0), 0)
         full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // TILE  # seen whole by every row
@@ -108,6 +108,7 @@ def mla_decode(
     query_start_loc: Tensor,
     visible_lens: Tensor,
     max_query_len: int,
+    max_seq_len: int,
     softmax_scale: float,
     out_dtype: torch.dtype,
     tile_ranges: Tensor | None,
@@ -121,14 +122,15 @@ def mla_decode(
         q_pe: [T, N, R].
         kv_cache: [num_blocks, block_size, Lkv + R].
         block_table: [B, W]; tokens of a block outside the cache are masked.
-        seq_lens: [B], clamped to [0, W * block_size].
+        seq_lens: [B], clamped to [0, min(max_seq_len, W * block_size)].
         query_start_loc: [B + 1].
         visible_lens: [T].
         max_query_len: bounds the rows of a request.
+        max_seq_len: bounds the keys of a request, for the number of splits and the size of buffers.
         softmax_scale: multiplies the scores.
         out_dtype: of out.
         tile_ranges: [programs, 5] of a schedule, or None: every request is then shared among equally many programs, as
-            many as suit the width of the block table.
+            many as suit the longest request.
         split_offsets: [B + 1] of that schedule.
         batch_invariant: requests are cut by their own length, whoever takes the splits.
 
@@ -140,8 +142,8 @@ def mla_decode(
         UnsupportedConfiguration: entries too wide for the device's shared memory.
     """
     out, lse, *parts = _attend(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-        out_dtype, tile_ranges, split_offsets, batch_invariant,
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
     merge_parts(*parts, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, out, lse)
     return out, lse
@@ -156,6 +158,7 @@ def mla_decode_parts(
     query_start_loc: Tensor,
     visible_lens: Tensor,
     max_query_len: int,
+    max_seq_len: int,
     softmax_scale: float,
     out_dtype: torch.dtype,
     tile_ranges: Tensor | None,
@@ -169,8 +172,8 @@ def mla_decode_parts(
         have no element where none is to be merged and none was kept.
     """
     out, lse, *parts = _attend(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-        out_dtype, tile_ranges, split_offsets, batch_invariant,
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
     cut = (tile_ranges, split_offsets, batch_invariant)
     merge_parts(*parts, query_start_loc, max_query_len, *cut, out, lse, write_out=False)
@@ -178,8 +181,8 @@ def mla_decode_parts(
 
 
 def _attend(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, softmax_scale,
-    out_dtype, tile_ranges, split_offsets, batch_invariant,
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Attend, into out and lse or into parts of them: out, lse, part_out, part_lse (empty where there are none)."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
@@ -188,6 +191,7 @@ def _attend(
     rope = q_pe.shape[2]
     num_blocks, block_size, _ = kv_cache.shape
     requests, table_width = block_table.shape
+    max_keys = readable_keys(max_seq_len, table_width, block_size)
     out = torch.empty_like(ql_nope, dtype=out_dtype, memory_format=torch.contiguous_format)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=ql_nope.device)
     none = torch.empty(0, dtype=torch.float32, device=ql_nope.device)
@@ -214,27 +218,27 @@ def _attend(
         "ROPE_PAD": rope_pad, "PIECE_COLUMNS": FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
         "PAGED_COPY": latent_pages is not None, **shape,
     }  # fmt: skip
-    pieces, rows, keys = requests * row_blocks, requests * request_rows, table_width * block_size
+    pieces, rows = requests * row_blocks, requests * request_rows
     if tile_ranges is not None or batch_invariant:
         cut, num_runs = (None, None), 1
         if tile_ranges is not None:
             cut = tile_ranges.contiguous(), split_offsets.contiguous()
         else:
-            most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads)
-            num_runs = min(most_splits, _num_splits(pieces, rows, keys, facts.processors))
+            most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), heads)
+            num_runs = min(most_splits, _num_splits(pieces, rows, whole_tiles(max_keys), facts.processors))
         parts = launch_scheduled(
             inputs, strides, constants, *cut, batch_invariant, out, lse, request_rows, row_blocks, num_runs,
-            softmax_scale,
+            max_keys, softmax_scale,
         )  # fmt: skip
         return out, lse, *parts
-    num_splits = _num_splits(pieces, rows, keys, facts.processors)
+    num_splits = _num_splits(pieces, rows, whole_tiles(max_keys), facts.processors)
     split_out, split_lse = out, lse
     if num_splits > 1:
         split_out = torch.empty(num_splits, tokens, heads, latent, dtype=torch.float32, device=ql_nope.device)
         split_lse = torch.empty(2, num_splits, tokens, heads, dtype=torch.float32, device=ql_nope.device)
     with torch.cuda.device_of(ql_nope):
         _decode_kernel[(requests * num_splits * row_blocks,)](
-            *inputs, split_out, split_lse, tokens, num_blocks, table_width, num_splits, row_blocks,
+            *inputs, split_out, split_lse, tokens, num_blocks, max_keys, num_splits, row_blocks,
             softmax_scale / math.log(2), *strides, **constants, SPLIT=num_splits > 1,
         )  # fmt: skip
     if num_splits == 1:

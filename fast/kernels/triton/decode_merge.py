@@ -20,6 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from reference.interfaces import DECODE_TILE
+
 from .decode_tiles import LN_2
 from .device import device_facts
 
@@ -391,3 +393,13 @@ def _tile_for(parts: int, rows: int, heads: int, requests: int) -> tuple[int, in
 def rows_of_a_request(tokens: int, heads: int, max_query_len: int) -> int:
     """Most rows of a request, from bounds that the host knows."""
     return max(1, min(max_query_len, tokens)) * heads
+
+
+def readable_keys(max_seq_len: int, table_width: int, block_size: int) -> int:
+    """Most keys of a request that kernels read, from bounds that the host knows; no sum of it and a tile overflows."""
+    return min(max_seq_len, table_width * block_size, 2**31 - 2 * DECODE_TILE)
+
+
+def whole_tiles(keys: int) -> int:
+    """Keys rounded up to whole tiles, so that choices that are kept by keys are made once in a tile's steps."""
+    return -(-keys // DECODE_TILE) * DECODE_TILE

@@ -23,7 +23,7 @@ from .schedule import invariant_split_tiles
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "table_width", "num_runs", "row_blocks", "request_rows",
+        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_runs", "row_blocks", "request_rows",
         "num_slots", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=[
@@ -34,7 +34,7 @@ from .schedule import invariant_split_tiles
 def _scheduled_decode_kernel(
     ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, part_out, part_lse,
-    num_tokens, num_blocks, num_requests, table_width, num_runs, row_blocks, request_rows, num_slots,
+    num_tokens, num_blocks, num_requests, max_keys, num_runs, row_blocks, request_rows, num_slots,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, latent_element_stride,
     rope_token_stride, rope_head_stride, rope_element_stride,
@@ -62,7 +62,7 @@ def _scheduled_decode_kernel(
     else:
         request, last_request, range_end = place // num_runs, place // num_runs, 0
         length = tl.maximum(tl.load(seq_lens + request), 0)
-        split_tiles, splits = _own_cut(length, tl.minimum(length, table_width * BLOCK_SIZE), own, SCHEDULE_TILE)
+        split_tiles, splits = _own_cut(length, tl.minimum(length, max_keys), own, SCHEDULE_TILE)
         split = place % num_runs * tl.cdiv(splits, num_runs)
         first_tile, range_end = split * split_tiles, (split + tl.cdiv(splits, num_runs)) * split_tiles
         runs_on = place % num_runs == 0
@@ -76,7 +76,7 @@ def _scheduled_decode_kernel(
         token = query_start + request_row // HEADS
         real = (token < query_end) & (request_row < request_rows)
         length = tl.maximum(tl.load(seq_lens + request), 0)
-        readable = tl.minimum(length, table_width * BLOCK_SIZE)
+        readable = tl.minimum(length, max_keys)
         request_tiles = _tiles(length, SCHEDULE_TILE)
         own_end = request_tiles
         if request == last_request:
@@ -162,7 +162,7 @@ def _scheduled_decode_kernel(
 def _own_cut(length, readable, own, TILE: tl.constexpr):
     """How a request is cut by its own length: tiles of a split, and how many splits it has.
 
-    What lies beyond the table is none; a request without keys has one split all the same.
+    What lies beyond `max_keys` is none; a request without keys has one split all the same.
     """
     split_tiles = invariant_split_tiles(_tiles(length, TILE), own)
     return split_tiles, tl.maximum(tl.cdiv(_tiles(readable, TILE), split_tiles), 1)
@@ -187,6 +187,7 @@ def launch_scheduled(
     request_rows: int,
     row_blocks: int,
     num_runs: int,
+    max_keys: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attend as a schedule says, or requests cut by their own length: into `out` and `lse`, or into parts.
@@ -203,6 +204,7 @@ def launch_scheduled(
         request_rows: most rows of a request.
         row_blocks: programs side by side that share a request's rows.
         num_runs: without a schedule, programs that share a request's splits.
+        max_keys: keys of a request at most.
         softmax_scale: multiplies the scores.
 
     Returns:
@@ -210,13 +212,12 @@ def launch_scheduled(
     """
     _, _, kv_cache, _, _, block_table, seq_lens, _, _ = inputs
     tokens, heads, latent = out.shape
-    requests, table_width = block_table.shape
-    scheduled, block_size = tile_ranges is not None, kv_cache.shape[1]
+    requests, scheduled = block_table.shape[0], tile_ranges is not None
     programs = tile_ranges.shape[0] if scheduled else requests * num_runs
     # every program leaves at most one request unfinished
     slots, progress = requests + programs, 0
     if batch_invariant:
-        most_splits = most_invariant_splits(triton.cdiv(table_width * block_size, DECODE_TILE), heads)
+        most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), heads)
         slots = requests * (most_splits if scheduled or num_runs > 1 else 1)
         progress = 2 * requests
     part_out = torch.empty(slots * request_rows * latent, dtype=torch.float32, device=out.device)
@@ -225,7 +226,7 @@ def launch_scheduled(
         _scheduled_decode_kernel[(programs * row_blocks,)](
             *inputs, tile_ranges if scheduled else seq_lens, split_offsets if scheduled else seq_lens,
             out, lse, part_out, part_lse,
-            tokens, kv_cache.shape[0], requests, table_width, num_runs, row_blocks, request_rows, slots,
+            tokens, kv_cache.shape[0], requests, max_keys, num_runs, row_blocks, request_rows, slots,
             *invariant_cut(heads), softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
             BY_LENGTH=batch_invariant, SCHEDULED=scheduled,
         )  # fmt: skip

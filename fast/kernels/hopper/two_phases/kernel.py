@@ -37,11 +37,11 @@ def _consume(
     ql_nope, q_pe, _, seq_lens, query_start_loc, _ = inputs
     lens = (seq_lens, query_start_loc)
     full, scored, _, _, _ = bars
-    note, there = unit_of_program(cut, lens, sizes, pairs, HEADS, BLOCK_SIZE)
+    note, there = unit_of_program(cut, lens, sizes, pairs, HEADS)
     if there:
         queries = (ql_nope, q_pe, shared[0], shared[1], strides[0], strides[1], strides[2], strides[3])
         ask_queries(note, queries, sizes, ROWS, HEADS, 0, LATENT, ROPE)
-    share, what = seek_share(first_share(), cut, lens, sizes, splits_bound, HEADS, BLOCK_SIZE)
+    share, what = seek_share(first_share(), cut, lens, sizes, splits_bound, HEADS)
     if there:
         score_unit(
             note, inputs, words, findings, sizes, strides, shared, full, scored, pairs, HEADS, LATENT, ROPE, BLOCK_SIZE
@@ -74,7 +74,7 @@ def _produce(
 
 @gluon.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "table_width", "row_blocks", "request_rows", "num_slots",
+        "num_tokens", "num_blocks", "num_requests", "max_keys", "row_blocks", "request_rows", "num_slots",
         "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "pairs", "splits_bound",
     ],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
@@ -83,7 +83,7 @@ def _produce(
 def _two_phases_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     out, lse, part_out, part_lse, value_pages, probability_pairs, words, row_values, probabilities,
-    num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, num_slots, pairs, splits_bound,
+    num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, num_slots, pairs, splits_bound,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
@@ -131,7 +131,7 @@ def _two_phases_kernel(
     own = (small_tiles, small_splits, large_tiles, max_splits)
     cut = (seq_lens, seq_lens, splits_bound, num_slots, progress, own)
     results = (out, lse, part_out, part_lse)
-    sizes = (num_tokens, num_blocks, num_requests, table_width, row_blocks, request_rows, scale_log2)
+    sizes = (num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )  # fmt: skip

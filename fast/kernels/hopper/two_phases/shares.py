@@ -33,12 +33,12 @@ LANES = gl.constexpr(32)  # pairs that are looked at at a time
 
 @gluon.jit
 @no_type_check
-def seek_share(share, cut, lens, sizes, splits_bound, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def seek_share(share, cut, lens, sizes, splits_bound, HEADS: gl.constexpr):
     """The program's first share from one on: its number, and a note of its split (`pieces`).
 
     With the request's splits instead of a slot.
     """
-    num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
+    num_tokens, _, num_requests, max_keys, row_blocks, _, _ = sizes
     none = share * 0
     request, row_block, query_start, query_end, readable = none, none, none, none, none
     begin, stop, split_tiles, splits = none, none, none + 2, none
@@ -47,7 +47,7 @@ def seek_share(share, cut, lens, sizes, splits_bound, HEADS: gl.constexpr, BLOCK
     while searching:
         request, split = share // SHARES // row_blocks // splits_bound, share // SHARES // row_blocks % splits_bound
         row_block = share // SHARES % row_blocks
-        query_start, query_end, length, readable = lens_of(request, lens, num_tokens, table_width, BLOCK_SIZE)
+        query_start, query_end, length, readable = lens_of(request, lens, num_tokens, max_keys)
         split_tiles, splits = own_cut(length, readable, cut)
         begin = split * split_tiles
         stop = gl.minimum(begin + split_tiles, ceil_div(readable, TILE))
@@ -158,7 +158,7 @@ def fetch_shares(
     row_places, probability_places, tiles = shared[4], shared[5], shared[6]
     _, scored, arrived, released, found_bars = bars
     shares = num_requests * splits_bound * row_blocks * SHARES
-    share, what = seek_share(first_share(), cut, lens, sizes, splits_bound, HEADS, BLOCK_SIZE)
+    share, what = seek_share(first_share(), cut, lens, sizes, splits_bound, HEADS)
     first = _pages_of_share(what, block_table, strides, BLOCK_SIZE)
     mbarrier.wait(scored, 0)
     step = share * 0  # pairs of all shares
@@ -194,7 +194,7 @@ def fetch_shares(
                 )  # fmt: skip
             pair += 1
         step += count
-        share, what = seek_share(share + gl.num_programs(0), cut, lens, sizes, splits_bound, HEADS, BLOCK_SIZE)
+        share, what = seek_share(share + gl.num_programs(0), cut, lens, sizes, splits_bound, HEADS)
         first = _pages_of_share(what, block_table, strides, BLOCK_SIZE)
 
 
@@ -328,4 +328,4 @@ def multiply_shares(
             _write_part(state, where, results, slot, num_slots, first_column, LATENT, VALUES)
         else:
             _write_whole(state, where, results, first_column, HEADS, LATENT, VALUES)
-        share, what = seek_share(share + gl.num_programs(0), cut, lens, sizes, splits_bound, HEADS, BLOCK_SIZE)
+        share, what = seek_share(share + gl.num_programs(0), cut, lens, sizes, splits_bound, HEADS)

@@ -43,13 +43,13 @@ def flags_behind(words, sizes, pairs):
 
 @gluon.jit
 @no_type_check
-def unit_of_program(cut, lens, sizes, pairs, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr):
+def unit_of_program(cut, lens, sizes, pairs, HEADS: gl.constexpr):
     """A note of the unit that has the program's number (`pieces`), and whether there is one."""
     unit = gl.program_id(0)
-    num_tokens, _, num_requests, table_width, row_blocks, _, _ = sizes
+    num_tokens, _, num_requests, max_keys, row_blocks, _, _ = sizes
     request = gl.minimum(unit // row_blocks // pairs, num_requests - 1)
     row_block, begin = unit % row_blocks, unit // row_blocks % pairs * 2
-    query_start, query_end, length, readable = lens_of(request, lens, num_tokens, table_width, BLOCK_SIZE)
+    query_start, query_end, length, readable = lens_of(request, lens, num_tokens, max_keys)
     split_tiles, _ = own_cut(length, readable, cut)
     stop = gl.minimum(begin + 2, ceil_div(readable, TILE))
     there = (unit < _num_units(sizes, pairs)) & (begin < stop)
@@ -63,12 +63,12 @@ def unit_of_program(cut, lens, sizes, pairs, HEADS: gl.constexpr, BLOCK_SIZE: gl
 def _pages_at(block_table, sizes, strides, pairs, BLOCK_SIZE: gl.constexpr):
     """The first pages of the tiles of the program's unit, before it is known whether it has keys there."""
     unit = gl.program_id(0)
-    _, _, num_requests, table_width, row_blocks, _, _ = sizes
+    _, _, num_requests, max_keys, row_blocks, _, _ = sizes
     request, key = unit // row_blocks // pairs, unit // row_blocks % pairs * (2 * TILE)
     table_row = block_table + gl.minimum(request, num_requests - 1).to(gl.int64) * strides[4]
     first, second = key // BLOCK_SIZE, (key + TILE) // BLOCK_SIZE
-    first_page = gl.load(table_row + first.to(gl.int64) * strides[5], mask=first < table_width, other=-1)
-    return first_page, gl.load(table_row + second.to(gl.int64) * strides[5], mask=second < table_width, other=-1)
+    first_page = gl.load(table_row + first.to(gl.int64) * strides[5], mask=key < max_keys, other=-1)
+    return first_page, gl.load(table_row + second.to(gl.int64) * strides[5], mask=key + TILE < max_keys, other=-1)
 
 
 @gluon.jit
@@ -79,7 +79,7 @@ def fetch_unit(
 ):  # fmt: skip
     """Fetch the tiles of the program's unit, if it has one."""
     pages = _pages_at(block_table, sizes, strides, pairs, BLOCK_SIZE)
-    note, there = unit_of_program(cut, lens, sizes, pairs, HEADS, BLOCK_SIZE)
+    note, there = unit_of_program(cut, lens, sizes, pairs, HEADS)
     if there:
         request, length, begin, stop = tiles_of(note)
         table_row, table_stride = block_table + request.to(gl.int64) * strides[4], strides[5]
