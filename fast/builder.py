@@ -25,7 +25,6 @@ from reference.interfaces import (
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
-    ScheduleChoice,
     SequenceShare,
     check,
     check_batch_block_size,
@@ -422,7 +421,8 @@ class MLAMetadataBuilder:
         """The plan of one step; where a graph captures it, its lengths decide nothing, for others will follow."""
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
-            self.costs, self.query_len_support, require_order=True, share=self.share, num_programs=0, staging=self._staging,
+            self.costs, self.query_len_support, require_order=True, share=self.share, num_programs=0,
+            staging=self._staging,
         )  # fmt: skip
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
@@ -529,8 +529,9 @@ class MLAMetadataBuilder:
             ValueError: tensors that do not fit; a length below 0.
         """
         absorbed = choose_paths(
-            query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs, self.query_len_support
-        )
+            query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs,
+            self.query_len_support,
+        )  # fmt: skip
         if self.query_len_support is QueryLenSupport.UNIFORM:
             lens = query_lens[absorbed & (query_lens > 0)]
             counts = torch.bincount(lens, minlength=1)

@@ -177,7 +177,7 @@ class DecodeGraph:
             ),
             workspace_tokens=0,
             schedule=schedule,
-            schedule_choice=ScheduleChoice(self.num_programs, size, 0, 0, schedule is not None and self.num_programs > 0),
+            schedule_choice=ScheduleChoice(self.num_programs, size, 0, 0, planned=self.num_programs > 0),
         )
         return self.step(self._hidden_states[:tokens], self._positions[:tokens], metadata)
 

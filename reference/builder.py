@@ -23,7 +23,6 @@ from .interfaces import (
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
-    ScheduleChoice,
     SequenceShare,
     check,
     check_batch_block_size,
@@ -301,9 +300,7 @@ class MLAMetadataBuilder:
                 return dataclasses.replace(metadata, cascade=cascade)
         programs = self._programs_for(metadata.decode.max_query_len, common.block_table.device)
         lens = _decode_lens(common, metadata.num_decodes, self.share)
-        return _with_schedule(
-            metadata, lens, programs, self._decode_heads, self.batch_invariant, captured
-        )
+        return _with_schedule(metadata, lens, programs, self._decode_heads, self.batch_invariant, captured)
 
     def _programs_for(self, query_len: int, device: torch.device) -> int:
         """Over how many programs a schedule cuts a decode, from its longest query; 0 leaves it to the kernel."""
@@ -387,8 +384,9 @@ class MLAMetadataBuilder:
             ValueError: tensors that do not fit; a length below 0.
         """
         absorbed = choose_paths(
-            query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs, self.query_len_support
-        )
+            query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs,
+            self.query_len_support,
+        )  # fmt: skip
         if self.query_len_support is QueryLenSupport.UNIFORM:
             lens = [query_len for query_len in query_lens[absorbed].tolist() if query_len > 0]
             most = max(lens, key=lambda query_len: (lens.count(query_len), query_len), default=0)

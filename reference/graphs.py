@@ -156,6 +156,6 @@ class DecodeGraph:
             ),
             workspace_tokens=0,
             schedule=schedule,
-            schedule_choice=ScheduleChoice(self.num_programs, size, 0, 0, schedule is not None and self.num_programs > 0),
+            schedule_choice=ScheduleChoice(self.num_programs, size, 0, 0, planned=self.num_programs > 0),
         )
         return self.step(padded, padded_positions, metadata)[:tokens]

@@ -456,7 +456,8 @@ def test_layer_attention_refuses(ops, which, change, named):
 def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
     """`max_query_len` bounds launches: with a smaller one rows would be left unwritten."""
     cache = torch.randn(2, 4, 10)
-    plan = reference.DecodeMetadata(integers(0, 1)[:, None], integers(4, 4), offsets([1, 3]), 1, integers(4, 2, 3, 4), 4, 4)
+    seen = integers(4, 2, 3, 4)
+    plan = reference.DecodeMetadata(integers(0, 1)[:, None], integers(4, 4), offsets([1, 3]), 1, seen, 4, 4)
     wanted = "^metadata.max_query_len: expected a bound: 4 tokens of 2 requests, got 1$"
     with pytest.raises(ValueError, match=wanted):
         ops.mla_decode(torch.randn(4, 2, 8), torch.randn(4, 2, 2), cache, plan, 0.3)

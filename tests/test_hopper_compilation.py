@@ -85,7 +85,8 @@ def recorded(
         monkeypatch.setattr(decode, "_scored_at_once", lambda *_: False)
     monkeypatch.setattr(decode, "_rows_where_alone", lambda program_rows, *_: program_rows)
     latent, rope = widths
-    plan = DecodeMetadata(integers(*range(40))[None], integers(600), offsets([1]), 1, integers(600), 40 * block_size, block_size)
+    lens, keys = integers(600), 40 * block_size
+    plan = DecodeMetadata(integers(*range(40))[None], lens, offsets([1]), 1, lens, keys, block_size)
     schedule = (None, None, cut.startswith("batch-invariant"))
     if cut in ("scheduled", "batch-invariant, planned"):
         made = reference.plan_decode(plan.seq_lens, 3, heads, 5, cut != "scheduled")

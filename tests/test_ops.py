@@ -49,8 +49,8 @@ def decode_samples(
     schedule, own = (fast.plan_decode(plan.seq_lens, 4, heads, batch_invariant=own) for own in (False, True))
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
     return [
-        (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens), 0.3,
-         out_dtype or dtype, *cut, decode_backend(dtype, latent, rope, block_size))
+        (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
+         0.3, out_dtype or dtype, *cut, decode_backend(dtype, latent, rope, block_size))
         for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))
     ]  # fmt: skip
@@ -215,8 +215,10 @@ print("compiled")
 
 
 def test_compile_fullgraph():
-    """One graph over the layer's decode step, and over a mixed one: no break, one recompilation while sequences grow
-    (the first step reads `max_seq_len` as a constant), the bits of eager mode. In a process of its own: the suite's run-time shape checks are not traceable.
+    """One graph over the layer's decode step, and over a mixed one: no break, the bits of eager mode.
+
+    While sequences grow there is one recompilation: the first step reads `max_seq_len` as a constant, the second as a
+    symbol. In a process of its own: the suite's run-time shape checks are not traceable.
     """
     command = [sys.executable, "-c", COMPILE, str(torch.get_default_device())]
     root = Path(fast.__file__).parents[1]

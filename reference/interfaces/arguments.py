@@ -320,9 +320,9 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
     check_tensor("metadata.prefill.query_start_loc", prefill.query_start_loc, (requests + 1,), int32, device)
     for chunk in prefill.context_chunks:
         check_chunk(chunk, requests, device)
-        check(chunk.num_tokens <= workspace_tokens, "metadata",
-              f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens", f"one of {chunk.num_tokens} "
-              f"in a plan for workspace_tokens {metadata.workspace_tokens}")  # fmt: skip
+        check(chunk.num_tokens <= workspace_tokens, "metadata.workspace_tokens",
+              f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens",
+              f"one of {chunk.num_tokens} in a plan for {metadata.workspace_tokens}")  # fmt: skip
     if device.type != "cpu" or torch.compiler.is_compiling():
         return
     num_blocks, block_size, _ = kv_cache.shape

@@ -93,7 +93,10 @@ class Paths:
         contexts = torch.full((REQUESTS,), context_len, dtype=torch.int32)
         chunks = fast.plan_context_chunks(contexts, WORKSPACE, BLOCK_SIZE)
         self.prefill = PrefillMetadata(
-            table, common.query_start_loc, query_len, tuple(chunk.to(table.device) for chunk in chunks),
+            table,
+            common.query_start_loc,
+            query_len,
+            tuple(chunk.to(table.device) for chunk in chunks),
             BLOCK_SIZE,
         )
 

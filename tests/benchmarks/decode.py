@@ -136,9 +136,9 @@ def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
     seq_lens = torch.tensor(row.seq_lens, **index)
     starts = row.Sq * torch.arange(row.B + 1, **index)
     visible = (seq_lens[:, None] - row.Sq + 1 + torch.arange(row.Sq, **index)).flatten()
-    return Inputs(ql_nope, q_pe, cache, [
-        DecodeMetadata(t, seq_lens, starts, row.Sq, visible, row.S, BLOCK_SIZE) for t in tables
-    ])
+    return Inputs(
+        ql_nope, q_pe, cache, [DecodeMetadata(t, seq_lens, starts, row.Sq, visible, row.S, BLOCK_SIZE) for t in tables]
+    )
 
 
 def spread_out(count: int, at_most: int) -> list[int]:

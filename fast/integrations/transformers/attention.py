@@ -19,6 +19,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import fast
 from reference.interfaces import (
+    MOST_WORKSPACE_TOKENS,
     ContextParallel,
     MLAConfig,
     MLAMetadata,
@@ -266,9 +267,12 @@ class ModelAdapter:
         table = record.reserve(rows, max(lens.tolist(), default=0))
         slots = ops.slot_mapping(starts, lens, table, record.block_size, positions.shape[0])
         common = ops.CommonAttentionMetadata.make(starts, lens, table.to(device), slots.to(device))
-        workspace = options.workspace_tokens or ops.chunked_prefill_workspace_size(
-            self.base.config.max_position_embeddings, max(rows, 1), record.block_size
-        )
+        workspace = options.workspace_tokens
+        if workspace is None:
+            longest = self.base.config.max_position_embeddings
+            workspace = ops.chunked_prefill_workspace_size(longest, max(rows, 1), record.block_size)
+            most = self.base.layers[0].self_attn.forward.attention.workspace_tokens
+            workspace = min(workspace, max(most // record.block_size, 1) * record.block_size)
         metadata = ops.build_mla_metadata(
             common, record.block_size, workspace, options.decode_threshold, options.config, options.costs
         )
@@ -403,6 +407,8 @@ def use_mla(
 
     if context_parallel is not None:
         options["context_parallel"] = context_parallel
+    if workspace_tokens is not None and workspace_tokens > MOST_WORKSPACE_TOKENS:
+        options.setdefault("workspace_tokens", workspace_tokens)  # a layer refuses plans for more than its own
     adapters = [AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options)) for module in modules]
     config = adapters[0].attention.config
     served = Options(ops, block_size, workspace_tokens, decode_threshold, config, costs, context_parallel)

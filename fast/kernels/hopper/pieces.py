@@ -107,9 +107,7 @@ def lens_of(request, lens, num_tokens, max_keys):
 
 @gluon.jit
 @no_type_check
-def piece_at(
-    walk, cut, lens, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr
-):
+def piece_at(walk, cut, lens, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr):
     """A run of tiles of one request.
 
     Args:
