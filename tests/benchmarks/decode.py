@@ -51,7 +51,7 @@ class Row:
         Sq: new tokens of each.
         N: heads.
         lens: "equal"; "mixed": S is the longest and the others go evenly down to a sixteenth of it; "ragged": drawn
-            from S / 128 to S, log-uniform.
+            from S / 128 to S, log-uniform; "80%": evenly from 80 % of S up to S, in an order drawn once.
     """
 
     B: int
@@ -69,8 +69,9 @@ class Row:
         """
         *sizes, lens = texts
         batch, keys, queries, heads = (int(text) for text in sizes)
-        if min(batch, keys, queries, heads) < 1 or queries > keys or lens not in LENS:
-            raise ValueError(f"sizes from 1, Sq at most S, and one of {', '.join(LENS)}")
+        known = lens in LENS or (lens.endswith("%") and lens[:-1].isdecimal() and int(lens[:-1]) <= 100)
+        if min(batch, keys, queries, heads) < 1 or queries > keys or not known:
+            raise ValueError(f"sizes from 1, Sq at most S, and one of {', '.join(LENS)}, 80%")
         return cls(batch, keys, queries, heads, lens)
 
     @property
@@ -81,6 +82,10 @@ class Row:
         if self.lens == "ragged":
             draw = random.Random(0)
             return [max(self.Sq, round(self.S * 128 ** (draw.random() - 1))) for _ in range(self.B)]
+        if self.lens.endswith("%"):
+            least = int(self.lens[:-1]) / 100
+            lens = [max(self.Sq, round(self.S * (1 - (1 - least) * place / (self.B - 1)))) for place in range(self.B)]
+            return random.Random(0).sample(lens, self.B)
         lens = [max(self.Sq, round(self.S * 16 ** -(place / (self.B - 1)))) for place in range(self.B)]
         return random.Random(0).sample(lens, self.B)
 

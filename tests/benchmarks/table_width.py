@@ -1,0 +1,101 @@
+"""Absorbed decode in a block table that is far wider than the requests: sized by the longest request, and by the table.
+
+    python -m tests.benchmarks.table_width
+    python -m tests.benchmarks.table_width --rows 1,1024,1,128,2560 --json table-width.json
+
+An engine keeps one table for the longest sequence that it may ever serve. "fast" is given the longest request of the
+step (`max_seq_len`); "fast, by the table" is given as many tokens as the table has room for, which is what kernels
+took before the plan carried the longest request. Pages of 64 tokens, bfloat16, DeepSeek-V3's dims.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+
+import torch
+
+import fast
+
+from . import decode
+from .contest import OURS, Case, Contender, run_benchmark
+from .decode import BLOCK_SIZE, SCALE
+
+BY_TABLE = f"{OURS}, by the table"
+FAR = 2147480000  # an entry that nobody owns
+
+
+@dataclass(frozen=True)
+class Row:
+    """One shape.
+
+    Attributes:
+        B: requests.
+        S: keys of each, new tokens included.
+        Sq: new tokens of each.
+        N: heads.
+        W: columns of the block table.
+    """
+
+    B: int
+    S: int
+    Sq: int
+    N: int
+    W: int
+
+    @classmethod
+    def parse(cls, *texts: str) -> Row:
+        """From five sizes.
+
+        Raises:
+            ValueError: what is wrong with them.
+        """
+        row = cls(*(int(text) for text in texts))
+        if min(vars(row).values()) < 1 or row.Sq > row.S or row.S > row.W * BLOCK_SIZE:
+            raise ValueError(f"sizes from 1, Sq at most S, S at most {BLOCK_SIZE} W")
+        return row
+
+
+ROWS = tuple(
+    Row(*sizes)
+    for sizes in (
+        (1, 1024, 1, 128, 2560), (1, 1024, 1, 16, 2560), (4, 1024, 1, 128, 2560), (16, 1024, 1, 128, 2560),
+        (16, 4096, 1, 128, 2560), (64, 1024, 1, 16, 2560), (128, 4096, 1, 128, 2560),
+    )
+)  # fmt: skip
+
+
+def make_case(row: Row, peers: ModuleType | None, backend: str | None) -> Case:
+    """Inputs and contenders of one row."""
+    shape = decode.Row(row.B, row.S, row.Sq, row.N)
+    l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
+    inputs = decode.make_inputs(shape, decode.input_sets(shape.bytes, l2_bytes), "cuda")
+    plans = []
+    for plan in inputs.metadata:
+        table = torch.full((row.B, row.W), FAR, dtype=torch.int32, device="cuda")
+        table[:, : plan.block_table.shape[1]] = plan.block_table
+        plans.append(replace(plan, block_table=table))
+
+    def decoded(metadata):
+        return fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, metadata, SCALE, backend=backend)
+
+    def calls(bound: int) -> list:
+        return [partial(decoded, replace(plan, max_seq_len=bound)) for plan in plans]
+
+    contenders = {OURS: Contender(calls(row.S)), BY_TABLE: Contender(calls(row.W * BLOCK_SIZE))}
+    return Case(shape.flops, shape.bytes, contenders, lambda value: decode.check(shape, inputs, value))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check and time the rows; the exit status."""
+    return run_benchmark(
+        "table_width", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"),
+        bandwidth="read_gb_s", epilog="A row is B requests of S keys with Sq new tokens, N heads and W columns.",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
