@@ -181,7 +181,7 @@ def _with_schedule(
 
     A captured plan has a schedule whatever its lengths are: the lengths of the replays are not known yet.
     """
-    choice = choose_schedule(decode_lens, num_programs, num_heads)
+    choice = choose_schedule(decode_lens, num_programs, num_heads, batch_invariant)
     if captured:
         choice = dataclasses.replace(choice, num_programs=num_programs, planned=num_programs > 0)
     schedule = DecodeSchedule(batch_invariant=True) if batch_invariant else None

@@ -134,7 +134,8 @@ def test_choices_agree(lens, threshold, support, asked, ordered):
         try:
             found.append(
                 ops.build_mla_metadata(common, 16, 256, threshold, DIRECT if asked else None, costs, support, "even"
-                                       if threshold == 2 and len(lens[0]) < 8 else "packed", ordered)
+                                       if threshold == 2 and len(lens[0]) < 8 else "packed", ordered,
+                                       num_programs=5 if asked else None)
             )  # fmt: skip
         except ValueError as error:
             found.append(str(error))
@@ -224,10 +225,10 @@ def uniform_length(query_lens, threshold):
     return max(set(lens), key=lambda q: (lens.count(q), q), default=0)
 
 
-def uneven(lens, overhead):
-    """Whether requests take on average less than nine tenths of the longest one, a start included."""
-    costs = [-(-length // 64) + overhead for length in lens if length > 0]
-    return bool(costs) and sum(costs) * 10 < 9 * len(costs) * max(costs)
+def schedule_pays(lens, programs, overhead):
+    """Whether padding every request to the longest takes more tiles than a start for each request and program."""
+    tiles = [-(-length // 64) for length in lens if length > 0]
+    return sum(max(tiles) - count for count in tiles) > overhead * (len(tiles) + programs) if tiles else False
 
 
 @given(batches(), st.sampled_from(sorted(OPTIONS)), st.sampled_from([0, 3]), st.booleans(), st.sampled_from([0, 5]))
@@ -261,7 +262,8 @@ def test_builders_agree(lens, name, drafted, fast_build, programs):
     schedule, invariant = plans[0].schedule, options.get("batch_invariant", False)
     short = plans[0].num_decode_tokens > 0 and plans[0].decode.max_query_len <= threshold
     planned = options["num_programs"] > 0 and short and (invariant or not fast_build)
-    planned = planned and uneven(plans[0].decode.seq_lens.tolist(), 5 if config.num_heads <= 32 else 8)
+    overhead = (5 if config.num_heads <= 32 else 8) * (4 if invariant else 1)
+    planned = planned and schedule_pays(plans[0].decode.seq_lens.tolist(), options["num_programs"], overhead)
     assert plans[0].schedule_choice.planned == planned
     assert (schedule is not None) == (planned or (invariant and plans[0].num_decode_tokens > 0))
     if invariant and not planned and schedule is not None:

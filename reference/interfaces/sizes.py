@@ -199,21 +199,24 @@ class ScheduleChoice:
 
 
 NEVER_PLANNED = ScheduleChoice(num_programs=0, requests=0, longest_tiles=0, total_tiles=0, planned=False)
-PLANNED_BELOW = 0.9  # mean over longest request, in tiles with overhead: docs/log.md has the measurement
+INVARIANT_STARTS = 4  # a batch-invariant schedule starts on splits, of which every request has several
 
 
-def choose_schedule(seq_lens: Int32[Tensor, " B"], num_programs: int, num_heads: int) -> ScheduleChoice:
+def choose_schedule(
+    seq_lens: Int32[Tensor, " B"], num_programs: int, num_heads: int, batch_invariant: bool = False
+) -> ScheduleChoice:
     """Choose between a schedule and the kernel's own cut, from lengths that the host knows.
 
     Without a schedule a kernel cuts every request into equally many splits, so the decode takes about as long as if
-    every request were the longest. A schedule gives every program the same work, but making and following it costs
-    time. So lengths that differ get a schedule, and lengths that are about equal do not. A request counts its tiles and
-    the overhead of starting on it (`piece_overhead`).
+    every request were the longest: a schedule saves B * longest - total tiles. It costs about one more start
+    (`piece_overhead`) for each request and each program, and four times as much where it is batch-invariant. The
+    decode is planned where the schedule saves more than it costs (`docs/log.md` has the measurement).
 
     Args:
         seq_lens: [B], keys of each request, on the CPU.
         num_programs: programs of a schedule; 0 never plans, and with 1 there is nothing to share out.
         num_heads: N.
+        batch_invariant: of the schedule.
 
     Returns:
         The choice and its numbers.
@@ -223,13 +226,13 @@ def choose_schedule(seq_lens: Int32[Tensor, " B"], num_programs: int, num_heads:
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check(isinstance(num_programs, int) and num_programs >= 0, "num_programs", "an int >= 0", num_programs)
-    overhead = piece_overhead(num_heads)
+    overhead = piece_overhead(num_heads) * (INVARIANT_STARTS if batch_invariant else 1)
     if num_programs == 0 or seq_lens.numel() == 0:
         return NEVER_PLANNED
     tiles = seq_lens.add(DECODE_TILE - 1).div_(DECODE_TILE, rounding_mode="floor")
     longest, total, requests = int(tiles.max()), int(tiles.sum()), int(tiles.count_nonzero())
-    uneven = total + requests * overhead < PLANNED_BELOW * requests * (longest + overhead)
-    return ScheduleChoice(num_programs, requests, longest, total, num_programs > 1 and uneven)
+    pays = requests * longest - total > overhead * (requests + num_programs)
+    return ScheduleChoice(num_programs, requests, longest, total, num_programs > 1 and pays)
 
 
 @dataclass(frozen=True)
