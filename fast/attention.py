@@ -9,6 +9,7 @@ from torch import Tensor
 from reference.interfaces import AttentionState, check_attention, check_dtype, check_offsets, wide_dtype
 
 from . import backends
+from .backends import BackendChoice
 
 
 def flash_attn_varlen(
@@ -23,7 +24,7 @@ def flash_attn_varlen(
     causal: bool,
     out_dtype: torch.dtype | None = None,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """Attention of packed requests, each over its own keys.
 
@@ -40,14 +41,14 @@ def flash_attn_varlen(
         softmax_scale: multiplies the scores.
         causal: mask the keys after each query.
         out_dtype: dtype of `out`; that of `q` where None.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         out [T, N, Dv] and lse [N, T].
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall or end elsewhere.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_dtype("out_dtype", out_dtype or q.dtype)
@@ -69,7 +70,7 @@ def flash_attn_varlen_shared_rope(
     causal: bool,
     out_dtype: torch.dtype | None = None,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """`flash_attn_varlen` with the key in two parts: the rope part that all heads share is read where it lies.
 
