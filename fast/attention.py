@@ -96,6 +96,7 @@ def flash_attn_varlen_shared_rope(
         UnsupportedConfiguration: as there.
     """
     check_attention(q, k_nope, v, cu_seqlens_q, cu_seqlens_k, k_pe)
+    check_dtype("out_dtype", out_dtype or q.dtype)
     return _attend(
         q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         backend,
@@ -105,7 +106,8 @@ def flash_attn_varlen_shared_rope(
 def _attend(
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
 ) -> AttentionState:
-    chosen = backends.select(backends.KernelRequest("flash_attn_varlen", q.device, q.dtype), backend)
+    request = backends.KernelRequest("flash_attn_varlen", q.device, q.dtype, out_dtype=out_dtype or q.dtype)
+    chosen = backends.select(request, backend)
     out, lse = torch.ops.mla_twins.flash_attn_varlen(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
         out_dtype or q.dtype, chosen.name,

@@ -55,6 +55,7 @@ class KernelRequest:
         block_size: tokens a block, or None where the op has no cache.
         query_lens: what the op needs of query lengths.
         cache_in_words: the cache is not empty, and its entries are whole 16-byte words, aligned as such.
+        out_dtype: of the output; None where the op gives no choice.
     """
 
     op: str
@@ -64,6 +65,7 @@ class KernelRequest:
     block_size: int | None = None
     query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
     cache_in_words: bool = True
+    out_dtype: torch.dtype | None = None
 
 
 DECODES = ("mla_decode", "mla_decode_parts", "merge_decode_parts", "decode_programs")  # of one backend together
@@ -121,6 +123,7 @@ class Backend:
         missing_package: a package it needs that is not installed.
         capability_end: the first capability above the least that it does not serve.
         needs_words: of the cache, as the copy engine does (`KernelRequest.cache_in_words`).
+        out_dtypes: of outputs, where a call may choose; None for those of `dtypes`.
         rocm: whether the kernels have been tested on AMD GPUs, which torch calls "cuda" as well.
     """
 
@@ -136,6 +139,7 @@ class Backend:
     missing_package: str | None = None
     capability_end: tuple[int, int] | None = None
     needs_words: bool = False
+    out_dtypes: tuple[torch.dtype, ...] | None = None
     rocm: bool = False
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
@@ -156,6 +160,9 @@ class Backend:
                 reasons.append(f"{self.name}: needs compute capability {self.capability}{below}, got {found}")
         if request.dtype is not None and request.dtype not in self.dtypes:
             reasons.append(f"{self.name}: serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
+        out_dtypes = self.dtypes if self.out_dtypes is None else self.out_dtypes
+        if request.out_dtype is not None and request.out_dtype not in out_dtypes:
+            reasons.append(f"{self.name}: writes {', '.join(map(str, out_dtypes))}, got {request.out_dtype}")
         for dim, size in request.head_dims:
             allowed = None if self.head_dims is None else self.head_dims.get(dim)
             if allowed is not None and size not in allowed:
@@ -202,6 +209,7 @@ BACKENDS: tuple[Backend, ...] = (
         capability=(9, 0),
         capability_end=(10, 0),
         dtypes=(torch.bfloat16, torch.float16),
+        out_dtypes=(torch.float32, torch.bfloat16, torch.float16),
         head_dims={"kv_lora_rank": (256, 512), "qk_rope_head_dim": (0, 32, 64)},
         block_sizes=(16, 32, 64, 128),
         kernels=LazyKernels("fast.kernels.hopper", DECODES),
@@ -333,6 +341,7 @@ def decode_request(
     query_lens: QueryLenSupport,
     cache_in_words: bool = True,
     op: str = "mla_decode",
+    out_dtype: torch.dtype | None = None,
 ) -> KernelRequest:
     """What `mla_decode`, or another op of DECODES, needs of a kernel."""
     return KernelRequest(
@@ -343,6 +352,7 @@ def decode_request(
         block_size=block_size,
         query_lens=query_lens,
         cache_in_words=cache_in_words,
+        out_dtype=out_dtype,
     )
 
 

@@ -114,7 +114,7 @@ def _arguments(op, ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, o
     query_lens = backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len)
     request = backends.decode_request(
         ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens,
-        backends.cache_in_words(kv_cache), op,
+        backends.cache_in_words(kv_cache), op, out_dtype or ql_nope.dtype,
     )  # fmt: skip
     chosen = backends.select(request, backend)
     return (

@@ -81,6 +81,7 @@ def test_every_op_has_a_cpu_kernel():
         (dict(device=torch.device("meta")), "narrow: serves device cpu, got meta"),
         (dict(dtype=torch.float64), "narrow: serves torch.float32, got torch.float64"),
         (dict(head_dims=(("kv_lora_rank", 256),)), "narrow: serves kv_lora_rank in (512,), got 256"),
+        (dict(out_dtype=torch.float64), "narrow: writes torch.float32, got torch.float64"),
         (dict(block_size=7), "narrow: serves block sizes (64,), got 7"),
         (dict(query_lens=QueryLenSupport.VARLEN), "narrow: serves query lengths uniform, got varlen"),
     ],
@@ -300,6 +301,27 @@ def test_ops_with_private_buffers_between_them_stay_together(capability):
     for op, missing in (("mla_decode_parts", "merge_decode_parts"), ("pack_attn_state", "combine_attn_states")):
         request = KernelRequest(op, CPU, torch.float32)
         assert half.validate_configuration(request) == [f"half: has no kernel for {missing}"]
+
+
+def test_ops_say_which_output_they_need(capability):
+    """A float64 output of bfloat16 inputs is refused on a GPU, and served where kernels write it."""
+    capability(9, 0)
+    for out_dtype in (torch.float32, torch.bfloat16):
+        assert backends.select(replace(ON_GPU, out_dtype=out_dtype)).name == "hopper"
+    written = "writes torch.float32, torch.bfloat16, torch.float16, got torch.float64"
+    reasons = refusal(lambda: backends.select(replace(ON_GPU, out_dtype=torch.float64)))
+    assert [reason for reason in reasons if "writes" in reason] == [f"hopper: {written}", f"triton: {written}"]
+    q, k_pe, cache, plan, scale = decode_arguments()
+    keys, offsets = torch.randn(2, 3, 8), integers(0, 1, 2)
+    calls = [
+        lambda backend: fast.mla_decode(q, k_pe, cache, plan, scale, out_dtype=torch.float64, backend=backend),
+        lambda backend: fast.flash_attn_varlen(
+            keys, keys, keys, offsets, offsets, 1, 1, scale, True, out_dtype=torch.float64, backend=backend
+        ),
+    ]
+    for call in calls:
+        assert f"triton: {written}" in refusal(lambda call=call: call("triton"))
+        assert call("cpu").out.dtype == torch.float64
 
 
 @pytest.mark.parametrize("found, served", [((8, 9), "triton"), ((9, 0), "hopper"), ((10, 0), "triton")])
