@@ -62,8 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         "--backend": dict(
             metavar="NAME",
-            help=f"kernel set of the fast wing, one of: {kernel_sets}; one that cannot serve is an error (default: "
-            "chosen by capability, op by op)",
+            help=f"backend of the fast wing, one of: {kernel_sets}; it serves the ops that it has kernels for, and is "
+            "an error where it cannot (default: chosen by capability, op by op)",
         ),
         "--block-size": dict(
             type=int, default=16, metavar="N", help="tokens in a block of the paged cache (default: %(default)s)"

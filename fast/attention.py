@@ -9,6 +9,7 @@ from torch import Tensor
 from reference.interfaces import AttentionState, check_attention, check_dtype, check_offsets, wide_dtype
 
 from . import backends
+from .backends import BackendChoice
 
 
 def flash_attn_varlen(
@@ -23,7 +24,7 @@ def flash_attn_varlen(
     causal: bool,
     out_dtype: torch.dtype | None = None,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """Attention of packed requests, each over its own keys.
 
@@ -40,14 +41,14 @@ def flash_attn_varlen(
         softmax_scale: multiplies the scores.
         causal: mask the keys after each query.
         out_dtype: dtype of `out`; that of `q` where None.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         out [T, N, Dv] and lse [N, T].
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall or end elsewhere.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_dtype("out_dtype", out_dtype or q.dtype)
@@ -69,7 +70,7 @@ def flash_attn_varlen_shared_rope(
     causal: bool,
     out_dtype: torch.dtype | None = None,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """`flash_attn_varlen` with the key in two parts: the rope part that all heads share is read where it lies.
 
@@ -95,6 +96,7 @@ def flash_attn_varlen_shared_rope(
         UnsupportedConfiguration: as there.
     """
     check_attention(q, k_nope, v, cu_seqlens_q, cu_seqlens_k, k_pe)
+    check_dtype("out_dtype", out_dtype or q.dtype)
     return _attend(
         q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         backend,
@@ -104,7 +106,8 @@ def flash_attn_varlen_shared_rope(
 def _attend(
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
 ) -> AttentionState:
-    chosen = backends.select(backends.KernelRequest("flash_attn_varlen", q.device, q.dtype), backend)
+    request = backends.KernelRequest("flash_attn_varlen", q.device, q.dtype, out_dtype=out_dtype or q.dtype)
+    chosen = backends.select(request, backend)
     out, lse = torch.ops.mla_twins.flash_attn_varlen(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
         out_dtype or q.dtype, chosen.name,

@@ -43,10 +43,13 @@ from reference.interfaces import (
     reorder_batch_threshold,
 )
 
+from .backends import BackendChoice, bind
 from .batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
 from .cascade import split_shared_prefix, use_cascade_attention
 from .path import choose_path, choose_paths
 from .schedule import decode_programs, plan_context_chunks, plan_decode, share_chunk
+
+PLANNING_OPS = ("decode_programs", "plan_decode")
 
 
 def build_mla_metadata(
@@ -64,7 +67,7 @@ def build_mla_metadata(
     *,
     staging: StagingBuffer | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> MLAMetadata:
     """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
 
@@ -90,7 +93,8 @@ def build_mla_metadata(
             schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
         staging: pinned memory through which plans go to a GPU; None takes it from PyTorch's allocator each time.
         dtype: of queries and cache, for the number of programs; a plan serves any dtype.
-        backend: backend of the decode, for the number of programs, and of `plan_decode`; None chooses by capability.
+        backend: of `decode_programs` and `plan_decode`: a name, which binds those of the two that this backend
+            declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where a `share` is given.
@@ -101,6 +105,7 @@ def build_mla_metadata(
             too small; (on a CPU) more slots than a rank has new tokens; a padding row (S = 0 < Sq) that does not stand
             among the decodes; an order that is not as required.
     """
+    backend = bind(backend, PLANNING_OPS)
     check_threshold(decode_threshold, query_len_support)
     check(num_programs is None or (isinstance(num_programs, int) and num_programs >= 0), "num_programs",
           "an int >= 0 or None", num_programs)  # fmt: skip
@@ -210,14 +215,20 @@ def _decode_lens(
     return lens if share is None else get_dcp_local_seq_lens(lens, share.size, share.rank, share.interleave)
 
 
-@functools.lru_cache(maxsize=1024)
 def _device_programs(
-    config: MLAConfig, device: torch.device, dtype: torch.dtype, block_size: int, query_len: int, backend: str | None
+    config: MLAConfig, device: torch.device, dtype: torch.dtype, block_size: int, query_len: int, backend: BackendChoice
 ) -> int:
     """`decode_programs`, kept: every step of a builder asks for it."""
+    named = None if backend is None else tuple(sorted(backend.items()))
+    return _kept_programs(config, device, dtype, block_size, query_len, named)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_programs(config, device, dtype, block_size, query_len, named) -> int:
     return decode_programs(
-        config, device=device, dtype=dtype, block_size=block_size, query_len=query_len, backend=backend
-    )
+        config, device=device, dtype=dtype, block_size=block_size, query_len=query_len,
+        backend=None if named is None else dict(named),
+    )  # fmt: skip
 
 
 def _with_schedule(
@@ -227,7 +238,7 @@ def _with_schedule(
     num_heads: int,
     batch_invariant: bool = False,
     captured: bool = False,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> MLAMetadata:
     """The plan with a schedule where its lengths ask for one, and the choice beside it.
 
@@ -345,7 +356,8 @@ class MLAMetadataBuilder:
         context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
             slots; prefixes that decodes share are not attended apart.
         dtype: of queries and cache, for the number of programs; a plan serves any dtype.
-        backend: backend of the decode, for the number of programs, and of `plan_decode`; None chooses by capability.
+        backend: of `decode_programs` and `plan_decode`: a name, which binds those of the two that this backend
+            declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Raises:
         ValueError: a number below its least value; heads that TP does not divide; `batch_invariant` with "ag_rs".
@@ -366,7 +378,7 @@ class MLAMetadataBuilder:
         context_parallel: ContextParallel | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
-        backend: str | None = None,
+        backend: BackendChoice = None,
     ):
         check_invariant_merge(context_parallel, batch_invariant)
         self.share = None if context_parallel is None else context_parallel.share
@@ -384,7 +396,7 @@ class MLAMetadataBuilder:
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
-        self.dtype, self.backend = dtype, backend
+        self.dtype, self.backend = dtype, bind(backend, PLANNING_OPS)
         self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
         self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
         check_chunking("packed", self.workspace_tokens, unit)

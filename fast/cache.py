@@ -25,6 +25,7 @@ from reference.interfaces import (
 )
 
 from . import backends
+from .backends import BackendChoice
 from .rope import angles_of
 
 __all__ = [
@@ -72,7 +73,7 @@ def allocate_kv_cache(
     return stored.permute([order.index(axis) for axis in range(len(shape))])
 
 
-def _select(op: str, kv_cache: Tensor, backend: str | None) -> str:
+def _select(op: str, kv_cache: Tensor, backend: BackendChoice) -> str:
     request = backends.KernelRequest(op, kv_cache.device, kv_cache.dtype, block_size=kv_cache.shape[1])
     return backends.select(request, backend).name
 
@@ -83,7 +84,7 @@ def concat_and_cache_mla(
     kv_cache: Float[Tensor, "num_blocks block_size head_size"],
     slot_mapping: Int64[Tensor, " slots"],
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> None:
     """Write each token's latent and rotated key into its slot; bit-exact. Slots past T are ignored.
 
@@ -92,12 +93,12 @@ def concat_and_cache_mla(
         k_pe: [T, R], rotated keys.
         kv_cache: written in place.
         slot_mapping: [>= T], -1 = padding.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; on a CPU a slot outside the cache. Nothing is
             written then.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping)
     chosen = _select("concat_and_cache_mla", kv_cache, backend)
@@ -132,7 +133,7 @@ def rope_norm_and_cache(
     rope: RopeConfig,
     *,
     frequencies: Float[Tensor, " R/2"] | None = None,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
     """`apply_rope`, `rms_norm` of the latent and `concat_and_cache_mla` in one.
 
@@ -147,7 +148,7 @@ def rope_norm_and_cache(
         eps: of the norm.
         rope: rotary parameters.
         frequencies: `rotary_frequencies(rope, R, float32 or float64)` on the device, where the caller keeps them.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         Rotated q_pe [T, N, R], normed latents [T, Lkv], rotated k_pe [T, R]: new tensors, the last two what is written.
@@ -155,7 +156,7 @@ def rope_norm_and_cache(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; on a CPU a slot outside the cache. Nothing is
             written then.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_tensor("kv_c", kv_c, ("T", "Lkv"))
     tokens, latent = kv_c.shape
@@ -203,7 +204,7 @@ def gather_and_maybe_dequant_cache(
     num_tokens: int,
     *,
     out: Float[Tensor, "num_tokens head_size"] | None = None,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> Float[Tensor, "num_tokens head_size"]:
     """Copy a piece of each request's tokens out of the pages, packed one request after another; bit-exact.
 
@@ -216,7 +217,7 @@ def gather_and_maybe_dequant_cache(
         starts: [B], first token of each piece.
         num_tokens: cu_seq_lens[-1].
         out: where to put the result, such as the head of a workspace.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         [num_tokens, Lkv + R]; `out` where given.
@@ -224,7 +225,7 @@ def gather_and_maybe_dequant_cache(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall or a block outside the
             cache. Nothing is written then.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens)
     chosen = _select("gather_and_maybe_dequant_cache", kv_cache, backend)
@@ -277,19 +278,19 @@ def copy_blocks(
     kv_caches: list[Float[Tensor, "num_blocks block_size head_size"]],
     block_mapping: Int64[Tensor, "pairs 2"],
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> None:
     """Copy whole blocks within each cache (copy on write); bit-exact.
 
     Args:
         kv_caches: one cache a layer, all with the same number of blocks.
         block_mapping: [pairs, 2], (source block, target block).
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Raises:
         ValueError: a block outside the cache, written twice, or both read and written (on a CPU). Nothing is
             written then.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
     for kv_cache in kv_caches:
@@ -321,7 +322,7 @@ def swap_blocks(
     target: Float[Tensor, "target_blocks block_size head_size"],
     block_mapping: Int64[Tensor, "pairs 2"],
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> None:
     """Copy whole blocks from one cache into another, on the same or another device; bit-exact.
 
@@ -329,11 +330,11 @@ def swap_blocks(
         source: the cache that is read.
         target: the cache that is written; the same block size, entry width and dtype.
         block_mapping: [pairs, 2], (source block, target block).
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Raises:
         ValueError: caches that do not fit, a block outside them or written twice (on a CPU). Nothing is written then.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_swap(source, target, block_mapping)
     served = target if source.device.type == "cpu" else source  # between a host and a GPU the GPU's kernel set serves

@@ -19,6 +19,8 @@ from reference.interfaces import (
     wide_dtype,
 )
 
+from . import backends
+from .backends import BackendChoice
 from .decode import mla_decode
 from .merge import merge_attn_states
 
@@ -141,7 +143,7 @@ def cascade_attention(
     metadata: CascadeMetadata,
     softmax_scale: float,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """`mla_decode` with the shared prefix attended once: equal to it, for attention over parts of the keys merges.
 
@@ -151,15 +153,16 @@ def cascade_attention(
         kv_cache: the cache; the new tokens are already in it.
         metadata: of `split_shared_prefix`.
         softmax_scale: (P + R)^-1/2, with YaRN's factor.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
 
     Raises:
         ValueError: as `mla_decode`.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
+    backend = backends.bind(backend, ("mla_decode", "merge_attn_states"))
     wide = wide_dtype(ql_nope.dtype)
     prefix = mla_decode(ql_nope, q_pe, kv_cache, metadata.prefix, softmax_scale, out_dtype=wide, backend=backend)
     suffix = mla_decode(ql_nope, q_pe, kv_cache, metadata.suffix, softmax_scale, out_dtype=wide, backend=backend)

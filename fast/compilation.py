@@ -20,6 +20,8 @@ from reference.interfaces import (
     simulate,
 )
 
+from . import backends
+from .backends import BackendChoice
 from .builder import build_mla_metadata
 from .cache import allocate_kv_cache, copy_blocks, swap_blocks
 from .layer import MLAAttention
@@ -40,7 +42,7 @@ def warmup(
     decode_threshold: int = 1,
     batch_invariant: bool = False,
     context_parallel: ContextParallel | None = None,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> list[str]:
     """Compile every kernel that a layer of these dims will launch, so that no request waits for it.
 
@@ -57,14 +59,14 @@ def warmup(
         batch_invariant: of the schedules that decodes will have.
         context_parallel: the groups, where ranks share heads and sequences. Nothing is exchanged with them: this
             process plays all ranks (`simulate`), so that every process may warm up by itself.
-        backend: kernel set, or None for the choice by capability.
+        backend: as that of the layer: a name, a mapping from op to name, or None (`fast.backends`).
 
     Returns:
         A line for each kernel that was compiled (or read from Triton's cache on disk); none where all were there.
 
     Raises:
         ValueError: a size below 1, another dtype, or a CUDA device that is not there.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_dtype("dtype", dtype)
     check(block_size >= 1, "block_size", "at least 1", block_size)
@@ -73,7 +75,7 @@ def warmup(
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)
 
-    asked = (config, device, dtype, block_size, decode_threshold, batch_invariant, backend)
+    asked = (config, device, dtype, block_size, decode_threshold, batch_invariant, backends.bind(backend))
     with _compiling_ahead() as compiled:
         if context_parallel is None:
             _launch_all(None, *asked)
@@ -92,7 +94,7 @@ def _launch_all(
     block_size: int,
     decode_threshold: int,
     batch_invariant: bool,
-    backend: str | None,
+    backend: BackendChoice,
 ) -> None:
     """Steps of every kind, by one rank or by this one among others."""
     num_blocks = -(-LONG_CONTEXT // block_size) + 2

@@ -41,6 +41,7 @@ from reference.interfaces import (
 )
 
 from . import backends
+from .backends import BackendChoice
 from .cache import gather_and_maybe_dequant_cache
 from .decode import decode_in_parts, mla_decode
 
@@ -109,7 +110,7 @@ def reorg_kvcache(
     chunk: ContextParallelChunk,
     *,
     out: Float[Tensor, "S head_size"] | None = None,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
     """What all ranks handed in of a piece of context, in request order and in the order of the tokens.
 
@@ -121,14 +122,14 @@ def reorg_kvcache(
         gathered: [D, padded_tokens, Lkv + R], the cache entries that each rank handed in.
         chunk: the plan of the piece.
         out: where to put the result; shares no memory with `gathered`.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         [num_tokens, Lkv + R]; `out` where given.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that are not those of the pieces.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_reorg(gathered, chunk)
     request = backends.KernelRequest("reorg_kvcache", gathered.device, gathered.dtype)
@@ -166,7 +167,7 @@ def dcp_gather_context(
     context_parallel: ContextParallel,
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
     """The cache entries of one chunk from all ranks, in the order of the tokens: the gather of a prefill.
 
@@ -176,7 +177,7 @@ def dcp_gather_context(
         chunk: the plan of the piece.
         context_parallel: the groups.
         workspace: rows for what is handed in and what arrives, at least (D + 1) padded_tokens.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         [num_tokens, Lkv + R].
@@ -185,11 +186,12 @@ def dcp_gather_context(
         ValueError: shapes, dtypes or devices that do not fit; a piece of another share; on a CPU a block outside the
             cache. Nothing has been exchanged then.
         GroupError: the exchange failed.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_cache(kv_cache)
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     check_chunk_share(chunk, context_parallel)
+    backend = backends.bind(backend, ("gather_and_maybe_dequant_cache", "reorg_kvcache"))
     group, padded, width = context_parallel.cp_group, chunk.padded_tokens, kv_cache.shape[2]
     rows = (group.size + 1) * padded
     if workspace is None:
@@ -212,14 +214,14 @@ def cp_lse_ag_out_rs(
     state: AttentionState,
     group: Group,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """Merge over ranks: all-gather the LSE, scale the outputs by their shares, reduce-scatter the heads.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
         group: the D ranks; rank r takes heads [r N / D, (r + 1) N / D) home.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         out [T, N / D, Dv] in the dtype of `state.out`, lse [N / D, T], over the keys of all ranks. A rank without keys
@@ -228,13 +230,13 @@ def cp_lse_ag_out_rs(
     Raises:
         ValueError: shapes or dtypes that do not fit; heads that D does not divide.
         GroupError: an exchange failed.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_merge_over_group(state, group.size)
     return _share_and_scatter(state, group.all_gather(state.lse), group, backend)
 
 
-def _share_and_scatter(state: AttentionState, lses: Tensor, group: Group, backend: str | None) -> AttentionState:
+def _share_and_scatter(state: AttentionState, lses: Tensor, group: Group, backend: BackendChoice) -> AttentionState:
     """What follows once the LSE of all ranks are here."""
     request = backends.KernelRequest("share_attn_out", state.out.device, state.out.dtype)
     chosen = backends.select(request, backend).name
@@ -261,14 +263,14 @@ def cp_lse_a2a(
     state: AttentionState,
     group: Group,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """Merge over ranks: one all-to-all brings outputs and LSE of the own heads from every rank, then combine.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
         group: the D ranks; rank r takes heads [r N / D, (r + 1) N / D) home.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         As `cp_lse_ag_out_rs`; the sum is rounded once.
@@ -276,7 +278,7 @@ def cp_lse_a2a(
     Raises:
         ValueError: shapes or dtypes that do not fit; heads that D does not divide.
         GroupError: the exchange failed.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_merge_over_group(state, group.size)
     tokens, heads, value = state.out.shape
@@ -339,6 +341,7 @@ def _(message, tokens, heads, value, dtype, backend):
     return out, message.new_empty(heads, tokens, dtype=wide_dtype(dtype))
 
 
+DCP_DECODE_OPS = (*backends.DECODES[:3], "share_attn_out", *backends.MESSAGES)
 MERGE_OVER_RANKS = {"ag_rs": cp_lse_ag_out_rs, "a2a": cp_lse_a2a}
 
 
@@ -353,7 +356,7 @@ def dcp_decode(
     out_dtype: torch.dtype | None = None,
     *,
     overlap: bool = True,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """Absorbed attention over keys that lie on D ranks.
 
@@ -367,7 +370,7 @@ def dcp_decode(
         schedule: of the decode of the gathered heads.
         out_dtype: dtype of `out`, on the wire too; that of `ql_nope` where None.
         overlap: with "ag_rs", send the LSE while the parts of the outputs are still being merged here.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         out [T, N / TP, Lkv], lse [N / TP, T], over the keys of all ranks.
@@ -375,9 +378,10 @@ def dcp_decode(
     Raises:
         ValueError: as `mla_decode`.
         GroupError: an exchange failed.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
+    backend = backends.bind(backend, DCP_DECODE_OPS)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
     # heads first: what arrives from all ranks is then one tensor of all heads, without another copy
     q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)

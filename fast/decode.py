@@ -20,6 +20,7 @@ from reference.interfaces import (
 )
 
 from . import backends
+from .backends import BackendChoice
 
 
 def mla_decode(
@@ -31,7 +32,7 @@ def mla_decode(
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """Absorbed attention of one or several query tokens a request over its cached latents.
 
@@ -44,7 +45,7 @@ def mla_decode(
         schedule: how the work is cut over programs (`plan_decode`); None leaves it to the kernel. It changes results by
             rounding alone; the `cpu` kernels, which cut nothing, do not look at it.
         out_dtype: dtype of `out`; that of `ql_nope` where None.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]. On a GPU, where offsets
@@ -54,9 +55,9 @@ def mla_decode(
         ValueError: shapes, dtypes or devices that do not fit; a plan for another block size; on a CPU offsets that
             fall, lengths above `max_seq_len`, rows that see more keys than their request has, or a block outside the
             cache.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    arguments = _arguments(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend)
+    arguments = _arguments("mla_decode", ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend)
     return AttentionState(*torch.ops.mla_twins.mla_decode(*arguments))
 
 
@@ -82,7 +83,7 @@ def decode_in_parts(
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> DecodeInParts:
     """As `mla_decode`, in two steps: first all but the merge of the outputs, then that.
 
@@ -92,7 +93,9 @@ def decode_in_parts(
         ValueError: as `mla_decode`.
         UnsupportedConfiguration: likewise.
     """
-    arguments = _arguments(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend)
+    arguments = _arguments(
+        "mla_decode_parts", ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend
+    )
     out, lse, *parts = torch.ops.mla_twins.mla_decode_parts(*arguments)
 
     def finish() -> AttentionState:
@@ -105,14 +108,14 @@ def decode_in_parts(
     return DecodeInParts(lse, finish)
 
 
-def _arguments(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend) -> tuple:
-    """The checked arguments of the op, the kernel set last."""
+def _arguments(op, ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend) -> tuple:
+    """The checked arguments of the op, the name of the backend that serves it last."""
     check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
     check_dtype("out_dtype", out_dtype or ql_nope.dtype)
     query_lens = backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len)
     request = backends.decode_request(
         ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens,
-        backends.cache_in_words(kv_cache),
+        backends.cache_in_words(kv_cache), op, out_dtype or ql_nope.dtype,
     )  # fmt: skip
     chosen = backends.select(request, backend)
     return (

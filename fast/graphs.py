@@ -28,6 +28,7 @@ from reference.interfaces import (
     get_dcp_local_seq_lens,
 )
 
+from .backends import BackendChoice, bind
 from .schedule import decode_programs, plan_decode
 
 Step = Callable[[Tensor, Tensor, MLAMetadata], Tensor]
@@ -60,7 +61,8 @@ class DecodeGraph:
         batch_invariant: of `plan_decode`, or of a schedule that plans nothing.
         context_parallel: the groups, where ranks share sequences: every rank makes the graph and runs it over the same
             batches, each with its own slots.
-        backend: kernel set of `plan_decode`, or None for the choice by capability.
+        backend: of `decode_programs` and `plan_decode`: a name, which binds those of the two that this backend
+            declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Raises:
         ValueError: no batch size, or a number below 1; an interleave that does not divide the block, heads that TP does
@@ -81,8 +83,9 @@ class DecodeGraph:
         batch_invariant: bool = False,
         context_parallel: ContextParallel | None = None,
         *,
-        backend: str | None = None,
+        backend: BackendChoice = None,
     ):
+        backend = bind(backend, ("decode_programs", "plan_decode"))
         self.share = SequenceShare(1, 0) if context_parallel is None else context_parallel.share
         self.context_parallel = context_parallel
         check_invariant_merge(context_parallel, batch_invariant)

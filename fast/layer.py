@@ -32,13 +32,18 @@ from reference.interfaces import (
 )
 
 from . import backends
+from .backends import BackendChoice
 from .cache import concat_and_cache_mla, rope_norm_and_cache
 from .cascade import cascade_attention
-from .context_parallel import dcp_decode, dcp_gather_context
+from .context_parallel import DCP_DECODE_OPS, dcp_decode, dcp_gather_context
 from .decode import mla_decode
-from .prefill import forward_prefill, gather_context
+from .prefill import PREFILL_OPS, forward_prefill, gather_context
 from .rope import apply_rope, rotary_frequencies
 from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
+
+LAYER_OPS = (
+    "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", *DCP_DECODE_OPS, *PREFILL_OPS,
+)  # fmt: skip
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
@@ -74,7 +79,12 @@ class MLAAttention(nn.Module):
             `workspace_tokens` of the builder where it is another number.
         context_parallel: the groups, where ranks share heads and sequences: the projections that have heads are then
             this rank's share of them (N / TP), `o_proj` without a bias; the config is that of all heads.
-        backend: kernel set, or None for the choice by capability, call by call.
+        backend: a name, which binds the ops that this backend declares, a mapping from op to name, or None; what it
+            leaves open is chosen call by call (`fast.backends`).
+
+    Raises:
+        ValueError: projections that do not fit; a backend or an op that nothing has.
+        UnsupportedConfiguration: a backend that declares none of the ops of a layer.
     """
 
     def __init__(
@@ -91,7 +101,7 @@ class MLAAttention(nn.Module):
         workspace_tokens: int = MOST_WORKSPACE_TOKENS,
         context_parallel: ContextParallel | None = None,
         *,
-        backend: str | None = None,
+        backend: BackendChoice = None,
     ):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
@@ -106,8 +116,7 @@ class MLAAttention(nn.Module):
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
         check(is_positive_int(workspace_tokens), "workspace_tokens", "a positive int", workspace_tokens)
         self.workspace_tokens = workspace_tokens
-        backends.candidates(backend)  # a name that nothing has is refused here
-        self.backend = backend
+        self.backend = backends.bind(backend, LAYER_OPS)
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self._frequencies = rotary_frequencies(config.rope, config.qk_rope_head_dim)
         self.refresh_weights()

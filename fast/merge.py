@@ -7,9 +7,12 @@ import torch
 from reference.interfaces import AttentionState, check_merge
 
 from . import backends
+from .backends import BackendChoice
 
 
-def merge_attn_states(prefix: AttentionState, suffix: AttentionState, *, backend: str | None = None) -> AttentionState:
+def merge_attn_states(
+    prefix: AttentionState, suffix: AttentionState, *, backend: BackendChoice = None
+) -> AttentionState:
     """Attention over the union of two disjoint sets of keys.
 
     With weights w = exp(lse - max lse): out = (w_a out_a + w_b out_b) / (w_a + w_b),
@@ -19,14 +22,14 @@ def merge_attn_states(prefix: AttentionState, suffix: AttentionState, *, backend
     Args:
         prefix: out [T, N, Dv], lse [N, T].
         suffix: the same shapes and dtypes.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         The merged state, in the dtypes of the arguments.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_merge(prefix, suffix)
     request = backends.KernelRequest("merge_attn_states", prefix.out.device, prefix.out.dtype)

@@ -22,10 +22,14 @@ from reference.interfaces import (
     wide_dtype,
 )
 
+from . import backends
 from .attention import flash_attn_varlen_shared_rope
+from .backends import BackendChoice
 from .cache import gather_and_maybe_dequant_cache
 from .merge import merge_attn_states
 from .weights import expand_kv
+
+PREFILL_OPS = ("flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states")
 
 
 def run_prefill_new_tokens(
@@ -36,7 +40,7 @@ def run_prefill_new_tokens(
     metadata: PrefillMetadata,
     softmax_scale: float,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """Causal attention of the new tokens over themselves.
 
@@ -59,7 +63,7 @@ def run_prefill_context_chunk(
     chunk: ContextChunk,
     softmax_scale: float,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """Unmasked attention of the new tokens over one piece of the cached context.
 
@@ -77,7 +81,7 @@ def gather_context(
     metadata: PrefillMetadata,
     chunk: ContextChunk,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
     """The cache entries of one chunk, in request order.
 
@@ -102,7 +106,7 @@ def forward_prefill(
     softmax_scale: float,
     gather: Callable[..., Tensor] = gather_context,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """Attention of new tokens over their cached context and themselves, on the expanded path.
 
@@ -116,16 +120,17 @@ def forward_prefill(
         w_uv: [Lkv, N, V].
         softmax_scale: (P + R)^-1/2, with YaRN's factor.
         gather: `(kv_cache, metadata, chunk) -> [S, Lkv + R]`; context parallelism passes its own.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         out [T, N, V] in the dtype of `q`, lse [N, T].
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv)
+    backend = backends.bind(backend, PREFILL_OPS)
     latent = kv_c_normed.shape[1]
     if gather is gather_context:
         gather = functools.partial(gather_context, backend=backend)

@@ -11,6 +11,7 @@ from torch import Tensor
 from reference.interfaces import RopeConfig, check, check_tensor, wide_dtype
 
 from . import backends
+from .backends import BackendChoice
 from .kernels.cpu.rope import rotate as _rotate_pairs
 
 
@@ -87,7 +88,7 @@ def apply_rope(
     rope: RopeConfig,
     *,
     frequencies: Float[Tensor, " R/2"] | None = None,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T R"]]:
     """Rotate the rope parts of the query and of the shared key.
 
@@ -97,14 +98,14 @@ def apply_rope(
         k_pe: [T, R], one for all heads.
         rope: rotary parameters.
         frequencies: `rotary_frequencies(rope, R, float32 or float64)` on the device, where the caller keeps them.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         The rotated pair, new tensors of the same dtype.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_tensor("q_pe", q_pe, ("T", "N", "R"))
     check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)

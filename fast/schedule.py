@@ -25,6 +25,7 @@ from reference.interfaces import (
 )
 
 from . import backends
+from .backends import BackendChoice
 
 __all__ = [
     "chunked_prefill_workspace_size",
@@ -153,7 +154,7 @@ def plan_decode(
     fixed_overhead: int | None = None,
     batch_invariant: bool = False,
     *,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> DecodeSchedule:
     """Cut the keys of a decode over programs, so that all take about as long.
 
@@ -172,14 +173,14 @@ def plan_decode(
         num_heads: N.
         fixed_overhead: what starting on a request costs, in tiles, or None for `piece_overhead`.
         batch_invariant: see above.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
         The schedule, on the device of `seq_lens`.
 
     Raises:
         ValueError: a number below its least value; on a CPU a negative length (a GPU takes it for 0).
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     check(num_programs >= 1, "num_programs", "at least 1", num_programs)
@@ -201,7 +202,7 @@ def decode_programs(
     dtype: torch.dtype,
     block_size: int,
     query_len: int = 1,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> int:
     """How many programs `plan_decode` should cut a decode over: as many as run at once on a device.
 
@@ -214,14 +215,14 @@ def decode_programs(
         dtype: of queries and cache.
         block_size: tokens a cache block.
         query_len: longest query of a decode.
-        backend: kernel set, or None for the choice by capability.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Raises:
-        UnsupportedConfiguration: no kernel set, or not the named one, can serve.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     c, device = config, torch.device(device)
     widths = c.kv_lora_rank, c.qk_rope_head_dim
-    request = backends.decode_request(device, dtype, *widths, block_size, QueryLenSupport.VARLEN)
+    request = backends.decode_request(device, dtype, *widths, block_size, QueryLenSupport.VARLEN, op="decode_programs")
     launch = backends.kernel(backends.select(request, backend).name, "decode_programs")
     return launch(device, dtype, c.num_heads, *widths, block_size, query_len)
 

@@ -35,6 +35,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fast.kernels import hopper  # noqa: E402
+from fast.kernels import triton as portable  # noqa: E402
 from fast.kernels.compile_log import describe  # noqa: E402
 from fast.kernels.hopper import decode, few_heads, many_heads  # noqa: E402
 from fast.kernels.hopper.two_phases import kernel as two_phases_kernels  # noqa: E402
@@ -482,7 +483,9 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
     record(monkeypatch, found)
-    monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", hopper.KERNELS),))
+    monkeypatch.setattr(
+        backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", {**portable.KERNELS, **hopper.KERNELS}),)
+    )
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=32)
     fast.warmup(
         config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=batch_invariant

@@ -170,6 +170,7 @@ BAD = [
     (["--device", "meta"], "--device: expected cpu, cuda or cuda:N, got meta"),
     (["--device", "cuda:99"], "--device: expected a CUDA device that is here ("),
     (["--backend", "abacus"], "backend: expected one of "),
+    (["--device", "cpu", "--backend", "hopper"], "hopper: serves device cuda, got cpu"),
     (["--block-size", "0"], "--block-size: expected at least 1, got 0"),
     (["--workspace-tokens", "7"], "--workspace-tokens: expected at least one block of 8, got 7"),
     (["--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),

@@ -185,9 +185,12 @@ from tests.factories import CONFIGS, make_batch, make_cache, make_entries, make_
 
 torch.manual_seed(0)
 config = CONFIGS["low-rank"]
-layer = make_layer(fast, config, make_weights(config, torch.float32), torch.float32)
-for query_lens in ([1, 1, 1], [1, 1, 1, 6]):
+weights = make_weights(config, torch.float32)
+name = fast.backends.select(fast.backends.KernelRequest("apply_rope", torch.get_default_device(), torch.float32)).name
+bound = {"mla_decode": name, "flash_attn_varlen": name}
+for query_lens, backend in (([1, 1, 1], None), ([1, 1, 1, 6], name), ([1, 1, 1, 6], bound)):
     torch._dynamo.reset()
+    layer = make_layer(fast, config, weights, torch.float32, backend=backend)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for step, seq_lens in enumerate(([20, 33, 1], [21, 34, 2], [48, 50, 17], [49, 51, 18])):
         torch._dynamo.config.error_on_recompile = step > 1  # at the second step max_seq_len becomes a symbol

@@ -35,10 +35,10 @@ def eight_programs(monkeypatch):
         asked.append((config.num_heads, given))
         return 8
 
-    fast.builder._device_programs.cache_clear()
+    fast.builder._kept_programs.cache_clear()
     monkeypatch.setattr(fast.builder, "decode_programs", decode_programs)
     yield asked
-    fast.builder._device_programs.cache_clear()
+    fast.builder._kept_programs.cache_clear()
 
 
 def batch_of(seq_lens, query_len=1, share=None):

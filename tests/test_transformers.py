@@ -20,6 +20,7 @@ from reference.interfaces import CommonAttentionMetadata, MLAConfig, RopeConfig,
 transformers = pytest.importorskip("transformers", reason="the integration runs transformers models")
 from transformers.cache_utils import DynamicCache, DynamicLayer, QuantizedCache, StaticCache  # noqa: E402
 
+import fast  # noqa: E402
 from fast.integrations.transformers import LatentCacheLayer, restore, use_mla  # noqa: E402  (needs transformers)
 
 VOCAB, LAYERS, BLOCK, HEAD_SIZE = 61, 2, 4, 32 + 8
@@ -568,6 +569,8 @@ def llama():
         (lambda model: model, dict(workspace_tokens=63), "workspace_tokens: expected at least one block of 64, got 63"),
         (lambda model: model, dict(ops=math), "ops: expected a module that keeps the contract .* got math without"),
         (lambda model: model, dict(no_such_option=1), "no_such_option"),
+        (lambda model: model, dict(ops=fast, backend="nosuch"), "^backend: expected one of cpu, .*, got nosuch$"),
+        (lambda model: model, dict(ops=fast, backend={"mla": "cpu"}), "^backend: expected a mapping from .*, got mla$"),
     ],
 )  # fmt: skip
 def test_use_mla_refuses(model, ops, change, options, message, plain_errors):

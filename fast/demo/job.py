@@ -18,7 +18,6 @@ from reference.interfaces import (
     ContextParallel,
     GroupError,
     MLAConfig,
-    QueryLenSupport,
     UnsupportedConfiguration,
     check,
 )
@@ -221,14 +220,10 @@ def choose_device(
         if "fast" not in wings:
             return []
         found: list[str] = []
-        dtype, block = dtype_on(device), args.block_size
-        dims = config.kv_lora_rank, config.qk_rope_head_dim
-        requests = [backends.decode_request(device, dtype, *dims, block, QueryLenSupport.VARLEN)]
-        ops = sorted({op for candidate in backends.BACKENDS for op in candidate.kernels} - {"mla_decode"})
-        requests += [backends.KernelRequest(op, device, dtype, block_size=block) for op in ops]
-        for request in requests:
+        bound = backends.bind(args.backend)
+        for request in backends.layer_requests(config, device, dtype_on(device), args.block_size):
             try:
-                backends.select(request, args.backend)
+                backends.select(request, bound)
             except UnsupportedConfiguration as error:
                 found += error.reasons
         return list(dict.fromkeys(found))

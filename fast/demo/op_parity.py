@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAConfig, MLAMetadata, check
 
+from ..backends import BackendChoice, bind
 from ..parity import Parity, compare, compare_exact, compare_states
 
 GARBAGE = 2147480000  # block-table entries past a request's last block: never dereferenced
@@ -33,10 +34,10 @@ class WithBackend:
 
     Args:
         ops: the module.
-        backend: kernel set, or None.
+        backend: of those functions: op to name, or None.
     """
 
-    def __init__(self, ops: ModuleType, backend: str | None):
+    def __init__(self, ops: ModuleType, backend: BackendChoice):
         self._ops, self._backend = ops, backend
 
     def __getattr__(self, name: str) -> Any:
@@ -169,7 +170,7 @@ def run_parity(
     oracle: ModuleType,
     block_size: int,
     workspace_tokens: int,
-    backend: str | None = None,
+    backend: BackendChoice = None,
 ) -> list[Parity]:
     """Compare the wings op by op.
 
@@ -180,7 +181,7 @@ def run_parity(
         oracle: the specification.
         block_size: tokens a block.
         workspace_tokens: context tokens expanded at once.
-        backend: kernel set of `ops`, or None for the choice by capability.
+        backend: of `ops`, as that of a layer: a name, a mapping from op to name, or None.
 
     Returns:
         One row per op and result, in the order of a step.
@@ -189,7 +190,7 @@ def run_parity(
         ValueError: too few tokens, or a workspace smaller than one block.
     """
     check(workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}", workspace_tokens)
-    device = hidden_states.device
+    device, backend = hidden_states.device, bind(backend)
     batch = make_batch(hidden_states.shape[0], block_size, min(2, workspace_tokens // block_size), device)
     compared = Comparison(WithBackend(ops, backend), oracle)
     layer = oracle.MLAAttention.from_hf(attention)

@@ -223,6 +223,7 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
     """Inputs and contenders of one row."""
+    backend = fast.backends.bind(backend)  # a name serves the ops that it has; planning is chosen where it has none
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
     inputs = make_inputs(row, input_sets(row.bytes, l2_bytes), device)
     ours = [

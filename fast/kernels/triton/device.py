@@ -13,7 +13,7 @@ class DeviceFacts(NamedTuple):
 
     Attributes:
         processors: how many multiprocessors.
-        capability: major and minor.
+        capability: major and minor of an NVIDIA GPU; (0, 0) on ROCm, whose numbers mean other chips.
         shared: bytes of shared memory that a program may have.
         interpreted: no GPU at all.
     """
@@ -31,7 +31,7 @@ class DeviceFacts(NamedTuple):
     @property
     def has_dependent_launch(self) -> bool:
         """A kernel can begin while the one before ends, and wait for it."""
-        return self.capability >= (9, 0) and not self.interpreted and torch.version.hip is None
+        return self.capability >= (9, 0) and not self.interpreted
 
     @property
     def following(self) -> dict[str, bool]:
@@ -45,4 +45,5 @@ def device_facts(device: torch.device) -> DeviceFacts:
     if device.type != "cuda":
         return DeviceFacts(processors=4, capability=(9, 0), shared=232448, interpreted=True)
     found = torch.cuda.get_device_properties(device)
-    return DeviceFacts(found.multi_processor_count, (found.major, found.minor), found.shared_memory_per_block_optin)
+    capability = (found.major, found.minor) if torch.version.hip is None else (0, 0)  # an MI300 says (9, 4)
+    return DeviceFacts(found.multi_processor_count, capability, found.shared_memory_per_block_optin)
