@@ -39,6 +39,7 @@ from .arguments import (
     check_swap,
     check_table_width,
     check_threshold,
+    latent_norm_eps,
 )
 from .checks import (
     FLOAT_DTYPES,
@@ -50,6 +51,7 @@ from .checks import (
     check_offsets,
     check_slots,
     check_tensor,
+    linear_output,
     wide_dtype,
 )
 from .config import (
@@ -172,6 +174,8 @@ __all__ = [
     "invariant_cut",
     "invariant_split_tiles",
     "kv_cache_shape",
+    "latent_norm_eps",
+    "linear_output",
     "most_invariant_splits",
     "piece_overhead",
     "reorder_batch_threshold",
