@@ -113,12 +113,14 @@ def test_fields_replace_those_of_a_preset():
     assert (config.latent_norm_eps, config.num_heads, config.rope, config.softmax_scale) == (1e-5, 16, rope, 0.1)
 
 
-def test_a_preset_without_its_rope_is_refused():
+def test_a_preset_without_its_rope_is_refused(plain_errors):
     """MiniCPM3 has LongRoPE, which no `RopeConfig` expresses; the default rope would give wrong numbers."""
     with pytest.raises(UnsupportedConfiguration, match="^rope: expected a RopeConfig for 'minicpm3', whose LongRoPE "):
         MLAConfig.from_preset("minicpm3")
     rope = RopeConfig(interleaved=False)
     assert MLAConfig.from_preset("minicpm3", rope=rope).rope == rope
+    with pytest.raises(ValueError, match="^rope: expected a RopeConfig, got NoneType$"):
+        MLAConfig.from_preset("deepseek-v3", rope=None)
     assert MLAConfig(**PRESETS["minicpm3"]).kv_lora_rank == 256
     assert set(PRESETS) == {*PUBLISHED_SCALES, "minicpm3"}
 

@@ -120,22 +120,18 @@ def _published_yarn(factor: float, mscale: float, beta_fast: float = 32.0) -> Ya
 
 # The published rope of each preset; None where `RopeConfig` cannot express it.
 _PRESET_ROPES: Mapping[str, RopeConfig | None] = {
-    # config.json of deepseek-ai/DeepSeek-Coder-V2-Lite-Base; mscale 0.707 also in NVIDIA-NeMo/Megatron-Bridge,
-    # models/deepseek/deepseek_provider.py. DeepSeek-V2.5 has the dims of deepseek-v2 and other mscales.
+    # github.com/NVIDIA-NeMo/Megatron-Bridge, src/megatron/bridge/models/deepseek/deepseek_provider.py (V2, V2-Lite, V3,
+    # Moonlight) and kimi/kimi_provider.py (Kimi-K2-Instruct; Kimi-K2-Instruct-0905 has factor 64)
     "deepseek-v2-lite": RopeConfig(10000.0, True, _published_yarn(40.0, 0.707)),
     "deepseek-v2": RopeConfig(10000.0, True, _published_yarn(40.0, 0.707)),
-    # config.json of deepseek-ai/DeepSeek-V3; copied in keras-hub and in cann-recipes-train, llm_rl/deepseek
     "deepseek-v3": RopeConfig(10000.0, True, _published_yarn(40.0, 1.0)),
-    # moonshotai/Kimi-K2-Instruct, in Megatron-Bridge, models/kimi/kimi_provider.py. Kimi-K2-Instruct-0905 and later
-    # models have factor 64.
     "kimi-k2": RopeConfig(50000.0, True, _published_yarn(32.0, 1.0, beta_fast=1.0)),
-    # moonshotai/Moonlight-16B-A3B, in Megatron-Bridge, models/deepseek/deepseek_provider.py
     "moonlight": RopeConfig(50000.0, True),
-    # openbmb/MiniCPM3-4B: LongRoPE, a divisor of its own for every pair
+    # config.json of huggingface.co/openbmb/MiniCPM3-4B: LongRoPE, a divisor of its own for every pair
     "minicpm3": None,
-    # zai-org/GLM-5, in radixark/miles, scripts/models/glm5-744B-A40B.sh; neighbours in transformers' glm_moe_dsa
+    # github.com/radixark/miles, scripts/models/glm5-744B-A40B.sh; pairs as in transformers' glm_moe_dsa
     "glm-5": RopeConfig(1e6, True),
-    # config.json of meituan-longcat/LongCat-Flash-Chat; neighbours in transformers' longcat_flash
+    # config.json of huggingface.co/mlx-community/LongCat-Flash-Chat-bf16; pairs as in transformers' longcat_flash
     "longcat-flash": RopeConfig(1e7, True),
 }
 
@@ -218,6 +214,7 @@ class MLAConfig:
             isinstance(self.qk_rope_head_dim, int) and self.qk_rope_head_dim >= 0 and self.qk_rope_head_dim % 2 == 0,
             "qk_rope_head_dim", "an even int >= 0", self.qk_rope_head_dim,
         )  # fmt: skip
+        check(isinstance(self.rope, RopeConfig), "rope", "a RopeConfig", type(self.rope).__name__)
         scale = self.given_softmax_scale
         number = isinstance(scale, int | float) and not isinstance(scale, bool)
         check(scale is None or (number and abs(scale) <= sys.float_info.max), "softmax_scale",
@@ -265,11 +262,11 @@ class MLAConfig:
                 `rope`. `MLAConfig(**PRESETS[name])` is a config with its dims alone.
         """
         check(name in PRESETS, "name", f"one of {', '.join(PRESETS)}", name)
-        fields.setdefault("rope", _PRESET_ROPES[name])
-        if fields["rope"] is None:
+        rope = _PRESET_ROPES[name]
+        if rope is None and "rope" not in fields:
             wanted = f"rope: expected a RopeConfig for {name!r}, whose LongRoPE is not implemented"
-            raise UnsupportedConfiguration([f"{wanted}, got None (MLAConfig(**PRESETS[{name!r}]) has its dims alone)"])
-        return cls(**{**PRESETS[name], **fields})
+            raise UnsupportedConfiguration([f"{wanted}, got none (MLAConfig(**PRESETS[{name!r}]) has its dims alone)"])
+        return cls(**{**PRESETS[name], "rope": rope, **fields})
 
     @classmethod
     def from_hf(cls, config: Any) -> MLAConfig:
