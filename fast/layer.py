@@ -28,6 +28,8 @@ from reference.interfaces import (
     check_step_share,
     check_tensor,
     is_positive_int,
+    latent_norm_eps,
+    linear_output,
     wide_dtype,
 )
 
@@ -61,7 +63,8 @@ class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache.
 
     The projections are modules that the caller owns and shares (any callable module: quantised ones too), under
-    the names that DeepSeek's checkpoints use. Inference only.
+    the names that DeepSeek's checkpoints use. Each returns its product, or (product, None) as the linears of vLLM and
+    Megatron do. Inference only.
 
     Args:
         config: dims, epsilon, rotary parameters.
@@ -131,14 +134,16 @@ class MLAAttention(nn.Module):
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `backend`).
 
         Raises:
-            UnsupportedConfiguration: as `MLAConfig.from_hf`; projections whose heads cannot be taken apart.
+            UnsupportedConfiguration: as `MLAConfig.from_hf`; latent norms of different epsilons; projections whose
+                heads cannot be taken apart.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
             raise UnsupportedConfiguration([f"{wanted}, got {type(module).__name__}"])
         config = MLAConfig.from_hf(module.config)
-        config = dataclasses.replace(config, latent_norm_eps=module.kv_a_layernorm.variance_epsilon)
         low_rank = config.q_lora_rank is not None
+        eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
+        config = dataclasses.replace(config, latent_norm_eps=eps)
         # which dimension of a weight has heads
         with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
         projections = {name: getattr(module, name) for name in with_heads}
@@ -227,7 +232,7 @@ class MLAAttention(nn.Module):
 
     def _project_out(self, output: Tensor) -> Tensor:
         """W_O over the heads of all ranks."""
-        hidden_states = self.o_proj(output.flatten(1))
+        hidden_states = linear_output("o_proj", self.o_proj(output.flatten(1)))
         if self.context_parallel is None:
             return hidden_states
         return self.context_parallel.tp_group.all_reduce(hidden_states)
@@ -252,11 +257,12 @@ class MLAAttention(nn.Module):
         """Query [T, N, P + R], latent [T, Lkv] and shared key [T, R], neither rotated nor normed."""
         c = self.local_config
         if self.q_proj is not None:
-            q = self.q_proj(hidden_states)
+            q = linear_output("q_proj", self.q_proj(hidden_states))
         else:
-            q = self.q_b_proj(rms_norm(self.q_a_proj(hidden_states), self.q_a_layernorm.weight, c.latent_norm_eps))
-        down = self.kv_a_proj_with_mqa(hidden_states).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        return q.reshape(-1, c.num_heads, c.qk_head_dim), *down
+            q_c = linear_output("q_a_proj", self.q_a_proj(hidden_states))
+            q = linear_output("q_b_proj", self.q_b_proj(rms_norm(q_c, self.q_a_layernorm.weight, c.latent_norm_eps)))
+        down = linear_output("kv_a_proj_with_mqa", self.kv_a_proj_with_mqa(hidden_states))
+        return q.reshape(-1, c.num_heads, c.qk_head_dim), *down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
 
     def _frequencies_for(self, q: Tensor) -> Tensor:
         """The rotary frequencies in q's wide type on q's device; kept between calls."""

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from reference.interfaces import check, check_tensor
+from reference.interfaces import check, check_tensor, linear_output
 
 
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
@@ -27,7 +27,7 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     of the unit vectors.
 
     Args:
-        linear: takes [.., Lkv], in whatever form.
+        linear: takes [.., Lkv], in whatever form; returns the product, or (product, None) as vLLM and Megatron do.
         in_features: Lkv.
         dtype: of the result, and of the unit vectors.
 
@@ -44,7 +44,7 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     probes = torch.zeros(in_features + 1, in_features, dtype=dtype, device=device)
     probes[1:].fill_diagonal_(1)
     with torch.no_grad():
-        answers = linear(probes)  # row 0 answers zero: the bias
+        answers = linear_output("linear", linear(probes))  # row 0 answers zero: the bias
     check_tensor("linear(identity)", answers, (in_features + 1, "out"))
     check(not answers[0].any(), "linear", "no bias", "a bias")
     return answers[1:].to(dtype).T.contiguous()

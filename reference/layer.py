@@ -30,6 +30,8 @@ from .interfaces import (
     check_step_share,
     check_tensor,
     is_positive_int,
+    latent_norm_eps,
+    linear_output,
     wide_dtype,
 )
 from .prefill import forward_prefill, gather_context
@@ -53,7 +55,8 @@ class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache.
 
     The projections are modules that the caller owns and shares (any callable module: quantised ones too), under
-    the names that DeepSeek's checkpoints use. Inference only.
+    the names that DeepSeek's checkpoints use. Each returns its product, or (product, None) as the linears of vLLM and
+    Megatron do. Inference only.
 
     Args:
         config: dims, epsilon, rotary parameters.
@@ -113,14 +116,16 @@ class MLAAttention(nn.Module):
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`).
 
         Raises:
-            UnsupportedConfiguration: as `MLAConfig.from_hf`; projections whose heads cannot be taken apart.
+            UnsupportedConfiguration: as `MLAConfig.from_hf`; latent norms of different epsilons; projections whose
+                heads cannot be taken apart.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
             raise UnsupportedConfiguration([f"{wanted}, got {type(module).__name__}"])
         config = MLAConfig.from_hf(module.config)
-        config = dataclasses.replace(config, latent_norm_eps=module.kv_a_layernorm.variance_epsilon)
         low_rank = config.q_lora_rank is not None
+        eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
+        config = dataclasses.replace(config, latent_norm_eps=eps)
         # which dimension of a weight has heads
         with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
         projections = {name: getattr(module, name) for name in with_heads}
@@ -190,7 +195,7 @@ class MLAAttention(nn.Module):
         q, kv_c_normed, k_pe = self.project(hidden_states, positions)
         output = q.new_empty(q.shape[0], self.local_config.num_heads, self.config.v_head_dim)
         self.forward_attention(q, kv_c_normed, k_pe, kv_cache, metadata, output)
-        hidden = self.o_proj(rearrange(output, "tokens heads value -> tokens (heads value)"))
+        hidden = linear_output("o_proj", self.o_proj(rearrange(output, "tokens heads value -> tokens (heads value)")))
         return hidden if self.context_parallel is None else self.context_parallel.tp_group.all_reduce(hidden)
 
     def project(
@@ -203,12 +208,14 @@ class MLAAttention(nn.Module):
         """
         c = self.local_config
         if self.q_proj is not None:
-            q = self.q_proj(hidden_states)
+            q = linear_output("q_proj", self.q_proj(hidden_states))
         else:
-            q = self.q_b_proj(rms_norm(self.q_a_proj(hidden_states), self.q_a_layernorm.weight, c.latent_norm_eps))
+            q_c = linear_output("q_a_proj", self.q_a_proj(hidden_states))
+            q = linear_output("q_b_proj", self.q_b_proj(rms_norm(q_c, self.q_a_layernorm.weight, c.latent_norm_eps)))
         q = rearrange(q, "tokens (heads dim) -> tokens heads dim", heads=c.num_heads)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-        kv_c, k_pe = self.kv_a_proj_with_mqa(hidden_states).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        down = linear_output("kv_a_proj_with_mqa", self.kv_a_proj_with_mqa(hidden_states))
+        kv_c, k_pe = down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
         q_pe, k_pe = apply_rope(positions, q_pe, k_pe, c.rope)
         return torch.cat((q_nope, q_pe), dim=-1), rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps), k_pe
 

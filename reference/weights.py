@@ -12,7 +12,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .interfaces import check, check_tensor
+from .interfaces import check, check_tensor, linear_output
 
 
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
@@ -30,7 +30,7 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     of the unit vectors.
 
     Args:
-        linear: takes [.., Lkv], in whatever form.
+        linear: takes [.., Lkv], in whatever form; returns the product, or (product, None) as vLLM and Megatron do.
         in_features: Lkv.
         dtype: of the result, and of the unit vectors.
 
@@ -46,8 +46,9 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     device = next((t.device for t in _tensors_of(linear)), torch.device("cpu"))
     with torch.no_grad():
         unit_vectors = torch.eye(in_features, dtype=dtype, device=device)
-        check(not linear(torch.zeros_like(unit_vectors[:1])).any(), "linear", "no bias", "a bias")
-        columns = linear(unit_vectors)
+        at_zero = linear_output("linear", linear(torch.zeros_like(unit_vectors[:1])))
+        check(not at_zero.any(), "linear", "no bias", "a bias")
+        columns = linear_output("linear", linear(unit_vectors))
     check_tensor("linear(identity)", columns, (in_features, "out"))
     return columns.to(dtype).T.contiguous()
 

@@ -176,8 +176,15 @@ def make_layer(ops, config: MLAConfig, weights: dict[str, Tensor], dtype: torch.
     return ops.MLAAttention(config, **given, **options)
 
 
+def preset(name: str) -> MLAConfig:
+    """The config of a preset; MiniCPM3's with half-split pairs, as its LongRoPE is not implemented."""
+    return MLAConfig.from_preset(name, **({"rope": RopeConfig(interleaved=False)} if name == "minicpm3" else {}))
+
+
 def softmax_scale(config: MLAConfig) -> float:
-    """The scale law, written out again."""
+    """The scale law, written out again; a given scale replaces it."""
+    if config.given_softmax_scale is not None:
+        return config.given_softmax_scale
     scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
     yarn = config.rope.yarn
     if yarn is not None and yarn.mscale_all_dim is not None:

@@ -33,6 +33,7 @@ from .factories import (
     make_up_projections,
     make_weights,
     offsets,
+    preset,
     softmax_scale,
 )
 from .properties import given, st
@@ -195,7 +196,7 @@ def test_decode_block_sizes(block_size, pieces):
 
 @pytest.mark.parametrize("name", ["deepseek-v2-lite", "minicpm3", "glm-5"])
 def test_decode_preset_dims(name):
-    check_decode_parity(fast, MLAConfig.from_preset(name), [1, 1], [130, 67], torch.bfloat16, 64)
+    check_decode_parity(fast, preset(name), [1, 1], [130, 67], torch.bfloat16, 64)
 
 
 def test_decode_pages_side_by_side():

@@ -37,6 +37,7 @@ from .factories import (
     oracle_attention,
     oracle_layer,
     oracle_sdpa,
+    preset,
     softmax_scale,
 )
 from .properties import given, st
@@ -262,7 +263,7 @@ def test_absorbed_is_expanded_for_heads(ops, heads):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_absorbed_is_expanded_for_presets(name):
-    check_absorbed_is_expanded(reference, MLAConfig.from_preset(name), [1], [3])
+    check_absorbed_is_expanded(reference, preset(name), [1], [3])
 
 
 def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, block_size, dtype=F64):
@@ -452,9 +453,18 @@ def test_layer_with_short_queries_absorbed(ops):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_layer_with_preset_head_dims(name):
-    preset = MLAConfig.from_preset(name)
-    lora = None if preset.q_lora_rank is None else 24
-    check_layer(reference, replace(preset, hidden_size=32, num_heads=3, q_lora_rank=lora), [(4, 1), (1, 2), (1, 1)])
+    config = preset(name)
+    lora = None if config.q_lora_rank is None else 24
+    check_layer(reference, replace(config, hidden_size=32, num_heads=3, q_lora_rank=lora), [(4, 1), (1, 2), (1, 1)])
+
+
+@pytest.mark.parametrize("scale", [0.05, -0.7, 0])
+@pytest.mark.parametrize("config", [DIRECT, LOW_RANK], ids=["direct", "low-rank"])
+def test_layer_with_a_given_scale(ops, config, scale):
+    """A given softmax scale replaces the computed one on both paths, YaRN's magnitude included."""
+    given_scale = replace(config, softmax_scale=scale)
+    assert given_scale.softmax_scale == scale != config.softmax_scale
+    check_layer(ops, given_scale, STEPS["mixed"])
 
 
 def test_memory_profile_run(ops):

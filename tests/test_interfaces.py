@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +27,7 @@ from reference.interfaces import (
     check_tensor,
 )
 
-from .factories import CONFIGS, integers, softmax_scale
+from .factories import CONFIGS, integers, preset, softmax_scale
 from .properties import given, st
 
 DEEPSEEK = dict(
@@ -72,13 +75,89 @@ def test_yarn_scale_below_one():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets(name):
-    config = MLAConfig.from_preset(name, latent_norm_eps=1e-5)
-    assert config.latent_norm_eps == 1e-5
+    config = preset(name)
     assert config.head_size == config.kv_lora_rank + config.qk_rope_head_dim
     assert config.qk_head_dim == config.qk_nope_head_dim + config.qk_rope_head_dim
-    assert config.softmax_scale == config.qk_head_dim**-0.5
     with pytest.raises(ValueError, match="^name: expected one of .*, got llama$"):
         MLAConfig.from_preset("llama")
+
+
+PUBLISHED_SCALES = {  # theta, factor, beta_fast, mscale = mscale_all_dim of the config.json; softmax scale
+    "deepseek-v2-lite": (1e4, 40, 32, 0.707, 0.114721),
+    "deepseek-v2": (1e4, 40, 32, 0.707, 0.114721),
+    "deepseek-v3": (1e4, 40, 32, 1.0, 0.135234),
+    "kimi-k2": (5e4, 32, 1, 1.0, 0.130861),
+    "moonlight": (5e4, None, None, None, 0.072169),
+    "glm-5": (1e6, None, None, None, 0.0625),
+    "longcat-flash": (1e7, None, None, None, 0.072169),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_SCALES)
+def test_presets_have_the_published_rope(name):
+    """As `from_hf` reads it from the published config.json; deepseek-v3's scale was 0.0722, without YaRN."""
+    theta, factor, beta_fast, mscale, scale = PUBLISHED_SCALES[name]
+    yarn = dict(rope_type="yarn", factor=factor, beta_fast=beta_fast, beta_slow=1, mscale=mscale, mscale_all_dim=mscale,
+                original_max_position_embeddings=4096)  # fmt: skip
+    fields = dict(MLAConfig.from_preset(name).__dict__) | dict(rope_parameters=yarn if factor else {}, rope_theta=theta)
+    published = MLAConfig.from_hf(SimpleNamespace(**DEEPSEEK | fields | dict(num_attention_heads=fields["num_heads"])))
+    config = MLAConfig.from_preset(name)
+    assert config.softmax_scale == pytest.approx(scale, abs=5e-7)
+    assert config.rope.theta == theta and config.rope.interleaved
+    assert config == published
+
+
+def test_fields_replace_those_of_a_preset():
+    rope = RopeConfig(theta=123.0)
+    config = MLAConfig.from_preset("deepseek-v3", latent_norm_eps=1e-5, num_heads=16, rope=rope, softmax_scale=0.1)
+    assert (config.latent_norm_eps, config.num_heads, config.rope, config.softmax_scale) == (1e-5, 16, rope, 0.1)
+
+
+def test_a_preset_without_its_rope_is_refused(plain_errors):
+    """MiniCPM3 has LongRoPE, which no `RopeConfig` expresses; the default rope would give wrong numbers."""
+    with pytest.raises(UnsupportedConfiguration, match="^rope: expected a RopeConfig for 'minicpm3', whose LongRoPE "):
+        MLAConfig.from_preset("minicpm3")
+    rope = RopeConfig(interleaved=False)
+    assert MLAConfig.from_preset("minicpm3", rope=rope).rope == rope
+    with pytest.raises(ValueError, match="^rope: expected a RopeConfig, got NoneType$"):
+        MLAConfig.from_preset("deepseek-v3", rope=None)
+    assert MLAConfig(**PRESETS["minicpm3"]).kv_lora_rank == 256
+    assert set(PRESETS) == {*PUBLISHED_SCALES, "minicpm3"}
+
+
+def test_a_computed_scale_is_computed_anew():
+    """None stays None: a copy with other dims or another rope has their scale and not the one of its original."""
+    config = MLAConfig.from_preset("deepseek-v3")
+    for changes in (dict(qk_nope_head_dim=64), dict(rope=RopeConfig()), dict(qk_nope_head_dim=192, v_head_dim=256)):
+        changed = dataclasses.replace(config, **changes)
+        assert changed.softmax_scale == pytest.approx(softmax_scale(changed), rel=1e-12) != config.softmax_scale
+    assert dataclasses.replace(config, num_heads=8).softmax_scale == config.softmax_scale
+    assert config.given_softmax_scale is None and MLAConfig(**vars(config)) == config
+
+
+def test_a_given_scale_is_kept():
+    """Through `replace`, copies and pickles, until another one or None is given."""
+    config = MLAConfig(64, 4, None, 32, 16, 8, 12, softmax_scale=0.1)
+    assert config.softmax_scale == config.given_softmax_scale == 0.1
+    smaller = dataclasses.replace(config, num_heads=2, qk_nope_head_dim=8, rope=RopeConfig(yarn=YarnConfig(4.0, 64)))
+    assert smaller.softmax_scale == 0.1
+    for same in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), eval(repr(config))):
+        assert same == config and hash(same) == hash(config) and same.softmax_scale == 0.1
+    assert dataclasses.replace(config, softmax_scale=0.2).softmax_scale == 0.2
+    computed = dataclasses.replace(config, softmax_scale=None)
+    assert computed == MLAConfig(64, 4, None, 32, 16, 8, 12) != config and computed.softmax_scale == 24**-0.5
+    kept = dataclasses.replace(computed, softmax_scale=computed.softmax_scale, qk_nope_head_dim=8)
+    assert kept.softmax_scale == 24**-0.5  # given, although it is the number that was computed
+    assert type(MLAConfig(64, 4, None, 32, 16, 8, 12, softmax_scale=1).softmax_scale) is float
+    parameter = inspect.signature(MLAConfig).parameters["softmax_scale"]
+    assert parameter.default is None and "given_softmax_scale" not in inspect.signature(MLAConfig).parameters
+
+
+@pytest.mark.parametrize("scale", [True, math.nan, math.inf, -math.inf, "0.1", 10**400, 1j, torch.tensor(0.1)])
+def test_a_scale_that_is_no_finite_number_is_refused(scale, plain_errors):
+    with pytest.raises(ValueError, match="^softmax_scale: expected a finite number or None, got ") as error:
+        MLAConfig(64, 4, None, 32, 16, 8, 12, softmax_scale=scale)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 130
 
 
 PUBLISHED = {  # hidden, heads, q rank, kv rank, nope, rope, value: the config.json of each checkpoint, copied again
@@ -110,7 +189,7 @@ def test_presets_against_published_layouts():
     """Cache entries of 1152 bytes in 16 bit, as DeepSeek's and Kimi's models are served."""
     for name in ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "moonlight", "glm-5", "longcat-flash"):
         assert MLAConfig.from_preset(name).head_size == 576
-    assert MLAConfig.from_preset("minicpm3").head_size == 288
+    assert preset("minicpm3").head_size == 288
 
 
 def test_contract_is_frozen():
@@ -184,6 +263,93 @@ def test_from_hf_refuses_with_every_reason(fields, reasons):
     assert "\n" not in str(error.value)
 
 
+OTHER_ATTENTION = [
+    dict(sliding_window=4096),
+    dict(sliding_window=4096, use_sliding_window=True),
+    dict(layer_types=["full_attention", "sliding_attention"]),
+    dict(layer_types=["chunked_attention"] * 61),
+    dict(layer_types=["full_attention", "linear_attention"]),
+    dict(layer_types=["indexed_attention"]),
+    dict(attention_chunk_size=8192),
+    dict(attn_logit_softcapping=50.0),
+    dict(alibi=True),
+    dict(use_alibi=True),
+    dict(position_embedding_type="alibi"),
+    dict(position_embedding_type="relative_key"),
+    dict(num_kv_shared_layers=2),
+    dict(kv_source_layers=[0, 0, 2]),
+    dict(is_causal=False),
+    dict(use_bidirectional_attention=True),
+    dict(is_encoder_decoder=True),
+    dict(add_cross_attention=True),
+    dict(cross_attention_layers=[3, 8]),
+    dict(no_rope_layers=[1, 1, 1, 0]),
+    dict(mla_use_nope=True),
+    dict(use_qk_norm=True),
+    dict(clip_qkv=8.0),
+    dict(query_pre_attn_scalar=256),
+    dict(attention_multiplier=0.015625),
+    dict(attn_temperature_tuning=True),
+    dict(attn_output_gate=True),
+    dict(add_swa_attention_sink_bias=True),
+]
+SWITCHED_OFF = [
+    dict(sliding_window=4096, use_sliding_window=False),
+    dict(sliding_window=None, use_sliding_window=True),
+    dict(layer_types=["full_attention"] * 61),
+    dict(layer_types=None),
+    dict(attention_chunk_size=None, attn_logit_softcapping=None, attn_temperature_tuning=False, clip_qkv=None),
+    dict(alibi=False, use_alibi=None, position_embedding_type="rope"),
+    dict(num_kv_shared_layers=0, kv_source_layers=[0, 1, 2]),
+    dict(is_causal=True, use_bidirectional_attention=False),
+    dict(is_encoder_decoder=False, is_decoder=False, add_cross_attention=False, cross_attention_layers=[]),
+    dict(no_rope_layers=[1, 1], use_qk_norm=False, attention_bias=True, final_logit_softcapping=30.0),
+]
+
+
+@pytest.mark.parametrize("fields", OTHER_ATTENTION, ids=lambda fields: ", ".join(fields))
+def test_from_hf_refuses_other_attention(fields):
+    """Attention that would silently be another is refused by the name of the field that asks for it."""
+    with pytest.raises(UnsupportedConfiguration) as error:
+        MLAConfig.from_hf(hf(**fields))
+    (reason,) = error.value.reasons
+    asked = next(iter(fields))
+    assert reason.startswith(f"config.{asked}: ") and " implemented, got " in reason
+    assert "\n" not in reason and len(reason) < 150
+
+
+def test_from_hf_refuses_with_all_reasons_at_once():
+    together = {name: value for fields in OTHER_ATTENTION for name, value in fields.items()}
+    with pytest.raises(UnsupportedConfiguration) as error:
+        MLAConfig.from_hf(hf(**together, rope_parameters=dict(rope_type="su"), index_topk=8))
+    named = {reason.split(":")[0] for reason in error.value.reasons}
+    wanted = set(together) - {"use_sliding_window"} | {"rope_parameters", "index_topk"}
+    assert named == {f"config.{name}" for name in wanted} and len(error.value.reasons) == len(named)
+
+
+@pytest.mark.parametrize("fields", SWITCHED_OFF, ids=lambda fields: ", ".join(fields))
+def test_from_hf_accepts_what_is_switched_off(fields):
+    assert MLAConfig.from_hf(hf(**fields)) == MLAConfig.from_hf(hf())
+
+
+def test_from_hf_refuses_rope_by_layer_type():
+    """Read as one rope, a rope for each layer type would be the default one."""
+    for parameters in (dict(full_attention=YARN_HF), YARN_HF | dict(llama_4_scaling_beta=0.1)):
+        with pytest.raises(UnsupportedConfiguration, match="^config.rope_parameters: (rope by layer|llama_4_scaling)"):
+            MLAConfig.from_hf(hf(rope_parameters=parameters))
+
+
+def test_from_hf_takes_stock_configs():
+    """What transformers' own classes set by themselves asks for nothing; what a user sets on them does."""
+    transformers = pytest.importorskip("transformers")
+    for kind in (transformers.DeepseekV2Config, transformers.DeepseekV3Config):
+        stock = kind()
+        assert MLAConfig.from_hf(stock).num_heads == stock.num_attention_heads
+        assert MLAConfig.from_hf(kind(**kind().to_dict())) == MLAConfig.from_hf(stock)
+        with pytest.raises(UnsupportedConfiguration, match="^config.sliding_window: sliding windows are not impl"):
+            MLAConfig.from_hf(kind(sliding_window=128))
+
+
 @given(
     st.integers(1, 300_000), st.integers(1, 600), st.sampled_from([1, 16, 64, 100, 128]),
     st.sampled_from([(1, 1), (1, 7), (3, 1), (8, 64)]),
@@ -225,7 +391,7 @@ def test_global_hyperparameters():
     """One value for all layers; the one that differs is named, with the field and both values."""
     same = {f"layers.{n}": MLAConfig.from_preset("deepseek-v3") for n in range(3)}
     found = reference.infer_global_hyperparameters(same)
-    assert (found.num_heads, found.kv_lora_rank, found.softmax_scale) == (128, 512, 192**-0.5)
+    assert (found.num_heads, found.kv_lora_rank, found.softmax_scale) == (128, 512, pytest.approx(0.135234, abs=1e-6))
     assert reference.infer_global_hyperparameters({"a": SimpleNamespace(config=same["layers.0"])}) == found
     for field, value in (("num_heads", 64), ("kv_lora_rank", 256), ("qk_nope_head_dim", 64), ("qk_rope_head_dim", 32),
                          ("v_head_dim", 64)):  # fmt: skip
@@ -233,9 +399,10 @@ def test_global_hyperparameters():
         wanted = f"^layers: expected {field} {getattr(found, field)} of 'layers.0' in all, got {value} at 'layers.1'$"
         with pytest.raises(ValueError, match=wanted):
             reference.infer_global_hyperparameters(layers)
-    yarn = RopeConfig(yarn=YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale_all_dim=1.0))
-    with pytest.raises(ValueError, match="^layers: expected softmax_scale 0.07.* of 'layers.0' in all, got .* at 'x'$"):
-        reference.infer_global_hyperparameters(same | {"x": MLAConfig.from_preset("deepseek-v3", rope=yarn)})
+    for other in (dict(rope=RopeConfig()), dict(softmax_scale=0.0722)):
+        wanted = "^layers: expected softmax_scale 0.135.* of 'layers.0' in all, got 0.072.* at 'x'$"
+        with pytest.raises(ValueError, match=wanted):
+            reference.infer_global_hyperparameters(same | {"x": MLAConfig.from_preset("deepseek-v3", **other)})
     with pytest.raises(ValueError, match="^layers: expected at least one layer, got none$"):
         reference.infer_global_hyperparameters({})
     with pytest.raises(ValueError, match="^layers: expected an MLAConfig or a layer with one at 'y', got int$"):

@@ -12,6 +12,7 @@ import reference
 from reference.interfaces import PRESETS, MLAConfig, PathCosts, QueryLenSupport
 
 from .factories import CONFIGS, integers
+from .factories import preset as preset_config
 from .properties import given, st
 
 V3 = MLAConfig.from_preset("deepseek-v3")
@@ -51,7 +52,7 @@ def counted(config, query_len, context_len, costs):
     st.sampled_from([PathCosts(), MEASURED, PathCosts(absorbed_request=1e9)]),
 )  # fmt: skip
 def test_against_a_count(preset, query_len, context_len, costs):
-    config = MLAConfig.from_preset(preset)
+    config = preset_config(preset)
     absorbed, expanded = counted(config, query_len, context_len, costs)
     choices = {ops.choose_path(query_len, context_len, config, costs) for ops in (reference, fast)}
     assert len(choices) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,60 @@ def test_yarn_against_transformers(ops, rope):
     assert y.cos_sin_scale == pytest.approx(magnitude, rel=1e-12)
     cos, sin = ops.rotary_cos_sin(torch.arange(5), rope, 64, torch.float64)
     assert_close64(cos.square() + sin.square(), torch.full((5, 32), magnitude**2, dtype=torch.float64))
+
+
+YARN_GRID = [
+    (dim, theta, original, betas)
+    for dim in (8, 32, 64)
+    for theta in (100.0, 10_000.0, 1e6)
+    for original in (64, 4096, 65_536, 1_000_000)
+    for betas in ((32.0, 1.0), (1.0, 1.0), (64.0, 8.0), (4.0, 0.25))
+]
+
+
+def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[float, float], factor: float):
+    """DeepSeek's YaRN pair by pair, in Python floats: find_correction_range, linear_ramp_mask, and the mix of both."""
+    fast_pair, slow_pair = (dim * math.log(original / (b * 2 * math.pi)) / (2 * math.log(theta)) for b in betas)
+    first, last = max(math.floor(fast_pair), 0), min(math.ceil(slow_pair), dim - 1)
+    width = last - first if last != first else 0.001
+    frequencies = []
+    for pair in range(dim // 2):
+        trained = 1.0 / theta ** (2 * pair / dim)
+        kept = 1.0 - min(max((pair - first) / width, 0.0), 1.0)
+        frequencies.append(trained / factor * (1.0 - kept) + trained * kept)
+    return torch.tensor(frequencies, dtype=torch.float64, device="cpu"), last
+
+
+def test_yarn_ramp_against_deepseek(ops):
+    """The ramp ends where `beta_slow` says, at most at dim - 1, which lies behind the last pair dim // 2 - 1."""
+    ends = set()
+    for dim, theta, original, betas in YARN_GRID:
+        wanted, last = deepseek_frequencies(dim, theta, original, betas, 40.0)
+        ends.add("inside" if last < dim // 2 else "behind the pairs" if last < dim - 1 else "at dim - 1")
+        found = ops.rotary_frequencies(RopeConfig(theta, yarn=YarnConfig(40.0, original, *betas)), dim, torch.float64)
+        assert_close64(found / wanted, torch.ones_like(wanted))
+    assert ends == {"inside", "behind the pairs", "at dim - 1"}
+
+
+def test_yarn_ramp_against_transformers(ops):
+    """The same grid against transformers' own YaRN, which computes in float32."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for dim, theta, original, betas in YARN_GRID:
+        parameters = dict(rope_type="yarn", rope_theta=theta, factor=40.0, original_max_position_embeddings=original,
+                          beta_fast=betas[0], beta_slow=betas[1])  # fmt: skip
+        config = transformers.DeepseekV3Config(
+            qk_rope_head_dim=dim, rope_parameters=parameters, max_position_embeddings=original * 40
+        )
+        theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        gold, _ = deepseek_frequencies(dim, theta, original, betas, 40.0)
+        rope = RopeConfig(theta, yarn=YarnConfig(40.0, original, *betas))
+        ours = ops.rotary_frequencies(rope, dim, torch.float32)
+        # relative to gold, so that slow pairs count as much as fast ones
+        ratios = (ours.double() / gold).float(), (theirs.double() / gold).float(), torch.ones_like(gold)
+        parity = compare(f"frequencies of {dim, theta, original, betas}", *ratios)
+        assert parity.passed, parity
 
 
 @given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 1500), st.sampled_from(sorted(ROPES)))

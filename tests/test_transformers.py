@@ -246,6 +246,49 @@ def test_a_wrong_rope_is_seen(ops, pitfall, monkeypatch):
         checked()
 
 
+def test_the_latent_norms_own_epsilon_is_read(name, ops):
+    """The modules' `variance_epsilon`, here far from the 1e-6 of the config, decides and not `rms_norm_eps`."""
+    ids, mask = padded_batch()
+
+    def with_epsilon(model):
+        model = copy.deepcopy(model)
+        for module in model.modules():
+            if hasattr(module, "kv_a_layernorm"):
+                for norm in (module.kv_a_layernorm, getattr(module, "q_a_layernorm", None)):
+                    if norm is not None:
+                        norm.variance_epsilon = 0.25
+        return model
+
+    gold, low, other = (with_epsilon(model) for model in (gold_model(name), STOCK[name], eager_model(name)))
+    value = use_mla(with_epsilon(STOCK[name]), ops=ops, block_size=BLOCK, workspace_tokens=16)
+    with torch.no_grad():
+        gold, low, other, value = (
+            model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()] for model in (gold, low, other, value)
+        )
+        unchanged = gold_model(name)(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+    assert (gold - unchanged).abs().max() > 0.01, "an epsilon that decides nothing"
+    result = compare("logits", value, further_off(low, other, gold), gold)
+    assert result.passed, result
+
+
+def test_two_latent_norms_of_different_epsilons_are_refused(ops):
+    attention = copy.deepcopy(STOCK["v3-yarn"]).model.layers[0].self_attn
+    attention.q_a_layernorm.variance_epsilon = 1e-5
+    wanted = "^q_a_layernorm.variance_epsilon: expected 1e-06, that of kv_a_layernorm, got 1e-05$"
+    with pytest.raises(UnsupportedConfiguration, match=wanted):
+        ops.MLAAttention.from_hf(attention)
+
+
+@pytest.mark.parametrize("fields", [dict(sliding_window=8), dict(attn_logit_softcapping=2.0)])
+def test_use_mla_refuses_other_attention(model, ops, fields):
+    """A model that asks for other attention stays stock: the reason names the field."""
+    for field, asked in fields.items():
+        setattr(model.config, field, asked)
+    with pytest.raises(UnsupportedConfiguration, match=f"^config.{next(iter(fields))}: "):
+        use_mla(model, ops=ops)
+    assert not any(isinstance(module, ops.MLAAttention) for module in model.modules())
+
+
 def test_heads_without_a_language_model_and_embeddings_as_input(ops):
     ids, mask = padded_batch()
 

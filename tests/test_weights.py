@@ -9,6 +9,7 @@ from torch import nn
 import fast
 import reference
 from fast.parity import compare
+from reference.interfaces import CommonAttentionMetadata, linear_output
 
 from .factories import (
     CONFIGS,
@@ -117,6 +118,67 @@ def test_dense_weight_refuses(ops, plain_errors):
         ops.dense_weight(Int8Linear(torch.randn(12, 5), torch.ones(12)), 5, torch.float32)
     with pytest.raises(ValueError, match=r"^kv_b_weight: expected shape \[66, Lkv\], got \[12, 5\]$"):
         ops.split_kv_b_proj(torch.randn(12, 5), 3, 12, 10)
+
+
+class PairLinear(nn.Module):
+    """A linear that returns (product, bias), as vLLM's and Megatron's do."""
+
+    def __init__(self, weight, bias=None, skip_bias_add=False):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(weight), None if bias is None else nn.Parameter(bias)
+        self.skip_bias_add = skip_bias_add
+
+    def forward(self, x):
+        added = None if self.skip_bias_add else self.bias
+        return torch.nn.functional.linear(x, self.weight, added), self.bias if self.skip_bias_add else None
+
+
+def test_dense_weight_of_a_linear_that_returns_a_pair(ops, plain_errors):
+    weight = torch.randn(12, 5)
+    assert_same_bits(ops.dense_weight(PairLinear(weight), 5, torch.float32), weight)
+    with pytest.raises(ValueError, match="^linear: expected no bias, got a bias beside the product$"):
+        ops.dense_weight(PairLinear(weight, torch.ones(12), skip_bias_add=True), 5, torch.float32)
+    with pytest.raises(ValueError, match="^linear: expected no bias, got a bias$"):
+        ops.dense_weight(PairLinear(weight, torch.ones(12)), 5, torch.float32)
+
+
+def modules_of(weights, kind):
+    return {name: kind(w) if w.dim() == 2 else norm(w) for name, w in weights.items()}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_layer_of_linears_that_return_pairs(ops, config):
+    """Every projection of a layer may return (product, None)."""
+    weights = make_weights(config, torch.float64)
+    plain, pairs = (ops.MLAAttention(config, **modules_of(weights, kind)) for kind in (linear, PairLinear))
+    lengths, table = torch.tensor([3, 6], dtype=torch.int32), torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)
+    starts = torch.tensor([0, 1, 7], dtype=torch.int32)  # a decode behind two cached tokens, and a prompt
+    slots = ops.slot_mapping(starts, lengths, table, 4, num_tokens=7)
+    metadata = ops.build_mla_metadata(CommonAttentionMetadata.make(starts, lengths, table, slots), 4, 64)
+    hidden, positions = torch.randn(7, config.hidden_size, dtype=torch.float64), torch.tensor([2, 0, 1, 2, 3, 4, 5])
+    cache = torch.randn(4, 4, config.head_size, dtype=torch.float64)
+    outputs = [layer(hidden, positions, cache.clone(), metadata) for layer in (plain, pairs)]
+    assert_same_bits(*outputs)
+    assert outputs[0].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("name", ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"])
+def test_layer_refuses_a_bias_beside_the_product(ops, name, plain_errors):
+    """skip_bias_add: the bias is not in the product, and to drop it would be silent; nothing is written."""
+    config = CONFIGS["direct" if name == "q_proj" else "low-rank"]
+    weights = make_weights(config, torch.float32)
+    modules = modules_of(weights, PairLinear)
+    modules[name] = PairLinear(weights[name], torch.ones(len(weights[name])), skip_bias_add=True)
+    called = {"kv_b_proj": "linear"}.get(name, name)
+    got = "one with skip_bias_add and a bias" if name == "o_proj" else "a bias beside the product"
+    with pytest.raises(ValueError, match=f"^{called}: expected .*bias, got {got}$"):
+        ops.MLAAttention(config, **modules).project(torch.randn(2, config.hidden_size), torch.arange(2))
+
+
+@pytest.mark.parametrize("output", [None, (torch.zeros(1),), (torch.zeros(1), None, None), ("product", None)])
+def test_linear_output_refuses(output, plain_errors):
+    with pytest.raises((TypeError, ValueError), match=r"^o_proj: expected a tensor or \(product, bias\), got "):
+        linear_output("o_proj", output)
 
 
 def test_refresh_in_place(ops):

@@ -41,6 +41,7 @@ from .arguments import (
     check_swap,
     check_table_width,
     check_threshold,
+    latent_norm_eps,
 )
 from .checks import (
     FLOAT_DTYPES,
@@ -53,6 +54,7 @@ from .checks import (
     check_slots,
     check_tensor,
     is_positive_int,
+    linear_output,
     wide_dtype,
 )
 from .config import (
@@ -185,6 +187,8 @@ __all__ = [
     "invariant_split_tiles",
     "is_positive_int",
     "kv_cache_shape",
+    "latent_norm_eps",
+    "linear_output",
     "most_invariant_splits",
     "piece_overhead",
     "reorder_batch_threshold",

@@ -18,7 +18,7 @@ from .checks import (
     is_positive_int,
     wide_dtype,
 )
-from .config import MLAConfig, QueryLenSupport
+from .config import MLAConfig, QueryLenSupport, UnsupportedConfiguration
 from .groups import ContextParallel
 from .metadata import (
     AttentionState,
@@ -138,7 +138,12 @@ def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> N
 
 
 def check_output_projection(o_proj: object, context_parallel: ContextParallel | None) -> None:
-    """Check that an output projection can be summed over the ranks that share its heads."""
+    """Check that an output projection adds its own bias and can be summed over the ranks that share its heads.
+
+    `linear_output` would refuse a bias that is returned, but only after the cache was written.
+    """
+    skipped = getattr(o_proj, "skip_bias_add", False) and getattr(o_proj, "bias", None) is not None
+    check(not skipped, "o_proj", "a module that adds its own bias", "one with skip_bias_add and a bias")
     summed = context_parallel is not None and context_parallel.tp_group.size > 1
     check(not summed or getattr(o_proj, "bias", None) is None, "o_proj",
           "no bias where heads are shared (each rank would add it)", "one with a bias")  # fmt: skip
@@ -151,6 +156,20 @@ def check_norm(argument: str, norm: object, width: int) -> None:
     check_tensor(f"{argument}.weight", weight, (width,))
     hooked = norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__
     check(not hooked, argument, "a module without hooks", "one with a forward hook")
+
+
+def latent_norm_eps(kv_a_layernorm: object, q_a_layernorm: object | None) -> float:
+    """Return the epsilon of a transformers module's latent norms (`variance_epsilon`); a config has one for both.
+
+    Raises:
+        UnsupportedConfiguration: the two differ.
+    """
+    eps = kv_a_layernorm.variance_epsilon
+    other = eps if q_a_layernorm is None else q_a_layernorm.variance_epsilon
+    if other != eps:
+        wanted = f"q_a_layernorm.variance_epsilon: expected {eps}, that of kv_a_layernorm"
+        raise UnsupportedConfiguration([f"{wanted}, got {other}"])
+    return eps
 
 
 def check_block_mapping(block_mapping: Tensor, source_blocks: int, target_blocks: int, same_cache: bool) -> None:

@@ -55,6 +55,24 @@ def check_tensor(
         raise ValueError(f"{argument}: expected device {device}, got {tensor.device}")
 
 
+def linear_output(argument: str, output: object) -> Tensor:
+    """Return the product that a linear module returned: a tensor, or the first of `(product, bias)`.
+
+    The linears of vLLM and Megatron return the pair. A bias in it was not added to the product.
+
+    Raises:
+        TypeError: the product is not a tensor.
+        ValueError: a bias that is not None, or a tuple of another length.
+    """
+    if isinstance(output, tuple):
+        check(len(output) == 2, argument, "a tensor or (product, bias)", f"a tuple of {len(output)}")
+        output, bias = output
+        check(bias is None, argument, "no bias", "a bias beside the product")
+    if not isinstance(output, Tensor):
+        raise TypeError(f"{argument}: expected a tensor or (product, bias), got {type(output).__name__}")
+    return output
+
+
 def check_not_negative(argument: str, lengths: Tensor) -> None:
     """Check the values of lengths on the CPU; the first request whose length is below 0 is named."""
     wrong = (lengths < 0).nonzero()
