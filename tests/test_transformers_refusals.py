@@ -58,7 +58,7 @@ def test_autocast_is_refused(ops, dtype):
 
 
 def test_autocast_to_the_dtype_of_the_model_is_refused(ops):
-    """Planted as above: here no dtype differs, so that nothing further inside would refuse it."""
+    """Planted as above, for a model whose weights have the dtype of autocast."""
     model = use_mla(copy.deepcopy(STOCK["v3-yarn"]).bfloat16(), ops=ops, block_size=BLOCK)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=AUTOCAST):
         model(torch.arange(1, 7)[None])
