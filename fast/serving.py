@@ -95,7 +95,7 @@ class Request:
     """One prompt and what has become of it.
 
     Attributes:
-        request_id: position in the order of arrival.
+        request_id: position in the order of arrival; no other request of the loop ever has it.
         prompt_ids: the prompt's tokens.
         max_new_tokens: most tokens to generate.
         generated_ids: tokens generated so far; an end-of-sequence token is kept.
@@ -247,7 +247,8 @@ class ServingLoop:
         ]
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of arrival
-        self.requests: list[Request] = []
+        self.requests: list[Request] = []  # in the order of arrival, the finished ones until they are forgotten
+        self._num_added = 0
         self._lost: str | None = None  # why ranks may stand in different places, so that no step may follow
 
     @property
@@ -262,6 +263,8 @@ class ServingLoop:
 
     def add(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Request:
         """Queue a request.
+
+        The loop holds the request, finished or not, until `forget_finished` drops it.
 
         Raises:
             ValueError: an empty prompt, a token outside the vocabulary, `max_new_tokens` below 1, or more tokens than
@@ -280,13 +283,20 @@ class ServingLoop:
         positions = self.model.config.max_position_embeddings
         check(total <= positions, "prompt_ids", f"prompt + max_new_tokens of at most the model's {positions} positions",
               got)  # fmt: skip
-        request = Request(len(self.requests), prompt_ids, max_new_tokens)
+        request = Request(self._num_added, prompt_ids, max_new_tokens)
+        self._num_added += 1
         self.requests.append(request)
         self.waiting.append(request)
         return request
 
     def run(self, on_step: Callable[[StepReport], None] | None = None) -> list[Request]:
-        """Step until every request has finished; returns them in the order of arrival.
+        """Step until every request has finished.
+
+        Args:
+            on_step: called with the report of each step. It may call `forget_finished`.
+
+        Returns:
+            The requests that the loop holds, in the order of arrival: all but those that `forget_finished` has dropped.
 
         Raises:
             ValueError: ranks that share sequences have been given different requests; nothing has run then.
@@ -310,7 +320,20 @@ class ServingLoop:
             report = self.step()
             if on_step is not None:
                 on_step(report)
-        return self.requests
+        return list(self.requests)
+
+    def forget_finished(self) -> list[Request]:
+        """Drop the finished requests, so that a loop that serves for a long time holds the others only.
+
+        Request ids are never given twice, and no step reads a finished request. Where ranks share sequences, each rank
+        may therefore forget whenever it likes.
+
+        Returns:
+            The dropped requests, in the order of arrival.
+        """
+        finished = [request for request in self.requests if request.finished]
+        self.requests = [request for request in self.requests if not request.finished]
+        return finished
 
     def step(self) -> StepReport:
         """Run one mixed batch.

@@ -156,6 +156,22 @@ def test_path_choice_makes_decodes(ops):
     assert plan.decode.visible_lens[:8].tolist() == list(range(4993, 5001))
 
 
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"), [([2, 0], [9000, 4]), ([0, 3, 1, 0], [4, 9000, 30, 7]), ([2, 0, 600], [9000, 4, 900])]
+)
+def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
+    """Planted: decodes taken for queries of one token because they have as many tokens as requests.
+
+    A request without new tokens makes up for one of several, which chose the absorbed path beyond the threshold of 1.
+    """
+    plan = ops.build_mla_metadata(make_batch(query_lens, seq_lens).common, 16, 8192, config=V3)
+    decodes = sum(query_len < 600 for query_len in query_lens)
+    assert plan.num_decodes == plan.num_decode_tokens == decodes
+    visible = [s - q + i + 1 for q, s in zip(query_lens[:decodes], seq_lens, strict=False) for i in range(q)]
+    assert plan.decode.visible_lens.tolist() == visible
+    assert plan.decode.max_query_len == max(query_lens[:decodes])
+
+
 def test_order_required(ops, plain_errors):
     """The request is named, for expanded requests that stand before absorbed ones."""
     common = make_batch([1, 30, 2, 1], [40, 90, 9, 8]).common
