@@ -111,7 +111,7 @@ def check_outputs(args: argparse.Namespace) -> None:
         target = Path(os.path.realpath(path))  # behind links, which may lead into another folder
         try:
             check(target.parent.is_dir() and not target.is_dir(), option, "a file in a folder that exists", path)
-            if target.is_file():
+            if target.is_file() or target.is_symlink():  # a link that is still there leads to itself
                 os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
             elif target.exists():  # a device or a pipe: to open it may block, or end what reads from it
                 check(os.access(target, os.W_OK), option, "a place that can be written", path)
