@@ -3,6 +3,13 @@
 Functions may take keyword-only parameters besides, such as `backend=` (see `fast.backends`).
 """
 
+from ._shadow import shadow_of_reference
+
+if (_found := shadow_of_reference()) is not None:
+    raise ImportError(
+        f"fast: expected the package `reference` of mla-twins, got {_found}, which shadows it: rename that file"
+    )
+
 from reference.interfaces import (
     PRESETS,
     AttentionState,
@@ -26,7 +33,9 @@ from reference.interfaces import (
     UnsupportedConfiguration,
     YarnConfig,
 )
+from reference.interfaces._version import __version__ as __version__
 
+from . import backends as backends  # fast alone: which kernels serve
 from .attention import flash_attn_varlen
 from .batch import (
     make_local_attention_virtual_batches,

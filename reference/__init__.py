@@ -59,6 +59,7 @@ from .interfaces import (
     UnsupportedConfiguration,
     YarnConfig,
 )
+from .interfaces._version import __version__ as __version__
 from .layer import MLAAttention, rms_norm
 from .merge import merge_attn_states
 from .path import choose_path, choose_paths

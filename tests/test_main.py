@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +58,12 @@ def module_like(ops, **replaced):
     return SimpleNamespace(**{**names, **replaced, "__name__": "planted"})
 
 
+def places(text: str, *words: str) -> list[int]:
+    """Where each of these stands first; all of them must be there."""
+    assert all(word in text for word in words), text
+    return [text.index(word) for word in words]
+
+
 def test_as_a_newcomer_runs_it(tmp_path):
     """A process of its own, not on a terminal, the shipped checkpoint, both wings."""
     picture, path = tmp_path / "p.png", tmp_path / "f.json"
@@ -67,8 +75,11 @@ def test_as_a_newcomer_runs_it(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "" and "\x1b" not in done.stdout
     for said in ("continuations", "parity of fast with reference", "identical for 2 of 2 prompts", "kernels on cpu",
-                 "expanded keys and values", "mla_decode: cpu"):  # fmt: skip
+                 "expanded keys and values", "cpu: serves 17 of 17 ops"):  # fmt: skip
         assert said in done.stdout
+    order = places(done.stdout, "verdict", "greedy tokens: identical", "tokens/s", "kernels on cpu", "continuations",
+                   "parity of fast with reference", "expanded keys and values")  # fmt: skip
+    assert order == sorted(order), "verdict and speeds come first, then the kernel sets, then what they rest on"
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
     figures = json.loads(path.read_text())
@@ -87,6 +98,130 @@ def test_as_a_newcomer_runs_it(tmp_path):
         assert schedule["mixed_steps"] > 0 and schedule["most_chunks_in_a_step"] > 1
     assert figures["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert figures["hardware"]["cpu"] and figures["settings"]["dtype"] == "float32"
+
+
+def kernel_lines(out: str) -> list[str]:
+    """What is printed about kernel sets."""
+    told = out[out.index("kernels on cpu") :].splitlines()[1:]
+    return [line.strip() for line in told[: next(i for i, line in enumerate(told) if "continuations" in line)]]
+
+
+def test_kernel_sets_in_three_lines(run):
+    """One line each: what it serves, or the first reason why it does not; --verbose has every reason, op by op."""
+    said = kernel_lines(run("--max-new-tokens", "2").out)
+    assert said == [
+        "cpu: serves 17 of 17 ops",
+        "triton: serves none: serves device cuda, got cpu",
+        "hopper: serves none: serves device cuda, got cpu and 4 more reasons",  # dtype, two dims, block size
+    ]
+    verbose = run("--max-new-tokens", "2", "--verbose")
+    words = " ".join(kernel_lines(verbose.out))
+    assert all(" ".join(line.split()) in words for line in verbose.figures["kernels"]["lines"])
+    assert len(verbose.figures["kernels"]["lines"]) == 17
+    assert "hopper: serves kv_lora_rank in (256, 512), got 64" in words
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Nothing is loaded and nothing is served: what happens before that is all there is."""
+
+    def unreachable(*args, **kwargs):
+        raise AssertionError("the work began")
+
+    monkeypatch.setattr("fast.__main__.prepare", unreachable)
+    monkeypatch.setattr("fast.demo.parallel.prepare", unreachable)
+    monkeypatch.setattr("fast.demo.parallel.dist.init_process_group", unreachable)
+
+
+def bad_places(folder: Path) -> dict[str, tuple[list[str], str]]:
+    """Output options that cannot be served, and what is said about each."""
+    there = folder / "there.json"
+    there.write_text("kept")
+    (folder / "link.png").symlink_to(there)
+    (folder / "dangling").symlink_to(folder / "gone" / "f.json")
+    (folder / "loop").symlink_to(folder / "loop")
+    os.link(there, folder / "hard.png")
+    missing, written = "expected a file in a folder that exists", "expected a place that can be written"
+    return {
+        "no folder": (["--json", str(folder / "gone" / "f.json")], f"--json: {missing}"),
+        "a folder": (["--json", str(folder)], f"--json: {missing}"),
+        "a file as folder": (["--json", str(there / "f.json")], f"--json: {missing}"),
+        "a link into no folder": (["--json", str(folder / "dangling")], f"--json: {missing}"),
+        "a folder for the picture": (["--picture", str(folder)], f"--picture: {missing}"),
+        "a loop": (["--json", str(folder / "loop")], f"--json: {written}"),
+        "a long name": (["--json", str(folder / ("x" * 300))], f"--json: {written}"),
+        "read-only for root": (["--json", "/proc/mla-twins.json"], f"--json: {written}"),
+        "one file": (["--json", str(there), "--picture", str(there)], "--json: expected another file than --picture"),
+        "one file by a link": (["--json", str(there), "--picture", str(folder / "link.png")],
+                               "--json: expected another file than --picture"),
+        "one file by two names": (["--json", str(there), "--picture", str(folder / "hard.png")],
+                                  "--json: expected another file than --picture"),
+    }  # fmt: skip
+
+
+PLACES = ("no folder", "a folder", "a file as folder", "a link into no folder", "a folder for the picture", "a loop",
+          "a long name", "read-only for root", "one file", "one file by a link", "one file by two names")  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PLACES)
+def test_output_places_are_tested_before_any_work(tmp_path, capsys, plain_errors, no_work, case):
+    """Root may write wherever `os.access` is asked; whether a file can be made there, only making one tells."""
+    options, message = bad_places(tmp_path)[case]
+    before = sorted(tmp_path.iterdir())
+    picture = [] if "--picture" in options else ["--picture", str(tmp_path / "p.png")]
+    assert main([*SMALL, *picture, *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"error: {message}") and err.count("\n") == 1, err
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "there.json").read_text() == "kept"
+
+
+def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkeypatch):
+    """Under torchrun the first rank, which writes, tests the place before it waits for the others."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"),
+                        ("MASTER_PORT", "1")):  # fmt: skip
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    bad = ["--json", str(tmp_path / "gone" / "f.json")]
+    assert main([*SMALL, "--context-parallel", "2", *bad]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: --json: expected a file in a folder that exists") and err.count("\n") == 1, err
+    (tmp_path / "mla-twins.png").mkdir()  # where a picture would go; ranks draw none
+    with pytest.raises(AssertionError, match="the work began"):
+        main([*SMALL, "--context-parallel", "2", "--json", str(tmp_path / "f.json")])
+    assert [path.name for path in tmp_path.iterdir()] == ["mla-twins.png"]
+
+
+def test_a_picture_that_nobody_asked_for_has_no_place(tmp_path, plain_errors, no_work):
+    """With --no-picture the place of the picture, and that it is the figures' as well, does not matter."""
+    place = str(tmp_path / "f.json")
+    with pytest.raises(AssertionError, match="the work began"):
+        main([*SMALL, "--no-picture", "--json", place, "--picture", place])
+
+
+def test_ctrl_c_ends_it_in_one_line(tmp_path):
+    """Exit status 130, one line, no traceback; interrupted once the tokens flow."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    options = ["--device", "cpu", "--no-picture", "--prompt", "import os", "--max-new-tokens", "4000",
+               "--json", str(tmp_path / "f.json")]  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-m", "fast", *options], env=environment, cwd=tmp_path, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    try:
+        assert any("serving with" in line for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert err == "interrupted\n"
+    assert process.returncode == 130 and not list(tmp_path.iterdir())
+
+
+def test_the_duration_is_the_measured_one():
+    """--help and README say what was measured, and docs/results says how, to the next 5 s."""
+    told = " ".join((ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8").split())
+    (measured,) = re.findall(r"`time python -m fast` took ([\d.]+) s on two CPU cores", told)
+    said = f"about {5 * round(float(measured) / 5)} s on two CPU cores"
+    assert said in " ".join(make_parser().format_help().split())
+    assert said in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 
 
 def test_cache_bytes_are_those_of_the_config(run):
@@ -157,7 +292,8 @@ def test_help_explains_every_option(capsys):
     assert caught.value.code == 0
     told = capsys.readouterr().out
     for option in ("--model", "--prompt", "--max-new-tokens", "--ops", "--device", "--dtype", "--backend",
-                   "--block-size", "--workspace-tokens", "--token-budget", "--json", "--picture"):  # fmt: skip
+                   "--block-size", "--workspace-tokens", "--token-budget", "--json", "--picture",
+                   "--verbose"):  # fmt: skip
         assert option in told
     assert all(action.help for action in make_parser()._actions)
 

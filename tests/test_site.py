@@ -459,8 +459,32 @@ def test_performance_page_follows_the_results(copied_docs):
     after = drawn(copied_docs)
     for text in ("4321", "Another peer", f"**{fastest:.1f}**", "2031-02-03", "5432 GB/s", "999 TFLOPS"):
         assert text in after and text not in before, text
-    assert after.count('class="mark ours"') == before.count('class="mark ours"') + 2  # wide and narrow
-    assert after.count('class="mark peer"') == before.count('class="mark peer"') + 2
+    assert after.count('class="mark ours fast"') == before.count('class="mark ours fast"') + 2  # wide and narrow
+    assert after.count('class="mark peer Another-peer"') == 2 + 1  # and the legend
+
+
+def test_one_colour_a_contender(copied_docs):
+    """The job's picture, the README's and the charts of both schemes: one colour each, and no two the same."""
+    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
+    try:
+        picture, performance = importlib.import_module("picture"), importlib.import_module("performance")
+    finally:
+        sys.path.pop(0)
+    from fast.demo.report import COLOURS, NO_CONTENDER
+
+    assert picture.COLOURS is COLOURS
+    assert len({*COLOURS.values(), *NO_CONTENDER}) == len(COLOURS) + len(NO_CONTENDER)
+    css = (ROOT / "docs" / "assets" / "site.css").read_text(encoding="utf-8")
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w+);", css.split(scheme)[1].split("}")[0]))
+                   for scheme in ("\n:root {", '\n[data-md-color-scheme="slate"] {'))  # fmt: skip
+    styles = {who: performance.style_of(who).split()[-1] for who in COLOURS}
+    assert {who: light[style] for who, style in styles.items()} == COLOURS
+    assert len({dark[style] for style in (*styles.values(), "other")}) == len(styles) + 1
+    for style in styles.values():
+        assert f".chart .{style} {{ --contender: var(--{style}); }}" in css
+    assert performance.style_of("fast, planned") == performance.style_of("fast") == "ours fast"
+    drawn_styles = set(re.findall(r'class="(?:mark|line) (?:ours|peer) ([\w-]+)"', drawn(copied_docs)))
+    assert {"fast", "FlashMLA", "FA3", "reference", "transformers"} <= drawn_styles <= set(styles.values())
 
 
 def test_performance_page_shows_no_failed_row(copied_docs):

@@ -132,7 +132,7 @@ def number(value: float) -> str:
 
 def shape(style: str, x: float, y: float) -> str:
     """The mark of a style: a disc for ours, a diamond for a peer, so that colour is not all that tells them apart."""
-    if style == "ours":
+    if style.split()[0] == "ours":
         return f'<path class="mark {style}" d="M{x - 4.5:.1f} {y:.1f}a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0"/>'
     return f'<path class="mark {style}" d="M{x:.1f} {y - 5.5:.1f}l5.5 5.5l-5.5 5.5l-5.5 -5.5z"/>'
 

@@ -21,6 +21,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 OURS = "fast"
+OURS_BEST = "fast, the best of its ways"
 NONE = "-"  # in the place of a figure that was not measured
 REQUEST = re.compile(r"^<!-- results: (?P<name>\w+) ?(?P<words>[^\n]*?) -->$", re.MULTILINE)
 DIMS = {
@@ -44,6 +45,12 @@ def code(text: str) -> str:
 def is_ours(who: str) -> bool:
     """`fast` itself, or `fast` in one of its ways: "fast, planned"."""
     return who == OURS or who.startswith(OURS + ", ")
+
+
+def style_of(who: str) -> str:
+    """The classes of a contender's lines and marks, for which the style sheet has one colour a contender."""
+    name = OURS if is_ours(who) else who
+    return f"{'ours' if is_ours(who) else 'peer'} {re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}"
 
 
 def part_of(report: dict[str, Any], path: str) -> dict[str, Any]:
@@ -174,14 +181,15 @@ class Results:
         part = part_of(self._load(name), path)
         rows = [row for row in part["rows"] if way in row["times"] and row["passed"]]
         ceilings = part["ceilings"]
-        marks, links = [], []
+        marks, links, names = [], [], {}
         for row in rows:
             x, both = row["flops"] / row["bytes"], []
-            for ours, style in ((True, "ours"), (False, "peer")):
+            for ours in (True, False):
                 if (who := best(row["times"][way], ours)) is not None:
                     time = row["times"][way][who]
                     text = f"{who}, {described(row['dims'])}: {time['tflops']:.0f} TFLOPS, {time['median_us']:.1f} us"
-                    marks.append(Mark(style, x, time["tflops"], text))
+                    marks.append(Mark(style_of(who), x, time["tflops"], text))
+                    names[style_of(who)] = OURS_BEST if ours else f"{who}, where it is the best peer"
                     both.append((x, time["tflops"]))
             links += [(both[0], both[1])] if len(both) == 2 else []
         peaks = tflops(ceilings)
@@ -201,17 +209,13 @@ class Results:
                 for order, (label, peak) in enumerate(peaks)
             ),
         ]
-        shares = [mark.y / min(top, mark.x * rate) for mark in marks if mark.style == "ours"]
+        shares = [mark.y / min(top, mark.x * rate) for mark in marks if mark.style.startswith("ours ")]
         description = (
             f"Roofline of {way} times: TFLOPS against FLOPs a byte, both logarithmic. {len(rows)} shapes; ours lie at "
             f"{100 * min(shares):.0f} to {100 * max(shares):.0f} percent of the ceiling above them, which is memory at "
             f"{ways[bandwidth]:.0f} GB/s or products at {top:.0f} TFLOPS. The table gives every time."
         )
-        chart = Chart(
-            description, "FLOPs a byte", "TFLOPS", lines, marks,
-            {"ours": "fast, the best of its ways", "peer": "the best peer of the same row"}, links,
-        )  # fmt: skip
-        return chart.html()
+        return Chart(description, "FLOPs a byte", "TFLOPS", lines, marks, names, links).html()
 
     def ranks(self, name: str) -> str:
         """Decode steps over several GPUs beside one: times of each merge, the gain, bytes that a rank receives."""
@@ -247,9 +251,8 @@ class Results:
             for context in contexts
         ]  # fmt: skip
         head = ["context", *(name if name == "transformers" else f"`{name}`" for name in who), "gain of `fast`"]
-        styles = {"fast": "ours", "reference": "memory", "transformers": "peer"}
         lines_drawn = [
-            Line(name, styles[name], [(context, at[context, name]["ms_median"]) for context in contexts])
+            Line(name, style_of(name), [(context, at[context, name]["ms_median"]) for context in contexts])
             for name in who
         ]
         chart = Chart(
@@ -261,7 +264,7 @@ class Results:
             lines_drawn,
             [
                 Mark(
-                    styles[name],
+                    style_of(name),
                     context,
                     at[context, name]["ms_median"],
                     f"{name}, {context} tokens: {at[context, name]['ms_median']:.1f} ms",

@@ -14,16 +14,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from fast.demo.report import COLOURS
+
 DOCS = Path(__file__).resolve().parents[1]
 PICTURE = DOCS / "assets" / "gain.png"
 SOURCES = tuple(DOCS / "results" / name for name in ("h200-decode.json", "cpu-2-cores.json"))
-COLOURS = {
-    "fast": "#0072b2",
-    "FlashMLA": "#e69f00",
-    "FA3": "#999999",
-    "reference": "#009e73",
-    "transformers": "#d55e00",
-}
 NAMES = {"FA3": "FlashAttention-3"}
 SHAPES = {  # requests, keys of the longest, new tokens, heads, lengths
     "128 x 4096, 128 heads": (128, 4096, 1, 128, "equal"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from reference.interfaces import (
 )
 
 from .. import backends
+from ..integrations._required import missing_transformers
 from ..serving import ServingLoop
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -91,10 +93,41 @@ class Job:
         return loop
 
 
+def check_outputs(args: argparse.Namespace) -> None:
+    """Check that the files of `--json` and `--picture` can be written, and leave what they hold as it is.
+
+    A file that is there is opened for writing; for one that is not, a nameless file is made in its folder. So a folder
+    that is read-only for root, or a full file system without free inodes, is found as well.
+
+    Raises:
+        ValueError: a folder that is missing, a folder in the place of a file, a file that cannot be written, or one
+            file for both; in one line.
+    """
+    given = {"--json": args.json, "--picture": None if args.no_picture else args.picture}
+    for option, path in given.items():
+        if path is None:
+            continue
+        target = Path(os.path.realpath(path))  # behind links, which may lead into another folder
+        try:
+            check(target.parent.is_dir() and not target.is_dir(), option, "a file in a folder that exists", path)
+            if target.is_file() or target.is_symlink():  # a link that is still there leads to itself
+                os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
+            elif target.exists():  # a device or a pipe: to open it may block, or end what reads from it
+                check(os.access(target, os.W_OK), option, "a place that can be written", path)
+            else:
+                tempfile.TemporaryFile(dir=target.parent).close()
+        except OSError as error:
+            raise ValueError(f"{option}: expected a place that can be written, got {path}: {error.strerror}") from error
+    if all(given.values()):
+        paths = [Path(os.path.realpath(path)) for path in given.values()]
+        same = paths[0] == paths[1] or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
+        check(not same, "--json", "another file than --picture", args.json)
+
+
 def prepare(
     args: argparse.Namespace, ops: ModuleType, oracle: ModuleType, context_parallel: ContextParallel | None = None
 ) -> Job:
-    """Check every option and load the checkpoint.
+    """Check every option but the output paths (`check_outputs`), and load the checkpoint.
 
     Raises:
         ValueError: an option that does not fit, in one line.
@@ -104,13 +137,9 @@ def prepare(
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     check(not missing, "python -m fast", f'{" and ".join(needed)}; pip install "mla-twins[hf]"',
           f"no {' and no '.join(missing)}")  # fmt: skip
-    for option, path in (("--json", args.json), ("--picture", args.picture)):
-        if path is not None:
-            check(path.parent.is_dir() and not path.is_dir(), option, "a file in a folder that exists", path)
-            target = path if path.exists() else path.parent
-            check(os.access(target, os.W_OK), option, "a place that can be written", path)
-    check(args.json is None or args.json.resolve() != args.picture.resolve(), "--json", "another file than --picture",
-          args.json)  # fmt: skip
+    too_old = missing_transformers()
+    if too_old is not None:
+        raise ValueError(f"python -m fast: {too_old}")
     check(args.max_new_tokens >= 1, "--max-new-tokens", "at least 1", args.max_new_tokens)
     for option, value in (("--block-size", args.block_size), ("--token-budget", args.token_budget)):
         check(value >= 1, option, "at least 1", value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import itertools
 import platform
+import re
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from reference.interfaces import QueryLenSupport
 
 from .. import backends
 from ..compilation import warmup
@@ -184,11 +187,6 @@ def surroundings(job: Job) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
     gpu = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else None
-    lines = ["reference: plain PyTorch and einops"]
-    if "fast" in job.wings:
-        lines = backends.explain(
-            job.config, device=job.device, dtype=job.dtype, block_size=job.args.block_size, backend=job.args.backend
-        ).splitlines()
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(job.args).items()}
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -196,8 +194,42 @@ def surroundings(job: Job) -> dict[str, Any]:
                      "threads": torch.get_num_threads()},
         "versions": versions,
         "settings": {**settings, "device": str(job.device), "dtype": str(job.dtype).removeprefix("torch.")},
-        "kernels": {"device": f"{job.device} ({gpu or cpu_name()})", "lines": lines},
+        "kernels": {"device": f"{job.device} ({gpu or cpu_name()})", **kernels(job)},
     }  # fmt: skip
+
+
+def kernels(job: Job) -> dict[str, list[str]]:
+    """Which kernel set serves which op of the fast wing.
+
+    Returns:
+        `lines` with every reason, one line an op; `summary`, one line a kernel set: how many ops it serves, or the
+        first reason why it serves no decode.
+    """
+    if "fast" not in job.wings:
+        lines = ["reference: plain PyTorch and einops"]
+        return {"lines": lines, "summary": lines}
+    c, block = job.config, job.args.block_size
+    lines = backends.explain(
+        c, device=job.device, dtype=job.dtype, block_size=block, backend=job.args.backend
+    ).splitlines()
+    chosen = dict(re.findall(r"^(\w+): (\w+)", "\n".join(lines), re.MULTILINE))  # op: the kernel set that serves it
+    decode = backends.decode_request(
+        job.device, job.dtype, c.kv_lora_rank, c.qk_rope_head_dim, block, QueryLenSupport.VARLEN
+    )
+    summary = []
+    for candidate in backends.BACKENDS:
+        ops = [op for op, name in chosen.items() if name == candidate.name]
+        reasons = [why.removeprefix(f"{candidate.name}: ") for why in candidate.validate_configuration(decode)]
+        if ops:
+            shown = "" if len(ops) in (1, len(chosen)) or "mla_decode" not in ops else ", mla_decode among them"
+            line = f"serves {len(ops)} of {len(chosen)} ops{shown if len(ops) > 1 else ': ' + ops[0]}"
+        elif reasons:
+            more = f" and {len(reasons) - 1} more reason{'s' * (len(reasons) > 2)}" if len(reasons) > 1 else ""
+            line = f"serves none: {reasons[0]}{more}"
+        else:
+            line = "serves none: --backend or a kernel set of higher priority comes first"
+        summary.append(f"{candidate.name}: {line}")
+    return {"lines": lines, "summary": summary}
 
 
 def cpu_name() -> str:

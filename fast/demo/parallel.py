@@ -16,9 +16,9 @@ from rich.table import Table
 
 from reference.interfaces import ContextParallel, GroupError, check
 
-from .job import Job, one_line, prepare
-from .measure import compile_ahead, rate, summary
-from .report import write_json
+from .job import Job, check_outputs, one_line, prepare
+from .measure import compile_ahead, kernels, rate, summary
+from .report import show_kernels, write_json
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
@@ -36,13 +36,16 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         input.
     """
     who = f"rank {os.environ.get('RANK', 0)}"
+    args.no_picture = True
     try:
         device = check_start(args)
+        if os.environ["RANK"] == "0":  # before the others are waited for; no other rank writes a file
+            check_outputs(args)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     except (ValueError, RuntimeError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    args.device, args.no_picture = device, True
+    args.device = device
     try:
         job = prepare(args, ops, oracle, make_groups(args))
         figures = serve(job)
@@ -59,7 +62,9 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
     for name, row in figures["wings"].items():
         row["identical"] = row["tokens"] == alone[name]
     console = Console()
-    show(figures, console if console.is_terminal else Console(width=max(console.width, 110)))
+    console = console if console.is_terminal else Console(width=max(console.width, 110))
+    show(figures, console)
+    show_kernels(console, figures, args.verbose)
     try:
         if args.json is not None:
             write_json(figures, args.json)
@@ -140,6 +145,7 @@ def serve(job: Job) -> dict[str, Any]:
         "dtype": str(job.dtype).removeprefix("torch."),
         "block_size": job.args.block_size,
         "tokens_per_block": job.args.block_size * cp.size,
+        "kernels": {"device": job.device.type, **kernels(job)},
         "wings": rows,
     }
 

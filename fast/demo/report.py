@@ -12,19 +12,38 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-COLOURS = {"reference": "#4c78a8", "fast": "#e4572e", "transformers": "#8c8c8c"}
+# one colour a contender, in this picture, in docs/hooks/picture.py and in docs/assets/site.css; a test compares them
+COLOURS = {
+    "fast": "#0072b2",
+    "reference": "#009e73",
+    "transformers": "#d55e00",
+    "FlashMLA": "#e69f00",
+    "FA3": "#999999",
+    "vLLM Triton": "#cc79a7",
+    "cuDNN": "#8a6d3b",
+    "FA2 (V padded)": "#4f4f9e",
+}
+NO_CONTENDER = ("#4d4d4d", "#c9c9c9")  # bars that belong to nobody: the latent cache, which both wings keep
 TAIL_LINES = 3
 
 
-def show(console: Console, figures: dict[str, Any]) -> None:
-    """Print everything that was measured."""
+def show(console: Console, figures: dict[str, Any], verbose: bool = False) -> None:
+    """Print everything that was measured: verdict, speeds and kernel sets first, then what they rest on.
+
+    Args:
+        console: where to.
+        figures: as `measure` returns them.
+        verbose: every reason why a kernel set serves an op or does not, instead of one line a kernel set.
+    """
+    console.rule("verdict")
+    for line in figures["verdict"]["lines"]:
+        console.print(line, markup=False)
+    show_speed(console, figures)
+    show_kernels(console, figures, verbose)
     show_continuations(console, figures)
     show_identity(console, figures)
     show_parity(console, figures)
     show_costs(console, figures)
-    console.rule("verdict")
-    for line in figures["verdict"]["lines"]:
-        console.print(line, markup=False)
 
 
 def show_continuations(console: Console, figures: dict[str, Any]) -> None:
@@ -80,9 +99,29 @@ def show_parity(console: Console, figures: dict[str, Any]) -> None:
     console.print(table)
 
 
+def show_speed(console: Console, figures: dict[str, Any]) -> None:
+    """Tokens per second of everybody who generated."""
+    table = Table(title="speed")
+    table.add_column("who")
+    for column in ("generated tokens", "seconds", "tokens/s"):
+        table.add_column(column, justify="right")
+    table.add_column("how")
+    for name, row in figures["speed"].items():
+        table.add_row(name, str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.1f}", row["how"])
+    console.print(table)
+
+
+def show_kernels(console: Console, figures: dict[str, Any], verbose: bool) -> None:
+    """Which kernel sets serve: one line each, or one line an op with every reason."""
+    kernels = figures["kernels"]
+    console.print(f"kernels on {kernels['device']}" + (":" if verbose else " (--verbose gives every reason):"))
+    for line in kernels["lines" if verbose else "summary"]:
+        console.print(f"  {line}", markup=False)
+
+
 def show_costs(console: Console, figures: dict[str, Any]) -> None:
-    """Cache bytes, tokens per second, kernels."""
-    cache, speed = figures["cache"], figures["speed"]
+    """Cache bytes, and what the steps were."""
+    cache = figures["cache"]
     table = Table(title="cache, all layers")
     table.add_column("per 1000 tokens")
     table.add_column("bytes", justify="right")
@@ -90,23 +129,11 @@ def show_costs(console: Console, figures: dict[str, Any]) -> None:
     table.add_row("expanded keys and values", f"{cache['expanded_bytes_per_1000_tokens']:,}")
     table.add_row("ratio", f"{cache['ratio']:.1f} x")
     console.print(table)
-    table = Table(title="speed")
-    table.add_column("who")
-    for column in ("generated tokens", "seconds", "tokens/s"):
-        table.add_column(column, justify="right")
-    table.add_column("how")
-    for name, row in speed.items():
-        table.add_row(name, str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['tokens_per_second']:.1f}", row["how"])
-    console.print(table)
     for name, row in figures["schedule"].items():
         console.print(
             f"{name}: {row['steps']} steps, {row['mixed_steps']} of them decodes and prefills together, "
             f"{row['context_chunks']} chunks of cached context, at most {row['most_chunks_in_a_step']} in a step"
         )
-    kernels = figures["kernels"]
-    console.print(f"kernels on {kernels['device']}:")
-    for line in kernels["lines"]:
-        console.print(f"  {line}", markup=False)
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
@@ -157,7 +184,7 @@ def draw_speed(axes: Any, speed: dict[str, Any]) -> None:
 def draw_cache(axes: Any, cache: dict[str, Any]) -> None:
     """Latent against expanded."""
     values = [cache["latent_bytes_per_1000_tokens"] / 1e6, cache["expanded_bytes_per_1000_tokens"] / 1e6]
-    bars = axes.bar(["latent", "expanded keys\nand values"], values, width=0.5, color=[COLOURS["fast"], "#c9c9c9"])
+    bars = axes.bar(["latent", "expanded keys\nand values"], values, width=0.5, color=NO_CONTENDER)
     axes.bar_label(bars, fmt="{:.2f}", padding=2)
     axes.set_title(f"cache per 1000 tokens, all layers: {cache['ratio']:.1f} times smaller")
     axes.set_ylabel("MB")
@@ -170,7 +197,7 @@ def draw_parity(axes: Any, parity: list[dict[str, Any]]) -> None:
     shares = {key: [share(row[f"{key}_error"], row[f"{key}_budget"]) for row in parity] for key in ("max", "mean")}
     limit = max(1.0, *(min(value, 2.0) for values in shares.values() for value in values))
     axes.barh([p - 0.19 for p in places], shares["max"], 0.36, color=COLOURS["fast"], label="largest error")
-    axes.barh([p + 0.19 for p in places], shares["mean"], 0.36, color="#f3b49f", label="mean error")
+    axes.barh([p + 0.19 for p in places], shares["mean"], 0.36, color=COLOURS["fast"], alpha=0.4, label="mean error")
     for place, row in zip(places, parity, strict=True):
         if not row["passed"]:
             axes.text(0.02, place, "FAIL", color="#b00020", va="center", fontweight="bold", fontsize=8)

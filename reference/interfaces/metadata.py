@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -25,7 +25,7 @@ from .slots import slots_of_tokens
 
 @dataclass(frozen=True, eq=False)
 class AttentionState:
-    """Softmax attention over some set of keys, in the form that merges.
+    """Softmax attention over some set of keys, in the form that merges. It unpacks: `out, lse = mla_decode(...)`.
 
     Attributes:
         out: [T, N, Dv], normalised; Dv is V on the expanded path, Lkv on the absorbed one.
@@ -35,6 +35,11 @@ class AttentionState:
 
     out: Float[Tensor, "T N Dv"]
     lse: Float[Tensor, "N T"]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield `out`, then `lse`."""
+        yield self.out
+        yield self.lse
 
 
 @dataclass(frozen=True, eq=False)

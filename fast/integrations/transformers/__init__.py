@@ -14,6 +14,11 @@ returns a four-dimensional mask as it is, so it is handed an empty one and never
 holds of a padded batch is in `cache`.
 """
 
+from .._required import missing_transformers
+
+if (_missing := missing_transformers()) is not None:
+    raise ImportError(f"fast.integrations.transformers: {_missing}")
+
 from .attention import restore, use_mla
 from .cache import LatentCacheLayer
 

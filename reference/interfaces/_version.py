@@ -1,0 +1,3 @@
+"""The version of the distribution mla-twins: both packages show it, and pyproject.toml reads it from here."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,113 @@
+"""What a user's program looks like: it is run from an installed wheel, and `mypy --strict` checks it.
+
+Run it in a folder without the packages: it takes no option, and exits with an error where the wheel lacks something.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import fast
+import reference
+from fast.backends import explain
+from fast.integrations.transformers import restore, use_mla
+from fast.parity import Parity, compare
+from fast.serving import Request, ServingLoop
+
+BLOCK_SIZE = 16
+CHECKPOINT = Path(fast.__file__).parent / "assets" / "tiny-mla"
+
+
+def make_batch(query_lens: list[int], seq_lens: list[int], block_table: Tensor) -> fast.CommonAttentionMetadata:
+    """The batch of a step."""
+    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
+    lengths = torch.tensor(seq_lens, dtype=torch.int32)
+    slots = fast.slot_mapping(starts, lengths, block_table, BLOCK_SIZE, num_tokens=sum(query_lens))
+    return fast.CommonAttentionMetadata.make(starts, lengths, block_table, slots)
+
+
+def decode(dtype: torch.dtype, wing: str) -> tuple[Tensor, Tensor]:
+    """Two requests decode one token each over a paged cache."""
+    torch.manual_seed(0)
+    config = fast.MLAConfig.from_preset("deepseek-v2-lite")
+    cache: Tensor = fast.allocate_kv_cache(4, BLOCK_SIZE, config.head_size, dtype).copy_(
+        torch.randn(4, BLOCK_SIZE, config.head_size).to(torch.bfloat16)
+    )
+    block_table = torch.tensor([[3, 1], [0, 2]], dtype=torch.int32)
+    batch = make_batch([1, 1], [20, 31], block_table)
+    plan: fast.MLAMetadata = fast.build_mla_metadata(batch, BLOCK_SIZE, workspace_tokens=32)
+    ql_nope = torch.randn(2, 4, config.kv_lora_rank).to(torch.bfloat16).to(dtype)
+    q_pe = torch.randn(2, 4, config.qk_rope_head_dim).to(torch.bfloat16).to(dtype)
+    run = fast.mla_decode if wing == "fast" else reference.mla_decode
+    out, lse = run(ql_nope, q_pe, cache, plan.decode, config.softmax_scale)
+    return out, lse
+
+
+def check_decode() -> None:
+    """Compare the decode of both packages, within the budget that follows from the reference's own error."""
+    gold, low, ours = (
+        decode(dtype, wing)
+        for dtype, wing in ((torch.float64, "reference"), (torch.float32, "reference"), (torch.float32, "fast"))
+    )
+    names = ("out", "lse")
+    found: list[Parity] = [compare(name, ours[i], low[i], gold[i]) for i, name in enumerate(names)]
+    for parity in found:
+        if not parity.passed:
+            raise SystemExit(f"{parity.op}: {parity.max_error} of {parity.max_budget}")
+
+
+def step_layer(attention: torch.nn.Module, ops_layer: type[fast.MLAAttention]) -> Tensor:
+    """A prefill through a builder's plan, and a decode through a captured step."""
+    layer = ops_layer.from_hf(attention)
+    config: fast.MLAConfig = layer.config
+    cache = fast.allocate_kv_cache(8, BLOCK_SIZE, config.head_size, torch.float32)
+    builder = fast.MLAMetadataBuilder(config, BLOCK_SIZE, max_model_len=64, max_num_seqs=2)
+    block_table = torch.tensor([[5, 1]], dtype=torch.int32)
+    metadata = builder.build(0, make_batch([20], [20], block_table))
+    layer(torch.randn(20, config.hidden_size), torch.arange(20), cache, metadata)
+
+    def step(hidden_states: Tensor, positions: Tensor, plan: fast.MLAMetadata) -> Tensor:
+        result: Tensor = layer(hidden_states, positions, cache, plan)
+        return result
+
+    graph = fast.DecodeGraph(step, config, [1, 2], BLOCK_SIZE, max_blocks=4, dtype=torch.float32, device="cpu")
+    return graph.run(torch.randn(1, config.hidden_size), torch.tensor([20]), make_batch([1], [21], block_table))
+
+
+def generate(wing: ModuleType) -> list[int]:
+    """The greedy tokens of the shipped checkpoint behind the serving loop."""
+    model = AutoModelForCausalLM.from_pretrained(str(CHECKPOINT), dtype=torch.float32)
+    config = fast.MLAConfig.from_hf(model.config)
+    use_mla(model, ops=wing, block_size=BLOCK_SIZE)
+    loop = ServingLoop(
+        model, config, wing, num_blocks=8, block_size=BLOCK_SIZE, max_num_seqs=2, token_budget=32, workspace_tokens=32
+    )
+    loop.add(list(range(1, 20)), 4)
+    requests: list[Request] = loop.run()
+    restore(model)
+    return requests[0].generated_ids
+
+
+def main() -> None:
+    """Do all of it."""
+    versions: tuple[str, str] = (fast.__version__, reference.__version__)
+    check_decode()
+    model = AutoModelForCausalLM.from_pretrained(str(CHECKPOINT), dtype=torch.float32)
+    rows = step_layer(model.model.layers[0].self_attn, fast.MLAAttention)
+    config = fast.MLAConfig.from_hf(model.config)
+    told: str = explain(config, device="cpu", dtype=torch.float32, block_size=BLOCK_SIZE)
+    compiled: list[str] = fast.warmup(config, device="cpu", dtype=torch.float32, block_size=BLOCK_SIZE)
+    programs: int = fast.decode_programs(config, device="cpu", dtype=torch.float32, block_size=BLOCK_SIZE)
+    if generate(fast) != generate(reference):
+        raise SystemExit("the packages generate different tokens")
+    print(f"mla-twins {' '.join(versions)}: {tuple(rows.shape)}, {len(told.splitlines())} ops, "
+          f"{len(compiled)} compiled, {programs} programs")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
