@@ -20,6 +20,11 @@ from reference.interfaces import (
     QueryLenSupport,
     UnsupportedConfiguration,
     check,
+    check_config,
+    check_device,
+    check_flag,
+    check_int,
+    check_type,
 )
 
 from .kernels import cpu
@@ -198,6 +203,19 @@ def candidates(backend: str | None) -> list[Backend]:
     return named
 
 
+def _check_request(request: KernelRequest) -> None:
+    """Types of what is asked for; whether it can be served is for the kernel sets to say."""
+    check_type("request", request, KernelRequest)
+    check_type("request.op", request.op, str)
+    check_type("request.device", request.device, torch.device)
+    check_type("request.dtype", request.dtype, (torch.dtype, type(None)), "a dtype or None")
+    check_type("request.head_dims", request.head_dims, tuple, "a tuple of names and sizes")
+    check_type("request.query_lens", request.query_lens, QueryLenSupport)
+    check_flag("request.cache_in_words", request.cache_in_words)
+    if request.block_size is not None:
+        check_int("request.block_size", request.block_size, 0)
+
+
 def select(request: KernelRequest, backend: str | None = None) -> Backend:
     """The kernel set that serves a request.
 
@@ -209,6 +227,7 @@ def select(request: KernelRequest, backend: str | None = None) -> Backend:
         ValueError: no kernel set has that name.
         UnsupportedConfiguration: the named one, or none at all, can serve; with every reason.
     """
+    _check_request(request)
     reasons: list[str] = []
     for candidate in candidates(backend):
         found = candidate.validate_configuration(request)
@@ -278,7 +297,10 @@ def explain(
     Raises:
         ValueError: no kernel set has that name.
     """
-    device = torch.device(device)
+    check_config(config)
+    device = check_device("device", device)
+    check_type("dtype", dtype, torch.dtype)
+    check_int("block_size", block_size)
     decode = decode_request(
         device, dtype, config.kv_lora_rank, config.qk_rope_head_dim, block_size, QueryLenSupport.VARLEN
     )

@@ -20,16 +20,21 @@ from reference.interfaces import (
     PrefillMetadata,
     check,
     check_blocks,
-    check_cache,
     check_chunk_share,
+    check_context,
     check_decode,
+    check_dtype,
+    check_flag,
+    check_int,
     check_interleave,
     check_lengths,
     check_merge_over_group,
+    check_number,
     check_rank_offsets,
     check_reorg,
     check_share,
     check_tensor,
+    check_type,
     dcp_wire_bytes,
     get_dcp_local_seq_lens,
     simulate,
@@ -88,6 +93,8 @@ def dcp_slot_mapping(
     """
     check_share(context_parallel_size, rank, interleave)
     check_interleave(interleave, block_size)
+    check_int("rank", rank, 0, f"an int in [0, {context_parallel_size})")
+    check_int("num_tokens", num_tokens, 0)
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
     requests, width = block_table.shape
     check_tensor("seq_lens", seq_lens, (requests,), (torch.int32,), block_table.device)
@@ -195,7 +202,7 @@ def dcp_gather_context(
         GroupError: the exchange failed.
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
-    check_cache(kv_cache)
+    check_context(kv_cache, metadata, chunk)
     check_chunk_share(chunk, context_parallel)
     group, padded, width = context_parallel.cp_group, chunk.padded_tokens, kv_cache.shape[2]
     rows = (group.size + 1) * padded
@@ -237,6 +244,7 @@ def cp_lse_ag_out_rs(
         GroupError: an exchange failed.
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
+    check_type("group", group, Group)
     check_merge_over_group(state, group.size)
     return _share_and_scatter(state, group.all_gather(state.lse), group, backend)
 
@@ -285,6 +293,7 @@ def cp_lse_a2a(
         GroupError: the exchange failed.
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
+    check_type("group", group, Group)
     check_merge_over_group(state, group.size)
     tokens, heads, value = state.out.shape
     request = backends.KernelRequest("pack_attn_state", state.out.device, state.out.dtype)
@@ -385,6 +394,10 @@ def dcp_decode(
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
+    check_flag("overlap", overlap)
+    check_type("context_parallel", context_parallel, ContextParallel)
+    check_number("softmax_scale", softmax_scale)
+    check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
     # heads first: what arrives from all ranks is then one tensor of all heads, without another copy
     q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)

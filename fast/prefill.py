@@ -12,7 +12,16 @@ from collections.abc import Callable
 from jaxtyping import Float
 from torch import Tensor
 
-from reference.interfaces import AttentionState, ContextChunk, PrefillMetadata, check_prefill, wide_dtype
+from reference.interfaces import (
+    AttentionState,
+    ContextChunk,
+    PrefillMetadata,
+    check_context,
+    check_expanded,
+    check_function,
+    check_prefill,
+    wide_dtype,
+)
 
 from .attention import flash_attn_varlen_shared_rope
 from .cache import gather_and_maybe_dequant_cache
@@ -35,6 +44,7 @@ def run_prefill_new_tokens(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is): a running state, not yet rounded.
     """
+    check_expanded(q, k_nope, k_pe, v, metadata)
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
     return flash_attn_varlen_shared_rope(
         q, k_nope, k_pe, v, offsets, offsets, longest, longest, softmax_scale, causal=True,
@@ -58,6 +68,7 @@ def run_prefill_context_chunk(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is).
     """
+    check_expanded(q, k_nope, k_pe, v, metadata, chunk)
     return flash_attn_varlen_shared_rope(
         q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len, chunk.max_seq_len,
         softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype), backend=backend,
@@ -72,6 +83,7 @@ def gather_context(
     backend: str | None = None,
 ) -> Float[Tensor, "S head_size"]:
     """The cache entries of one chunk, in request order."""
+    check_context(kv_cache, metadata, chunk)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, backend=backend
     )
@@ -112,6 +124,7 @@ def forward_prefill(
         UnsupportedConfiguration: no kernel set, or not the named one, can serve.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv)
+    check_function("gather", gather)
     latent = kv_c_normed.shape[1]
     if gather is gather_context:
         gather = functools.partial(gather_context, backend=backend)

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from .attention import flash_attn_varlen
 from .cache import gather_and_maybe_dequant_cache
-from .interfaces import AttentionState, ContextChunk, PrefillMetadata, check_prefill, wide_dtype
+from .interfaces import (
+    AttentionState,
+    ContextChunk,
+    PrefillMetadata,
+    check_context,
+    check_expanded,
+    check_function,
+    check_prefill,
+    wide_dtype,
+)
 from .merge import merge_attn_states
 from .weights import expand_kv
 
@@ -37,6 +46,7 @@ def run_prefill_new_tokens(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is): a running state, not yet rounded.
     """
+    check_expanded(q, k_nope, k_pe, v, metadata)
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
     k = _concat_key(k_nope, k_pe)
     wide = wide_dtype(q.dtype)
@@ -57,6 +67,7 @@ def run_prefill_context_chunk(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is).
     """
+    check_expanded(q, k_nope, k_pe, v, metadata, chunk)
     return flash_attn_varlen(
         q, _concat_key(k_nope, k_pe), v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len,
         chunk.max_seq_len, softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype),
@@ -67,6 +78,7 @@ def gather_context(
     kv_cache: Float[Tensor, "num_blocks block_size head_size"], metadata: PrefillMetadata, chunk: ContextChunk
 ) -> Float[Tensor, "S head_size"]:
     """The cache entries of one chunk, in request order."""
+    check_context(kv_cache, metadata, chunk)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens
     )
@@ -103,6 +115,7 @@ def forward_prefill(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv)
+    check_function("gather", gather)
     latent = kv_c_normed.shape[1]
     k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
     state = run_prefill_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale)
