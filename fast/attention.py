@@ -6,7 +6,14 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from reference.interfaces import AttentionState, check_attention, check_dtype, check_offsets, wide_dtype
+from reference.interfaces import (
+    AttentionState,
+    check_attention,
+    check_attention_settings,
+    check_dtype,
+    check_offsets,
+    wide_dtype,
+)
 
 from . import backends
 from .backends import BackendChoice
@@ -51,7 +58,8 @@ def flash_attn_varlen(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_dtype("out_dtype", out_dtype or q.dtype)
+    check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
     return _attend(
         q, k, None, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
     )
@@ -96,7 +104,8 @@ def flash_attn_varlen_shared_rope(
         UnsupportedConfiguration: as there.
     """
     check_attention(q, k_nope, v, cu_seqlens_q, cu_seqlens_k, k_pe)
-    check_dtype("out_dtype", out_dtype or q.dtype)
+    check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
     return _attend(
         q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         backend,

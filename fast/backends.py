@@ -36,6 +36,11 @@ from reference.interfaces import (
     QueryLenSupport,
     UnsupportedConfiguration,
     check,
+    check_config,
+    check_device,
+    check_flag,
+    check_int,
+    check_type,
 )
 
 from .kernels import cpu
@@ -239,6 +244,19 @@ def candidates(backend: str | None) -> list[Backend]:
     return named
 
 
+def _check_request(request: KernelRequest) -> None:
+    """Types of what is asked for; whether it can be served is for the backends to say."""
+    check_type("request", request, KernelRequest)
+    check_type("request.op", request.op, str)
+    check_type("request.device", request.device, torch.device)
+    check_type("request.dtype", request.dtype, (torch.dtype, type(None)), "a dtype or None")
+    check_type("request.head_dims", request.head_dims, tuple, "a tuple of names and sizes")
+    check_type("request.query_lens", request.query_lens, QueryLenSupport)
+    check_flag("request.cache_in_words", request.cache_in_words)
+    if request.block_size is not None:
+        check_int("request.block_size", request.block_size, 0)
+
+
 def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
     """The backend that serves a request.
 
@@ -251,6 +269,7 @@ def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
         ValueError: no backend has that name; a mapping that `bind` refuses.
         UnsupportedConfiguration: the named one, or none at all, can serve; with every reason.
     """
+    _check_request(request)
     tried = candidates(_name_for(request.op, backend))
     for candidate in tried:
         if request.op in candidate.kernels and not candidate.validate_configuration(request):
@@ -413,8 +432,12 @@ def explain(
     Raises:
         ValueError: no backend has a name, or nothing has an op of a mapping.
     """
+    check_config(config)
+    device = check_device("device", device)
+    check_type("dtype", dtype, torch.dtype)
+    check_int("block_size", block_size)
     bound, lines = bind(backend), []
-    for request in layer_requests(config, torch.device(device), dtype, block_size):
+    for request in layer_requests(config, device, dtype, block_size):
         name = _name_for(request.op, bound)
         how = "" if bound is None else ", chosen" if name is None else ", bound"
         try:

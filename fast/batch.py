@@ -11,6 +11,9 @@ from reference.interfaces import (
     check,
     check_batch_block_size,
     check_blocks,
+    check_common,
+    check_flag,
+    check_int,
     check_lengths,
     check_table_width,
     check_tensor,
@@ -37,7 +40,9 @@ def split_decodes_and_prefills(
     Raises:
         ValueError: `decode_threshold` below 1.
     """
-    check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
+    check_common(common)
+    check_int("decode_threshold", decode_threshold, 1, "at least 1")
+    check_flag("require_uniform", require_uniform)
     query_lens = common.query_start_loc_cpu.diff()
     prefills = query_lens > decode_threshold
     if require_uniform and bool((query_lens > 0).any()):
@@ -95,7 +100,8 @@ def slot_mapping(
         ValueError: shapes or dtypes that do not fit; on a CPU offsets that fall, 0 < S < Sq, too few columns or
             tokens.
     """
-    check(block_size >= 1, "block_size", "at least 1", block_size)
+    check_int("block_size", block_size, 1, "at least 1")
+    check_int("num_tokens", num_tokens, 0)
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
     requests, device = block_table.shape[0], block_table.device
     check_tensor("seq_lens", seq_lens, (requests,), (torch.int32,), device)
@@ -130,6 +136,7 @@ def make_local_attention_virtual_batches(
     """
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size)
+    check_int("attention_chunk_size", attention_chunk_size, 1, f"a multiple of the block size {block_size}")
     chunk = attention_chunk_size
     check(chunk >= 1 and chunk % block_size == 0, "attention_chunk_size", f"a multiple of the block size {block_size}",
           chunk)  # fmt: skip

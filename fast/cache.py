@@ -13,12 +13,16 @@ from reference.interfaces import (
     check_blocks,
     check_cache,
     check_cache_write,
+    check_device,
     check_dtype,
     check_gather,
+    check_number,
     check_offsets,
+    check_readable,
     check_slots,
     check_swap,
     check_tensor,
+    check_type,
     infer_global_hyperparameters,
     kv_cache_shape,
     stride_order,
@@ -67,6 +71,7 @@ def allocate_kv_cache(
         ValueError: a size below 1, or another dtype or layout.
     """
     check_dtype("dtype", dtype)
+    device = check_device("device", device)
     shape = kv_cache_shape(num_blocks, block_size, head_size, num_layers)
     order = stride_order(num_layers is not None, layout)
     stored = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
@@ -165,6 +170,7 @@ def rope_norm_and_cache(
     check_cache(kv_cache, latent + k_pe.shape[1], kv_c.dtype, kv_c.device)
     check_tensor("slot_mapping", slot_mapping, ("slots",), (torch.int64,), kv_c.device)
     check_tensor("norm_weight", norm_weight, (latent,), device=kv_c.device)
+    check_number("eps", eps, 0)
     frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
     chosen = _select("rope_norm_and_cache", kv_cache, backend)
     return torch.ops.mla_twins.rope_norm_and_cache(
@@ -293,8 +299,11 @@ def copy_blocks(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    check_readable("block_mapping", block_mapping)
+    check_type("kv_caches", kv_caches, (list, tuple), "a list of caches")
     for kv_cache in kv_caches:
         check_cache(kv_cache)
+        check_readable("kv_caches", kv_cache)
     if kv_caches:
         chosen = _select("copy_blocks", kv_caches[0], backend)
         torch.ops.mla_twins.copy_blocks(kv_caches, block_mapping, chosen)

@@ -16,7 +16,12 @@ from reference.interfaces import (
     DecodeSchedule,
     MLAConfig,
     check,
+    check_config,
+    check_device,
     check_dtype,
+    check_groups,
+    check_int,
+    check_invariant_merge,
     simulate,
 )
 
@@ -69,9 +74,12 @@ def warmup(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_dtype("dtype", dtype)
-    check(block_size >= 1, "block_size", "at least 1", block_size)
-    check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
-    device = torch.device(device)
+    check_config(config)
+    check_int("block_size", block_size, 1, "at least 1")
+    check_int("decode_threshold", decode_threshold, 1, "at least 1")
+    check_invariant_merge(None, batch_invariant)
+    check_groups(context_parallel)
+    device = check_device("device", device)
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)
 

@@ -20,18 +20,22 @@ from reference.interfaces import (
     PrefillMetadata,
     SequenceShare,
     check,
-    check_block_size,
     check_blocks,
-    check_cache,
     check_chunk_share,
+    check_context,
     check_decode,
+    check_dtype,
+    check_flag,
+    check_int,
     check_interleave,
     check_lengths,
     check_merge_over_group,
+    check_number,
     check_rank_offsets,
     check_reorg,
     check_share,
     check_tensor,
+    check_type,
     dcp_wire_bytes,
     get_dcp_local_seq_lens,
     simulate,
@@ -92,6 +96,8 @@ def dcp_slot_mapping(
     """
     check_share(context_parallel_size, rank, interleave)
     check_interleave(interleave, block_size)
+    check_int("rank", rank, 0, f"an int in [0, {context_parallel_size})")
+    check_int("num_tokens", num_tokens, 0)
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
     requests = block_table.shape[0]
     check_tensor("seq_lens", seq_lens, (requests,), (torch.int32,), block_table.device)
@@ -188,8 +194,7 @@ def dcp_gather_context(
         GroupError: the exchange failed.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    check_cache(kv_cache)
-    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
+    check_context(kv_cache, metadata, chunk)
     check_chunk_share(chunk, context_parallel)
     backend = backends.bind(backend, ("gather_and_maybe_dequant_cache", "reorg_kvcache"))
     group, padded, width = context_parallel.cp_group, chunk.padded_tokens, kv_cache.shape[2]
@@ -232,6 +237,7 @@ def cp_lse_ag_out_rs(
         GroupError: an exchange failed.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
+    check_type("group", group, Group)
     check_merge_over_group(state, group.size)
     return _share_and_scatter(state, group.all_gather(state.lse), group, backend)
 
@@ -280,6 +286,7 @@ def cp_lse_a2a(
         GroupError: the exchange failed.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
+    check_type("group", group, Group)
     check_merge_over_group(state, group.size)
     tokens, heads, value = state.out.shape
     request = backends.KernelRequest("pack_attn_state", state.out.device, state.out.dtype)
@@ -381,6 +388,10 @@ def dcp_decode(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
+    check_flag("overlap", overlap)
+    check_type("context_parallel", context_parallel, ContextParallel)
+    check_number("softmax_scale", softmax_scale)
+    check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     backend = backends.bind(backend, DCP_DECODE_OPS)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
     # heads first: what arrives from all ranks is then one tensor of all heads, without another copy

@@ -16,6 +16,7 @@ from reference.interfaces import (
     check_decode,
     check_decode_values,
     check_dtype,
+    check_number,
     wide_dtype,
 )
 
@@ -111,7 +112,8 @@ def decode_in_parts(
 def _arguments(op, ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend) -> tuple:
     """The checked arguments of the op, the name of the backend that serves it last."""
     check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
-    check_dtype("out_dtype", out_dtype or ql_nope.dtype)
+    check_number("softmax_scale", softmax_scale)
+    check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     query_lens = backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len)
     request = backends.decode_request(
         ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens,

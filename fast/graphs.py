@@ -21,13 +21,20 @@ from reference.interfaces import (
     ScheduleChoice,
     SequenceShare,
     check,
+    check_config,
+    check_device,
+    check_dtype,
+    check_function,
     check_graph_batch,
     check_graph_sizes,
+    check_groups,
+    check_int,
     check_interleave,
     check_invariant_merge,
     get_dcp_local_seq_lens,
 )
 
+from . import backends
 from .backends import BackendChoice, bind
 from .schedule import decode_programs, plan_decode
 
@@ -85,10 +92,16 @@ class DecodeGraph:
         *,
         backend: BackendChoice = None,
     ):
+        check_groups(context_parallel)
         backend = bind(backend, ("decode_programs", "plan_decode"))
         self.share = SequenceShare(1, 0) if context_parallel is None else context_parallel.share
         self.context_parallel = context_parallel
         check_invariant_merge(context_parallel, batch_invariant)
+        check_function("step", step)
+        check_config(config)
+        check_dtype("dtype", dtype)
+        device = check_device("device", device)
+        backends.candidates(backend)  # a name that nothing has is refused here
         heads = config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         self._decode_heads = heads
         if num_programs is None:
@@ -237,6 +250,7 @@ class DecodeGraph:
         Raises:
             ValueError: another size.
         """
+        check_int("size", size)
         check(size in self.batch_sizes, "size", f"one of {self.batch_sizes}", size)
         if not self._graphs:
             return self._run_padded(size)

@@ -21,7 +21,10 @@ from reference.interfaces import (
     UnsupportedConfiguration,
     check,
     check_forward_attention,
+    check_int,
+    check_modules,
     check_norm,
+    check_number,
     check_output_projection,
     check_projections,
     check_step,
@@ -56,6 +59,7 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
     """
     check_tensor("x", x, ("T", "L"))
     check_tensor("weight", weight, (x.shape[1],), device=x.device)
+    check_number("eps", eps, 0)
     return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
@@ -109,6 +113,11 @@ class MLAAttention(nn.Module):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
         check_output_projection(o_proj, context_parallel)
+        check_modules(
+            kv_a_proj_with_mqa=kv_a_proj_with_mqa, kv_b_proj=kv_b_proj, o_proj=o_proj, q_proj=q_proj,
+            q_a_proj=q_a_proj, q_b_proj=q_b_proj,
+        )  # fmt: skip
+        check_int("workspace_tokens", workspace_tokens)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
@@ -245,6 +254,9 @@ class MLAAttention(nn.Module):
         Returns:
             q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
         """
+        weight = self.kv_a_layernorm.weight
+        check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
+        check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
         c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
         kv_c_normed = rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)

@@ -11,7 +11,17 @@ import torch
 from jaxtyping import Bool, Int32
 from torch import Tensor
 
-from reference.interfaces import MLAConfig, PathCosts, QueryLenSupport, check, check_not_negative, check_tensor
+from reference.interfaces import (
+    MLAConfig,
+    PathCosts,
+    QueryLenSupport,
+    check_config,
+    check_costs,
+    check_int,
+    check_not_negative,
+    check_tensor,
+    check_type,
+)
 
 COUNTED = PathCosts()
 COSTS = Path(__file__).parent / "assets" / "costs"
@@ -46,8 +56,10 @@ def choose_path(query_len: int, context_len: int, config: MLAConfig, costs: Path
     Raises:
         ValueError: a length below 0.
     """
-    check(query_len >= 0, "query_len", "an int >= 0", query_len)
-    check(context_len >= 0, "context_len", "an int >= 0", context_len)
+    check_int("query_len", query_len, 0)
+    check_int("context_len", context_len, 0)
+    check_config(config)
+    check_costs(costs)
     least = _absorbed_costs_least(float(query_len), float(context_len), config, costs, max)
     return "absorbed" if least else "expanded"
 
@@ -81,7 +93,10 @@ def choose_paths(
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("context_lens", context_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
-    check(decode_threshold >= 0, "decode_threshold", "an int >= 0", decode_threshold)
+    check_int("decode_threshold", decode_threshold, 0)
+    check_config(config, optional=True)
+    check_costs(costs)
+    check_type("query_len_support", query_len_support, QueryLenSupport)
     for name, lens in (("query_lens", query_lens), ("context_lens", context_lens)):
         check_not_negative(name, lens)
     absorbed = query_lens <= decode_threshold

@@ -16,8 +16,9 @@ from reference.interfaces import (
     AttentionState,
     ContextChunk,
     PrefillMetadata,
-    check_block_size,
-    check_cache,
+    check_context,
+    check_expanded,
+    check_function,
     check_prefill,
     wide_dtype,
 )
@@ -47,6 +48,7 @@ def run_prefill_new_tokens(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is): a running state, not yet rounded.
     """
+    check_expanded(q, k_nope, k_pe, v, metadata)
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
     return flash_attn_varlen_shared_rope(
         q, k_nope, k_pe, v, offsets, offsets, longest, longest, softmax_scale, causal=True,
@@ -70,6 +72,7 @@ def run_prefill_context_chunk(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is).
     """
+    check_expanded(q, k_nope, k_pe, v, metadata, chunk)
     return flash_attn_varlen_shared_rope(
         q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len, chunk.max_seq_len,
         softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype), backend=backend,
@@ -88,8 +91,7 @@ def gather_context(
     Raises:
         ValueError: a plan for another block size; shapes, dtypes or devices that do not fit.
     """
-    check_cache(kv_cache)
-    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
+    check_context(kv_cache, metadata, chunk)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, backend=backend
     )
@@ -130,6 +132,7 @@ def forward_prefill(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv)
+    check_function("gather", gather)
     backend = backends.bind(backend, PREFILL_OPS)
     latent = kv_c_normed.shape[1]
     if gather is gather_context:

@@ -8,7 +8,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from reference.interfaces import RopeConfig, check, check_tensor, wide_dtype
+from reference.interfaces import (
+    RopeConfig,
+    check,
+    check_dtype,
+    check_flag,
+    check_int,
+    check_tensor,
+    check_type,
+    wide_dtype,
+)
 
 from . import backends
 from .backends import BackendChoice
@@ -23,7 +32,10 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
         dim: R, even.
         dtype: float32 or float64.
     """
+    check_type("rope", rope, RopeConfig)
+    check_int("dim", dim, 0)
     check(dim % 2 == 0, "dim", "an even number", dim)
+    check_dtype("dtype", dtype)
     trained = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim))
     yarn = rope.yarn
     if yarn is None or dim == 0:
@@ -50,6 +62,7 @@ def rotary_cos_sin(
         ValueError: `positions` of another shape or dtype, or an odd `dim`.
     """
     check_tensor("positions", positions, ("T",), (torch.int64, torch.int32))
+    check_dtype("dtype", dtype)
     wide = wide_dtype(dtype)
     angles = positions.to(wide)[:, None] * rotary_frequencies(rope, dim, wide).to(positions.device)
     magnitude = 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
@@ -73,6 +86,8 @@ def rotate(
     Raises:
         ValueError: shapes or devices that do not fit.
     """
+    check_type("x", x, Tensor, "a tensor")
+    check_flag("interleaved", interleaved)
     check_tensor("x", x, ("T", "R") if x.dim() < 3 else ("T", "N", "R"))
     check_tensor("cos", cos, (x.shape[0], x.shape[-1] // 2), device=x.device)
     check_tensor("sin", sin, tuple(cos.shape), (cos.dtype,), x.device)
@@ -123,6 +138,7 @@ def angles_of(
         ValueError: `positions` or `frequencies` of another shape, dtype or device; an odd R.
     """
     check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
+    check_type("rope", rope, RopeConfig)
     wide = wide_dtype(q_pe.dtype)
     if frequencies is None:
         frequencies = rotary_frequencies(rope, q_pe.shape[-1], wide).to(q_pe.device)

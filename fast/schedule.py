@@ -14,9 +14,15 @@ from reference.interfaces import (
     QueryLenSupport,
     SequenceShare,
     check,
+    check_chunk,
     check_chunking,
+    check_config,
+    check_device,
+    check_flag,
+    check_int,
     check_not_negative,
     check_tensor,
+    check_type,
     chunked_prefill_workspace_size,
     context_unit,
     get_dcp_local_seq_lens,
@@ -126,6 +132,10 @@ def share_chunk(chunk: ContextChunk, share: SequenceShare) -> ContextParallelChu
     Raises:
         ValueError: a piece that begins within a turn of the ranks.
     """
+    check_type("share", share, SequenceShare)
+    check_type("chunk", chunk, ContextChunk)
+    check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,))
+    check_chunk(chunk, chunk.starts.shape[0], chunk.starts.device)
     turn = share.size * share.interleave
     within = (chunk.starts % turn).nonzero() if chunk.starts.device.type == "cpu" else chunk.starts[:0]
     if within.numel():
@@ -183,11 +193,12 @@ def plan_decode(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
-    check(num_programs >= 1, "num_programs", "at least 1", num_programs)
-    check(num_heads >= 1, "num_heads", "at least 1", num_heads)
+    check_int("num_programs", num_programs, 1, "at least 1")
+    check_int("num_heads", num_heads, 1, "at least 1")
+    check_flag("batch_invariant", batch_invariant)
     if fixed_overhead is None:
         fixed_overhead = piece_overhead(num_heads)
-    check(fixed_overhead >= 0, "fixed_overhead", "an int >= 0 or None", fixed_overhead)
+    check_int("fixed_overhead", fixed_overhead, 0, "an int >= 0 or None")
     chosen = backends.select(backends.KernelRequest("plan_decode", seq_lens.device), backend)
     tile_ranges, split_offsets = torch.ops.mla_twins.plan_decode(
         seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant, chosen.name
@@ -220,7 +231,12 @@ def decode_programs(
     Raises:
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    c, device = config, torch.device(device)
+    check_config(config)
+    device = check_device("device", device)
+    check_type("dtype", dtype, torch.dtype)
+    check_int("block_size", block_size)
+    check_int("query_len", query_len)
+    c = config
     widths = c.kv_lora_rank, c.qk_rope_head_dim
     request = backends.decode_request(device, dtype, *widths, block_size, QueryLenSupport.VARLEN, op="decode_programs")
     launch = backends.kernel(backends.select(request, backend).name, "decode_programs")

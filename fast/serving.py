@@ -24,13 +24,27 @@ from reference.interfaces import (
     MLAMetadata,
     PathCosts,
     check,
+    check_config,
+    check_costs,
+    check_groups,
+    check_int,
     check_interleave,
+    check_type,
     context_unit,
 )
 
 from .deadline import deadline
 
 UNOWNED = torch.iinfo(torch.int32).max  # a block-table entry past a request's last block: no block has this id
+
+
+def check_order(argument: str, order: Sequence[int] | None, num_blocks: int) -> None:
+    """Check the order of first use of the blocks of a cache; None is the ascending one."""
+    wanted = f"a permutation of {num_blocks} blocks"
+    check_type(argument, order, (Sequence, type(None)), wanted)
+    known = order is None or all(type(block) is int for block in order)
+    fits = known and (order is None or sorted(order) == list(range(num_blocks)))
+    check(fits, argument, wanted, None if order is None else list(order[:8]))
 
 
 class BlockAllocator:
@@ -45,9 +59,9 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, order: Sequence[int] | None = None):
-        check(num_blocks >= 1, "num_blocks", "at least 1", num_blocks)
+        check_int("num_blocks", num_blocks, 1, "at least 1")
+        check_order("order", order, num_blocks)
         order = list(range(num_blocks) if order is None else order)
-        check(sorted(order) == list(range(num_blocks)), "order", f"a permutation of {num_blocks} blocks", order[:8])
         self.num_blocks = num_blocks
         self._free = order[::-1]
         self._is_free = [True] * num_blocks
@@ -68,6 +82,7 @@ class BlockAllocator:
         Raises:
             ValueError: fewer are free; none is taken then.
         """
+        check_int("count", count, 0)
         check(0 <= count <= self.num_free, "count", f"at most the {self.num_free} free blocks", count)
         blocks = [self._free.pop() for _ in range(count)]
         for block in blocks:
@@ -80,7 +95,10 @@ class BlockAllocator:
         Raises:
             ValueError: a block that does not exist, is free already or is named twice; none is given back then.
         """
+        given = isinstance(blocks, Iterable) and not isinstance(blocks, Tensor)
+        check(given, "blocks", "ids of blocks", type(blocks).__name__)
         blocks = list(blocks)
+        check(all(isinstance(block, int) for block in blocks), "blocks", "ids of blocks", blocks)
         check(len(set(blocks)) == len(blocks), "blocks", "distinct blocks", blocks)
         for block in blocks:
             check(0 <= block < self.num_blocks, "blocks", f"ids in [0, {self.num_blocks})", block)
@@ -214,6 +232,12 @@ class ServingLoop:
         costs: PathCosts | None = None,
         context_parallel: ContextParallel | None = None,
     ):
+        check_type("model", model, nn.Module, "a model under use_mla")
+        check_type("ops", ops, ModuleType, "a module")
+        check_groups(context_parallel)
+        known = eos is None or (isinstance(eos, int | Collection) and not isinstance(eos, Tensor))
+        known = known and (eos is None or all(type(token) is int for token in ([eos] if isinstance(eos, int) else eos)))
+        check(known, "eos", "a token, tokens or None", eos)
         self.context_parallel, self.eos = context_parallel, frozenset()
         if eos is not None:
             self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
@@ -226,15 +250,19 @@ class ServingLoop:
                     num_layers=model.config.num_hidden_layers, ops=getattr(ops, "__name__", type(ops).__name__),
                     device=model.device.type, vocab_size=model.config.vocab_size,
                 )  # fmt: skip
-        check(block_size >= 1, "block_size", "at least 1", block_size)
-        check(max_num_seqs >= 1, "max_num_seqs", "at least 1", max_num_seqs)
-        check(token_budget >= max_num_seqs, "token_budget", f"at least max_num_seqs, {max_num_seqs}", token_budget)
-        check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
+        check_config(config)
+        check_costs(costs)
+        check_int("num_blocks", num_blocks, 1, "at least 1")
+        check_order("block_order", block_order, num_blocks)
+        check_int("block_size", block_size, 1, "at least 1")
+        check_int("max_num_seqs", max_num_seqs, 1, "at least 1")
+        check_int("token_budget", token_budget, max_num_seqs, f"at least max_num_seqs, {max_num_seqs}")
+        check_int("decode_threshold", decode_threshold, 1, "at least 1")
         self.share = None if context_parallel is None else context_parallel.share
         size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
         check_interleave(interleave, block_size)
         unit = context_unit(block_size, size, interleave)
-        check(workspace_tokens >= unit, "workspace_tokens", f"at least one unit of {unit} tokens", workspace_tokens)
+        check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
         self.allocator = BlockAllocator(num_blocks, block_order)
         self.tokens_per_block = block_size * size  # of a sequence, over all ranks
         self.model, self.config, self.ops = model, config, ops
@@ -270,13 +298,14 @@ class ServingLoop:
             ValueError: an empty prompt, a token outside the vocabulary, `max_new_tokens` below 1, or more tokens than
                 the cache or the model's positions can ever hold. Nothing changes then.
         """
+        check_type("prompt_ids", prompt_ids, Sequence, "a list of ints")
         prompt_ids = list(prompt_ids)
         check(len(prompt_ids) > 0, "prompt_ids", "at least one token", "an empty prompt")
-        check(all(isinstance(token, int) for token in prompt_ids), "prompt_ids", "a list of ints", prompt_ids[:4])
+        check(all(type(token) is int for token in prompt_ids), "prompt_ids", "a list of ints", prompt_ids[:4])
         vocabulary = self.model.config.vocab_size
         check(min(prompt_ids) >= 0 and max(prompt_ids) < vocabulary, "prompt_ids", f"tokens in [0, {vocabulary})",
               f"{min(prompt_ids)} to {max(prompt_ids)}")  # fmt: skip
-        check(max_new_tokens >= 1, "max_new_tokens", "at least 1", max_new_tokens)
+        check_int("max_new_tokens", max_new_tokens, 1, "at least 1")
         total, got = len(prompt_ids) + max_new_tokens, f"{len(prompt_ids)} + {max_new_tokens}"
         capacity = self.allocator.num_blocks * self.tokens_per_block
         check(total <= capacity, "prompt_ids", f"prompt + max_new_tokens of at most the cache's {capacity} tokens", got)
@@ -302,6 +331,7 @@ class ServingLoop:
             ValueError: ranks that share sequences have been given different requests; nothing has run then.
             StepLost: a rank did not answer.
         """
+        check_type("on_step", on_step, (Callable, type(None)), "a function or None")
         if self.context_parallel is not None:
             self._refuse_where_lost()
             queued = (*self.running, *self.waiting)

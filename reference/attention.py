@@ -13,7 +13,14 @@ from einops import einsum
 from jaxtyping import Bool, Float, Int32
 from torch import Tensor
 
-from .interfaces import AttentionState, check_attention, check_dtype, check_offsets, wide_dtype
+from .interfaces import (
+    AttentionState,
+    check_attention,
+    check_attention_settings,
+    check_dtype,
+    check_offsets,
+    wide_dtype,
+)
 
 
 def _attend(
@@ -81,7 +88,8 @@ def flash_attn_varlen(
         ValueError: shapes, dtypes or devices that do not fit; offsets that fall or end elsewhere.
     """
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_dtype("out_dtype", out_dtype or q.dtype)
+    check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
     check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
     check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype or q.dtype, device=q.device)

@@ -11,6 +11,9 @@ from .interfaces import (
     check,
     check_batch_block_size,
     check_blocks,
+    check_common,
+    check_flag,
+    check_int,
     check_lengths,
     check_table_width,
     check_tensor,
@@ -36,7 +39,9 @@ def split_decodes_and_prefills(
     Raises:
         ValueError: `decode_threshold` below 1.
     """
-    check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
+    check_common(common)
+    check_int("decode_threshold", decode_threshold, 1, "at least 1")
+    check_flag("require_uniform", require_uniform)
     starts = common.query_start_loc_cpu.tolist()
     num_decodes, first_len = 0, None
     for request in range(common.num_reqs):
@@ -98,7 +103,8 @@ def slot_mapping(
     Raises:
         ValueError: shapes or dtypes that do not fit; offsets that fall; 0 < S < Sq; too few columns or tokens.
     """
-    check(block_size >= 1, "block_size", "at least 1", block_size)
+    check_int("block_size", block_size, 1, "at least 1")
+    check_int("num_tokens", num_tokens, 0)
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
     requests = block_table.shape[0]
     check_tensor("seq_lens", seq_lens, (requests,), (torch.int32,), block_table.device)
@@ -139,6 +145,7 @@ def make_local_attention_virtual_batches(
     """
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size)
+    check_int("attention_chunk_size", attention_chunk_size, 1, f"a multiple of the block size {block_size}")
     whole = attention_chunk_size >= 1 and attention_chunk_size % block_size == 0
     check(whole, "attention_chunk_size", f"a multiple of the block size {block_size}", attention_chunk_size)
     starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()

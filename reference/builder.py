@@ -26,14 +26,23 @@ from .interfaces import (
     SequenceShare,
     check,
     check_batch_block_size,
+    check_captured,
     check_chunking,
+    check_common,
     check_common_prefix,
+    check_config,
+    check_costs,
+    check_flag,
+    check_int,
     check_interleave,
     check_invariant_merge,
     check_no_prefill_padding,
+    check_sequence_share,
     check_slots_of_share,
     check_table_width,
+    check_tensor,
     check_threshold,
+    check_type,
     choose_schedule,
     chunked_prefill_workspace_size,
     context_unit,
@@ -89,9 +98,13 @@ def build_mla_metadata(
             among the decodes; an order that is not as required.
     """
     check_threshold(decode_threshold, query_len_support)
-    check(num_programs is None or (isinstance(num_programs, int) and num_programs >= 0), "num_programs",
-          "an int >= 0 or None", num_programs)  # fmt: skip
+    if num_programs is not None:
+        check_int("num_programs", num_programs, 0, "an int >= 0 or None")
+    check_config(config, optional=True)
     check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
+    check_costs(costs)
+    check_flag("require_order", require_order)
+    check_sequence_share(share)
     size, interleave = (share.size, share.interleave) if share is not None else (1, 1)
     check_interleave(interleave, block_size)
     check_batch_block_size(common, block_size)
@@ -230,6 +243,8 @@ class MLAMetadataBuilder:
         context_parallel: ContextParallel | None = None,
     ):
         check_invariant_merge(context_parallel, batch_invariant)
+        check_config(config)
+        check_costs(costs)
         self.share = None if context_parallel is None else context_parallel.share
         size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
         check_interleave(interleave, block_size)
@@ -238,9 +253,8 @@ class MLAMetadataBuilder:
         self._decode_heads = (
             config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         )
-        number = isinstance(num_programs, int) and num_programs >= 0
-        check(num_programs is None or callable(num_programs) or number, "num_programs",
-              "an int >= 0, a function or None", num_programs)  # fmt: skip
+        if num_programs is not None and not callable(num_programs):
+            check_int("num_programs", num_programs, 0, "an int >= 0, a function or None")
         self.config, self.block_size, self.costs = config, block_size, costs
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.query_len_support = query_len_support
@@ -263,11 +277,15 @@ class MLAMetadataBuilder:
             ValueError: as `build_mla_metadata`; a prefix longer than some context; an order other than absorbed before
                 expanded; more requests or longer ones than the builder was made for.
         """
+        check_int("common_prefix_len", common_prefix_len, 0)
+        check_flag("fast_build", fast_build)
         self._check_sizes(common)
         return self._build(common_prefix_len, common, fast_build)
 
     def _check_sizes(self, common: CommonAttentionMetadata) -> None:
         """Raise for more requests or longer ones than the builder was made for."""
+        check_type("common", common, CommonAttentionMetadata)
+        check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), (torch.int32,), torch.device("cpu"))
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
         if common.num_reqs and int(common.seq_lens_cpu.max()) > self.max_model_len:
             request = int(common.seq_lens_cpu.argmax())
@@ -308,7 +326,7 @@ class MLAMetadataBuilder:
             return 1
         if callable(self.num_programs):
             programs = self.num_programs(query_len)
-            check(programs >= 0, "num_programs", "a function that gives at least 0", programs)
+            check_int("num_programs", programs, 0, "a function that gives at least 0")
             return programs
         return self.num_programs if query_len <= self.reorder_batch_threshold else 0
 
@@ -345,6 +363,10 @@ class MLAMetadataBuilder:
             ValueError: a batch that is not of the captured shape, or longer than captured. Nothing has been written
                 then.
         """
+        check_type("captured", captured, MLAMetadata)
+        check_type("captured.decode", captured.decode, DecodeMetadata)
+        check_int("captured.num_decodes", captured.num_decodes, 0)
+        check_int("captured.decode.max_query_len", captured.decode.max_query_len, 0)
         shape = (captured.num_decodes, captured.decode.max_query_len)
         tokens = shape[0] * shape[1]
         fits = self.can_run_in_cudagraph(common) and (common.num_reqs, common.num_actual_tokens) == (shape[0], tokens)
@@ -356,6 +378,7 @@ class MLAMetadataBuilder:
         bound = captured.decode.max_seq_len
         check(plan.decode.max_seq_len <= bound, "common", f"at most {bound} keys a request, as captured",
               plan.decode.max_seq_len)  # fmt: skip
+        check_captured(captured, plan)
         if self.share is not None:
             captured.decode.seq_lens.copy_(plan.decode.seq_lens)
         if shape[1] > 1 or self.share is not None:
@@ -366,6 +389,7 @@ class MLAMetadataBuilder:
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         """Whether a batch is of the captured kind: decodes only, queries of one length, those of padding included."""
+        check_common(common)
         lens = common.query_start_loc_cpu.diff()
         if lens.numel() == 0 or not bool((lens == lens[0]).all()):
             return False

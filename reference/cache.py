@@ -17,12 +17,15 @@ from .interfaces import (
     check_blocks,
     check_cache,
     check_cache_write,
+    check_device,
     check_dtype,
     check_gather,
     check_offsets,
+    check_readable,
     check_slots,
     check_swap,
     check_tensor,
+    check_type,
     infer_global_hyperparameters,
     kv_cache_shape,
     stride_order,
@@ -67,6 +70,7 @@ def allocate_kv_cache(
         ValueError: a size below 1, or another dtype or layout.
     """
     check_dtype("dtype", dtype)
+    device = check_device("device", device)
     shape = kv_cache_shape(num_blocks, block_size, head_size, num_layers)
     order = stride_order(num_layers is not None, layout)
     stored = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
@@ -153,8 +157,11 @@ def copy_blocks(
         ValueError: a block outside the cache, written twice, or both read and written. Nothing is written then.
     """
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    check_readable("block_mapping", block_mapping)
+    check_type("kv_caches", kv_caches, (list, tuple), "a list of caches")
     for kv_cache in kv_caches:
         check_cache(kv_cache)
+        check_readable("kv_caches", kv_cache)
         check_block_mapping(block_mapping, kv_cache.shape[0], kv_cache.shape[0], same_cache=True)
     for kv_cache in kv_caches:
         for source, target in block_mapping.tolist():

@@ -15,8 +15,13 @@ from .interfaces import (
     DecodeMetadata,
     MLAConfig,
     check,
+    check_config,
+    check_decode,
+    check_decode_plan,
+    check_int,
     check_table_width,
     check_tensor,
+    check_type,
     wide_dtype,
 )
 from .merge import merge_attn_states
@@ -73,7 +78,8 @@ def use_cascade_attention(
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("seq_lens", seq_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
-    check(common_prefix_len >= 0, "common_prefix_len", "an int >= 0", common_prefix_len)
+    check_int("common_prefix_len", common_prefix_len, 0)
+    check_config(config)
     c, real, tokens, pairs, keys = config, 0, 0, 0, 0
     for query_len, length in zip(query_lens.tolist(), seq_lens.tolist(), strict=True):
         if length > 0:
@@ -107,12 +113,19 @@ def split_shared_prefix(
         ValueError: a block size other than that of `metadata`; a prefix below one block, not of whole blocks, or wider
             than the block table; no such row.
     """
+    check_type("metadata", metadata, DecodeMetadata)
+    check_tensor("metadata.visible_lens", metadata.visible_lens, ("T",), (torch.int32,))
+    check_decode_plan(metadata, metadata.visible_lens.shape[0], metadata.visible_lens.device)
+    check_int("block_size", block_size)
+    wanted = f"a positive multiple of the block size {block_size}"
+    check_int("common_prefix_len", common_prefix_len, 1, wanted)
     whole = common_prefix_len >= block_size >= 1 and common_prefix_len % block_size == 0
     check(block_size == metadata.block_size, "block_size", f"{metadata.block_size}, as in metadata", block_size)
-    check(whole, "common_prefix_len", f"a positive multiple of the block size {block_size}", common_prefix_len)
+    check(whole, "common_prefix_len", wanted, common_prefix_len)
     blocks, requests = common_prefix_len // block_size, metadata.seq_lens.shape[0]
     check(blocks <= metadata.block_table.shape[1], "common_prefix_len",
           f"at most the {metadata.block_table.shape[1]} blocks of the table", f"{blocks} blocks")  # fmt: skip
+    check_int("row", row, 0, f"a request in [0, {requests})")
     check(0 <= row < requests, "row", f"a request in [0, {requests})", row)
     tokens, device = metadata.visible_lens.shape[0], metadata.seq_lens.device
     prefix = DecodeMetadata(
@@ -158,6 +171,8 @@ def cascade_attention(
     Raises:
         ValueError: as `mla_decode`.
     """
+    check_type("metadata", metadata, CascadeMetadata)
+    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix)
     wide = wide_dtype(ql_nope.dtype)
     prefix = mla_decode(ql_nope, q_pe, kv_cache, metadata.prefix, softmax_scale, out_dtype=wide)
     suffix = mla_decode(ql_nope, q_pe, kv_cache, metadata.suffix, softmax_scale, out_dtype=wide)

@@ -30,17 +30,21 @@ from .interfaces import (
     PrefillMetadata,
     SequenceShare,
     check,
-    check_block_size,
     check_blocks,
-    check_cache,
     check_chunk_share,
+    check_context,
     check_decode,
+    check_dtype,
+    check_int,
     check_interleave,
     check_lengths,
     check_merge_over_group,
+    check_number,
     check_rank_offsets,
     check_reorg,
+    check_share,
     check_tensor,
+    check_type,
     dcp_wire_bytes,
     get_dcp_local_seq_lens,
     simulate,
@@ -90,8 +94,11 @@ def dcp_slot_mapping(
         ValueError: numbers out of range; shapes or dtypes that do not fit; offsets that fall; 0 < S < Sq; too few
             columns or tokens.
     """
+    check_share(context_parallel_size, rank, interleave)
     share = SequenceShare(context_parallel_size, rank, interleave)
     check_interleave(interleave, block_size)
+    check_int("rank", rank, 0, f"an int in [0, {context_parallel_size})")
+    check_int("num_tokens", num_tokens, 0)
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
     requests = block_table.shape[0]
     check_tensor("seq_lens", seq_lens, (requests,), (torch.int32,), block_table.device)
@@ -168,8 +175,7 @@ def dcp_gather_context(
             Nothing has been exchanged then.
         GroupError: the exchange failed.
     """
-    check_cache(kv_cache)
-    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
+    check_context(kv_cache, metadata, chunk)
     check_chunk_share(chunk, context_parallel)
     starts, offsets = chunk.held
     held = chunk.local_tokens
@@ -208,6 +214,7 @@ def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
         ValueError: shapes or dtypes that do not fit; heads that D does not divide.
         GroupError: an exchange failed.
     """
+    check_type("group", group, Group)
     check_merge_over_group(state, group.size)
     shares, lse = _shares_of(group.all_gather(state.lse))
     scaled = _counted(state.out, shares[group.rank], state.lse)
@@ -231,6 +238,7 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
         ValueError: shapes or dtypes that do not fit; heads that D does not divide.
         GroupError: the exchange failed.
     """
+    check_type("group", group, Group)
     check_merge_over_group(state, group.size)
     tokens, heads, value = state.out.shape
     outs = rearrange(state.out, "tokens (ranks heads) value -> ranks tokens heads value", ranks=group.size)
@@ -291,6 +299,9 @@ def dcp_decode(
         GroupError: an exchange failed.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
+    check_type("context_parallel", context_parallel, ContextParallel)
+    check_number("softmax_scale", softmax_scale)
+    check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
     q = rearrange(torch.cat((ql_nope, q_pe), dim=-1), "tokens heads width -> heads tokens width")
     q = rearrange(group.all_gather(q), "ranks heads tokens width -> tokens (ranks heads) width")

@@ -20,6 +20,7 @@ from .interfaces import (
     check_decode,
     check_decode_values,
     check_dtype,
+    check_number,
     wide_dtype,
 )
 
@@ -52,7 +53,8 @@ def mla_decode(
             lengths above `max_seq_len`; rows that see more keys than their request has; a block outside the cache.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
-    out_dtype = out_dtype or ql_nope.dtype
+    check_number("softmax_scale", softmax_scale)
+    out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
     check_dtype("out_dtype", out_dtype)
     tokens, heads, latent = ql_nope.shape
     check_decode_values(metadata, tokens, kv_cache.shape[1], kv_cache.shape[0])

@@ -19,8 +19,13 @@ from .interfaces import (
     PrefillMetadata,
     ScheduleChoice,
     SequenceShare,
+    check_config,
+    check_device,
+    check_dtype,
+    check_function,
     check_graph_batch,
     check_graph_sizes,
+    check_groups,
     check_interleave,
     check_invariant_merge,
 )
@@ -69,8 +74,13 @@ class DecodeGraph:
         batch_invariant: bool = False,
         context_parallel: ContextParallel | None = None,
     ):
+        check_groups(context_parallel)
         self.share = SequenceShare(1, 0) if context_parallel is None else context_parallel.share
         check_invariant_merge(context_parallel, batch_invariant)
+        check_function("step", step)
+        check_config(config)
+        check_dtype("dtype", dtype)
+        device = check_device("device", device)
         heads = config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         self._decode_heads = heads
         num_programs = 1 if num_programs is None else num_programs

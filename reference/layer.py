@@ -23,7 +23,10 @@ from .interfaces import (
     UnsupportedConfiguration,
     check,
     check_forward_attention,
+    check_int,
+    check_modules,
     check_norm,
+    check_number,
     check_output_projection,
     check_projections,
     check_step,
@@ -47,6 +50,7 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
     """
     check_tensor("x", x, ("T", "L"))
     check_tensor("weight", weight, (x.shape[1],), device=x.device)
+    check_number("eps", eps, 0)
     wide = x.to(wide_dtype(x.dtype))
     return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
 
@@ -93,6 +97,11 @@ class MLAAttention(nn.Module):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
         check_output_projection(o_proj, context_parallel)
+        check_modules(
+            kv_a_proj_with_mqa=kv_a_proj_with_mqa, kv_b_proj=kv_b_proj, o_proj=o_proj, q_proj=q_proj,
+            q_a_proj=q_a_proj, q_b_proj=q_b_proj,
+        )  # fmt: skip
+        check_int("workspace_tokens", workspace_tokens)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
@@ -206,6 +215,9 @@ class MLAAttention(nn.Module):
         Returns:
             q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
         """
+        weight = self.kv_a_layernorm.weight
+        check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
+        check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
         c = self.local_config
         if self.q_proj is not None:
             q = linear_output("q_proj", self.q_proj(hidden_states))

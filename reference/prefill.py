@@ -18,8 +18,9 @@ from .interfaces import (
     AttentionState,
     ContextChunk,
     PrefillMetadata,
-    check_block_size,
-    check_cache,
+    check_context,
+    check_expanded,
+    check_function,
     check_prefill,
     wide_dtype,
 )
@@ -45,6 +46,7 @@ def run_prefill_new_tokens(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is): a running state, not yet rounded.
     """
+    check_expanded(q, k_nope, k_pe, v, metadata)
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
     k = _concat_key(k_nope, k_pe)
     wide = wide_dtype(q.dtype)
@@ -65,6 +67,7 @@ def run_prefill_context_chunk(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is).
     """
+    check_expanded(q, k_nope, k_pe, v, metadata, chunk)
     return flash_attn_varlen(
         q, _concat_key(k_nope, k_pe), v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len,
         chunk.max_seq_len, softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype),
@@ -79,8 +82,7 @@ def gather_context(
     Raises:
         ValueError: a plan for another block size; shapes, dtypes or devices that do not fit.
     """
-    check_cache(kv_cache)
-    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
+    check_context(kv_cache, metadata, chunk)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens
     )
@@ -117,6 +119,7 @@ def forward_prefill(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv)
+    check_function("gather", gather)
     latent = kv_c_normed.shape[1]
     k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
     state = run_prefill_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale)

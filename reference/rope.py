@@ -12,7 +12,16 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .interfaces import RopeConfig, check, check_tensor, wide_dtype
+from .interfaces import (
+    RopeConfig,
+    check,
+    check_dtype,
+    check_flag,
+    check_int,
+    check_tensor,
+    check_type,
+    wide_dtype,
+)
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
@@ -26,7 +35,10 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
         dim: R, even.
         dtype: float32 as every published implementation, or float64.
     """
+    check_type("rope", rope, RopeConfig)
+    check_int("dim", dim, 0)
     check(dim % 2 == 0, "dim", "an even number", dim)
+    check_dtype("dtype", dtype)
     exponents = torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim
     frequencies = 1.0 / (rope.theta**exponents)
     yarn = rope.yarn
@@ -56,6 +68,7 @@ def rotary_cos_sin(
         ValueError: `positions` of another shape or dtype, or an odd `dim`.
     """
     check_tensor("positions", positions, ("T",), (torch.int64, torch.int32))
+    check_dtype("dtype", dtype)
     wide = wide_dtype(dtype)
     frequencies = rotary_frequencies(rope, dim, wide).to(positions.device)
     angles = positions.to(wide)[:, None] * frequencies
@@ -80,6 +93,8 @@ def rotate(
     Raises:
         ValueError: shapes or devices that do not fit.
     """
+    check_type("x", x, Tensor, "a tensor")
+    check_flag("interleaved", interleaved)
     check_tensor("x", x, ("T", "R") if x.dim() < 3 else ("T", "N", "R"))
     check_tensor("cos", cos, (x.shape[0], x.shape[-1] // 2), device=x.device)
     check_tensor("sin", sin, tuple(cos.shape), (cos.dtype,), x.device)
@@ -112,5 +127,6 @@ def apply_rope(
     check_tensor("q_pe", q_pe, ("T", "N", "R"))
     check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
     check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
+    check_type("rope", rope, RopeConfig)
     cos, sin = rotary_cos_sin(positions, rope, q_pe.shape[-1], q_pe.dtype)
     return rotate(q_pe, cos, sin, rope.interleaved), rotate(k_pe, cos, sin, rope.interleaved)

@@ -15,9 +15,13 @@ from .interfaces import (
     DecodeSchedule,
     SequenceShare,
     check,
+    check_chunk,
     check_chunking,
+    check_flag,
+    check_int,
     check_not_negative,
     check_tensor,
+    check_type,
     chunked_prefill_workspace_size,
     context_unit,
     fold_overhead,
@@ -133,6 +137,10 @@ def share_chunk(chunk: ContextChunk, share: SequenceShare) -> ContextParallelChu
     Raises:
         ValueError: a piece that begins within a turn of the ranks.
     """
+    check_type("share", share, SequenceShare)
+    check_type("chunk", chunk, ContextChunk)
+    check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,))
+    check_chunk(chunk, chunk.starts.shape[0], chunk.starts.device)
     turn = share.size * share.interleave
     starts, lengths = chunk.starts.tolist(), chunk.cu_seq_lens.diff().tolist()
     for request, start in enumerate(starts):
@@ -185,11 +193,12 @@ def plan_decode(
         ValueError: a number below its least value; a negative length.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
-    check(num_programs >= 1, "num_programs", "at least 1", num_programs)
-    check(num_heads >= 1, "num_heads", "at least 1", num_heads)
+    check_int("num_programs", num_programs, 1, "at least 1")
+    check_int("num_heads", num_heads, 1, "at least 1")
+    check_flag("batch_invariant", batch_invariant)
     if fixed_overhead is None:
         fixed_overhead = piece_overhead(num_heads)
-    check(fixed_overhead >= 0, "fixed_overhead", "an int >= 0 or None", fixed_overhead)
+    check_int("fixed_overhead", fixed_overhead, 0, "an int >= 0 or None")
     check_not_negative("seq_lens", seq_lens)
     lens = seq_lens.tolist()
 

@@ -12,11 +12,20 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from .interfaces import check, check_tensor, linear_output
+from .interfaces import (
+    check,
+    check_dtype,
+    check_int,
+    check_tensor,
+    check_type,
+    linear_output,
+)
 
 
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
     """Whether a linear's product is its plain parameter of `dtype` and nothing else: no subclass, wrapper or hook."""
+    check_type("linear", linear, nn.Module, "a module")
+    check_type("dtype", dtype, torch.dtype)
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or linear.weight.dtype != dtype:
         return False
     return not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
@@ -40,6 +49,8 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     Raises:
         ValueError: the module has a bias, or does not return [Lkv, out] for the identity.
     """
+    check_int("in_features", in_features)
+    check_dtype("dtype", dtype)
     if is_plain_linear(linear, dtype):
         check(linear.bias is None, "linear", "no bias", "a bias")
         return linear.weight.detach()
@@ -76,6 +87,8 @@ def split_kv_b_proj(
     Raises:
         ValueError: the weight has another number of rows.
     """
+    for name, value in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
+        check_int(name, value)
     check_tensor("kv_b_weight", kv_b_weight, (num_heads * (qk_nope_head_dim + v_head_dim), "Lkv"))
     per_head = rearrange(kv_b_weight, "(heads dim) latent -> latent heads dim", heads=num_heads)
     return per_head[..., :qk_nope_head_dim], per_head[..., qk_nope_head_dim:]

@@ -296,7 +296,7 @@ BAD_LOOPS = [
     (dict(token_budget=7), "token_budget: expected at least max_num_seqs, 8, got 7"),
     (dict(workspace_tokens=7), "workspace_tokens: expected at least one unit of 8 tokens, got 7"),
     (dict(decode_threshold=0), "decode_threshold: expected at least 1, got 0"),
-    (dict(block_order=[0] * 64), "order: expected a permutation of 64 blocks"),
+    (dict(block_order=[0] * 64), "block_order: expected a permutation of 64 blocks"),
 ]
 
 

@@ -6,22 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .checks import (
     FLOAT_DTYPES,
     check,
     check_blocks,
+    check_flag,
+    check_int,
+    check_number,
     check_offsets,
+    check_readable,
     check_slots,
     check_tensor,
+    check_type,
     is_positive_int,
     wide_dtype,
 )
 from .config import MLAConfig, QueryLenSupport, UnsupportedConfiguration
+from .costs import PathCosts
 from .groups import ContextParallel
 from .metadata import (
     AttentionState,
+    CascadeMetadata,
     CommonAttentionMetadata,
     ContextChunk,
     ContextParallelChunk,
@@ -32,6 +39,69 @@ from .metadata import (
     PrefillMetadata,
 )
 from .shares import SequenceShare, get_dcp_local_seq_lens
+
+CPU = torch.device("cpu")
+
+
+def check_common(common: CommonAttentionMetadata) -> None:
+    """Shapes, dtypes and devices of a batch that was perhaps not made by `make`; reads no values."""
+    check_type("common", common, CommonAttentionMetadata)
+    int32 = (torch.int32,)
+    check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), int32, CPU)
+    requests = common.seq_lens_cpu.shape[0]
+    check_tensor("common.query_start_loc_cpu", common.query_start_loc_cpu, (requests + 1,), int32, CPU)
+    check_tensor("common.block_table", common.block_table, (requests, "W"), int32)
+    device = common.block_table.device
+    check_tensor("common.seq_lens", common.seq_lens, (requests,), int32, device)
+    check_tensor("common.query_start_loc", common.query_start_loc, (requests + 1,), int32, device)
+    check_tensor("common.slot_mapping", common.slot_mapping, ("slots",), (torch.int64,), device)
+    check_int("common.max_query_len", common.max_query_len, 0)
+    check_int("common.num_actual_tokens", common.num_actual_tokens, 0)
+    check_int("common.max_seq_len", common.max_seq_len, 0)
+
+
+def check_config(config: MLAConfig | None, optional: bool = False) -> None:
+    """Check that a config is one, or None where that is legal."""
+    if config is not None or not optional:
+        check_type("config", config, MLAConfig, "an MLAConfig or None" if optional else None)
+
+
+def check_costs(costs: PathCosts | None) -> None:
+    """Check that the constants of `choose_path` are such, or None."""
+    if costs is not None:
+        check_type("costs", costs, PathCosts, "a PathCosts or None")
+
+
+def check_groups(context_parallel: ContextParallel | None) -> None:
+    """Check that groups are a `ContextParallel`, or None where one rank serves."""
+    if context_parallel is not None:
+        check_type("context_parallel", context_parallel, ContextParallel, "a ContextParallel or None")
+
+
+def check_sequence_share(share: SequenceShare | None) -> None:
+    """Check that the share of a rank is one, or None where one rank serves."""
+    if share is not None:
+        check_type("share", share, SequenceShare, "a SequenceShare or None")
+
+
+def check_modules(**modules: object) -> None:
+    """Check that projections are modules; whether a query projection may be None is for `check_projections`."""
+    for name, module in modules.items():
+        if module is not None or not name.startswith("q_"):
+            check_type(name, module, nn.Module, "a module")
+
+
+def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
+    """Check that the tensors of a captured plan take those of another plan; reads no values."""
+    pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
+             ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
+    if captured.schedule is not None:
+        check_schedule(captured.schedule, captured.num_decodes, plan.decode.seq_lens.device, "captured.schedule")
+        check(plan.schedule is not None, "captured.schedule", "None as in the plan of the batch", "a schedule")
+        if captured.schedule.tile_ranges is not None:
+            pairs += [("schedule.tile_ranges", captured.schedule.tile_ranges, plan.schedule.tile_ranges)]
+    for name, held, made in pairs:
+        check_tensor(f"captured.{name}", held, tuple(made.shape), (made.dtype,), made.device)
 
 
 def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
@@ -46,14 +116,14 @@ def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) 
 
 def check_chunking(policy: str, workspace_tokens: int, unit: int) -> None:
     """Check how context is to be cut into chunks."""
-    check(policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
-    check(workspace_tokens >= unit, "workspace_tokens", f"at least one unit of {unit} tokens", workspace_tokens)
-    check(workspace_tokens < 2**31, "workspace_tokens", "less than 2^31", workspace_tokens)
+    check(isinstance(policy, str) and policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
+    check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
 
 
 def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -> None:
     """Check that queries up to a threshold are what the decode kernel takes."""
-    check(decode_threshold >= 1, "decode_threshold", "at least 1", decode_threshold)
+    check_int("decode_threshold", decode_threshold, 1, "at least 1")
+    check_type("query_len_support", query_len_support, QueryLenSupport)
     single = query_len_support is QueryLenSupport.SINGLE_ONLY
     check(decode_threshold == 1 or not single, "decode_threshold", "1 with SINGLE_ONLY", decode_threshold)
 
@@ -70,13 +140,15 @@ def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int,
 
 def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> None:
     """Check that the slots of a batch were made for a block size, where the batch records one."""
+    check_type("common", common, CommonAttentionMetadata)
     check(common.block_size in (None, block_size), "common.block_size", f"{block_size}, the block size of the plan",
           common.block_size)  # fmt: skip
 
 
 def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
     """Check on the CPU that the block table has a column for every block of every request."""
-    check(is_positive_int(block_size), "block_size", "a positive int", block_size)
+    check_common(common)
+    check_int("block_size", block_size)
     width = common.block_table.shape[1]
     longest = int(common.seq_lens_cpu.max()) if common.num_reqs else 0
     check(longest <= common.max_seq_len, "common.max_seq_len", f"at least the longest request, {longest}",
@@ -114,7 +186,7 @@ def check_gather(kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, sta
     requests = block_table.shape[0]
     check_tensor("cu_seq_lens", cu_seq_lens, (requests + 1,), (torch.int32,), device)
     check_tensor("starts", starts, (requests,), (torch.int32,), device)
-    check(num_tokens >= 0, "num_tokens", "an int >= 0", num_tokens)
+    check_int("num_tokens", num_tokens, 0)
 
 
 def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
@@ -122,6 +194,8 @@ def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
     check_tensor("source", source, ("source_blocks", "block_size", "head_size"))
     check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    for name, tensor in (("source", source), ("target", target), ("block_mapping", block_mapping)):
+        check_readable(name, tensor)
     shared = source.numel() and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
     alike = (source.data_ptr(), source.shape, source.stride()) == (target.data_ptr(), target.shape, target.stride())
     check(alike or not shared, "target", "the very cache of source, or one with its own storage", "an overlapping view")
@@ -129,6 +203,7 @@ def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
 
 def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> None:
     """Check that exactly the query projections are given that the config's q_lora_rank asks for."""
+    check_config(config)
     given = ["q_proj"] * (direct is not None)
     names = ("q_a_proj", "q_a_layernorm", "q_b_proj")
     given += [name for name, module in zip(names, low_rank, strict=True) if module is not None]
@@ -142,6 +217,7 @@ def check_output_projection(o_proj: object, context_parallel: ContextParallel | 
 
     `linear_output` would refuse a bias that is returned, but only after the cache was written.
     """
+    check_groups(context_parallel)
     skipped = getattr(o_proj, "skip_bias_add", False) and getattr(o_proj, "bias", None) is not None
     check(not skipped, "o_proj", "a module that adds its own bias", "one with skip_bias_add and a bias")
     summed = context_parallel is not None and context_parallel.tp_group.size > 1
@@ -151,6 +227,7 @@ def check_output_projection(o_proj: object, context_parallel: ContextParallel | 
 
 def check_norm(argument: str, norm: object, width: int) -> None:
     """Check a latent norm: a module with a weight and no hooks, for its weight is read, its forward not called."""
+    check_type(argument, norm, nn.Module, "a module with a weight")
     weight = getattr(norm, "weight", None)
     check(weight is not None, argument, "a module with a weight", type(norm).__name__)
     check_tensor(f"{argument}.weight", weight, (width,))
@@ -190,16 +267,28 @@ def check_attention(
     """Shapes, dtypes and devices of varlen attention, the shared rope key apart or not; reads no values."""
     check_tensor("q", q, ("T", "N", "P + R"))
     _, heads, width = q.shape
-    check_tensor("k", k, ("S", heads, width if k_pe is None else width - k_pe.shape[-1]), (q.dtype,), q.device)
-    if k_pe is not None:
-        check_tensor("k_pe", k_pe, (k.shape[0], "R"), (q.dtype,), q.device)
+    if k_pe is None:
+        check_tensor("k", k, ("S", heads, width), (q.dtype,), q.device)
+    else:
+        check_tensor("k_pe", k_pe, ("S", "R"), (q.dtype,), q.device)
+        keys, rope = k_pe.shape
+        check_tensor("k_nope", k, (keys, heads, width - rope), (q.dtype,), q.device)
     check_tensor("v", v, (k.shape[0], heads, "V"), (q.dtype,), q.device)
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("B + 1",), (torch.int32,), q.device)
     check_tensor("cu_seqlens_k", cu_seqlens_k, (cu_seqlens_q.shape[0],), (torch.int32,), q.device)
 
 
+def check_attention_settings(max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool) -> None:
+    """Check the numbers of varlen attention."""
+    check_int("max_seqlen_q", max_seqlen_q, 0)
+    check_int("max_seqlen_k", max_seqlen_k, 0)
+    check_number("softmax_scale", softmax_scale)
+    check_flag("causal", causal)
+
+
 def check_state(argument: str, state: AttentionState) -> None:
     """Shapes, dtypes and devices of an attention state; reads no values."""
+    check_type(argument, state, AttentionState)
     check_tensor(f"{argument}.out", state.out, ("T", "N", "Dv"))
     tokens, heads, _ = state.out.shape
     check_tensor(f"{argument}.lse", state.lse, (heads, tokens), (wide_dtype(state.out.dtype),), state.out.device)
@@ -228,33 +317,41 @@ def check_decode(
 
 def check_block_size(argument: str, block_size: int, kv_cache: Tensor) -> None:
     """Check that a plan was made for the block size of a cache."""
+    check_int(argument, block_size)
     check(block_size == kv_cache.shape[1], argument, f"{kv_cache.shape[1]}, the block size of kv_cache", block_size)
 
 
-def check_schedule(schedule: DecodeSchedule, num_requests: int, device: torch.device) -> None:
+def check_schedule(
+    schedule: DecodeSchedule, num_requests: int, device: torch.device, argument: str = "schedule"
+) -> None:
     """Shapes, dtypes and devices of a decode schedule; reads no values."""
     int32 = (torch.int32,)
+    check_type(argument, schedule, DecodeSchedule)
+    ranges, splits = f"{argument}.tile_ranges", f"{argument}.split_offsets"
+    check_flag(f"{argument}.batch_invariant", schedule.batch_invariant)
     if schedule.tile_ranges is None:
-        check(schedule.batch_invariant, "schedule.tile_ranges", "[programs, 5] unless batch_invariant", None)
-        check(schedule.split_offsets is None, "schedule.split_offsets", "None without tile_ranges", "a tensor")
+        check(schedule.batch_invariant, ranges, "[programs, 5] unless batch_invariant", None)
+        check(schedule.split_offsets is None, splits, "None without tile_ranges", "a tensor")
         return
-    check_tensor("schedule.tile_ranges", schedule.tile_ranges, ("programs", 5), int32, device)
-    check(schedule.tile_ranges.shape[0] >= 1, "schedule.tile_ranges", "at least one program", 0)
-    check_tensor("schedule.split_offsets", schedule.split_offsets, (num_requests + 1,), int32, device)
+    check_tensor(ranges, schedule.tile_ranges, ("programs", 5), int32, device)
+    check(schedule.tile_ranges.shape[0] >= 1, ranges, "at least one program", 0)
+    check_tensor(splits, schedule.split_offsets, (num_requests + 1,), int32, device)
 
 
 def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.device) -> None:
     """Shapes, dtypes and devices of the tensors of a decode plan; reads no values."""
     int32 = (torch.int32,)
+    check_type("metadata", metadata, DecodeMetadata)
     check_tensor("metadata.seq_lens", metadata.seq_lens, ("B",), int32, device)
     requests = metadata.seq_lens.shape[0]
     check_tensor("metadata.block_table", metadata.block_table, (requests, "W"), int32, device)
     check_tensor("metadata.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
     check_tensor("metadata.visible_lens", metadata.visible_lens, (num_tokens,), int32, device)
     longest = metadata.max_query_len
+    check_int("metadata.max_query_len", longest, 0)
     check(num_tokens <= requests * longest, "metadata.max_query_len",
           f"a bound: {num_tokens} tokens of {requests} requests", longest)  # fmt: skip
-    check(metadata.max_seq_len >= 0, "metadata.max_seq_len", "an int >= 0", metadata.max_seq_len)
+    check_int("metadata.max_seq_len", metadata.max_seq_len, 0)
 
 
 def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata,
@@ -269,9 +366,52 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
     check_tensor("w_uk", w_uk, (latent, heads, width - rope), (q.dtype,), q.device)
     check_tensor("w_uv", w_uv, (latent, heads, "V"), (q.dtype,), q.device)
     check_cache(kv_cache, latent + rope, q.dtype, q.device)
+    check_prefill_plan(metadata, q.device)
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
+
+
+def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> int:
+    """Shapes, dtypes and devices of a prefill's requests, without the chunks of their context; reads no values.
+
+    Returns:
+        B.
+    """
+    int32 = (torch.int32,)
+    check_type(argument, metadata, PrefillMetadata)
+    check_tensor(f"{argument}.block_table", metadata.block_table, ("B", "W"), int32, device)
     requests = metadata.block_table.shape[0]
-    check_tensor("metadata.query_start_loc", metadata.query_start_loc, (requests + 1,), (torch.int32,), q.device)
+    check_tensor(f"{argument}.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
+    check_int(f"{argument}.max_query_len", metadata.max_query_len, 0)
+    return requests
+
+
+def check_prefill_plan(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> None:
+    """Shapes, dtypes and devices of a prefill's plan; reads no values."""
+    requests = check_prefill_requests(metadata, device, argument)
+    check_type(f"{argument}.context_chunks", metadata.context_chunks, (tuple, list), "a tuple of chunks")
+    for chunk in metadata.context_chunks:
+        check_chunk(chunk, requests, device, f"{argument}.context_chunks")
+
+
+def check_expanded(
+    q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, metadata: PrefillMetadata, *chunks: ContextChunk
+) -> None:
+    """Shapes, dtypes and devices of attention over expanded keys, of new tokens or of a chunk; reads no values."""
+    check_tensor("q", q, ("T", "N", "P + R"))
+    requests = check_prefill_requests(metadata, q.device)
+    ends = metadata.query_start_loc
+    for chunk in chunks:
+        check_chunk(chunk, requests, q.device, "chunk")
+        ends = chunk.cu_seq_lens
+    check_tensor("k_pe", k_pe, ("S", "R"), (q.dtype,), q.device)
+    check_attention(q, k_nope, v, metadata.query_start_loc, ends, k_pe)
+
+
+def check_context(kv_cache: Tensor, metadata: PrefillMetadata, chunk: ContextChunk) -> None:
+    """Shapes, dtypes and devices of one chunk of context and of the cache that holds it; reads no values."""
+    check_cache(kv_cache)
+    check_chunk(chunk, check_prefill_requests(metadata, kv_cache.device), kv_cache.device, "chunk")
+    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
 
 
 def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: int, num_blocks: int) -> None:
@@ -317,28 +457,30 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
     """
     check(isinstance(metadata, MLAMetadata), "metadata", "an MLAMetadata or None", type(metadata).__name__)
     end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
+    for name, count in (("num_actual_tokens", end), ("num_decode_tokens", split)):
+        check_int(f"metadata.{name}", count, 0)
     check(0 <= split <= end <= num_tokens, "metadata", f"0 <= num_decode_tokens <= num_actual_tokens <= {num_tokens}",
           f"{split} and {end}")  # fmt: skip
-    device, prefill, int32 = kv_cache.device, metadata.prefill, (torch.int32,)
+    device, prefill = kv_cache.device, metadata.prefill
     check_tensor("metadata.slot_mapping", metadata.slot_mapping, ("slots",), (torch.int64,), device)
     check(metadata.slot_mapping.shape[0] >= end, "metadata.slot_mapping", f"at least {end} slots",
           metadata.slot_mapping.shape[0])  # fmt: skip
     check_decode_plan(metadata.decode, split, device)
+    check_int("metadata.num_decodes", metadata.num_decodes, 0)
     check(metadata.num_decodes == metadata.decode.seq_lens.shape[0], "metadata.num_decodes",
           f"the {metadata.decode.seq_lens.shape[0]} requests of metadata.decode", metadata.num_decodes)  # fmt: skip
     check_block_size("metadata.decode.block_size", metadata.decode.block_size, kv_cache)
-    check_block_size("metadata.prefill.block_size", prefill.block_size, kv_cache)
     if metadata.schedule is not None:
-        check_schedule(metadata.schedule, metadata.num_decodes, device)
+        check_schedule(metadata.schedule, metadata.num_decodes, device, "metadata.schedule")
     if metadata.cascade is not None:
+        check_type("metadata.cascade", metadata.cascade, CascadeMetadata)
         for name, part in (("prefix", metadata.cascade.prefix), ("suffix", metadata.cascade.suffix)):
             check_decode_plan(part, split, device)
             check_block_size(f"metadata.cascade.{name}.block_size", part.block_size, kv_cache)
-    check_tensor("metadata.prefill.block_table", prefill.block_table, ("B", "W"), int32, device)
-    requests = prefill.block_table.shape[0]
-    check_tensor("metadata.prefill.query_start_loc", prefill.query_start_loc, (requests + 1,), int32, device)
+    check_prefill_plan(prefill, device, "metadata.prefill")
+    check_block_size("metadata.prefill.block_size", prefill.block_size, kv_cache)
+    check_int("metadata.workspace_tokens", metadata.workspace_tokens, 0)
     for chunk in prefill.context_chunks:
-        check_chunk(chunk, requests, device)
         check(chunk.num_tokens <= workspace_tokens, "metadata.workspace_tokens",
               f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens",
               f"one of {chunk.num_tokens} in a plan for {metadata.workspace_tokens}")  # fmt: skip
@@ -361,12 +503,18 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
         check_blocks(prefill.block_table, ends, block_size, num_blocks, "metadata.prefill.block_table")
 
 
-def check_chunk(chunk: ContextChunk, requests: int, device: torch.device) -> None:
+def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: str = "chunk") -> None:
     """Shapes, dtypes and devices of the tensors of a piece of context; reads no values."""
-    name, int32 = "metadata.prefill.context_chunks", (torch.int32,)
+    int32 = (torch.int32,)
+    check_type(name, chunk, ContextChunk)
+    check_int(f"{name}.num_tokens", chunk.num_tokens, 0)
+    check_int(f"{name}.max_seq_len", chunk.max_seq_len, 0)
     check_tensor(f"{name}.starts", chunk.starts, (requests,), int32, device)
     check_tensor(f"{name}.cu_seq_lens", chunk.cu_seq_lens, (requests + 1,), int32, device)
     if isinstance(chunk, ContextParallelChunk):
+        check_type(f"{name}.share", chunk.share, SequenceShare)
+        check_int(f"{name}.padded_tokens", chunk.padded_tokens, 0)
+        check_int(f"{name}.local_tokens", chunk.local_tokens, 0)
         check_tensor(f"{name}.local_starts", chunk.local_starts, (requests,), int32, device)
         shape = (chunk.share.size, requests + 1)
         check_tensor(f"{name}.local_cu_seq_lens", chunk.local_cu_seq_lens, shape, int32, device)
@@ -388,6 +536,7 @@ def check_step_share(metadata: MLAMetadata, context_parallel: ContextParallel | 
 
 def check_chunk_share(chunk: ContextChunk, context_parallel: ContextParallel, argument: str = "chunk") -> None:
     """Check that a piece of context was planned for a rank's share."""
+    check_type("context_parallel", context_parallel, ContextParallel)
     is_shared = isinstance(chunk, ContextParallelChunk)
     check(is_shared, argument, "a ContextParallelChunk (`share_chunk`)", type(chunk).__name__)
     check(
@@ -421,6 +570,8 @@ def check_rank_offsets(
 
 def check_invariant_merge(context_parallel: ContextParallel | None, batch_invariant: bool) -> None:
     """Check that a promise of the same bits does not rest on a reduce-scatter, whose order the engine may choose."""
+    check_groups(context_parallel)
+    check_flag("batch_invariant", batch_invariant)
     breaks = batch_invariant and context_parallel is not None and context_parallel.merge != "a2a"
     check(not breaks, "batch_invariant", 'False, or groups with merge "a2a"', 'True with "ag_rs"')
 
@@ -435,8 +586,10 @@ def check_merge_over_group(state: AttentionState, group_size: int) -> None:
 def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
     """Shapes, dtypes and devices of a piece of context that was gathered from all ranks; reads no values."""
     check(isinstance(chunk, ContextParallelChunk), "chunk", "a ContextParallelChunk", type(chunk).__name__)
-    check_tensor("gathered", gathered, (chunk.share.size, chunk.padded_tokens, "head_size"))
+    check_tensor("gathered", gathered, ("ranks", "padded_tokens", "head_size"))
+    check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,), gathered.device)
     check_chunk(chunk, chunk.starts.shape[0], gathered.device)
+    check_tensor("gathered", gathered, (chunk.share.size, chunk.padded_tokens, "head_size"))
 
 
 def check_graph_sizes(
@@ -447,16 +600,18 @@ def check_graph_sizes(
     num_programs: int,
 ) -> None:
     """Check what a decode graph is made for."""
+    check_type("batch_sizes", batch_sizes, Sequence, "positive ints, at least one")
     sizes = list(batch_sizes)
     check(bool(sizes) and all(is_positive_int(size) for size in sizes), "batch_sizes", "positive ints, at least one",
           sizes)  # fmt: skip
     for name, value in (("block_size", block_size), ("max_blocks", max_blocks), ("query_len", query_len)):
-        check(is_positive_int(value), name, "a positive int", value)
-    check(num_programs >= 0, "num_programs", "an int >= 0", num_programs)
+        check_int(name, value)
+    check_int("num_programs", num_programs, 0)
 
 
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
     """Check that a batch fits a decode graph, whose buffers never grow; reads no values of the device."""
+    check_common(common)
     largest, q = graph.batch_sizes[-1], graph.query_len
     requests, tokens = common.num_reqs, common.num_actual_tokens
     check(requests <= largest, "common", f"at most {largest} requests, the largest of batch_sizes", requests)

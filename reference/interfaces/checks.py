@@ -12,7 +12,83 @@ from torch import Tensor
 def check(condition: bool, argument: str, expected: object, got: object) -> None:
     """Raise one line that names the argument, what was expected and what came."""
     if not condition:
-        raise ValueError(f"{argument}: expected {expected}, got {got}")
+        raise ValueError(f"{argument}: expected {expected}, got {_in_one_line(got)}")
+
+
+def _in_one_line(got: object) -> str:
+    """A value as text, or its type where the text has several lines or is long."""
+    if isinstance(got, Tensor):
+        return type(got).__name__
+    text = str(got)
+    if isinstance(got, str):
+        return " ".join(text.splitlines())
+    return text if len(text) <= 500 and "\n" not in text else type(got).__name__
+
+
+def check_type(argument: str, value: object, kind: type | tuple[type, ...], expected: str | None = None) -> None:
+    """Check the class of an argument; `expected` says what is wanted where the name of the class does not.
+
+    Raises:
+        TypeError: another class; one line.
+    """
+    if not isinstance(value, kind):
+        if expected is None:
+            name = kind.__name__ if isinstance(kind, type) else " or ".join(one.__name__ for one in kind)
+            expected = f"{'an' if name.startswith(('A', 'MLA')) else 'a'} {name}"
+        raise TypeError(f"{argument}: expected {expected}, got {type(value).__name__}")
+
+
+def check_function(argument: str, value: object) -> None:
+    """Check that an argument can be called."""
+    if not callable(value):
+        raise TypeError(f"{argument}: expected a function, got {type(value).__name__}")
+
+
+def check_flag(argument: str, value: object) -> None:
+    """Check that an argument is True or False, and nothing that merely counts as one of them."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument}: expected True or False, got {type(value).__name__}")
+
+
+MOST_NUMBER = 2.0**63
+INTS, NUMBERS = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)  # a trace has symbols for some
+
+
+def check_int(argument: str, value: object, least: int = 1, expected: str | None = None) -> None:
+    """Check that an argument is an int in [least, 2^31); True is none.
+
+    Args:
+        argument: its name.
+        value: what came.
+        least: the smallest that is served.
+        expected: what a message says where the type is wrong or the value too small.
+    """
+    if not isinstance(value, INTS) or isinstance(value, bool) or value < least:
+        check(False, argument, expected or ("a positive int" if least == 1 else f"an int >= {least}"), value)
+    if value >= 2**31:
+        check(False, argument, "less than 2^31", value)
+
+
+def check_number(argument: str, value: object, least: int | None = None) -> None:
+    """Check that an argument is a finite number, an int of 64 bits or a float, of at least `least`; True is none."""
+    fits = isinstance(value, NUMBERS) and not isinstance(value, bool) and -MOST_NUMBER < value < MOST_NUMBER
+    if not fits or (least is not None and value < least):
+        check(False, argument, "a finite number" if least is None else f"a number >= {least}", value)
+
+
+def check_device(argument: str, device: torch.device | str) -> torch.device:
+    """Check that an argument names a device, and return it.
+
+    Raises:
+        TypeError: neither a device nor a str.
+        ValueError: a str that names none.
+    """
+    check_type(argument, device, (torch.device, str), "a torch.device or its name")
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        check(False, argument, "a torch.device or its name", repr(device))
+        raise
 
 
 def is_positive_int(value: object) -> bool:
@@ -36,7 +112,7 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
     device: torch.device | None = None,
 ) -> None:
-    """Check rank, sizes (an int is exact, a str is only a name), dtype and device. Reads no values.
+    """Check layout, rank, sizes (an int is exact, a str is only a name), dtype and device. Reads no values.
 
     Raises:
         TypeError: not a tensor.
@@ -44,6 +120,9 @@ def check_tensor(
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{argument}: expected a tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
+        raise ValueError(f"{argument}: expected a strided tensor, got {kind}")
     fits = len(shape) == tensor.dim() and all(
         isinstance(want, str) or want == got for want, got in zip(shape, tensor.shape, strict=True)
     )
@@ -73,8 +152,14 @@ def linear_output(argument: str, output: object) -> Tensor:
     return output
 
 
+def check_readable(argument: str, tensor: Tensor) -> None:
+    """Check that a tensor whose values are asked for has any."""
+    check(not tensor.is_meta, argument, "a tensor with values", "one on device meta")
+
+
 def check_not_negative(argument: str, lengths: Tensor) -> None:
     """Check the values of lengths on the CPU; the first request whose length is below 0 is named."""
+    check_readable(argument, lengths)
     wrong = (lengths < 0).nonzero()
     if wrong.numel():
         request = int(wrong[0])
@@ -108,7 +193,8 @@ def lens_on_cpu(argument: str, lens: Sequence[int] | Tensor, count: int) -> Tens
 
 def check_dtype(argument: str, dtype: torch.dtype) -> None:
     """Check that a dtype is one of the floating types that are served."""
-    check(dtype in FLOAT_DTYPES, argument, f"one of {', '.join(map(str, FLOAT_DTYPES))}", dtype)
+    served = isinstance(dtype, torch.dtype) and dtype in FLOAT_DTYPES
+    check(served, argument, f"one of {', '.join(map(str, FLOAT_DTYPES))}", dtype)
 
 
 def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .checks import check, is_positive_int
+from .checks import check, check_flag, check_int, check_number, check_type
 
 
 class UnsupportedConfiguration(ValueError):
@@ -59,6 +59,15 @@ class YarnConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
+    def __post_init__(self):
+        for name in ("factor", "beta_fast", "beta_slow"):
+            check_number(name, getattr(self, name))
+            check(getattr(self, name) > 0, name, "a number above 0", getattr(self, name))
+        check_int("original_max_position_embeddings", self.original_max_position_embeddings)
+        for name in ("mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name))
+
     @property
     def cos_sin_scale(self) -> float:
         """Factor of cos and sin: m(f, mscale) / m(f, mscale_all_dim), or m(f, 1) where either is absent."""
@@ -80,6 +89,12 @@ class RopeConfig:
     theta: float = 10000.0
     interleaved: bool = True
     yarn: YarnConfig | None = None
+
+    def __post_init__(self):
+        check_number("theta", self.theta)
+        check(self.theta > 1, "theta", "a number above 1", self.theta)
+        check_flag("interleaved", self.interleaved)
+        check_type("yarn", self.yarn, (YarnConfig, type(None)), "a YarnConfig or None")
 
 
 PRESETS: Mapping[str, Mapping[str, int | None]] = {
@@ -206,14 +221,14 @@ class MLAConfig:
         softmax_scale: _SoftmaxScale = _SoftmaxScale()
 
     def __post_init__(self):
+        check_number("latent_norm_eps", self.latent_norm_eps, 0)
+        check_type("rope", self.rope, RopeConfig)
         for name in ("hidden_size", "num_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
-            check(is_positive_int(getattr(self, name)), name, "a positive int", getattr(self, name))
-        check(self.q_lora_rank is None or is_positive_int(self.q_lora_rank), "q_lora_rank", "a positive int or None",
-              self.q_lora_rank)  # fmt: skip
-        check(
-            isinstance(self.qk_rope_head_dim, int) and self.qk_rope_head_dim >= 0 and self.qk_rope_head_dim % 2 == 0,
-            "qk_rope_head_dim", "an even int >= 0", self.qk_rope_head_dim,
-        )  # fmt: skip
+            check_int(name, getattr(self, name))
+        if self.q_lora_rank is not None:
+            check_int("q_lora_rank", self.q_lora_rank, 1, "a positive int or None")
+        check_int("qk_rope_head_dim", self.qk_rope_head_dim, 0, "an even int >= 0")
+        check(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even int >= 0", self.qk_rope_head_dim)
         check(isinstance(self.rope, RopeConfig), "rope", "a RopeConfig", type(self.rope).__name__)
         scale = self.given_softmax_scale
         number = isinstance(scale, int | float) and not isinstance(scale, bool)
@@ -261,7 +276,7 @@ class MLAConfig:
             UnsupportedConfiguration: `RopeConfig` cannot express the published rope (minicpm3), and `fields` has no
                 `rope`. `MLAConfig(**PRESETS[name])` is a config with its dims alone.
         """
-        check(name in PRESETS, "name", f"one of {', '.join(PRESETS)}", name)
+        check(isinstance(name, str) and name in PRESETS, "name", f"one of {', '.join(PRESETS)}", name)
         rope = _PRESET_ROPES[name]
         if rope is None and "rope" not in fields:
             wanted = f"rope: expected a RopeConfig for {name!r}, whose LongRoPE is not implemented"

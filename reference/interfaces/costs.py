@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from .checks import check
+from .checks import check, check_number
 
 FLOPS_PER_BYTE = 200  # what a card of today computes in bfloat16 while it reads one byte (H100, H200, B200: 150 to 300)
 
@@ -38,9 +38,7 @@ class PathCosts:
 
     def __post_init__(self):
         for field in fields(self):
-            value = getattr(self, field.name)
-            wanted = "a number >= 0"
-            check(isinstance(value, int | float) and 0 <= value < float("inf"), field.name, wanted, value)
+            check_number(field.name, getattr(self, field.name), 0)
 
     def save(self, path: Path | str) -> None:
         """Write the constants as JSON."""

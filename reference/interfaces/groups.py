@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .checks import check, check_tensor, is_positive_int
+from .checks import check, check_tensor, check_type, is_positive_int
 from .config import MLAConfig, UnsupportedConfiguration
 from .shares import MERGES, SequenceShare
 
@@ -288,6 +288,7 @@ class ContextParallel:
         Raises:
             ValueError: TP does not divide N.
         """
+        check_type("config", config, MLAConfig)
         return replace(config, num_heads=self.local_heads(config.num_heads))
 
     def shard_linear(self, name: str, linear: nn.Module, dim: int, num_heads: int) -> nn.Linear:
@@ -346,6 +347,7 @@ def verify_group(context_parallel: ContextParallel, **facts: Any) -> None:
         ValueError: on every rank, where one differs; the line names the fact, what most ranks have, and who differs.
         GroupError: a rank did not answer.
     """
+    check_type("context_parallel", context_parallel, ContextParallel)
     cp, tp = context_parallel.cp_group, context_parallel.tp_group
     mine = {"context_parallel_size": cp.size, "interleave": context_parallel.interleave,
             "merge": context_parallel.merge, **facts}  # fmt: skip

@@ -8,22 +8,23 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from .checks import check, is_positive_int
+from .checks import check, check_int, check_tensor
 
 MERGES = ("ag_rs", "a2a")  # how ranks merge: cp_lse_ag_out_rs, cp_lse_a2a
 
 
 def check_share(size: int, rank: int | None, interleave: int, argument: str = "context_parallel_size") -> None:
     """Check D (which the caller calls `argument`), a rank of it (None for all) and I."""
-    check(is_positive_int(size), argument, "a positive int", size)
+    check_int(argument, size)
     inside = rank is None or (isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < size)
     check(inside, "rank", f"an int in [0, {size})", rank)
-    check(is_positive_int(interleave), "interleave", "a positive int", interleave)
+    check_int("interleave", interleave)
+    check(size * interleave < 2**31, "interleave", f"fewer than 2^31 tokens in a turn of {size} ranks", interleave)
 
 
 def check_interleave(interleave: int, block_size: int) -> None:
     """Check that blocks hold whole turns of a rank: so a block of the cache is filled in the order of its tokens."""
-    check(is_positive_int(block_size), "block_size", "a positive int", block_size)
+    check_int("block_size", block_size)
     check(block_size % interleave == 0, "interleave", f"a divisor of the block size {block_size}", interleave)
 
 
@@ -46,9 +47,11 @@ class SequenceShare:
 
     def __post_init__(self):
         check_share(self.size, self.rank, self.interleave, "size")
+        check_int("rank", self.rank, 0, f"an int in [0, {self.size})")
 
     def count(self, num_tokens: int) -> int:
         """How many of the first `num_tokens` tokens of a sequence lie here."""
+        check_int("num_tokens", num_tokens, 0)
         turns, rest = divmod(num_tokens, self.size * self.interleave)
         return turns * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
@@ -73,6 +76,7 @@ def get_dcp_local_seq_lens(
         ValueError: a number out of range.
     """
     check_share(context_parallel_size, rank, interleave)
+    check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     turn = context_parallel_size * interleave
     whole = seq_lens.div(turn, rounding_mode="floor")
     rest = seq_lens - whole * turn
@@ -119,9 +123,9 @@ def dcp_wire_bytes(
     check(merge in MERGES, "merge", f"one of {', '.join(MERGES)}", repr(merge))
     sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "element_size": element_size, "lse_size": lse_size}
     for name, value in sizes.items():
-        check(is_positive_int(value), name, "a positive int", value)
+        check_int(name, value)
     for name, value in (("num_tokens", num_tokens), ("qk_rope_head_dim", qk_rope_head_dim)):
-        check(value >= 0, name, "an int >= 0", value)
+        check_int(name, value, 0)
     check(num_heads % size == 0, "num_heads", f"a multiple of {size} ranks", num_heads)
     others, own = size - 1, num_tokens * (num_heads // size)
     queries = others * own * (kv_lora_rank + qk_rope_head_dim) * element_size

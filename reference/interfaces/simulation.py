@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check, is_positive_int
+from .checks import check, check_function, is_positive_int
 from .groups import ContextParallel, Group, GroupError, Pending
 from .shares import check_share
 
@@ -156,6 +156,7 @@ def simulate(
     size = context_parallel_size
     total = size if tensor_parallel_size is None else tensor_parallel_size
     check_share(size, None, interleave)
+    check_function("program", program)
     check(is_positive_int(total) and total % size == 0, "tensor_parallel_size", f"a multiple of {size}", total)
     check(total <= MOST_RANKS, "tensor_parallel_size", f"at most {MOST_RANKS} ranks in one process", total)
     turns, everyone = _Turns(total), tuple(range(total))

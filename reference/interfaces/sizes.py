@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from .checks import check, check_tensor, is_positive_int
+from .checks import check, check_flag, check_int, check_tensor, check_type
 from .config import MLAConfig, QueryLenSupport
 
 DECODE_TILE = 64  # keys in a tile of the decode schedule, whatever the page
@@ -36,12 +36,12 @@ def kv_cache_shape(
     Raises:
         ValueError: an argument is below 1 (`num_blocks` may be 0).
     """
-    check(isinstance(num_blocks, int) and num_blocks >= 0, "num_blocks", "an int >= 0", num_blocks)
-    check(is_positive_int(block_size), "block_size", "a positive int", block_size)
-    check(is_positive_int(head_size), "head_size", "a positive int", head_size)
+    check_int("num_blocks", num_blocks, 0)
+    check_int("block_size", block_size)
+    check_int("head_size", head_size)
     if num_layers is None:
         return (num_blocks, block_size, head_size)
-    check(is_positive_int(num_layers), "num_layers", "a positive int or None", num_layers)
+    check_int("num_layers", num_layers, 1, "a positive int or None")
     return (num_layers, num_blocks, block_size, head_size)
 
 
@@ -56,7 +56,8 @@ def stride_order(include_layers: bool = False, layout: str = "layers_first") -> 
     Raises:
         ValueError: another layout.
     """
-    check(layout in LAYOUTS, "layout", f"one of {', '.join(LAYOUTS)}", layout)
+    check_flag("include_layers", include_layers)
+    check(isinstance(layout, str) and layout in LAYOUTS, "layout", f"one of {', '.join(LAYOUTS)}", layout)
     return LAYOUTS[layout] if include_layers else (0, 1, 2)
 
 
@@ -70,7 +71,7 @@ def context_unit(block_size: int, context_parallel_size: int = 1, interleave: in
     """
     sizes = {"block_size": block_size, "context_parallel_size": context_parallel_size, "interleave": interleave}
     for name, value in sizes.items():
-        check(is_positive_int(value), name, "a positive int", value)
+        check_int(name, value)
     return block_size if context_parallel_size == 1 else math.lcm(block_size, context_parallel_size * interleave)
 
 
@@ -86,7 +87,7 @@ def chunked_prefill_workspace_size(
         ValueError: an argument is below 1.
     """
     for name, value in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs)):
-        check(is_positive_int(value), name, "a positive int", value)
+        check_int(name, value)
     unit = context_unit(block_size, context_parallel_size, interleave)
     tokens = min(max(8 * max_model_len, 4 * max_num_seqs * block_size), MOST_WORKSPACE_TOKENS)
     return -(-max(tokens, max_num_seqs * unit) // unit) * unit
@@ -102,8 +103,8 @@ def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_
     Raises:
         ValueError: a negative number of tokens.
     """
-    check(isinstance(num_speculative_tokens, int) and num_speculative_tokens >= 0, "num_speculative_tokens",
-          "an int >= 0", num_speculative_tokens)  # fmt: skip
+    check_type("query_len_support", query_len_support, QueryLenSupport)
+    check_int("num_speculative_tokens", num_speculative_tokens, 0)
     return 1 if query_len_support is QueryLenSupport.SINGLE_ONLY else 1 + num_speculative_tokens
 
 
@@ -129,7 +130,7 @@ def invariant_cut(num_heads: int) -> InvariantCut:
     Raises:
         ValueError: a number of heads below 1.
     """
-    check(is_positive_int(num_heads), "num_heads", "a positive int", num_heads)
+    check_int("num_heads", num_heads)
     return InvariantCut(4, 32, 16, 128) if num_heads <= 16 else InvariantCut(16, 8, 32, 64)
 
 
@@ -162,7 +163,7 @@ def piece_overhead(num_heads: int) -> int:
     Raises:
         ValueError: a number of heads below 1.
     """
-    check(is_positive_int(num_heads), "num_heads", "a positive int", num_heads)
+    check_int("num_heads", num_heads)
     return 5 if num_heads <= 32 else 8
 
 
@@ -175,7 +176,7 @@ def fold_overhead(num_heads: int) -> int:
     Raises:
         ValueError: a number of heads below 1.
     """
-    check(is_positive_int(num_heads), "num_heads", "a positive int", num_heads)
+    check_int("num_heads", num_heads)
     return 1 if num_heads <= 16 else 4
 
 
@@ -265,6 +266,7 @@ def infer_global_hyperparameters(layers: Mapping[str, Any]) -> GlobalHyperparame
     Raises:
         ValueError: no layer; or one that differs from the first, by name.
     """
+    check_type("layers", layers, Mapping)
     check(len(layers) > 0, "layers", "at least one layer", "none")
     found = {}
     for name, layer in layers.items():

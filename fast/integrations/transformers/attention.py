@@ -26,6 +26,9 @@ from reference.interfaces import (
     PathCosts,
     UnsupportedConfiguration,
     check,
+    check_costs,
+    check_groups,
+    check_int,
     check_tensor,
 )
 
@@ -401,9 +404,11 @@ def use_mla(
               f"a {type(module).__name__} whose forward was replaced")  # fmt: skip
     check(not model.training, "model", "eval mode (inference only); call model.eval()", "training mode")
     for name, value in (("block_size", block_size), ("decode_threshold", decode_threshold)):
-        check(isinstance(value, int) and value >= 1, name, "an int of at least 1", value)
-    check(workspace_tokens is None or workspace_tokens >= block_size, "workspace_tokens",
-          f"at least one block of {block_size}", workspace_tokens)  # fmt: skip
+        check_int(name, value, 1, "an int of at least 1")
+    if workspace_tokens is not None:
+        check_int("workspace_tokens", workspace_tokens, block_size, f"at least one block of {block_size}")
+    check_costs(costs)
+    check_groups(context_parallel)
 
     if context_parallel is not None:
         options["context_parallel"] = context_parallel

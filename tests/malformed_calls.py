@@ -1,0 +1,563 @@
+"""Calls with one malformed argument each, over every public function of a package, and a report of what each did.
+
+`python -m tests.malformed_calls fast` makes the calls in a process of its own, as a user does: the tests' import hook,
+which checks annotations at run time, is not there. It prints one JSON object.
+
+A new public function or a new required field is one line in `valid_calls`; the rest follows from signatures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import json
+import math
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from reference.interfaces import (
+    AttentionState,
+    ContextParallel,
+    DecodeMetadata,
+    MLAConfig,
+    PathCosts,
+    QueryLenSupport,
+    RopeConfig,
+    SequenceShare,
+)
+
+from .factories import (
+    DIRECT,
+    YARN,
+    integers,
+    linear,
+    make_batch,
+    make_cache,
+    make_entries,
+    make_layer,
+    make_up_projections,
+    make_weights,
+    norm,
+    offsets,
+)
+
+CPU = torch.device("cpu")
+SECONDS_A_CALL = 5  # of computing: a malformed number must not become a loop
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call that succeeds.
+
+    Attributes:
+        name: what the report calls it, such as "mla_decode" or "DecodeGraph.run".
+        function: the function, class or bound method.
+        arguments: by name; values that the function writes are among them.
+        hidden: annotations of arguments that the signature does not tell.
+        runs: False for a call that takes long: it is only made with arguments that must be refused.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    hidden: dict[str, str] = dataclasses.field(default_factory=dict)
+    runs: bool = True
+
+
+# Calls that succeed.
+
+
+def valid_calls(ops: ModuleType) -> list[Call]:
+    """One good call of every public function, class and method; the arguments are made afresh."""
+    torch.manual_seed(0)
+    is_fast = ops.__name__ == "fast"
+    backend = {"backend": "cpu"} if is_fast else {}
+    batch = make_batch([1, 2, 3], [20, 33, 16])
+    common, decodes = batch.common, make_batch([1, 1], [20, 33])
+    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, torch.float32), DIRECT.head_size, torch.float32)
+    plan = ops.build_mla_metadata(common, 16, 4096, 8).decode
+    schedule = ops.plan_decode(plan.seq_lens, 2, DIRECT.num_heads)
+    prefill = ops.build_mla_metadata(make_batch([2, 3], [33, 40]).common, 16, 64).prefill
+    prefill_cache = torch.randn(8, 16, DIRECT.head_size)
+    w_uk, w_uv = make_up_projections(DIRECT, torch.float32)
+    ql_nope, q_pe = torch.randn(6, 3, 24), torch.randn(6, 3, 8)
+    share = SequenceShare(2, 0, 2)
+    ranks = ops.simulate(1, 1, lambda ranks: ranks)[0]
+    shared = ops.plan_context_chunks(integers(20, 0, 33), 128, 16, "packed", 2, 2)[0]
+    shared = ops.share_chunk(shared, share)
+    alone = ops.share_chunk(ops.plan_context_chunks(integers(31, 37), 128, 16)[0], SequenceShare(1, 0))
+    weights = make_weights(DIRECT, torch.float32)
+    modules = {name: linear(x) if x.dim() == 2 else norm(x) for name, x in weights.items()}
+    layer = make_layer(ops, DIRECT, weights, torch.float32)
+    step = make_batch([1, 1, 5, 7], [20, 33, 40, 7])
+    step_plan = ops.build_mla_metadata(step.common, 16, 64)
+    step_plan = dataclasses.replace(step_plan, schedule=ops.plan_decode(step_plan.decode.seq_lens, 2, DIRECT.num_heads))
+    step_cache = torch.randn(step.num_blocks, 16, DIRECT.head_size)
+    hidden, positions = torch.randn(14, DIRECT.hidden_size), torch.arange(14)
+    prefix = make_batch([1, 1], [40, 40])
+    table = prefix.common.block_table.clone()
+    table[1, :2] = table[0, :2]
+    prefix = dataclasses.replace(prefix.common, block_table=table)
+    prefix_plan = ops.build_mla_metadata(prefix, 16, 64).decode
+    cascade = ops.split_shared_prefix(prefix_plan, 32, 16)
+    builder = ops.MLAMetadataBuilder(DIRECT, 16, 4096, 8, num_programs=2)
+    captured = builder.build_for_cudagraph_capture(decodes.common)
+
+    def run_step(hidden_states, positions, metadata):
+        return hidden_states
+
+    graph = ops.DecodeGraph(run_step, DIRECT, (2, 4), 16, 8, torch.float32, CPU)
+
+    def state():
+        return AttentionState(torch.randn(6, 4, 5), torch.randn(4, 6))
+
+    absorbed = dict(ql_nope=ql_nope, q_pe=q_pe, kv_cache=cache, metadata=plan, softmax_scale=0.3)
+    expanded = dict(q=torch.randn(5, 3, 20), k_nope=torch.randn(5, 3, 12), k_pe=torch.randn(5, 8),
+                    v=torch.randn(5, 3, 10), metadata=prefill)  # fmt: skip
+    context = prefill.context_chunks[0]
+    keys = context.num_tokens
+    slots = dict(query_start_loc=common.query_start_loc, seq_lens=common.seq_lens, block_table=common.block_table,
+                 block_size=16, num_tokens=6)  # fmt: skip
+
+    def out(*shape):
+        return {"out": torch.zeros(*shape)} if is_fast else {}
+
+    def call(name: str, /, hidden=None, **arguments: Any) -> Call:
+        target: Any = ops
+        for part in name.split("."):
+            target = getattr(target, part)
+        return Call(name, target, arguments, hidden or {})
+
+    def method(owner: Any, name: str, /, **arguments: Any) -> Call:
+        return Call(f"{type(owner).__name__}.{name}", getattr(owner, name), arguments)
+
+    calls = [
+        # attention
+        call("flash_attn_varlen", q=torch.randn(6, 3, 8), k=torch.randn(7, 3, 8), v=torch.randn(7, 3, 5),
+             cu_seqlens_q=offsets([4, 2]), cu_seqlens_k=offsets([5, 2]), max_seqlen_q=4, max_seqlen_k=5,
+             softmax_scale=0.3, causal=True, out_dtype=torch.float32, **backend),
+        call("merge_attn_states", prefix=state(), suffix=state(), **backend),
+        call("mla_decode", **absorbed, schedule=schedule, out_dtype=torch.float32, **backend),
+        call("cascade_attention", ql_nope=torch.randn(2, 3, 24), q_pe=torch.randn(2, 3, 8),
+             kv_cache=torch.randn(12, 16, 32), metadata=cascade, softmax_scale=0.3, **backend),
+        call("forward_prefill", q=torch.randn(5, 3, 20), kv_c_normed=torch.randn(5, 24), k_pe=torch.randn(5, 8),
+             kv_cache=prefill_cache, metadata=prefill, w_uk=w_uk, w_uv=w_uv, softmax_scale=0.3,
+             gather=ops.gather_context, **backend),
+        call("run_prefill_new_tokens", **expanded, softmax_scale=0.3, **backend),
+        call("run_prefill_context_chunk", **expanded | dict(k_nope=torch.randn(keys, 3, 12),
+             k_pe=torch.randn(keys, 8), v=torch.randn(keys, 3, 10)), chunk=context, softmax_scale=0.3, **backend),
+        call("gather_context", kv_cache=prefill_cache, metadata=prefill, chunk=context, **backend),
+        # rotary, weights, norms
+        call("apply_rope", positions=torch.arange(6), q_pe=torch.randn(6, 3, 8), k_pe=torch.randn(6, 8),
+             rope=RopeConfig(yarn=YARN), **({"frequencies": torch.rand(4)} if is_fast else {}), **backend),
+        call("rotary_cos_sin", positions=torch.arange(6), rope=RopeConfig(yarn=YARN), dim=8, dtype=torch.float32),
+        call("rotary_frequencies", rope=RopeConfig(yarn=YARN), dim=8, dtype=torch.float32),
+        call("rotate", x=torch.randn(6, 3, 8), cos=torch.randn(6, 4), sin=torch.randn(6, 4), interleaved=True),
+        call("absorb", w_uk=w_uk, w_uv=w_uv),
+        call("dense_weight", linear=modules["kv_b_proj"], in_features=24, dtype=torch.float32),
+        call("is_plain_linear", linear=modules["kv_b_proj"], dtype=torch.float32),
+        call("split_kv_b_proj", kv_b_weight=torch.randn(66, 24), num_heads=3, qk_nope_head_dim=12, v_head_dim=10),
+        call("query_to_latent", q_nope=torch.randn(6, 3, 12), w_uk_t=torch.randn(3, 12, 24)),
+        call("latent_to_value", latent=torch.randn(6, 3, 24), w_uv=torch.randn(3, 24, 10)),
+        call("expand_kv", kv_c_normed=torch.randn(6, 24), w_uk=w_uk, w_uv=w_uv),
+        call("rms_norm", x=torch.randn(6, 24), weight=torch.rand(24), eps=1e-6),
+        # cache
+        call("allocate_kv_cache", num_blocks=3, block_size=16, head_size=32, dtype=torch.float32, device=CPU,
+             num_layers=2, layout="blocks_first"),
+        call("kv_cache_shape", num_blocks=3, block_size=16, head_size=32, num_layers=2),
+        call("stride_order", include_layers=True, layout="blocks_first"),
+        call("infer_global_hyperparameters", layers={"first": DIRECT, "second": layer}),
+        call("concat_and_cache_mla", kv_c_normed=torch.randn(6, 24), k_pe=torch.randn(6, 8), kv_cache=cache,
+             slot_mapping=common.slot_mapping, **backend),
+        call("gather_and_maybe_dequant_cache", kv_cache=cache, block_table=common.block_table,
+             cu_seq_lens=offsets([20, 3, 0]), starts=integers(0, 16, 0), num_tokens=23, **out(23, 32), **backend),
+        call("copy_blocks", kv_caches=list(torch.randn(2, 4, 2, 3)), block_mapping=torch.tensor([[0, 1]]), **backend),
+        call("swap_blocks", source=torch.randn(4, 2, 3), target=torch.randn(5, 2, 3),
+             block_mapping=torch.tensor([[0, 4]]), **backend),
+        # batches and plans
+        call("slot_mapping", **slots),
+        call("split_decodes_and_prefills", common=common, decode_threshold=2, require_uniform=True),
+        call("reorder_batch_to_split_decodes_and_prefills", decodes=torch.tensor([False, True, True])),
+        call("make_local_attention_virtual_batches", common=common, attention_chunk_size=32, block_size=16),
+        call("choose_path", query_len=4, context_len=100, config=DIRECT, costs=PathCosts()),
+        call("choose_paths", query_lens=integers(1, 9), context_lens=integers(5, 100), decode_threshold=1,
+             config=DIRECT, costs=PathCosts(), query_len_support=QueryLenSupport.VARLEN),
+        call("plan_context_chunks", context_lens=integers(20, 0, 33), workspace_tokens=64, block_size=16,
+             policy="even", context_parallel_size=1, interleave=1),
+        call("plan_decode", seq_lens=integers(20, 0, 33), num_programs=2, num_heads=3, fixed_overhead=5,
+             batch_invariant=False, **backend),
+        call("share_chunk", chunk=ops.plan_context_chunks(integers(20, 0, 33), 128, 16, "packed", 2, 2)[0],
+             share=share),
+        call("chunked_prefill_workspace_size", max_model_len=4096, max_num_seqs=8, block_size=16,
+             context_parallel_size=2, interleave=2),
+        call("reorder_batch_threshold", query_len_support=QueryLenSupport.VARLEN, num_speculative_tokens=2),
+        call("common_prefix_len", common=prefix, block_size=16),
+        call("use_cascade_attention", common_prefix_len=32, query_lens=integers(1, 1), seq_lens=integers(40, 40),
+             config=DIRECT),
+        call("split_shared_prefix", metadata=prefix_plan, common_prefix_len=32, block_size=16, row=1),
+        call("build_mla_metadata", common=step.common, block_size=16, workspace_tokens=64, decode_threshold=2,
+             config=DIRECT, costs=PathCosts(), query_len_support=QueryLenSupport.VARLEN, policy="even",
+             require_order=False, share=None, **({"staging": None} if is_fast else {})),
+        call("CommonAttentionMetadata.make", query_start_loc_cpu=integers(0, 1, 3), seq_lens_cpu=integers(4, 2),
+             block_table=torch.zeros(2, 1, dtype=torch.int32), slot_mapping=torch.arange(3)),
+        # context parallelism
+        call("get_dcp_local_seq_lens", seq_lens=integers(20, 0, 33), context_parallel_size=2, rank=1, interleave=2),
+        call("dcp_slot_mapping", **slots, context_parallel_size=2, rank=1, interleave=2),
+        call("dcp_wire_bytes", num_tokens=4, num_heads=16, kv_lora_rank=24, qk_rope_head_dim=8,
+             context_parallel_size=2, merge="a2a", element_size=2, lse_size=4),
+        call("reorg_kvcache", gathered=torch.randn(2, shared.padded_tokens, 32), chunk=shared,
+             **out(shared.num_tokens, 32), **backend),
+        call("dcp_gather_context", kv_cache=prefill_cache, metadata=prefill, chunk=alone, context_parallel=ranks,
+             **({"workspace": torch.zeros(2 * alone.padded_tokens, 32)} if is_fast else {}), **backend),
+        call("cp_lse_ag_out_rs", state=state(), group=ranks.cp_group, **backend),
+        call("cp_lse_a2a", state=state(), group=ranks.cp_group, **backend),
+        call("dcp_decode", **absorbed, context_parallel=ranks, schedule=schedule, out_dtype=torch.float32,
+             **({"overlap": True} if is_fast else {}), **backend),
+        call("verify_group", context_parallel=ranks),
+        call("simulate", context_parallel_size=1, interleave=1, program=lambda ranks: None, tensor_parallel_size=2,
+             merge="a2a"),
+        # layer, builder, graph
+        call("MLAAttention", config=DIRECT, **modules, workspace_tokens=64, context_parallel=ranks, **backend),
+        method(layer, "forward", hidden_states=hidden, positions=positions, kv_cache=step_cache, metadata=step_plan),
+        method(layer, "project", hidden_states=hidden, positions=positions),
+        method(layer, "forward_attention", q=torch.randn(14, 3, 20), kv_c_normed=torch.randn(14, 24),
+               k_pe=torch.randn(14, 8), kv_cache=step_cache, metadata=step_plan, output=torch.zeros(14, 3, 10)),
+        call("MLAMetadataBuilder", config=DIRECT, block_size=16, max_model_len=4096, max_num_seqs=8,
+             query_len_support=QueryLenSupport.VARLEN, num_speculative_tokens=0, costs=PathCosts(), num_programs=2,
+             batch_invariant=False, workspace_tokens=1024, context_parallel=ranks),
+        method(builder, "build", common_prefix_len=32, common=prefix, fast_build=False),
+        method(builder, "build_for_cudagraph_capture", common=decodes.common),
+        method(builder, "update_captured", captured=captured, common=decodes.common),
+        method(builder, "can_run_in_cudagraph", common=decodes.common),
+        method(builder, "reorder_batch", query_lens=integers(9, 1), context_lens=integers(5, 100)),
+        call("DecodeGraph", step=run_step, config=DIRECT, batch_sizes=(2, 4), block_size=16, max_blocks=8,
+             dtype=torch.float32, device=CPU, query_len=1, num_programs=2, batch_invariant=False,
+             context_parallel=ranks, **backend),
+        method(graph, "run", hidden_states=torch.randn(2, DIRECT.hidden_size), positions=torch.arange(2),
+               common=decodes.common),
+        # records that check themselves
+        call("MLAConfig", **{field.name: getattr(DIRECT, field.name) for field in dataclasses.fields(DIRECT)
+                             if field.init}),
+        call("MLAConfig.from_preset", name="deepseek-v3"),
+        call("MLAConfig.from_hf", config=hf_config()),
+        call("RopeConfig", theta=10000.0, interleaved=True, yarn=YARN),
+        call("YarnConfig", factor=40.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
+             mscale=0.7, mscale_all_dim=1.0),
+        call("PathCosts", absorbed_request=1.0, expanded_request=1.0, expanded_context=1.0, absorbed_flop=1.0,
+             expanded_flop=1.0, projection_flop=1.0, byte=200.0),
+        call("SequenceShare", size=2, rank=1, interleave=2),
+        method(share, "count", num_tokens=33),
+        call("ContextParallel", cp_group=ranks.cp_group, tp_group=ranks.tp_group, interleave=1, merge="a2a"),
+        method(ranks, "local_heads", num_heads=3),
+        method(ranks, "local_config", config=DIRECT),
+        method(ranks, "gathered_heads", num_heads=3),
+    ]  # fmt: skip
+    return calls + (calls_of_fast(call, method, backend, graph) if is_fast else [])
+
+
+def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backend: dict, graph: Any) -> list[Call]:
+    """Good calls of what `fast` has besides."""
+    from fast import backends
+    from fast.serving import BlockAllocator, ServingLoop
+
+    def within(module: str, name: str, /, **arguments: Any) -> Call:
+        return Call(f"{module}.{name}", getattr(importlib.import_module(f"fast.{module}"), name), arguments)
+
+    served = dict(config=DIRECT, device=CPU, dtype=torch.float32, block_size=16)
+    allocator = BlockAllocator(8)
+    taken = allocator.allocate(2)
+    calls = [
+        call("decode_programs", **served, query_len=1, **backend),
+        Call("warmup", importlib.import_module("fast").warmup, dict(
+            **served, decode_threshold=1, batch_invariant=False, context_parallel=None, **backend), runs=False),
+        method(graph, "replay", size=2),
+        within("backends", "explain", **served, **backend),
+        within("backends", "select", request=backends.KernelRequest("merge_attn_states", CPU, torch.float32),
+               **backend),
+        within("serving", "BlockAllocator", num_blocks=4, order=[3, 1, 0, 2]),
+        method(allocator, "allocate", count=0),
+        Call("BlockAllocator.free", lambda blocks: allocator.free(blocks), {"blocks": []}, {"blocks": "Iterable[int]"}),
+    ]  # fmt: skip
+    assert len(taken) == 2
+    model = tiny_model()
+    if model is None:
+        return calls
+    import fast
+    from fast.integrations.transformers import restore, use_mla
+
+    config = MLAConfig.from_hf(model.config)
+    loop = dict(model=model, config=config, ops=fast, num_blocks=16, block_size=8, max_num_seqs=4, token_budget=16,
+                workspace_tokens=64, decode_threshold=1, eos=3, block_order=list(range(16)),
+                costs=PathCosts(), context_parallel=None)  # fmt: skip
+    serving = ServingLoop(**loop)
+    return [
+        *calls,
+        Call("serving.ServingLoop", ServingLoop, loop),
+        method(serving, "add", prompt_ids=[1, 2, 3], max_new_tokens=2),
+        Call("transformers.use_mla", lambda **options: restore(use_mla(**options)),
+             dict(model=model, ops=fast, block_size=64, workspace_tokens=128, decode_threshold=1, costs=PathCosts(),
+                  context_parallel=None),
+             dict(model="PreTrainedModel", ops="ModuleType", block_size="int", workspace_tokens="int | None",
+                  decode_threshold="int", costs="PathCosts | None", context_parallel="ContextParallel | None")),
+        Call("transformers.restore", lambda model: use_mla(restore(model)),
+             dict(model=use_mla(tiny_model())), dict(model="PreTrainedModel")),
+    ]  # fmt: skip
+
+
+def hf_config() -> Any:
+    """What `MLAConfig.from_hf` reads of a transformers config."""
+
+    class Config:
+        model_type, hidden_size, num_attention_heads = "deepseek_v3", 48, 3
+        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim = 24, 12, 8, 10
+        rope_interleave, rope_theta, q_lora_rank = True, 10000.0, None
+
+    return Config()
+
+
+def tiny_model() -> nn.Module | None:
+    """A model of transformers with one layer; None where transformers is not installed."""
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        return None
+    config = transformers.DeepseekV3Config(
+        vocab_size=17, hidden_size=32, intermediate_size=16, num_hidden_layers=1, first_k_dense_replace=1,
+        num_attention_heads=3, num_key_value_heads=3, q_lora_rank=24, kv_lora_rank=20, qk_nope_head_dim=10,
+        qk_rope_head_dim=4, v_head_dim=6, rope_interleave=True, max_position_embeddings=64, n_routed_experts=2,
+        n_group=1, topk_group=1, num_experts_per_tok=1, moe_intermediate_size=8, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None,
+    )  # fmt: skip
+    return transformers.DeepseekV3ForCausalLM(config).eval()
+
+
+# Values that are malformed.
+
+
+class Anything:
+    """An object that is nothing a function asks for."""
+
+    def __repr__(self) -> str:
+        return "an object\nof two lines"
+
+
+ANYTHING = Anything()
+
+
+def scalars() -> dict[str, Any]:
+    """Values that any argument may be given by mistake, by the name that the report uses."""
+    return {
+        "None": None,
+        "a float": 3.5,
+        "NaN": math.nan,
+        "True": True,
+        "-1": -1,
+        "a huge int": 2**70,
+        "a str": "text",
+        "a list": [1, "two"],
+        "a dict": {"one": 1},
+        "an object": ANYTHING,
+        "a class": Anything,
+        "a 0-d tensor": torch.tensor(3),
+        "a vector": torch.arange(3.0),
+        "a config": DIRECT,
+        "a share": SequenceShare(1, 0),
+        "a decode plan": DecodeMetadata(*(integers(1) for _ in dataclasses.fields(DecodeMetadata))),
+        "a dtype of ints": torch.int8,
+    }
+
+
+def tensors(like: Tensor) -> dict[str, Tensor]:
+    """Tensors like a good one, but of another dtype, rank, layout or device."""
+    floating = like.is_floating_point()
+    made = {
+        "a bool tensor": like != 0,
+        "a complex tensor": torch.zeros(like.shape, dtype=torch.complex64),
+        "a tensor of the other kind": like.to(torch.int64 if floating else torch.float32),
+        "a float8 tensor": torch.zeros(like.shape, dtype=torch.float8_e4m3fn),
+        "a uint8 tensor": torch.zeros(like.shape, dtype=torch.uint8),
+        "one more dimension": like[None],
+        "a sparse COO tensor": like.to_sparse(),
+        "a meta tensor": like.to("meta"),
+        "a nested tensor": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]).to(like.dtype),
+        "a jagged tensor": torch.nested.nested_tensor(
+            [torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged
+        ).to(like.dtype),
+    }  # fmt: skip
+    if like.dtype == torch.bool:
+        del made["a bool tensor"], made["a nested tensor"], made["a jagged tensor"]
+    if floating and like.dtype == torch.float32:
+        made["a quantised tensor"] = torch.quantize_per_tensor(like.nan_to_num(0), 0.1, 0, torch.qint8)
+    if like.dim() >= 2:
+        made["a sparse CSR tensor"] = like.to_sparse_csr()
+    return made
+
+
+def admits(annotation: str, value: Any) -> bool:
+    """Whether a value has the type of an annotation, so that a call may take it or refuse it as it sees fit."""
+    for part in re.split(r"\s*\|\s*(?![^\[]*\])", annotation):
+        kind = part.split("[")[0].strip()
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if kind in ("Any", "object") or (kind == "None" and value is None):
+            return True
+        if (kind == "int" and is_number and isinstance(value, int)) or (kind == "float" and is_number):
+            return True
+        if (kind == "bool" and isinstance(value, bool)) or (kind == "str" and isinstance(value, str)):
+            return True
+        if kind in ("torch.dtype", "torch.device") and isinstance(value, (torch.dtype, torch.device)):
+            return kind == f"torch.{type(value).__name__}"
+        if kind == "Callable" and callable(value):
+            return True
+        if kind in {base.__name__ for base in type(value).__mro__[:-1]} and not isinstance(value, Tensor):
+            return True
+    return False
+
+
+def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]]:
+    """Values to put where a good one stands.
+
+    Yields:
+        The dotted path below the argument ("" for the argument itself), the name of the value, the argument with it,
+        and whether its type is right. An argument that cannot be made so is the error instead.
+    """
+    for label, value in scalars().items():
+        if not (
+            isinstance(good, bool | int | SequenceShare | MLAConfig) and type(value) is type(good) and value == good
+        ):
+            yield "", label, value, admits(annotation, value)
+    if isinstance(good, Tensor):
+        for label, value in tensors(good).items():
+            yield "", label, value, False
+    elif dataclasses.is_dataclass(good) and not isinstance(good, enum.Enum | MLAConfig | PathCosts | ContextParallel):
+        for field in dataclasses.fields(good):
+            if not field.init:
+                continue
+            held = getattr(good, field.name)
+            for path, label, value, well in malformed(str(field.type), held):
+                try:
+                    changed = dataclasses.replace(good, **{field.name: value})
+                except (ValueError, TypeError):  # a record that checks itself has calls of its own
+                    continue
+                yield f".{field.name}{path}", label, changed, well
+    elif isinstance(good, list | tuple) and good and isinstance(good[0], Tensor):
+        for path, label, value, _ in malformed("Tensor", good[0]):
+            yield path, f"{label} among others", type(good)((value, *good[1:])), False
+    elif isinstance(good, tuple) and good and dataclasses.is_dataclass(good[0]):
+        for path, label, value, well in malformed(type(good[0]).__name__, good[0]):
+            yield path, f"{label} among others", (value, *good[1:]), well
+
+
+# The run.
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Plain tensors that a value holds."""
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta):
+            yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_of(getattr(value, field.name, None))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+
+class TooLong(BaseException):
+    """A call that did not come back."""
+
+
+def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[str, str]:
+    """Type and message of what a call raised; ("", "") where it succeeded."""
+
+    def stop(*_):
+        raise TooLong
+
+    signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_A_CALL)
+    try:
+        function(**arguments)
+    except BaseException as error:
+        kinds = {kind.__name__ for kind in type(error).__mro__}
+        kind = "refused" if kinds & {"ValueError", "TypeError"} else type(error).__name__
+        if kind == "refused" and error.__traceback__ is not None:
+            kind = type(error).__name__
+        return kind, str(error)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    return "", ""
+
+
+def annotations_of(call: Call) -> dict[str, str]:
+    """Annotation of every argument, as text; "| None" where the default is None."""
+    found = dict(call.hidden)
+    for name, parameter in inspect.signature(call.function).parameters.items():
+        if name not in found and name in call.arguments:
+            found[name] = str(parameter.annotation)
+    return found
+
+
+def report(ops: ModuleType) -> dict[str, Any]:
+    """Make every call of a package with every malformed value (`report_of`)."""
+    return report_of(valid_calls(ops), lambda: valid_calls(ops))
+
+
+def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) -> dict[str, Any]:
+    """Make every call with every malformed value.
+
+    Args:
+        made: the good calls.
+        make: makes them afresh, for a call that has written to its arguments.
+
+    Returns:
+        "failed": good calls that did not succeed; "arguments": the names of each call's; "calls": rows of name, path,
+        value, whether its type is right, error, message, whether something was written before the error.
+    """
+    failed, rows = {}, []
+    arguments = {call.name: list(call.arguments) for call in made}
+    for index, name in enumerate(arguments):
+        call = made[index]
+        if call.runs:
+            kind, message = outcome(call.function, call.arguments)
+            if kind:
+                failed[name] = f"{kind}: {message}"
+                continue
+        annotations = annotations_of(call)
+        for argument, good in call.arguments.items():
+            for path, label, value, well in malformed(annotations[argument], good):
+                if well and not call.runs:
+                    continue
+                given = call.arguments | {argument: value}
+                kept = [(tensor, tensor.clone()) for other in given.values() for tensor in tensors_of(other)]
+                kind, message = outcome(call.function, given)
+                written = bool(kind) and not all(same_bits(tensor, was) for tensor, was in kept)
+                rows.append((name, argument + path, label, well, kind, message, written))
+                if (not kind or written) and make is not None and writes(call):
+                    made = make()  # what it wrote is no good input for the next one
+                    call = made[index]
+    return {"failed": failed, "arguments": arguments, "calls": rows}
+
+
+def writes(call: Call) -> bool:
+    """Whether a call that succeeds changes its arguments."""
+    return bool({"kv_cache", "kv_caches", "target", "output", "out", "workspace"} & set(call.arguments))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    json.dump(report(importlib.import_module(sys.argv[1])), sys.stdout)
