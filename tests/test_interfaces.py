@@ -119,7 +119,7 @@ def test_a_preset_without_its_rope_is_refused(plain_errors):
         MLAConfig.from_preset("minicpm3")
     rope = RopeConfig(interleaved=False)
     assert MLAConfig.from_preset("minicpm3", rope=rope).rope == rope
-    with pytest.raises(ValueError, match="^rope: expected a RopeConfig, got NoneType$"):
+    with pytest.raises(TypeError, match="^rope: expected a RopeConfig, got NoneType$"):
         MLAConfig.from_preset("deepseek-v3", rope=None)
     assert MLAConfig(**PRESETS["minicpm3"]).kv_lora_rank == 256
     assert set(PRESETS) == {*PUBLISHED_SCALES, "minicpm3"}
