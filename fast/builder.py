@@ -34,6 +34,7 @@ from reference.interfaces import (
     check_common_prefix,
     check_config,
     check_costs,
+    check_dtype,
     check_flag,
     check_int,
     check_interleave,
@@ -115,6 +116,7 @@ def build_mla_metadata(
             among the decodes; an order that is not as required.
     """
     backend = bind(backend, PLANNING_OPS)
+    check_dtype("dtype", dtype)
     check_threshold(decode_threshold, query_len_support)
     if num_programs is not None:
         check_int("num_programs", num_programs, 0, "an int >= 0 or None")
@@ -411,6 +413,7 @@ class MLAMetadataBuilder:
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
+        check_dtype("dtype", dtype)
         self.dtype, self.backend = dtype, bind(backend, PLANNING_OPS)
         self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
         self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
@@ -525,6 +528,11 @@ class MLAMetadataBuilder:
         check_type("captured.decode", captured.decode, DecodeMetadata)
         check_int("captured.num_decodes", captured.num_decodes, 0)
         check_int("captured.decode.max_query_len", captured.decode.max_query_len, 0)
+        check_int("captured.decode.max_seq_len", captured.decode.max_seq_len, 0)
+        check_int("captured.decode.block_size", captured.decode.block_size)
+        check(captured.decode.block_size == self.block_size, "captured.decode.block_size",
+              f"{self.block_size}, as in the builder", captured.decode.block_size)  # fmt: skip
+        check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
         shape = (captured.num_decodes, captured.decode.max_query_len)
         tokens = shape[0] * shape[1]
         fits = self.can_run_in_cudagraph(common) and (common.num_reqs, common.num_actual_tokens) == (shape[0], tokens)

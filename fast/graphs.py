@@ -34,7 +34,6 @@ from reference.interfaces import (
     get_dcp_local_seq_lens,
 )
 
-from . import backends
 from .backends import BackendChoice, bind
 from .schedule import decode_programs, plan_decode
 
@@ -101,7 +100,6 @@ class DecodeGraph:
         check_config(config)
         check_dtype("dtype", dtype)
         device = check_device("device", device)
-        backends.candidates(backend)  # a name that nothing has is refused here
         heads = config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         self._decode_heads = heads
         if num_programs is None:

@@ -367,6 +367,11 @@ class MLAMetadataBuilder:
         check_type("captured.decode", captured.decode, DecodeMetadata)
         check_int("captured.num_decodes", captured.num_decodes, 0)
         check_int("captured.decode.max_query_len", captured.decode.max_query_len, 0)
+        check_int("captured.decode.max_seq_len", captured.decode.max_seq_len, 0)
+        check_int("captured.decode.block_size", captured.decode.block_size)
+        check(captured.decode.block_size == self.block_size, "captured.decode.block_size",
+              f"{self.block_size}, as in the builder", captured.decode.block_size)  # fmt: skip
+        check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
         shape = (captured.num_decodes, captured.decode.max_query_len)
         tokens = shape[0] * shape[1]
         fits = self.can_run_in_cudagraph(common) and (common.num_reqs, common.num_actual_tokens) == (shape[0], tokens)

@@ -207,9 +207,12 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("split_shared_prefix", metadata=prefix_plan, common_prefix_len=32, block_size=16, row=1),
         call("build_mla_metadata", common=step.common, block_size=16, workspace_tokens=64, decode_threshold=2,
              config=DIRECT, costs=PathCosts(), query_len_support=QueryLenSupport.VARLEN, policy="even",
-             require_order=False, share=None, **({"staging": None} if is_fast else {})),
+             require_order=False, share=None, num_programs=2,
+             **({"staging": None, "dtype": torch.float32, **backend} if is_fast else {})),
         call("CommonAttentionMetadata.make", query_start_loc_cpu=integers(0, 1, 3), seq_lens_cpu=integers(4, 2),
-             block_table=torch.zeros(2, 1, dtype=torch.int32), slot_mapping=torch.arange(3)),
+             block_table=torch.zeros(2, 1, dtype=torch.int32), slot_mapping=torch.arange(3), block_size=16),
+        call("CommonAttentionMetadata.from_lens", query_lens=[1, 2], seq_lens=integers(4, 2),
+             block_table=torch.zeros(2, 1, dtype=torch.int32), block_size=16, share=share),
         # context parallelism
         call("get_dcp_local_seq_lens", seq_lens=integers(20, 0, 33), context_parallel_size=2, rank=1, interleave=2),
         call("dcp_slot_mapping", **slots, context_parallel_size=2, rank=1, interleave=2),
@@ -234,7 +237,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
                k_pe=torch.randn(14, 8), kv_cache=step_cache, metadata=step_plan, output=torch.zeros(14, 3, 10)),
         call("MLAMetadataBuilder", config=DIRECT, block_size=16, max_model_len=4096, max_num_seqs=8,
              query_len_support=QueryLenSupport.VARLEN, num_speculative_tokens=0, costs=PathCosts(), num_programs=2,
-             batch_invariant=False, workspace_tokens=1024, context_parallel=ranks),
+             batch_invariant=False, workspace_tokens=1024, context_parallel=ranks,
+             **({"dtype": torch.float32, **backend} if is_fast else {})),
         method(builder, "build", common_prefix_len=32, common=prefix, fast_build=False),
         method(builder, "build_for_cudagraph_capture", common=decodes.common),
         method(builder, "update_captured", captured=captured, common=decodes.common),
@@ -246,8 +250,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         method(graph, "run", hidden_states=torch.randn(2, DIRECT.hidden_size), positions=torch.arange(2),
                common=decodes.common),
         # records that check themselves
-        call("MLAConfig", **{field.name: getattr(DIRECT, field.name) for field in dataclasses.fields(DIRECT)
-                             if field.init}),
+        call("MLAConfig", **{name: getattr(DIRECT, name) for name in inspect.signature(MLAConfig).parameters}),
         call("MLAConfig.from_preset", name="deepseek-v3"),
         call("MLAConfig.from_hf", config=hf_config()),
         call("RopeConfig", theta=10000.0, interleaved=True, yarn=YARN),
@@ -405,6 +408,7 @@ def tensors(like: Tensor) -> dict[str, Tensor]:
 
 def admits(annotation: str, value: Any) -> bool:
     """Whether a value has the type of an annotation, so that a call may take it or refuse it as it sees fit."""
+    annotation = annotation.replace("BackendChoice", "str | Mapping[str, str] | None")
     for part in re.split(r"\s*\|\s*(?![^\[]*\])", annotation):
         kind = part.split("[")[0].strip()
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

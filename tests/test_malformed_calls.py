@@ -35,13 +35,16 @@ NOT_CALLED = UNCHECKED | {"PRESETS", "QueryLenSupport", "GroupError", "Unsupport
 LEGITIMATE = {
     (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.context_chunks.*", r".*"):
         "one chunk is served, the one that is passed",
-    (r"MLAMetadataBuilder.update_captured", r"captured\.(slot_mapping|num_\w+|prefill|cascade)\b.*", r".*"):
+    (r"MLAMetadataBuilder.update_captured", r"captured\.(slot_mapping|num_\w+|prefill|cascade|workspace_tokens|schedule_choice)\b.*", r".*"):
         "the caller's own buffers are not read, and what is not written is not looked at",
     (r"MLAMetadataBuilder.update_captured", r"captured\.decode\.(block_table|query_start_loc)", r".*"):
         "likewise",
-    (r"rotary_cos_sin|split_kv_b_proj|get_dcp_local_seq_lens", r"\w+", r"a meta tensor"):
+    (r"rotary_cos_sin|split_kv_b_proj|get_dcp_local_seq_lens|CommonAttentionMetadata.from_lens", r"\w+",
+     r"a meta tensor"):
         "elementwise or a view: it serves tensors of any device",
     (r"DecodeGraph", r"step", r"a class"): "a class can be called",
+    (r"CommonAttentionMetadata.from_lens", r"seq_lens", r"a uint8 tensor"): "lengths may have any int dtype",
+    (r"MLAAttention\..*", r"metadata\.schedule_choice\..*", r".*"): "a report of the planner; no op reads its numbers",
     (r"forward_prefill|simulate", r"gather|program", r"a class"): "a class can be called; the error is its own",
 }  # fmt: skip
 

@@ -39,6 +39,7 @@ from .metadata import (
     PrefillMetadata,
 )
 from .shares import SequenceShare, get_dcp_local_seq_lens
+from .sizes import ScheduleChoice
 
 CPU = torch.device("cpu")
 
@@ -58,6 +59,8 @@ def check_common(common: CommonAttentionMetadata) -> None:
     check_int("common.max_query_len", common.max_query_len, 0)
     check_int("common.num_actual_tokens", common.num_actual_tokens, 0)
     check_int("common.max_seq_len", common.max_seq_len, 0)
+    if common.block_size is not None:
+        check_int("common.block_size", common.block_size, 1, "a positive int or None")
 
 
 def check_config(config: MLAConfig | None, optional: bool = False) -> None:
@@ -141,6 +144,8 @@ def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int,
 def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> None:
     """Check that the slots of a batch were made for a block size, where the batch records one."""
     check_type("common", common, CommonAttentionMetadata)
+    if common.block_size is not None:
+        check_int("common.block_size", common.block_size, 1, "a positive int or None")
     check(common.block_size in (None, block_size), "common.block_size", f"{block_size}, the block size of the plan",
           common.block_size)  # fmt: skip
 
@@ -352,6 +357,7 @@ def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.d
     check(num_tokens <= requests * longest, "metadata.max_query_len",
           f"a bound: {num_tokens} tokens of {requests} requests", longest)  # fmt: skip
     check_int("metadata.max_seq_len", metadata.max_seq_len, 0)
+    check_int("metadata.block_size", metadata.block_size)
 
 
 def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata,
@@ -382,6 +388,7 @@ def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argu
     requests = metadata.block_table.shape[0]
     check_tensor(f"{argument}.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
     check_int(f"{argument}.max_query_len", metadata.max_query_len, 0)
+    check_int(f"{argument}.block_size", metadata.block_size)
     return requests
 
 
@@ -480,6 +487,7 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
     check_prefill_plan(prefill, device, "metadata.prefill")
     check_block_size("metadata.prefill.block_size", prefill.block_size, kv_cache)
     check_int("metadata.workspace_tokens", metadata.workspace_tokens, 0)
+    check_type("metadata.schedule_choice", metadata.schedule_choice, ScheduleChoice)
     for chunk in prefill.context_chunks:
         check(chunk.num_tokens <= workspace_tokens, "metadata.workspace_tokens",
               f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens",
