@@ -250,6 +250,7 @@ def _check_request(request: KernelRequest) -> None:
     check_type("request.op", request.op, str)
     check_type("request.device", request.device, torch.device)
     check_type("request.dtype", request.dtype, (torch.dtype, type(None)), "a dtype or None")
+    check_type("request.out_dtype", request.out_dtype, (torch.dtype, type(None)), "a dtype or None")
     check_type("request.head_dims", request.head_dims, tuple, "a tuple of names and sizes")
     check_type("request.query_lens", request.query_lens, QueryLenSupport)
     check_flag("request.cache_in_words", request.cache_in_words)

@@ -35,7 +35,8 @@ NOT_CALLED = UNCHECKED | {"PRESETS", "QueryLenSupport", "GroupError", "Unsupport
 LEGITIMATE = {
     (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.context_chunks.*", r".*"):
         "one chunk is served, the one that is passed",
-    (r"MLAMetadataBuilder.update_captured", r"captured\.(slot_mapping|num_\w+|prefill|cascade|workspace_tokens|schedule_choice)\b.*", r".*"):
+    (r"MLAMetadataBuilder.update_captured",
+     r"captured\.(slot_mapping|num_\w+|prefill|cascade|workspace_tokens|schedule_choice)\b.*", r".*"):
         "the caller's own buffers are not read, and what is not written is not looked at",
     (r"MLAMetadataBuilder.update_captured", r"captured\.decode\.(block_table|query_start_loc)", r".*"):
         "likewise",
