@@ -73,24 +73,22 @@ class Judge:
         return [*paths, *(["-k", self.selection] if self.selection else [])]
 
 
-BATCH = Judge(("test_batch", "test_builder", "test_bad_input"))
-SCHEDULE = Judge(("test_schedule", "test_builder", "test_bad_input"))
-PATH = Judge(("test_path", "test_builder", "test_bad_input"))
-CASCADE = Judge(("test_cascade", "test_bad_input"))
+BATCH = Judge(("test_batch", "test_limits", "test_builder", "test_bad_input"))
+SCHEDULE = Judge(("test_schedule", "test_limits", "test_builder", "test_bad_input"))
+PATH = Judge(("test_path", "test_limits", "test_builder", "test_bad_input"))
+CASCADE = Judge(("test_cascade", "test_limits", "test_bad_input"))
 BUILDER = Judge(
-    ("test_builder", "test_cascade", "test_graphs", "test_context_parallel", "test_bad_input"),
+    ("test_builder", "test_limits", "test_cascade", "test_graphs", "test_context_parallel", "test_bad_input"),
     "not test_context_parallel or test_plans or test_builder or test_captured_plans or test_slots",
 )
 # whole layers and serving loops over many ranks take most of that module's time
 CONTEXT_PARALLEL = Judge(
-    ("test_context_parallel", "test_bad_input"),
+    ("test_context_parallel", "test_limits", "test_cpu_pieces", "test_bad_input"),
     "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
 )
-SHARES = Judge(
-    ("test_interfaces", *CONTEXT_PARALLEL.modules, "test_schedule"), CONTEXT_PARALLEL.selection
-)  # fmt: skip
+SHARES = Judge(("test_interfaces", "test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection)
 KERNELS = Judge(
-    ("test_cache", "test_rope", "test_differential", "test_identities", "test_bad_input"),
+    ("test_cpu_pieces", "test_cache", "test_rope", "test_differential", "test_identities", "test_bad_input"),
     "not (preset or any_cut or chunked_is_whole or same_bits_again)",
 )
 ADAPTER = Judge(
