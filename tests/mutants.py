@@ -114,6 +114,14 @@ TABLE = {
     "fast/integrations/transformers/attention.py": ADAPTER,
     "fast/integrations/transformers/cache.py": ADAPTER,
 }  # fmt: skip
+SUBJECTS = {  # of a file, by the first of these that its path has
+    "fast/kernels/cpu/schedule": "planning",
+    "fast/kernels/cpu/": "cpu kernels",
+    "integrations/": "transformers adapter",
+    "context_parallel": "context parallelism",
+    "shares": "context parallelism",
+    "": "planning",
+}
 # how a verdict is told, in the order of the report
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 
@@ -473,6 +481,9 @@ def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], h
         place = {"file": mutant.file, "line": mutant.line, "operator": mutant.operator}
         return place | {"diff": diff_of(sources[mutant.file], mutant)}
 
+    def subject(mutant) -> str:
+        return next(name for part, name in SUBJECTS.items() if part in mutant.file)
+
     files = sorted({mutant.file for mutant in judged})
     survivors = sorted(mutant for mutant in judged if judged[mutant]["outcome"] == SURVIVED)
     noticed = sorted(mutant for mutant in judged if judged[mutant]["outcome"] != SURVIVED)
@@ -483,6 +494,10 @@ def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], h
         "versions": {name: importlib.metadata.version(name) for name in ("cosmic-ray", "parso", "pytest", "torch")}
         | {"python": platform.python_version()},
         "all": counts(judged),
+        "by_subject": {
+            name: counts([mutant for mutant in judged if subject(mutant) == name])
+            for name in dict.fromkeys(reversed(SUBJECTS.values()))
+        },
         "by_file": {file: counts([mutant for mutant in judged if mutant.file == file]) for file in files},
         "baseline_seconds": dict(sorted(session.baselines.items())),
         "survivors": [told(mutant) for mutant in survivors],
@@ -490,11 +505,17 @@ def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], h
     }
 
 
+def entry_of(survivor: dict) -> str:
+    """How docs/correctness.md names a survivor: its file and what the changed line became."""
+    return f"`{survivor['file']}` `{survivor['diff'][-1].removeprefix('+ ')}`"
+
+
 def show(found: dict) -> None:
-    """Print the counts and the survivors."""
+    """Print the counts and the survivors, each with the line that explains it on the page Correctness."""
     for survivor in found["survivors"]:
         print(f"\nsurvived: {survivor['file']}:{survivor['line']} {survivor['operator']}")
         print("\n".join(f"  {line}" for line in survivor["diff"]))
+        print(f"  to explain: {entry_of(survivor)}: ")
     width = max(map(len, found["by_file"]), default=0)
     print()
     for file, counts in (*found["by_file"].items(), ("all", found["all"])):

@@ -82,7 +82,7 @@ def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, sprea
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("rows", "keys"), [(3, 5), (4, 4), (1, 7), (64, 64)])
 def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
-    """A product for each block of queries and of keys that its last row sees, and none for keys that no row sees."""
+    """A product for each block of queries and of keys that its last row sees; a mask where its first row sees fewer."""
     attention = room("attention")
     monkeypatch.setattr(attention, "QUERY_BLOCK", rows)
     monkeypatch.setattr(attention, "KEY_BLOCK", keys)
@@ -90,7 +90,7 @@ def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
     q, k, v = (torch.randn(sum(n), heads, width, dtype=torch.float64) for n, width in
                ((query_lens, 6), (key_lens, 6), (key_lens, 5)))  # fmt: skip
     rest = v, offsets(query_lens), offsets(key_lens), 9, 14, 0.3, causal
-    with Shapes("baddbmm_") as shapes:  # the kernel itself: a mode does not see into an op
+    with Shapes("baddbmm_", "triu_") as shapes:  # the kernel itself: a mode does not see into an op
         found = reference.AttentionState(*attention.flash_attn_varlen(q, k, None, *rest, torch.float64))
     assert_states64(found, reference.flash_attn_varlen(q, k, *rest))
     wanted = []
@@ -98,7 +98,10 @@ def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
         for first, last in ((start, min(start + rows, query_len)) for start in range(0, query_len, rows)):
             seen = key_len - (query_len - last) if causal else key_len
             cuts = [*range(0, seen, keys), max(seen, 0)] if seen > 0 else []
-            wanted += [(heads, last - first, b - a) for a, b in itertools.pairwise(cuts)]
+            for begin, end in itertools.pairwise(cuts):
+                wanted.append((heads, last - first, end - begin))
+                if causal and end > key_len - (query_len - first) + 1:
+                    wanted.append((last - first, end - begin))
     assert shapes.found == wanted
 
 

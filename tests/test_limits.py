@@ -10,7 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from reference.interfaces import MLAConfig, PathCosts, PrefillMetadata, QueryLenSupport, SequenceShare, check_interleave
+from reference.interfaces import (
+    CommonAttentionMetadata,
+    MLAConfig,
+    PathCosts,
+    PrefillMetadata,
+    QueryLenSupport,
+    SequenceShare,
+    check_interleave,
+)
 
 from .factories import DIRECT, integers, make_batch, offsets
 
@@ -151,6 +159,23 @@ def test_past_the_bound(ops, case):
     call, message = REFUSED[case]
     with pytest.raises(ValueError, match=f"^{message}"):
         call(ops)
+
+
+def test_a_table_without_columns(ops):
+    """Nothing but padding rows and empty requests: every plan has rows for them, and no block is read."""
+    table, lens = torch.zeros(2, 0, dtype=torch.int32), integers(0, 0)
+    common = CommonAttentionMetadata.make(
+        integers(0, 2, 2).cpu(), lens.cpu(), table, torch.full((2,), -1, dtype=torch.int64)
+    )
+    virtual = ops.make_local_attention_virtual_batches(common, 8, 4)
+    assert virtual.block_table.shape == (1, 0) and virtual.seq_lens.tolist() == [0]
+    assert virtual.query_start_loc.tolist() == [0, 2] and virtual.max_query_len == virtual.num_actual_tokens == 2
+    assert ops.common_prefix_len(common, 4) == 0
+    plan = ops.build_mla_metadata(common, 4, 64, 2)
+    assert plan.num_decodes == 2 and plan.decode.visible_lens.tolist() == [0, 0]
+    empty = CommonAttentionMetadata.make(integers(0).cpu(), integers().cpu(), table[:0], common.slot_mapping[:0])
+    virtual = ops.make_local_attention_virtual_batches(empty, 8, 4)
+    assert virtual.block_table.shape == (0, 0) and virtual.max_query_len == virtual.num_reqs == 0
 
 
 def test_a_workspace_larger_than_needed(ops):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -54,6 +55,24 @@ def test_session_of_another_draw(tmp_path, key):
     Session(path, HEAD)
     with pytest.raises(ValueError, match=f"^session: expected a file of this draw, got one of another {key}: name a"):
         Session(path, HEAD | {key: "other"})
+
+
+def test_survivors_are_explained(monkeypatch):
+    """At least 90 % were noticed, and the page Correctness draws the counts and names every survivor."""
+    pytest.importorskip("mkdocs", reason="the page is drawn by a hook of mkdocs")
+    found = json.loads((ROOT / "docs" / "results" / "mutants.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
+    assert found["all"]["judged"] == found["sample"] == 150
+    assert found["all"][SURVIVED] == len(found["survivors"]) <= 15
+    for survivor in found["survivors"]:
+        assert mutants.entry_of(survivor) in text, mutants.entry_of(survivor)
+    for counts in (found["by_subject"], found["by_file"]):
+        for outcome in found["all"]:
+            assert sum(own[outcome] for own in counts.values()) == found["all"][outcome]
+    monkeypatch.syspath_prepend(ROOT / "docs" / "hooks")
+    page = importlib.import_module("performance").filled(text, ROOT / "docs")
+    assert f"{150 - len(found['survivors'])} of 150 mutants were noticed" in page
+    assert f"seed {found['seed']} out of {found['population']}" in page
 
 
 SOURCE = '''"""Sums."""
