@@ -92,7 +92,7 @@ KERNELS = Judge(
     "not (preset or any_cut or chunked_is_whole or same_bits_again)",
 )
 ADAPTER = Judge(
-    ("test_transformers",),
+    ("test_adapter_bounds", "test_transformers"),
     "not (pieces or assisted or continues_from or sampling or beams or yarn-greedy or half or v2-yarn or wrong_rope)",
 )
 TABLE = {

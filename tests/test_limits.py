@@ -5,6 +5,7 @@ A bound that moved by one, or turned from "at most" into "less than", is seen by
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from reference.interfaces import (
     CommonAttentionMetadata,
+    ContextChunk,
     MLAConfig,
     PathCosts,
     PrefillMetadata,
@@ -209,6 +211,41 @@ def test_the_choice_of_one_is_the_choice_of_many(ops):
             assert decodes.num_decodes == first
     common = make_batch([9, 600, 9], [5000, 600, 5000]).common  # absorbed, expanded, absorbed
     assert ops.build_mla_metadata(common, 16, 8192, config=V3).num_decodes == 1
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+@pytest.mark.parametrize("chosen", [False, True], ids=["by threshold", "by costs"])
+def test_every_small_batch(ops, threshold, chosen):
+    """Every batch of up to three requests of up to three new tokens: rows, masks and the longest query, by brute force.
+
+    As many tokens as requests need not be one token each.
+    """
+    options = dict(config=DIRECT, costs=PathCosts(expanded_request=1e15)) if chosen else {}
+    for lens in (lens for requests in range(4) for lens in itertools.product(range(4), repeat=requests)):
+        ends = [5 + 2 * place + query_len for place, query_len in enumerate(lens)]
+        common = make_batch(lens, ends, 4).common
+        plan = ops.build_mla_metadata(common, 4, 64, threshold, **options)
+        decodes = next((place for place, n in enumerate(lens) if n > threshold and not chosen), len(lens))
+        rows = [range(end - n + 1, end + 1) for n, end in zip(lens[:decodes], ends, strict=False)]
+        assert (plan.num_decodes, plan.num_prefills) == (decodes, len(lens) - decodes), lens
+        assert plan.decode.visible_lens.tolist() == [visible for own in rows for visible in own], lens
+        assert plan.decode.seq_lens.tolist() == ends[:decodes] and plan.num_decode_tokens == sum(lens[:decodes])
+        assert plan.decode.max_query_len == max(lens[:decodes], default=0), lens
+        assert plan.prefill.max_query_len == max(lens[decodes:], default=0), lens
+        assert plan.prefill.query_start_loc.tolist() == offsets(lens[decodes:]).tolist(), lens
+
+
+@pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 4)])
+def test_pieces_begin_with_a_turn(ops, size, interleave):
+    """A chunk whose second piece begins anywhere: shared on a whole turn of the ranks, and refused within one."""
+    turn, share = size * interleave, SequenceShare(size, 0, interleave)
+    for start in range(3 * turn + 1):
+        chunk = ContextChunk(integers(0, start, turn), offsets([3, 2, 5]), 10, 5)
+        if start % turn == 0:
+            assert ops.share_chunk(chunk, share).local_starts.tolist() == [0, start // size, interleave]
+        else:
+            with pytest.raises(ValueError, match=f"^chunk.starts: expected multiples of {turn}, got {start} at reque"):
+                ops.share_chunk(chunk, share)
 
 
 # The pinned memory through which plans go to a GPU: its order of reads and writes, without a GPU.
