@@ -1,0 +1,601 @@
+"""Plants small faults in the sources, one at a time, and counts how many the tests notice.
+
+`python -m tests.mutants --session mutants.jsonl` draws a sample of mutants, judges each one and prints the survivors. A
+mutant is one file with one operator, number, keyword or condition changed by an operator of cosmic-ray. Every verdict
+is one line of the session file, so a run that was ended at any time continues with the same command.
+
+- Drawn: a simple random sample, without replacement, over all mutants of the files in `TABLE`, from `--seed`. A mutant
+  that does not compile, or that compiles to the same syntax tree, is passed over.
+- Left alone: signatures and what else is no behaviour (`is_left_alone`).
+- Judged: by the test modules that `TABLE` names for the file, in a copy of the tree, up to the first failure. The same
+  tests must pass over the unchanged sources before, in at most 30 s of processor time. A mutant has 60 s of processor
+  time; one that needs more is reported as timed out and counts as noticed.
+
+It needs the extra `dev` (cosmic-ray) and a POSIX system: each judgement is a fork of this process, which has imported
+torch, transformers and pytest once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BASELINE_LIMIT_S, LIMIT_S = 30, 60  # processor time of the tests over the unchanged sources, and over a mutant
+PATIENCE = 4  # wall-clock seconds that a judgement may take for each second of its processor time
+MEMORY_LIMIT = 24 << 30  # bytes of address space: a mutated size is an error of its test, and not the machine's
+COPIED = ("fast", "reference", "tests", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
+PRELOADED = (
+    "torch", "hypothesis", "beartype", "jaxtyping", "einops", "safetensors.torch",
+    "transformers.models.deepseek_v2.modeling_deepseek_v2", "transformers.models.deepseek_v3.modeling_deepseek_v3",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The tests that judge the mutants of a file.
+
+    Attributes:
+        modules: test modules, without folder and suffix.
+        selection: of those tests, the ones that match this expression (`pytest -k`); "" takes all.
+    """
+
+    modules: tuple[str, ...]
+    selection: str = ""
+
+    @property
+    def command(self) -> list[str]:
+        """Arguments of pytest."""
+        paths = [f"tests/{module}.py" for module in self.modules]
+        return [*paths, *(["-k", self.selection] if self.selection else [])]
+
+
+BATCH = Judge(("test_batch", "test_limits", "test_builder", "test_bad_input"))
+SCHEDULE = Judge(("test_schedule", "test_limits", "test_builder", "test_bad_input"))
+PATH = Judge(("test_path", "test_limits", "test_builder", "test_bad_input"))
+CASCADE = Judge(("test_cascade", "test_limits", "test_bad_input"))
+BUILDER = Judge(
+    ("test_builder", "test_limits", "test_cascade", "test_graphs", "test_context_parallel", "test_bad_input"),
+    "not test_context_parallel or test_plans or test_builder or test_captured_plans or test_slots",
+)
+# whole layers and serving loops over many ranks take most of that module's time
+CONTEXT_PARALLEL = Judge(
+    ("test_context_parallel", "test_limits", "test_cpu_pieces", "test_bad_input"),
+    "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
+)
+SHARES = Judge(("test_interfaces", "test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection)
+KERNELS = Judge(
+    ("test_cpu_pieces", "test_cache", "test_rope", "test_differential", "test_identities", "test_bad_input"),
+    "not (preset or any_cut or chunked_is_whole or same_bits_again)",
+)
+ADAPTER = Judge(
+    ("test_adapter_bounds", "test_transformers"),
+    "not (pieces or assisted or continues_from or sampling or beams or yarn-greedy or half or v2-yarn or wrong_rope)",
+)
+TABLE = {
+    **{f"{wing}/{room}.py": judge for wing in ("fast", "reference") for room, judge in {
+        "batch": BATCH, "schedule": SCHEDULE, "path": PATH, "cascade": CASCADE, "builder": BUILDER,
+        "context_parallel": CONTEXT_PARALLEL,
+    }.items()},
+    "reference/interfaces/shares.py": SHARES,
+    "fast/kernels/cpu/__init__.py": KERNELS,
+    "fast/kernels/cpu/attention.py": KERNELS,
+    "fast/kernels/cpu/cache.py": KERNELS,
+    "fast/kernels/cpu/context_parallel.py": CONTEXT_PARALLEL,
+    "fast/kernels/cpu/decode.py": KERNELS,
+    "fast/kernels/cpu/merge.py": KERNELS,
+    "fast/kernels/cpu/rope.py": KERNELS,
+    "fast/kernels/cpu/schedule.py": SCHEDULE,
+    "fast/kernels/cpu/softmax.py": KERNELS,
+    "fast/integrations/transformers/__init__.py": ADAPTER,
+    "fast/integrations/transformers/attention.py": ADAPTER,
+    "fast/integrations/transformers/cache.py": ADAPTER,
+}  # fmt: skip
+SUBJECTS = {  # of a file, by the first of these that its path has
+    "fast/kernels/cpu/schedule": "planning",
+    "fast/kernels/cpu/": "cpu kernels",
+    "integrations/": "transformers adapter",
+    "context_parallel": "context parallelism",
+    "shares": "context parallelism",
+    "": "planning",
+}
+# how a verdict is told, in the order of the report
+KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
+
+
+# The mutants.
+
+
+@dataclass(frozen=True, order=True)
+class Mutant:
+    """One change of one file.
+
+    Attributes:
+        file: relative to the root of the repository.
+        line: of the change, from 1.
+        column: of the change, from 0.
+        operator: name of cosmic-ray's operator.
+        occurrence: which of the places in the file where that operator applies, from 0.
+    """
+
+    file: str
+    line: int
+    column: int
+    operator: str
+    occurrence: int
+
+
+def operators() -> dict[str, object]:
+    """cosmic-ray's operators by name: those that need no argument, draw nothing themselves and leave decorators."""
+    from cosmic_ray.operators.provider import OperatorProvider
+
+    provider = OperatorProvider()
+    left_out = {"RemoveDecorator", "VariableReplacer", "VariableInserter"}
+    return {name: provider[name]() for name in sorted(provider) if name not in left_out}
+
+
+def is_left_alone(node) -> bool:
+    """Return whether a node of parso's tree is no behaviour of the file: no mutant is drawn there.
+
+    Left alone are imports, decorators (and with them the schemas of ops), the parameters of a function or lambda with
+    their annotations and defaults, return annotations, the fields of a class with their defaults (they are the
+    signature of a dataclass), other annotations, and assignments to a name that begins and ends with two underscores.
+    """
+    while node is not None:
+        parent = node.parent
+        if node.type in ("import_name", "import_from", "decorator", "decorators", "parameters", "param"):
+            return True
+        if parent is not None and parent.type == "funcdef" and node is parent.annotation:
+            return True
+        if node.type == "operator" and parent.type == "lambdef" and node.value != ":":
+            return True  # the star of *args
+        if parent is not None and parent.type == "annassign" and node is parent.children[1]:
+            return True
+        if node.type == "expr_stmt":
+            target, first = node.children[:2]
+            if first.type == "annassign" and _stands_in(parent, "classdef"):
+                return True
+            if target.type == "name" and target.value.startswith("__") and target.value.endswith("__"):
+                return True
+        node = parent
+    return False
+
+
+def _stands_in(statement, kind: str) -> bool:
+    """Whether a statement stands directly in a class (or in another kind of block)."""
+    block = statement.parent
+    return block is not None and block.parent is not None and block.parent.type == kind
+
+
+def mutants_of(file: str, source: str) -> list[Mutant]:
+    """All mutants of a source, in the order of the file."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+
+    nodes = list(ast_nodes(get_ast(source)))
+    left_alone = {id(node): is_left_alone(node) for node in nodes}
+    found = []
+    for name, operator in operators().items():
+        occurrence = itertools.count()
+        for node in nodes:
+            for start, _ in operator.mutation_positions(node):
+                number = next(occurrence)
+                if not left_alone[id(node)]:
+                    found.append(Mutant(file, *start, name, number))
+    return sorted(found)
+
+
+def mutate(source: str, mutant: Mutant) -> str | None:
+    """Return the changed source; None where it does not compile, or to the same syntax tree."""
+    from cosmic_ray.mutating import mutate_code
+
+    changed = mutate_code(source, operators()[mutant.operator], mutant.occurrence)
+    try:
+        tree = ast.parse(changed)
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # such as `is` beside a number
+            compile(tree, mutant.file, "exec")
+    except SyntaxError:
+        return None
+    return None if ast.dump(tree) == ast.dump(ast.parse(source)) else changed
+
+
+def draw(sources: dict[str, str], seed: int, sample: int) -> tuple[list[Mutant], int]:
+    """A simple random sample over the mutants of all sources, and how many mutants there are.
+
+    Args:
+        sources: text by file.
+        seed: of the draw.
+        sample: mutants to draw; fewer where there are not so many.
+    """
+    population = [mutant for file in sorted(sources) for mutant in mutants_of(file, sources[file])]
+    shuffled = random.Random(seed).sample(population, len(population))
+    fit = (mutant for mutant in shuffled if mutate(sources[mutant.file], mutant) is not None)
+    return list(itertools.islice(fit, sample)), len(population)
+
+
+def diff_of(source: str, mutant: Mutant) -> list[str]:
+    """The changed lines, without context, as `- old` and `+ new`."""
+    changed = mutate(source, mutant)
+    lines = difflib.unified_diff(source.splitlines(), changed.splitlines(), lineterm="", n=0)
+    return [line[0] + " " + line[1:].strip() for line in lines if line[0] in "+-" and line[:3] not in ("+++", "---")]
+
+
+# The judgement.
+
+
+class FirstFailure:
+    """A plugin of pytest that gets to the first failure soon, and notes it.
+
+    Modules run in the order of the judge; hypothesis does not look for a smaller example of a failure.
+    """
+
+    def __init__(self, tree: Path, modules: Sequence[str]):
+        self.tree, self.modules, self.test, self.said = tree, modules, None, ""
+
+    def pytest_sessionstart(self):
+        """After conftest.py has loaded its profile."""
+        with contextlib.suppress(ModuleNotFoundError):
+            from hypothesis import Phase, settings
+
+            phases = Phase.explicit, Phase.generate
+            settings.register_profile("first failure", parent=settings(), phases=phases, report_multiple_bugs=False)
+            settings.load_profile("first failure")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        """After conftest.py has put the longest first."""
+        items.sort(key=lambda item: self.modules.index(item.path.stem))
+
+    def pytest_runtest_logreport(self, report):
+        """Note a test."""
+        self._note(report)
+
+    def pytest_collectreport(self, report):
+        """Note a module that cannot be imported."""
+        self._note(report)
+
+    def _note(self, report):
+        if report.failed and self.test is None:
+            lines = [line[1:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
+            self.test, self.said = report.nodeid, (lines or [""])[0][:200]
+
+    def pytest_sessionfinish(self):
+        """Nothing would be judged if an installed package were tested in place of the copy."""
+        for name in ("reference", "fast"):
+            module = sys.modules.get(name)
+            if module is not None and not Path(module.__file__).is_relative_to(self.tree):
+                raise RuntimeError(f"{name}: expected the copy in {self.tree}, got {module.__file__}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests said.
+
+    Attributes:
+        outcome: killed, timed out or survived.
+        by: the first test that failed; None where none did.
+        said: the first line of what it said.
+        seconds: processor time.
+    """
+
+    outcome: str
+    by: str | None
+    said: str
+    seconds: float
+
+
+class Bench:
+    """A copy of the tree in which tests run, one process a run."""
+
+    def __init__(self, folder: Path):
+        self.tree = folder
+        skipped = shutil.ignore_patterns("__pycache__", "*.pyc")
+        for name in (name for name in COPIED if (ROOT / name).exists()):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copyfile
+            copy(ROOT / name, folder / name, **({"ignore": skipped} if copy is shutil.copytree else {}))
+
+    def plant(self, file: str, source: str) -> None:
+        """Write a source; compiled copies of what stood there go."""
+        path = self.tree / file
+        path.write_text(source, encoding="utf-8")
+        for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+            compiled.unlink()
+
+    def start(self, judge: Judge, cache_bytecode: bool = False) -> int:
+        """Run a judge's tests in a process of its own, and return its id."""
+        self.answer.unlink(missing_ok=True)
+        pid = os.fork()
+        if pid == 0:
+            status = 70
+            try:
+                status = self._run(judge, cache_bytecode)
+            finally:
+                os._exit(status)
+        return pid
+
+    @property
+    def answer(self) -> Path:
+        """Where a run writes what failed."""
+        return self.tree / "answer.json"
+
+    def _run(self, judge: Judge, cache_bytecode: bool) -> int:
+        os.setpgid(0, 0)
+        with (self.tree / "log.txt").open("wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S + 5))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+        os.chdir(self.tree)
+        sys.dont_write_bytecode = not cache_bytecode
+        for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "fast", "reference")]:
+            del sys.modules[name]
+        sys.path[:] = [str(self.tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+        importlib.invalidate_caches()
+        # one thread: what several would do is the same, and the machine may be shared
+        os.environ |= {"PYTEST_XDIST_WORKER_COUNT": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
+        noted = FirstFailure(self.tree, judge.modules)
+        options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header", "-W", "ignore"]
+        status = int(pytest.main([*options, *judge.command], plugins=[noted]))
+        self.answer.write_text(json.dumps({"status": status, "by": noted.test, "said": noted.said}))
+        sys.stdout.flush()
+        return status
+
+    def verdict(self, status: int, used: resource.struct_rusage, late: bool) -> Verdict:
+        """What a run that has ended said.
+
+        Raises:
+            RuntimeError: it ran no test, or not over the copy.
+        """
+        seconds = round(used.ru_utime + used.ru_stime, 1)
+        signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        if late or signalled == signal.SIGXCPU or seconds >= LIMIT_S:
+            return Verdict(TIMED_OUT, None, "", seconds)
+        if signalled:
+            return Verdict(KILLED, None, f"ended by {signal.Signals(signalled).name}", seconds)
+        said = json.loads(self.answer.read_text()) if self.answer.exists() else None
+        if said is None or said["status"] == 5:
+            raise RuntimeError(f"expected a run of tests, got\n{(self.tree / 'log.txt').read_text()[-3000:]}")
+        if said["status"] == 0:
+            return Verdict(SURVIVED, None, "", seconds)
+        # without a failed test it was the import of conftest.py that failed
+        return Verdict(KILLED, said["by"] or "tests/conftest.py", said["said"], seconds)
+
+
+def run_all(benches: Sequence[Bench], work: Sequence, begin: Callable[[Bench, object], int], done: Callable) -> None:
+    """Work through a list, an item on each bench at a time; call `done(item, bench, verdict)` as each one ends."""
+    free, running, waiting = list(benches), {}, list(work)
+    try:
+        while waiting or running:
+            while waiting and free:
+                bench, item = free.pop(), waiting.pop(0)
+                running[begin(bench, item)] = bench, item, time.monotonic() + PATIENCE * LIMIT_S
+            time.sleep(0.05)
+            for pid, (bench, item, end) in list(running.items()):
+                late = time.monotonic() > end
+                if late:
+                    _end(pid)
+                ended, status, used = os.wait4(pid, 0 if late else os.WNOHANG)
+                if ended:
+                    del running[pid]
+                    free.append(bench)
+                    done(item, bench, bench.verdict(status, used, late))
+    finally:
+        for pid in running:
+            _end(pid)
+            os.waitpid(pid, 0)
+
+
+def _end(pid: int) -> None:
+    """End a run and what it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+# The session.
+
+
+class Session:
+    """A file of lines in JSON: the draw, then one line for each baseline and each verdict.
+
+    Raises:
+        ValueError: the file is of another draw or of other sources.
+    """
+
+    def __init__(self, path: Path, head: dict):
+        self.path = path
+        self.baselines: dict[str, float] = {}
+        self.verdicts: dict[Mutant, dict] = {}
+        lines = list(self._lines())
+        if not lines:
+            self._append({"head": head})
+        elif lines[0].get("head") != head:
+            held = lines[0].get("head") or {}
+            differs = ", ".join(key for key in head if held.get(key) != head[key])
+            raise ValueError(f"session: expected a file of this draw, got one of another {differs}: name a new file")
+        for line in lines[1:]:
+            if "baseline" in line:
+                self.baselines[line["baseline"]] = line["seconds"]
+            else:
+                self.verdicts[Mutant(**line["mutant"])] = line["verdict"]
+
+    def _lines(self) -> Iterator[dict]:
+        text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+        whole, _, cut_short = text.rpartition("\n")
+        if cut_short:  # a run was ended while it wrote
+            self.path.write_text(whole + "\n" if whole else "", encoding="utf-8")
+        return (json.loads(line) for line in whole.splitlines())
+
+    def _append(self, line: dict) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def note_baseline(self, judge: str, seconds: float) -> None:
+        """Keep how long a judge's tests take over the unchanged sources."""
+        self.baselines[judge] = seconds
+        self._append({"baseline": judge, "seconds": seconds})
+
+    def note_verdict(self, mutant: Mutant, verdict: Verdict) -> None:
+        """Keep a verdict; one of the same mutant that came before counts no more."""
+        self.verdicts[mutant] = dataclasses.asdict(verdict)
+        self._append({"mutant": dataclasses.asdict(mutant), "verdict": self.verdicts[mutant]})
+
+
+def digest(texts: dict[str, str]) -> str:
+    """sha256 of texts under their names."""
+    return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
+
+
+def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], head: dict) -> dict:
+    """Counts by file, the survivors with their changes, and which test noticed each of the others."""
+    judged = {mutant: session.verdicts[mutant] for mutant in drawn if mutant in session.verdicts}
+
+    def counts(mutants) -> dict[str, int]:
+        outcomes = [judged[mutant]["outcome"] for mutant in mutants]
+        return {"judged": len(outcomes)} | {name: outcomes.count(name) for name in (KILLED, TIMED_OUT, SURVIVED)}
+
+    def told(mutant) -> dict:
+        place = {"file": mutant.file, "line": mutant.line, "operator": mutant.operator}
+        return place | {"diff": diff_of(sources[mutant.file], mutant)}
+
+    def subject(mutant) -> str:
+        return next(name for part, name in SUBJECTS.items() if part in mutant.file)
+
+    files = sorted({mutant.file for mutant in judged})
+    survivors = sorted(mutant for mutant in judged if judged[mutant]["outcome"] == SURVIVED)
+    noticed = sorted(mutant for mutant in judged if judged[mutant]["outcome"] != SURVIVED)
+    return {
+        **head,
+        "command": f"python -m tests.mutants --seed {head['seed']} --sample {head['sample']}",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "versions": {name: importlib.metadata.version(name) for name in ("cosmic-ray", "parso", "pytest", "torch")}
+        | {"python": platform.python_version()},
+        "all": counts(judged),
+        "by_subject": {
+            name: counts([mutant for mutant in judged if subject(mutant) == name])
+            for name in dict.fromkeys(reversed(SUBJECTS.values()))
+        },
+        "by_file": {file: counts([mutant for mutant in judged if mutant.file == file]) for file in files},
+        "baseline_seconds": dict(sorted(session.baselines.items())),
+        "survivors": [told(mutant) for mutant in survivors],
+        "noticed": [told(one) | {key: judged[one][key] for key in ("outcome", "by", "said")} for one in noticed],
+    }
+
+
+def entry_of(survivor: dict) -> str:
+    """How docs/correctness.md names a survivor: its file and what the changed line became."""
+    return f"`{survivor['file']}` `{survivor['diff'][-1].removeprefix('+ ')}`"
+
+
+def show(found: dict) -> None:
+    """Print the counts and the survivors, each with the line that explains it on the page Correctness."""
+    for survivor in found["survivors"]:
+        print(f"\nsurvived: {survivor['file']}:{survivor['line']} {survivor['operator']}")
+        print("\n".join(f"  {line}" for line in survivor["diff"]))
+        print(f"  to explain: {entry_of(survivor)}: ")
+    width = max(map(len, found["by_file"]), default=0)
+    print()
+    for file, counts in (*found["by_file"].items(), ("all", found["all"])):
+        print(f"{file:{width}}  " + "  ".join(f"{name} {number:3}" for name, number in counts.items()))
+    noticed = found["all"][KILLED] + found["all"][TIMED_OUT]
+    print(f"{noticed} of {found['all']['judged']} noticed: {noticed / max(1, found['all']['judged']):.1%}")
+
+
+def main() -> None:
+    """Draw, judge, report."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=26, help="of the draw (default 26)")
+    parser.add_argument("--sample", type=int, default=150, help="mutants to judge (default 150)")
+    parser.add_argument("--session", type=Path, default=Path("mutants.jsonl"), help="verdicts so far, to continue from")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants judged at a time (default 1)")
+    parser.add_argument("--json", type=Path, help="file for the report, such as docs/results/mutants.json")
+    parser.add_argument("--again", action="store_true", help="judge the survivors of the session again")
+    parser.add_argument("--only", default="", metavar="TEXT", help="judge only files with this in their path")
+    given = parser.parse_args()
+
+    sources = {file: (ROOT / file).read_text(encoding="utf-8") for file in sorted(TABLE)}
+    drawn, population = draw(sources, given.seed, given.sample)
+    head = {"seed": given.seed, "sample": given.sample, "population": population, "sources_sha256": digest(sources)}
+    session = Session(given.session, head)
+
+    def is_open(mutant: Mutant) -> bool:
+        verdict = session.verdicts.get(mutant)
+        return given.only in mutant.file and (verdict is None or (given.again and verdict["outcome"] == SURVIVED))
+
+    work = [mutant for mutant in drawn if is_open(mutant)]
+    for name in PRELOADED if work else ():
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as folder:
+        benches = []
+        for job in range(min(given.jobs, len(work))):
+            (Path(folder).resolve() / str(job)).mkdir()
+            benches.append(Bench(Path(folder).resolve() / str(job)))
+        measure_baselines(session, benches, work)
+        judge_all(session, benches, work, sources)
+    found = report(session, drawn, sources, head)
+    show(found)
+    if given.json is not None:
+        given.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def measure_baselines(session: Session, benches: Sequence[Bench], work: Sequence[Mutant]) -> None:
+    """Run the tests over the unchanged sources.
+
+    Raises:
+        RuntimeError: they do not pass, or not in time.
+    """
+    judges = {" ".join(TABLE[mutant.file].command): TABLE[mutant.file] for mutant in work}
+
+    def done(name: str, bench: Bench, verdict: Verdict) -> None:
+        said = f"{verdict.outcome} in {verdict.seconds} s by {verdict.by}: {verdict.said}"
+        if verdict.outcome != SURVIVED or verdict.seconds > BASELINE_LIMIT_S:
+            raise RuntimeError(f"{name}: expected these tests to pass within {BASELINE_LIMIT_S} s, got {said}")
+        session.note_baseline(name, verdict.seconds)
+        print(f"{verdict.seconds:6.1f} s  unchanged: {name}", flush=True)
+
+    unmeasured = [name for name in judges if name not in session.baselines]
+    run_all(benches, unmeasured, lambda bench, name: bench.start(judges[name], cache_bytecode=True), done)
+
+
+def judge_all(session: Session, benches: Sequence[Bench], work: Sequence[Mutant], sources: dict[str, str]) -> None:
+    """Judge mutants and note each verdict."""
+
+    def begin(bench: Bench, mutant: Mutant) -> int:
+        bench.plant(mutant.file, mutate(sources[mutant.file], mutant))
+        return bench.start(TABLE[mutant.file])
+
+    def done(mutant: Mutant, bench: Bench, verdict: Verdict) -> None:
+        bench.plant(mutant.file, sources[mutant.file])
+        session.note_verdict(mutant, verdict)
+        number = sum(one in session.verdicts for one in work)
+        print(f"{number:4}/{len(work)} {verdict.seconds:6.1f} s  {verdict.outcome:9} {mutant.file}:{mutant.line} "
+              f"{mutant.operator} {verdict.by or ''}", flush=True)  # fmt: skip
+
+    run_all(benches, work, begin, done)
+
+
+if __name__ == "__main__":
+    main()
