@@ -23,6 +23,7 @@ from reference.interfaces import (
     check_not_negative,
     check_tensor,
     check_type,
+    choose_schedule,
     chunked_prefill_workspace_size,
     context_unit,
     get_dcp_local_seq_lens,
@@ -34,6 +35,7 @@ from . import backends
 from .backends import BackendChoice
 
 __all__ = [
+    "choose_schedule",
     "chunked_prefill_workspace_size",
     "plan_context_chunks",
     "plan_decode",

@@ -483,7 +483,9 @@ class ServingLoop:
         else:
             share = self.share
             slots = self.ops.dcp_slot_mapping(*batch, share.size, share.rank, share.interleave)
-        common = CommonAttentionMetadata.make(query_start_loc, seq_lens, table.to(self.device), slots.to(self.device))
+        common = CommonAttentionMetadata.make(
+            query_start_loc, seq_lens, table.to(self.device), slots.to(self.device), self.block_size
+        )
         return self.ops.build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.decode_threshold, self.config, self.costs,
             share=self.share,

@@ -55,6 +55,7 @@ from .interfaces import (
     PrefillMetadata,
     QueryLenSupport,
     RopeConfig,
+    ScheduleChoice,
     SequenceShare,
     UnsupportedConfiguration,
     YarnConfig,
@@ -66,6 +67,7 @@ from .path import choose_path, choose_paths
 from .prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
 from .rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
 from .schedule import (
+    choose_schedule,
     chunked_prefill_workspace_size,
     plan_context_chunks,
     plan_decode,
@@ -96,6 +98,7 @@ __all__ = [
     "PrefillMetadata",
     "QueryLenSupport",
     "RopeConfig",
+    "ScheduleChoice",
     "SequenceShare",
     "UnsupportedConfiguration",
     "YarnConfig",
@@ -106,6 +109,7 @@ __all__ = [
     "cascade_attention",
     "choose_path",
     "choose_paths",
+    "choose_schedule",
     "chunked_prefill_workspace_size",
     "common_prefix_len",
     "concat_and_cache_mla",

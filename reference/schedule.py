@@ -22,6 +22,7 @@ from .interfaces import (
     check_not_negative,
     check_tensor,
     check_type,
+    choose_schedule,
     chunked_prefill_workspace_size,
     context_unit,
     fold_overhead,
@@ -31,6 +32,7 @@ from .interfaces import (
 )
 
 __all__ = [
+    "choose_schedule",
     "chunked_prefill_workspace_size",
     "plan_context_chunks",
     "plan_decode",

@@ -45,8 +45,8 @@ SAID_ONCE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "proc
              "fast_sha256", "command")  # fmt: skip
 BESIDE_PEERS = ("decode", "prefill", "bytes")
 # files whose tests make all their tensors on the device that `--device` names
-ANY_DEVICE = ("batch", "builder", "cache", "cascade", "differential", "identities", "mutations", "ops", "rope",
-              "schedule", "weights")  # fmt: skip
+ANY_DEVICE = ("batch", "block_sizes", "builder", "cache", "cascade", "differential", "from_lens", "identities",
+              "mutations", "ops", "rope", "schedule", "schedule_choice", "weights", "workspaces")  # fmt: skip
 # processes of files that take longest
 SHARES = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_two_phases.py": 3,
           "test_triton_decode.py": 3}  # fmt: skip

@@ -196,6 +196,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              policy="even", context_parallel_size=1, interleave=1),
         call("plan_decode", seq_lens=integers(20, 0, 33), num_programs=2, num_heads=3, fixed_overhead=5,
              batch_invariant=False, **backend),
+        call("choose_schedule", seq_lens=integers(20, 0, 3300), num_programs=2, num_heads=3, batch_invariant=False),
         call("share_chunk", chunk=ops.plan_context_chunks(integers(20, 0, 33), 128, 16, "packed", 2, 2)[0],
              share=share),
         call("chunked_prefill_workspace_size", max_model_len=4096, max_num_seqs=8, block_size=16,

@@ -87,6 +87,8 @@ def launch_samples(share: int, shares: int) -> None:
             names = [argument.name for argument in op._schema.arguments]
             for far in FAR:
                 op(*(hostile(n, x, far) for n, x in zip(names, arguments, strict=True)))
+            if "max_seq_len" in names:
+                op(*beyond_the_bound(dict(zip(names, arguments, strict=True))))
             torch.cuda.synchronize()
     print("\n".join(f"launched: {line}" for line in sorted(set(told))))
     print(f"share {share} of {shares} came to its end")
@@ -102,6 +104,17 @@ def hostile(name: str, value: Any, far: int) -> Any:
     changed = value.clone()
     changed.view(-1)[::2] = far
     return changed
+
+
+def beyond_the_bound(arguments: dict[str, Any]) -> tuple:
+    """Arguments of a decode whose lengths fill the whole block table, in real blocks: more than `max_seq_len` says.
+
+    Splits and buffers are sized by the bound, so a kernel that follows the lengths writes behind its buffers.
+    """
+    keys = arguments["block_table"].shape[1] * arguments["kv_cache"].shape[1]
+    assert keys > arguments["max_seq_len"]
+    changed = {name: torch.full_like(arguments[name], keys) for name in ("seq_lens", "visible_lens")}
+    return tuple({**arguments, **changed, "block_table": torch.zeros_like(arguments["block_table"])}.values())
 
 
 def kernels_of(sets: Sequence[str]) -> set[str]:

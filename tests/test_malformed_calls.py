@@ -28,7 +28,7 @@ REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
 # Records that check nothing where they are made: what takes them checks them (`metadata.*` and others in the report).
 UNCHECKED = {"AttentionState", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
              "ContextParallelMetadata", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters", "MLAMetadata",
-             "PrefillMetadata"}  # fmt: skip
+             "PrefillMetadata", "ScheduleChoice"}  # fmt: skip
 NOT_CALLED = UNCHECKED | {"PRESETS", "QueryLenSupport", "GroupError", "UnsupportedConfiguration"}
 
 # What may succeed although its type is not the annotation's: (call, argument, value), as patterns, and why.

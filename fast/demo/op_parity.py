@@ -141,7 +141,8 @@ class Batch:
         """The step in which each request has so many new tokens."""
         starts, lens = self.offsets(query_lens), torch.tensor(self.lens, dtype=torch.int32)
         slots = oracle.slot_mapping(starts, lens, self.block_table.cpu(), self.block_size, int(starts[-1]))
-        return CommonAttentionMetadata.make(starts, lens, self.block_table, slots.to(self.block_table.device))
+        slots = slots.to(self.block_table.device)
+        return CommonAttentionMetadata.make(starts, lens, self.block_table, slots, self.block_size)
 
 
 def make_batch(tokens: int, block_size: int, num_prefills: int, device: torch.device) -> Batch:

@@ -226,7 +226,8 @@ def choose_schedule(
         ValueError: a tensor that does not fit; a number below its least value.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,), torch.device("cpu"))
-    check(isinstance(num_programs, int) and num_programs >= 0, "num_programs", "an int >= 0", num_programs)
+    check_int("num_programs", num_programs, 0)
+    check_flag("batch_invariant", batch_invariant)
     overhead = piece_overhead(num_heads) * (INVARIANT_STARTS if batch_invariant else 1)
     if num_programs == 0 or seq_lens.numel() == 0:
         return NEVER_PLANNED

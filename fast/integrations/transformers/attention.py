@@ -269,7 +269,7 @@ class ModelAdapter:
         lens = record.lens + counts if record.length else counts
         table = record.reserve(rows, max(lens.tolist(), default=0))
         slots = ops.slot_mapping(starts, lens, table, record.block_size, positions.shape[0])
-        common = ops.CommonAttentionMetadata.make(starts, lens, table.to(device), slots.to(device))
+        common = ops.CommonAttentionMetadata.make(starts, lens, table.to(device), slots.to(device), record.block_size)
         workspace = options.workspace_tokens
         if workspace is None:
             longest = self.base.config.max_position_embeddings

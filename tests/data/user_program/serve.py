@@ -25,10 +25,7 @@ CHECKPOINT = Path(fast.__file__).parent / "assets" / "tiny-mla"
 
 def make_batch(query_lens: list[int], seq_lens: list[int], block_table: Tensor) -> fast.CommonAttentionMetadata:
     """The batch of a step."""
-    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
-    lengths = torch.tensor(seq_lens, dtype=torch.int32)
-    slots = fast.slot_mapping(starts, lengths, block_table, BLOCK_SIZE, num_tokens=sum(query_lens))
-    return fast.CommonAttentionMetadata.make(starts, lengths, block_table, slots)
+    return fast.CommonAttentionMetadata.from_lens(query_lens, seq_lens, block_table, BLOCK_SIZE)
 
 
 def decode(dtype: torch.dtype, wing: str) -> tuple[Tensor, Tensor]:
