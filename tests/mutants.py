@@ -506,8 +506,8 @@ def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], h
 
 
 def entry_of(survivor: dict) -> str:
-    """How docs/correctness.md names a survivor: its file and what the changed line became."""
-    return f"`{survivor['file']}` `{survivor['diff'][-1].removeprefix('+ ')}`"
+    """How docs/correctness.md names a survivor: its file and what the code of the changed line became."""
+    return f"`{survivor['file']}` `{survivor['diff'][-1].removeprefix('+ ').partition('  # ')[0]}`"
 
 
 def show(found: dict) -> None:
@@ -582,6 +582,7 @@ def measure_baselines(session: Session, benches: Sequence[Bench], work: Sequence
 
 def judge_all(session: Session, benches: Sequence[Bench], work: Sequence[Mutant], sources: dict[str, str]) -> None:
     """Judge mutants and note each verdict."""
+    number = itertools.count(1)
 
     def begin(bench: Bench, mutant: Mutant) -> int:
         bench.plant(mutant.file, mutate(sources[mutant.file], mutant))
@@ -590,8 +591,7 @@ def judge_all(session: Session, benches: Sequence[Bench], work: Sequence[Mutant]
     def done(mutant: Mutant, bench: Bench, verdict: Verdict) -> None:
         bench.plant(mutant.file, sources[mutant.file])
         session.note_verdict(mutant, verdict)
-        number = sum(one in session.verdicts for one in work)
-        print(f"{number:4}/{len(work)} {verdict.seconds:6.1f} s  {verdict.outcome:9} {mutant.file}:{mutant.line} "
+        print(f"{next(number):4}/{len(work)} {verdict.seconds:6.1f} s  {verdict.outcome:9} {mutant.file}:{mutant.line} "
               f"{mutant.operator} {verdict.by or ''}", flush=True)  # fmt: skip
 
     run_all(benches, work, begin, done)

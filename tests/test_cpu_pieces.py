@@ -145,3 +145,11 @@ def test_gather_in_pieces(monkeypatch, piece):
     assert_same_bits(out, wanted)
     pieces = [(min(piece, sum(lens) - first),) for first in range(0, sum(lens), piece)]
     assert shapes.found == [shape for shape in pieces for _ in range(2)]
+
+
+def test_pieces_are_worth_a_turn_of_the_loop():
+    """The bounds as they ship are neither so small that the loop is what takes time, nor larger than a cache."""
+    assert 1 << 20 <= room("decode").PIECE_BYTES <= 1 << 24
+    for tokens in (room("cache").PIECE_TOKENS, room("context_parallel").PIECE_TOKENS):
+        assert 1 << 10 <= tokens <= 1 << 16
+    assert all(1 << 6 <= size <= 1 << 10 for size in (room("attention").QUERY_BLOCK, room("attention").KEY_BLOCK))

@@ -213,6 +213,16 @@ def test_the_choice_of_one_is_the_choice_of_many(ops):
     assert ops.build_mla_metadata(common, 16, 8192, config=V3).num_decodes == 1
 
 
+def test_a_tie_is_no_gain(ops):
+    """76 requests of one token: what 75 of them need not read again, 75 x prefix x 32 elements of two bytes.
+
+    The states that are written and read for it are 16 bytes x 76 x 3 heads x 25 elements: as much, at a prefix of 19.
+    """
+    lens = integers(*[1] * 76).cpu(), integers(*[40] * 76).cpu()
+    assert 16 * 76 * DIRECT.num_heads * (DIRECT.kv_lora_rank + 1) == 75 * 19 * 32 * 2
+    assert [ops.use_cascade_attention(prefix, *lens, DIRECT) for prefix in (18, 19, 20)] == [False, False, True]
+
+
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 @pytest.mark.parametrize("chosen", [False, True], ids=["by threshold", "by costs"])
 def test_every_small_batch(ops, threshold, chosen):

@@ -335,6 +335,20 @@ class Results:
             lines.append([stage.replace("_", " "), "passed" if found["ok"] else "**not passed**", said])
         return table(["check", "verdict", "in its words"], lines, 3)
 
+    def mutants(self, name: str) -> str:
+        """How many planted faults the tests noticed, by subject, and what was drawn."""
+        report = self._load(name)
+        columns = {"judged": "drawn", "killed": "failed a test", "timed out": "timed out", "survived": "survived"}
+        rows = [[subject, *(str(counts[key]) for key in columns)]
+                for subject, counts in (*report["by_subject"].items(), ("all", report["all"]))]  # fmt: skip
+        noticed = report["all"]["judged"] - report["all"]["survived"]
+        said = (
+            f"{noticed} of {report['all']['judged']} mutants were noticed, {noticed / report['all']['judged']:.1%}. "
+            f"They were drawn with seed {report['seed']} out of {report['population']}, with cosmic-ray "
+            f"{report['versions']['cosmic-ray']}, on {report['date']}. All of it: [`{name}`](results/{name})."
+        )
+        return f"{table(['subject', *columns.values()], rows, 1)}\n\n{said}"
+
     def negative(self, name: str) -> str:
         """What the log says was tried and not kept."""
         text = re.sub(r"^```.*?^```$", "", (self._docs / name).read_text(encoding="utf-8"), flags=re.M | re.S)
