@@ -229,7 +229,6 @@ class MLAConfig:
             check_int("q_lora_rank", self.q_lora_rank, 1, "a positive int or None")
         check_int("qk_rope_head_dim", self.qk_rope_head_dim, 0, "an even int >= 0")
         check(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim", "an even int >= 0", self.qk_rope_head_dim)
-        check(isinstance(self.rope, RopeConfig), "rope", "a RopeConfig", type(self.rope).__name__)
         scale = self.given_softmax_scale
         number = isinstance(scale, int | float) and not isinstance(scale, bool)
         check(scale is None or (number and abs(scale) <= sys.float_info.max), "softmax_scale",
