@@ -240,7 +240,7 @@ def candidates(backend: str | None) -> list[Backend]:
     if backend is None:
         return sorted(BACKENDS, key=lambda candidate: -candidate.priority)
     named = [candidate for candidate in BACKENDS if candidate.name == backend]
-    check(bool(named), "backend", f"one of {', '.join(b.name for b in BACKENDS)}", backend)
+    check(len(named) > 0, "backend", f"one of {', '.join(b.name for b in BACKENDS)}", backend)
     return named
 
 

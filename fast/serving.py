@@ -233,7 +233,10 @@ class ServingLoop:
         context_parallel: ContextParallel | None = None,
     ):
         check_type("model", model, nn.Module, "a model under use_mla")
-        check_type("ops", ops, ModuleType, "a module")
+        needed = ("allocate_kv_cache", "build_mla_metadata", "slot_mapping")
+        missing = [name for name in needed if not hasattr(ops, name)]
+        check(not missing, "ops", "a module that keeps the contract of reference and fast",
+              f"{getattr(ops, '__name__', type(ops).__name__)} without {', '.join(missing)}")  # fmt: skip
         check_groups(context_parallel)
         known = eos is None or (isinstance(eos, int | Collection) and not isinstance(eos, Tensor))
         known = known and (eos is None or all(type(token) is int for token in ([eos] if isinstance(eos, int) else eos)))

@@ -307,7 +307,7 @@ BAD = [
     (["--device", "cuda:99"], "--device: expected a CUDA device that is here ("),
     (["--backend", "abacus"], "backend: expected one of "),
     (["--device", "cpu", "--backend", "hopper"], "hopper: serves device cuda, got cpu"),
-    (["--block-size", "0"], "--block-size: expected at least 1, got 0"),
+    (["--block-size", "0"], "--block-size: expected at least 1 and less than 2^31, got 0"),
     (["--workspace-tokens", "7"], "--workspace-tokens: expected at least one block of 8, got 7"),
     (["--max-new-tokens", "0"], "--max-new-tokens: expected at least 1, got 0"),
     (["--token-budget", "1"], "--token-budget: expected at least one token for each of 2 prompts, got 1"),
@@ -317,7 +317,7 @@ BAD = [
     ),
     (["--max-new-tokens", "1000000000000"], "--max-new-tokens: expected prompt and new tokens within the model's 4096"),
     (
-        ["--block-size", str(1 << 50), "--workspace-tokens", str(1 << 50)],
+        ["--block-size", str(1 << 30), "--workspace-tokens", str(1 << 30)],
         "--block-size: expected a cache that fits in memory, got",
     ),
     (["--model", "~nosuchuser/x"], "--model: expected a folder with a checkpoint, or a hub name owner/name, got"),

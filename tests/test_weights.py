@@ -151,10 +151,9 @@ def test_layer_of_linears_that_return_pairs(ops, config):
     """Every projection of a layer may return (product, None)."""
     weights = make_weights(config, torch.float64)
     plain, pairs = (ops.MLAAttention(config, **modules_of(weights, kind)) for kind in (linear, PairLinear))
-    lengths, table = torch.tensor([3, 6], dtype=torch.int32), torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)
-    starts = torch.tensor([0, 1, 7], dtype=torch.int32)  # a decode behind two cached tokens, and a prompt
-    slots = ops.slot_mapping(starts, lengths, table, 4, num_tokens=7)
-    metadata = ops.build_mla_metadata(CommonAttentionMetadata.make(starts, lengths, table, slots), 4, 64)
+    table = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)
+    common = CommonAttentionMetadata.from_lens([1, 6], [3, 6], table, 4)  # a decode behind two cached tokens, a prompt
+    metadata = ops.build_mla_metadata(common, 4, 64)
     hidden, positions = torch.randn(7, config.hidden_size, dtype=torch.float64), torch.tensor([2, 0, 1, 2, 3, 4, 5])
     cache = torch.randn(4, 4, config.head_size, dtype=torch.float64)
     outputs = [layer(hidden, positions, cache.clone(), metadata) for layer in (plain, pairs)]

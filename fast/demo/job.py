@@ -142,7 +142,7 @@ def prepare(
         raise ValueError(f"python -m fast: {too_old}")
     check(args.max_new_tokens >= 1, "--max-new-tokens", "at least 1", args.max_new_tokens)
     for option, value in (("--block-size", args.block_size), ("--token-budget", args.token_budget)):
-        check(value >= 1, option, "at least 1", value)
+        check(1 <= value < 2**31, option, "at least 1 and less than 2^31", value)
     check(args.workspace_tokens >= args.block_size, "--workspace-tokens", f"at least one block of {args.block_size}",
           args.workspace_tokens)  # fmt: skip
     texts = args.prompt
