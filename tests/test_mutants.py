@@ -166,10 +166,11 @@ def test_judges_and_continues(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     session, path = tmp_path / "session.jsonl", os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-c", COMMAND, "--session", str(session), "--json", str(tmp_path / "found.json")]
 
     def run(*options: str) -> str:
-        done = subprocess.run([*command, *options], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, timeout=120,
+        done = subprocess.run([*command, *options], cwd=tmp_path, env=environment, timeout=120,
                               check=False, capture_output=True, text=True)  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
