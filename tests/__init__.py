@@ -56,6 +56,8 @@ Pitfall and fault; below it the tests that hold it.
 21  degenerate inputs, so every output matched
     identities: test_inputs_were_not_degenerate; every control of mutations
 
+`python -m tests.mutants` plants faults that nobody thought of, outside CI; docs/correctness.md has its counts.
+
 The GPU suite (gpu_suite) runs what is in memory_checks under compute-sanitizer.
 
 Ranks: test_context_parallel simulates them in one process, test_process_groups starts real ones (gloo here, NCCL where

@@ -23,7 +23,6 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
-import importlib
 import importlib.metadata
 import itertools
 import json
@@ -246,10 +245,7 @@ def diff_of(source: str, mutant: Mutant) -> list[str]:
 
 
 class FirstFailure:
-    """A plugin of pytest that gets to the first failure soon, and notes it.
-
-    Modules run in the order of the judge; hypothesis does not look for a smaller example of a failure.
-    """
+    """A plugin that notes the first failure. Modules run in the judge's order; hypothesis shrinks no example."""
 
     def __init__(self, tree: Path, modules: Sequence[str]):
         self.tree, self.modules, self.test, self.said = tree, modules, None, ""

@@ -129,6 +129,18 @@ def test_reorg_in_pieces(monkeypatch, piece, apart):
     assert shapes.found == [shape for shape in pieces for _ in range(2)]
 
 
+def test_ranks_without_keys_have_no_share():
+    """The shares of a row that some rank saw sum to 1; those of a row that no rank saw are 0 and not NaN."""
+    lses = torch.randn(3, 2, 4, dtype=torch.float64)
+    lses[1, 0], lses[:, 1, 2] = -torch.inf, -torch.inf
+    shares, total = room("context_parallel").shares_of(lses)
+    assert shares[1, 0].eq(0).all() and shares[:, 1, 2].eq(0).all() and total[1, 2] == -torch.inf
+    seen = total.isfinite()
+    assert seen.sum() == 7
+    torch.testing.assert_close(shares.sum(0)[seen], torch.ones(7, dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(total[seen], lses.logsumexp(0)[seen], rtol=1e-15, atol=1e-15)
+
+
 @pytest.mark.parametrize("piece", [1, 5, 64])
 def test_gather_in_pieces(monkeypatch, piece):
     """The pieces of several requests, and no index tensor longer than one piece."""

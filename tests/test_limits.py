@@ -247,12 +247,18 @@ def test_every_small_batch(ops, threshold, chosen):
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 4)])
 def test_pieces_begin_with_a_turn(ops, size, interleave):
-    """A chunk whose second piece begins anywhere: shared on a whole turn of the ranks, and refused within one."""
+    """A chunk whose second piece begins anywhere: dealt on a whole turn of the ranks, and refused within one."""
     turn, share = size * interleave, SequenceShare(size, 0, interleave)
     for start in range(3 * turn + 1):
         chunk = ContextChunk(integers(0, start, turn), offsets([3, 2, 5]), 10, 5)
         if start % turn == 0:
-            assert ops.share_chunk(chunk, share).local_starts.tolist() == [0, start // size, interleave]
+            dealt = [[sum(token // interleave % size == rank for token in range(n)) for n in (3, 2, 5)]
+                     for rank in range(size)]  # fmt: skip
+            for rank in range(size):
+                piece = ops.share_chunk(chunk, SequenceShare(size, rank, interleave))
+                assert piece.local_starts.tolist() == [0, start // size, interleave]
+                assert piece.local_cu_seq_lens.tolist() == [offsets(own).tolist() for own in dealt]
+                assert (piece.local_tokens, piece.padded_tokens) == (sum(dealt[rank]), sum(dealt[0]))
         else:
             with pytest.raises(ValueError, match=f"^chunk.starts: expected multiples of {turn}, got {start} at reque"):
                 ops.share_chunk(chunk, share)
