@@ -14,6 +14,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from reference.interfaces import (
+    MOST_WORKSPACE_TOKENS,
     CommonAttentionMetadata,
     ContextChunk,
     ContextParallel,
@@ -368,7 +369,8 @@ class MLAMetadataBuilder:
             lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
         batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit, however many
             programs there are. `choose_path` is not asked then: queries beyond the threshold are expanded.
-        workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
+        workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None, but no more than
+            `MOST_WORKSPACE_TOKENS`, which a layer allows by default.
         context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
             slots; prefixes that decodes share are not attended apart.
         dtype: of queries and cache, for the number of programs; a plan serves any dtype.
@@ -416,9 +418,12 @@ class MLAMetadataBuilder:
         check_dtype("dtype", dtype)
         self.dtype, self.backend = dtype, bind(backend, PLANNING_OPS)
         self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
-        self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
+        if workspace_tokens is None:  # packed chunks need no unit for each sequence, and a layer expands no more
+            workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
+        self.workspace_tokens = workspace_tokens
         check_chunking("packed", self.workspace_tokens, unit)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
+        self._decode_config = dataclasses.replace(config, num_heads=self._decode_heads)
         self._staging = StagingBuffer()
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
@@ -483,8 +488,7 @@ class MLAMetadataBuilder:
     def _programs_for(self, query_len: int, device: torch.device) -> int:
         """Over how many programs a schedule cuts a decode, from its longest query; 0 leaves it to the kernel."""
         if self.num_programs is None:
-            config = dataclasses.replace(self.config, num_heads=self._decode_heads)
-            return _device_programs(config, device, self.dtype, self.block_size, query_len, self.backend)
+            return _device_programs(self._decode_config, device, self.dtype, self.block_size, query_len, self.backend)
         if callable(self.num_programs):
             programs = self.num_programs(query_len)
             check_int("num_programs", programs, 0, "a function that gives at least 0")
@@ -540,10 +544,10 @@ class MLAMetadataBuilder:
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
         self._check_sizes(common)
         scheduled = captured.schedule is not None and captured.schedule.tile_ranges is not None
-        plan = self._build(0, common, captured=scheduled)
         bound = captured.decode.max_seq_len
-        check(plan.decode.max_seq_len <= bound, "common", f"at most {bound} keys a request, as captured",
-              plan.decode.max_seq_len)  # fmt: skip
+        longest = int(_decode_lens(common, common.num_reqs, self.share).max())
+        check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
+        plan = self._build(0, common, captured=scheduled)
         check_captured(captured, plan)
         if self.share is not None:
             captured.decode.seq_lens.copy_(plan.decode.seq_lens)

@@ -81,9 +81,8 @@ class MLAAttention(nn.Module):
         q_a_layernorm: RMS norm with a weight [Lq], likewise.
         q_b_proj: Lq -> N (P + R), likewise.
         workspace_tokens: most context tokens that a chunk of a plan may have. The memory-profile run
-            (`metadata=None`) expands so many, and a plan with a larger chunk raises. The default is the most that
-            `chunked_prefill_workspace_size` gives unless very many sequences run at once; pass the
-            `workspace_tokens` of the builder where it is another number.
+            (`metadata=None`) expands so many, and a plan with a larger chunk raises. The default is the most that a
+            builder takes by itself; pass the number of the builder where it is another one.
         context_parallel: the groups, where ranks share heads and sequences: the projections that have heads are then
             this rank's share of them (N / TP), `o_proj` without a bias; the config is that of all heads.
         backend: a name, which binds the ops that this backend declares, a mapping from op to name, or None; what it
@@ -149,6 +148,8 @@ class MLAAttention(nn.Module):
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
             raise UnsupportedConfiguration([f"{wanted}, got {type(module).__name__}"])
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedConfiguration(["module.is_causal: only causal attention is implemented, got False"])
         config = MLAConfig.from_hf(module.config)
         low_rank = config.q_lora_rank is not None
         eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)

@@ -219,8 +219,7 @@ def decode_programs(
 ) -> int:
     """How many programs `plan_decode` should cut a decode over: as many as run at once on a device.
 
-    A builder takes it as a function of the longest query:
-    `num_programs=lambda query_len: decode_programs(config, ..., query_len=query_len)`.
+    A builder asks for it by itself (`num_programs=None`).
 
     Args:
         config: the layer.

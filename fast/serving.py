@@ -8,6 +8,7 @@ request gives its blocks back and is computed again later; a finished request fr
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -192,6 +193,13 @@ class StepLost(GroupError):
         return type(self), (self.error, self.request_ids)
 
 
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """The attention layers that `use_mla` put behind the forwards of a model's modules; none in another model."""
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    layers = (getattr(forward, "attention", None) for forward in forwards)
+    return [layer for layer in layers if hasattr(layer, "workspace_tokens")]
+
+
 class ServingLoop:
     """Serves requests together as mixed batches of decodes and prefills.
 
@@ -266,6 +274,14 @@ class ServingLoop:
         check_interleave(interleave, block_size)
         unit = context_unit(block_size, size, interleave)
         check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
+        takes = inspect.signature(ops.build_mla_metadata).parameters  # of `fast`: for the number of programs
+        self._planning = {"dtype": model.dtype} if "dtype" in takes else {}
+        for attention in _layers_of(model):
+            if "backend" in takes:
+                self._planning["backend"] = getattr(attention, "backend", None)
+            check(workspace_tokens <= attention.workspace_tokens, "workspace_tokens",
+                  f"at most the {attention.workspace_tokens} of the model's layers (use_mla(workspace_tokens=))",
+                  workspace_tokens)  # fmt: skip
         self.allocator = BlockAllocator(num_blocks, block_order)
         self.tokens_per_block = block_size * size  # of a sequence, over all ranks
         self.model, self.config, self.ops = model, config, ops
@@ -491,7 +507,7 @@ class ServingLoop:
         )
         return self.ops.build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.decode_threshold, self.config, self.costs,
-            share=self.share,
+            share=self.share, **self._planning,
         )  # fmt: skip
 
     @torch.inference_mode()

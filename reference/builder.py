@@ -13,6 +13,7 @@ from torch import Tensor
 from .batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
 from .cascade import split_shared_prefix, use_cascade_attention
 from .interfaces import (
+    MOST_WORKSPACE_TOKENS,
     CommonAttentionMetadata,
     ContextParallel,
     ContextParallelMetadata,
@@ -220,7 +221,8 @@ class MLAMetadataBuilder:
             lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
         batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit, however many
             programs there are. `choose_path` is not asked then: queries beyond the threshold are expanded.
-        workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None.
+        workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None, but no more than
+            `MOST_WORKSPACE_TOKENS`, which a layer allows by default.
         context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
             slots; prefixes that decodes share are not attended apart.
 
@@ -260,7 +262,9 @@ class MLAMetadataBuilder:
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
-        self.workspace_tokens = smallest if workspace_tokens is None else workspace_tokens
+        if workspace_tokens is None:  # packed chunks need no unit for each sequence, and a layer expands no more
+            workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
+        self.workspace_tokens = workspace_tokens
         check_chunking("packed", self.workspace_tokens, unit)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
 
@@ -379,10 +383,10 @@ class MLAMetadataBuilder:
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
         self._check_sizes(common)
         scheduled = captured.schedule is not None and captured.schedule.tile_ranges is not None
-        plan = self._build(0, common, captured=scheduled)
         bound = captured.decode.max_seq_len
-        check(plan.decode.max_seq_len <= bound, "common", f"at most {bound} keys a request, as captured",
-              plan.decode.max_seq_len)  # fmt: skip
+        longest = int(_decode_lens(common, common.num_reqs, self.share).max())
+        check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
+        plan = self._build(0, common, captured=scheduled)
         check_captured(captured, plan)
         if self.share is not None:
             captured.decode.seq_lens.copy_(plan.decode.seq_lens)

@@ -111,8 +111,9 @@ def dcp_slot_mapping(
     for request, length in enumerate(lengths):
         for token in range(starts[request], starts[request + 1]):
             position = length - (starts[request + 1] - token)
-            mine = share.count(position + 1) > share.count(position)  # one more lies here than before this token
-            if length > 0 and mine:
+            if length == 0:
+                continue
+            if share.count(position + 1) > share.count(position):  # one more lies here than before this token
                 column, offset = divmod(share.count(position), block_size)
                 slots[token] = tables[request][column] * block_size + offset
     return torch.tensor(slots, dtype=torch.int64, device=block_table.device)

@@ -77,7 +77,15 @@ SCHEDULE = Judge(("test_schedule", "test_limits", "test_builder", "test_bad_inpu
 PATH = Judge(("test_path", "test_limits", "test_builder", "test_bad_input"))
 CASCADE = Judge(("test_cascade", "test_limits", "test_bad_input"))
 BUILDER = Judge(
-    ("test_builder", "test_limits", "test_cascade", "test_graphs", "test_context_parallel", "test_bad_input"),
+    (
+        "test_builder",
+        "test_schedule_choice",
+        "test_limits",
+        "test_cascade",
+        "test_graphs",
+        "test_context_parallel",
+        "test_bad_input",
+    ),
     "not test_context_parallel or test_plans or test_builder or test_captured_plans or test_slots",
 )
 # whole layers and serving loops over many ranks take most of that module's time
@@ -86,6 +94,9 @@ CONTEXT_PARALLEL = Judge(
     "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
 )
 SHARES = Judge(("test_interfaces", "test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection)
+SIZES = Judge(("test_schedule_choice", "test_schedule", "test_workspaces", "test_interfaces", "test_builder"))
+SLOTS = Judge(("test_from_lens", "test_batch", "test_limits"))
+GRAPHS = Judge(("test_graphs", "test_block_sizes", "test_bad_input"))
 KERNELS = Judge(
     ("test_cpu_pieces", "test_cache", "test_rope", "test_differential", "test_identities", "test_bad_input"),
     "not (preset or any_cut or chunked_is_whole or same_bits_again)",
@@ -100,6 +111,10 @@ TABLE = {
         "context_parallel": CONTEXT_PARALLEL,
     }.items()},
     "reference/interfaces/shares.py": SHARES,
+    "reference/interfaces/sizes.py": SIZES,
+    "reference/interfaces/slots.py": SLOTS,
+    "fast/graphs.py": GRAPHS,
+    "reference/graphs.py": GRAPHS,
     "fast/kernels/cpu/__init__.py": KERNELS,
     "fast/kernels/cpu/attention.py": KERNELS,
     "fast/kernels/cpu/cache.py": KERNELS,

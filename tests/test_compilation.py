@@ -109,7 +109,8 @@ def serve(config, dtype, threshold, batch_invariant=False):
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
         cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)
         asked = None if sum(query_lens) % 2 else config
-        plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold, asked)
+        programs = 0 if batch_invariant else None  # which a step that is to be batch-invariant plans by itself
+        plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs)
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
         layer(*inputs, plan)

@@ -169,10 +169,10 @@ def check_rank_plan(batch, plan, share, workspace):
 @pytest.mark.parametrize("merge", MERGES)
 def test_builder(ops, merge):
     """The builder plans for its rank, and its schedule is of the gathered heads."""
-    batch, config = make_batch([1, 1, 40], [70, 9, 100], 16), CONFIGS["direct"]
+    batch, config = make_batch([1, 1, 40], [7000, 9, 100], 16), CONFIGS["direct"]
 
     def program(ranks):
-        options = dict(block_size=16, max_model_len=256, max_num_seqs=4, num_programs=3, context_parallel=ranks)
+        options = dict(block_size=16, max_model_len=8192, max_num_seqs=4, num_programs=3, context_parallel=ranks)
         builder = ops.MLAMetadataBuilder(config, **options)
         assert builder.workspace_tokens % (16 * ranks.size) == 0
         return builder.build(64, of_rank(batch.common, 16, ranks.share))
@@ -198,7 +198,8 @@ def test_captured_plans(ops, query_len):
         held = captured.decode.seq_lens, captured.decode.visible_lens, captured.schedule.tile_ranges
         builder.update_captured(captured, batches[1])
         wanted = builder.build(0, batches[1])
-        fresh = wanted.decode.seq_lens, wanted.decode.visible_lens, wanted.schedule.tile_ranges
+        planned = ops.plan_decode(wanted.decode.seq_lens, 3, builder._decode_heads)
+        fresh = wanted.decode.seq_lens, wanted.decode.visible_lens, planned.tile_ranges
         return [x.equal(y) for x, y in zip(held, fresh, strict=True)]
 
     assert ops.simulate(4, 8, program) == [[True] * 3] * 4
@@ -840,7 +841,7 @@ class TestBadInput:
     def test_gather(self, ops):
         """A piece of another share, or of none, before anything is exchanged."""
         plain = ContextChunk(integers(0), offsets([5]), 5, 5)
-        plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, (), 1)
+        plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, (), 16)
         chunk = ops.share_chunk(plain, SequenceShare(2, 0))
 
         def program(ranks, chunk):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,8 +69,9 @@ def test_rank_local_slots(size, interleave):
         tuple(torch.tensor(x, dtype=torch.int64, device="cpu") for x in LENS),
         tuple(torch.tensor(x, dtype=torch.int16, device="cpu") for x in LENS),
         (torch.tensor(LENS[0], device="cpu"), LENS[1]),
+        ([np.int64(n) for n in LENS[0]], [np.int32(n) for n in LENS[1]]),
     ],
-    ids=["lists", "tuples", "int64", "int16", "mixed"],
+    ids=["lists", "tuples", "int64", "int16", "mixed", "numpy"],
 )
 def test_lengths_of_any_int_type(lens):
     table = table_for(LENS[1], 16)
@@ -130,3 +132,14 @@ def test_shares_reach_further(plain_errors):
     """Under context parallelism a column holds the tokens of D blocks."""
     common = CommonAttentionMetadata.from_lens([1, 1], [20, 65], TABLE, 16, SequenceShare(2, 0))
     assert common.slot_mapping.tolist() == [-1, 6 * 16 + 0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_padding_rows_have_no_slot(size):
+    """A row of length 0 with a query token, beside columns that it does not own; by every function that makes slots."""
+    for rank in range(size):
+        common = CommonAttentionMetadata.from_lens([1, 1], [5, 0], TABLE, 16, SequenceShare(size, rank))
+        for ops in (reference, fast):
+            found = ops.dcp_slot_mapping(offsets([1, 1]), integers(5, 0), TABLE, 16, 2, size, rank)
+            assert_same_bits(found, common.slot_mapping)
+        assert common.slot_mapping[1] == -1 and (common.slot_mapping[0] >= 0) == (rank == 4 % size)

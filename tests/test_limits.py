@@ -126,7 +126,7 @@ REFUSED = {
     "a block more than the table": (lambda ops: cascade(ops, 44, 0), "common_prefix_len: expected at most the 10 b"),
     "a row below 0": (lambda ops: cascade(ops, 4, -1), r"row: expected a request in \[0, 2\), got -1"),
     "a row too many": (lambda ops: cascade(ops, 4, 2), r"row: expected a request in \[0, 2\), got 2"),
-    "blocks of no token shared": (lambda ops: cascade(ops, 4, 0, 0), "common_prefix_len: expected a positive mult"),
+    "blocks of no token shared": (lambda ops: cascade(ops, 4, 0, 0), "block_size: expected a positive int, got 0"),
     "less than nothing shared": (lambda ops: worthwhile(ops, -1), "common_prefix_len: expected an int >= 0, got -1"),
     "a threshold below 0": (lambda ops: paths(ops, threshold=-1), "decode_threshold: expected an int >= 0, got -1"),
     "less than no query": (lambda ops: ops.choose_path(-1, 0, V3), "query_len: expected an int >= 0, got -1"),
@@ -186,7 +186,7 @@ def test_a_workspace_larger_than_needed(ops):
         pytest.skip("the reference takes no workspace")
     chunk = ops.plan_context_chunks(integers(50).cpu(), 64, 4, "packed", 2, 1)[0]
     cache, table = torch.randn(9, 4, 6), torch.arange(8, dtype=torch.int32)[None]
-    plan = PrefillMetadata(table, offsets([1]), 1, ())
+    plan = PrefillMetadata(table, offsets([1]), 1, (), 4)
 
     def program(ranks):
         piece = ops.share_chunk(chunk, ranks.share)

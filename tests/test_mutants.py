@@ -18,9 +18,11 @@ from .mutants import KILLED, ROOT, SURVIVED, TABLE, TIMED_OUT, Mutant, Session, 
 def test_table():
     """Each file and each test module exists, and no file of the four subjects is forgotten."""
     subjects = [*ROOT.glob("fast/kernels/cpu/*.py"), *ROOT.glob("fast/integrations/transformers/*.py")]
-    rooms = ("batch", "schedule", "path", "cascade", "builder", "context_parallel")
+    rooms = ("batch", "schedule", "path", "cascade", "builder", "graphs", "context_parallel")
     subjects += [ROOT / wing / f"{room}.py" for wing in ("reference", "fast") for room in rooms]
-    assert set(TABLE) == {str(path.relative_to(ROOT)) for path in subjects} | {"reference/interfaces/shares.py"}
+    assert set(TABLE) == {str(path.relative_to(ROOT)) for path in subjects} | {
+        f"reference/interfaces/{room}.py" for room in ("shares", "sizes", "slots")
+    }
     for file, judge in TABLE.items():
         assert (ROOT / file).is_file(), file
         assert judge.modules and len(set(judge.modules)) == len(judge.modules)

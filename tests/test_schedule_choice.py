@@ -178,3 +178,19 @@ def test_num_programs_needs_a_config(ops, plain_errors):
     for number in (-1, 2.5, "4"):
         with pytest.raises(ValueError, match="^num_programs: expected an int >= 0 or None, got"):
             ops.build_mla_metadata(common, 64, 4096, config=CONFIG, num_programs=number)
+
+
+def test_the_longest_lengths_do_not_overflow(plain_errors):
+    choice = choose_schedule(integers(2**31 - 1, 1).cpu(), 8, 16)
+    assert (choice.longest_tiles, choice.total_tiles, choice.planned) == (2**25, 2**25 + 1, True)
+    with pytest.raises(ValueError, match="^seq_lens: expected lengths >= 0, got -1 at request 1$"):
+        choose_schedule(integers(5, -1).cpu(), 8, 16)
+
+
+def test_a_loose_bound_is_no_longer_request(ops, plain_errors):
+    """`max_seq_len` of a batch may be an engine's constant; a captured plan is held to the lengths themselves."""
+    builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5)
+    captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
+    builder.update_captured(captured, replace(batch_of([64, 1, 3, 4, 5, 6]), max_seq_len=1000))
+    wanted = ops.plan_decode(integers(64, 1, 3, 4, 5, 6), 5, CONFIG.num_heads)
+    same(captured.schedule.tile_ranges, wanted.tile_ranges)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
@@ -62,3 +64,43 @@ def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
         assert expanded.pop() == wanted
     with pytest.raises(ValueError, match="^workspace_tokens: expected a positive int, got 0$"):
         make_layer(ops, CONFIG, weights, torch.float32, workspace_tokens=0)
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 96, 100, 65536])
+@pytest.mark.parametrize("size", [1, 3])
+def test_defaults_fit_together(ops, block_size, size):
+    """What a builder takes by itself a layer allows by itself, also where 65536 is no multiple of a unit."""
+    ranks = None if size == 1 else ops.simulate(size, 1, lambda ranks: ranks, tensor_parallel_size=3)[0]
+    layer = make_layer(ops, CONFIG, make_weights(CONFIG, torch.float32), torch.float32)
+    for sequences in (8, 2048):
+        builder = ops.MLAMetadataBuilder(CONFIG, block_size, 200_000, sequences, context_parallel=ranks)
+        unit = reference.interfaces.context_unit(block_size, size, 1)
+        assert builder.workspace_tokens % unit == 0
+        assert builder.workspace_tokens <= max(unit, layer.workspace_tokens)
+        assert builder.workspace_tokens > layer.workspace_tokens - unit
+
+
+def test_a_loop_expands_no_more_than_the_layers_of_its_model(ops, plain_errors):
+    """`use_mla` profiles its layers for its own workspace; a loop with a larger one would fail at a long prompt."""
+    pytest.importorskip("transformers")
+    from transformers import AutoModelForCausalLM
+
+    from fast.integrations.transformers import restore, use_mla
+    from fast.serving import ServingLoop
+
+    model = AutoModelForCausalLM.from_pretrained("fast/assets/tiny-mla", dtype="float32").to("cpu").eval()
+    config = ops.MLAConfig.from_hf(model.config)
+    sizes = dict(num_blocks=8, block_size=16, max_num_seqs=2, token_budget=16)
+    try:
+        for given, most in (({"workspace_tokens": 32}, 32), ({}, MOST_WORKSPACE_TOKENS)):
+            use_mla(model, ops=ops, block_size=16, **given)
+            layers = [layer.self_attn.forward.attention for layer in model.model.layers]
+            assert {layer.workspace_tokens for layer in layers} == {most}
+            ServingLoop(model, config, ops, workspace_tokens=most, **sizes)
+            wanted = f"workspace_tokens: expected at most the {most} of the model's layers"
+            with pytest.raises(ValueError, match=f"^{wanted}"):
+                ServingLoop(model, config, ops, workspace_tokens=most + 16, **sizes)
+            restore(model)
+    finally:
+        with contextlib.suppress(ValueError):
+            restore(model)

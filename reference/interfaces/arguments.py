@@ -615,6 +615,9 @@ def check_graph_sizes(
     for name, value in (("block_size", block_size), ("max_blocks", max_blocks), ("query_len", query_len)):
         check_int(name, value)
     check_int("num_programs", num_programs, 0)
+    check(
+        max_blocks * block_size < 2**31, "max_blocks", f"fewer than 2^31 tokens in blocks of {block_size}", max_blocks
+    )
 
 
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:

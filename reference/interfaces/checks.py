@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -166,21 +168,22 @@ def check_not_negative(argument: str, lengths: Tensor) -> None:
         check(False, argument, "lengths >= 0", f"{int(lengths[request])} at request {request}")
 
 
-def lens_on_cpu(argument: str, lens: Sequence[int] | Tensor, count: int) -> Tensor:
-    """Return lengths, a list of ints or a CPU tensor of any int dtype, as `count` int32 on the CPU.
+def lens_on_cpu(argument: str, lens: Sequence[SupportsIndex] | Tensor, count: int) -> Tensor:
+    """Return lengths, a sequence of ints or a CPU tensor of any int dtype, as `count` int32 on the CPU.
 
     Raises:
-        TypeError: not a list or tuple of ints, nor a tensor.
+        TypeError: not a sequence of ints (Python's or numpy's), nor a tensor.
         ValueError: a tensor of another shape, dtype or device; another number of lengths; one outside int32.
     """
     if isinstance(lens, Tensor):
         check_tensor(argument, lens, (count,), INT_DTYPES, torch.device("cpu"))
     else:
-        if not isinstance(lens, list | tuple):
+        if not isinstance(lens, Sequence) or isinstance(lens, str | bytes):
             raise TypeError(f"{argument}: expected a list of ints or a CPU tensor, got {type(lens).__name__}")
         for request, length in enumerate(lens):
-            if not isinstance(length, int) or isinstance(length, bool):
+            if isinstance(length, bool) or not hasattr(length, "__index__") or isinstance(length, Tensor):
                 raise TypeError(f"{argument}: expected ints, got {type(length).__name__} at request {request}")
+        lens = [operator.index(length) for length in lens]
         check(len(lens) == count, argument, f"{count} lengths, one for each row of block_table", len(lens))
         outside = next((length for length in lens if not -(2**63) <= length < 2**63), None)
         check(outside is None, argument, "lengths below 2^31", outside)
@@ -200,9 +203,10 @@ def check_dtype(argument: str, dtype: torch.dtype) -> None:
 def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> None:
     """Check values of a prefix sum on the CPU: starts at 0, never falls, ends at `total` where given."""
     values = offsets.tolist()
-    check(bool(values) and values[0] == 0, argument, "a first element of 0", values[0] if values else "no element")
+    check(len(values) > 0 and values[0] == 0, argument, "a first element of 0", values[0] if values else "no element")
     for request, (low, high) in enumerate(itertools.pairwise(values)):
-        check(high >= low, argument, "values that never fall", f"{low} then {high} at request {request}")
+        if high < low:
+            check(False, argument, "values that never fall", f"{low} then {high} at request {request}")
     if total is not None:
         check(values[-1] == total, argument, f"a last element of {total}", values[-1])
 
@@ -212,12 +216,13 @@ def check_lengths(
 ) -> None:
     """Check the values of a batch on the CPU; 0 < S < Sq raises, S = 0 is a padding row."""
     check_offsets(names[0], query_start_loc)
-    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
-    for request, length in enumerate(lengths):
-        query_len = starts[request + 1] - starts[request]
+    query_lens, lengths = query_start_loc.cpu().diff(), seq_lens.cpu()
+    wrong = ((lengths < 0) | ((lengths != 0) & (lengths < query_lens))).nonzero()
+    if wrong.numel():
+        request = int(wrong[0])
+        length, query_len = int(lengths[request]), int(query_lens[request])
         check(length >= 0, names[1], "lengths >= 0", f"{length} at request {request}")
-        check(length == 0 or length >= query_len, names[1], f"at least the query length {query_len}",
-              f"{length} at request {request}")  # fmt: skip
+        check(False, names[1], f"at least the query length {query_len}", f"{length} at request {request}")
 
 
 def check_slots(slot_mapping: Tensor, num_slots: int, argument: str = "slot_mapping") -> None:

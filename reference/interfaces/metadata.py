@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import SupportsIndex
 
 import torch
 from jaxtyping import Float, Int32, Int64
@@ -146,8 +147,8 @@ class CommonAttentionMetadata:
     @classmethod
     def from_lens(
         cls,
-        query_lens: Sequence[int] | Tensor,
-        seq_lens: Sequence[int] | Tensor,
+        query_lens: Sequence[SupportsIndex] | Tensor,
+        seq_lens: Sequence[SupportsIndex] | Tensor,
         block_table: Int32[Tensor, "B W"],
         block_size: int,
         share: SequenceShare | None = None,

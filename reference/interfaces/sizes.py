@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
-from .checks import check, check_flag, check_int, check_tensor, check_type
+from .checks import check, check_flag, check_int, check_not_negative, check_tensor, check_type
 from .config import MLAConfig, QueryLenSupport
 
 DECODE_TILE = 64  # keys in a tile of the decode schedule, whatever the page
@@ -80,8 +80,9 @@ def chunked_prefill_workspace_size(
 ) -> int:
     """Tokens of context that are expanded at once: min(max(8 max_model_len, 4 max_num_seqs block), 64k).
 
-    At least one `context_unit` a sequence, so that every policy of `plan_context_chunks` can serve, rounded up to whole
-    units (vLLM's rule for its MLA workspace; without context parallelism a unit is a block).
+    In whole units (`context_unit`; without context parallelism a unit is a block): rounded up, but no more than 64k,
+    and at least one unit a sequence, so that every policy of `plan_context_chunks` can serve. vLLM has this rule for
+    its MLA workspace.
 
     Raises:
         ValueError: an argument is below 1.
@@ -89,8 +90,9 @@ def chunked_prefill_workspace_size(
     for name, value in (("max_model_len", max_model_len), ("max_num_seqs", max_num_seqs)):
         check_int(name, value)
     unit = context_unit(block_size, context_parallel_size, interleave)
-    tokens = min(max(8 * max_model_len, 4 * max_num_seqs * block_size), MOST_WORKSPACE_TOKENS)
-    return -(-max(tokens, max_num_seqs * unit) // unit) * unit
+    tokens = max(8 * max_model_len, 4 * max_num_seqs * block_size)
+    units = min(-(-tokens // unit), MOST_WORKSPACE_TOKENS // unit)
+    return max(units, max_num_seqs) * unit
 
 
 def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_tokens: int = 0) -> int:
@@ -185,7 +187,8 @@ class ScheduleChoice:
     """Whether a step's decode is planned over programs, and the numbers that decide it.
 
     Attributes:
-        num_programs: programs that a schedule has; 0 where nobody asked for one.
+        num_programs: programs that a schedule has; 0 where none was considered: nobody asked for one, a shared prefix
+            is attended apart, or the queries are longer than the threshold.
         requests: requests that have keys.
         longest_tiles: tiles of the longest request.
         total_tiles: tiles of all requests together.
@@ -231,7 +234,8 @@ def choose_schedule(
     overhead = piece_overhead(num_heads) * (INVARIANT_STARTS if batch_invariant else 1)
     if num_programs == 0 or seq_lens.numel() == 0:
         return NEVER_PLANNED
-    tiles = seq_lens.add(DECODE_TILE - 1).div_(DECODE_TILE, rounding_mode="floor")
+    check_not_negative("seq_lens", seq_lens)
+    tiles = seq_lens.long().add_(DECODE_TILE - 1).div_(DECODE_TILE, rounding_mode="floor")
     longest, total, requests = int(tiles.max()), int(tiles.sum()), int(tiles.count_nonzero())
     pays = requests * longest - total > overhead * (requests + num_programs)
     return ScheduleChoice(num_programs, requests, longest, total, num_programs > 1 and pays)

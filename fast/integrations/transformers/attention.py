@@ -19,7 +19,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import fast
 from reference.interfaces import (
-    MOST_WORKSPACE_TOKENS,
     ContextParallel,
     MLAConfig,
     MLAMetadata,
@@ -51,6 +50,7 @@ class Options:
     config: MLAConfig
     costs: PathCosts | None
     context_parallel: ContextParallel | None
+    planning: dict[str, Any]  # for `ops.build_mla_metadata`
 
     def __deepcopy__(self, memo: dict) -> Options:
         return self
@@ -277,8 +277,9 @@ class ModelAdapter:
             most = self.base.layers[0].self_attn.forward.attention.workspace_tokens
             workspace = min(workspace, max(most // record.block_size, 1) * record.block_size)
         metadata = ops.build_mla_metadata(
-            common, record.block_size, workspace, options.decode_threshold, options.config, options.costs
-        )
+            common, record.block_size, workspace, options.decode_threshold, options.config, options.costs,
+            **options.planning,
+        )  # fmt: skip
 
         entries = [entry_of(layer.self_attn) for layer in self.base.layers]
         if layers is None:
@@ -289,6 +290,13 @@ class ModelAdapter:
                 layer.reserve(ops, rows, table.shape[1], *entry) for layer, entry in zip(layers, entries, strict=True)
             ]
         return Step(metadata, positions, tokens, kv_caches), lens
+
+
+def planning_options(ops: ModuleType, attention: nn.Module) -> dict[str, Any]:
+    """Dtype and backend of a layer, where `ops.build_mla_metadata` takes them for the number of programs."""
+    takes = inspect.signature(ops.build_mla_metadata).parameters
+    given = {"dtype": attention.kv_a_layernorm.weight.dtype, "backend": getattr(attention, "backend", None)}
+    return {name: value for name, value in given.items() if name in takes}
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
@@ -412,11 +420,12 @@ def use_mla(
 
     if context_parallel is not None:
         options["context_parallel"] = context_parallel
-    if workspace_tokens is not None and workspace_tokens > MOST_WORKSPACE_TOKENS:
-        options.setdefault("workspace_tokens", workspace_tokens)  # a layer refuses plans for more than its own
+    if workspace_tokens is not None:
+        options["workspace_tokens"] = workspace_tokens  # the layers refuse plans for more
     adapters = [AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options)) for module in modules]
     config = adapters[0].attention.config
-    served = Options(ops, block_size, workspace_tokens, decode_threshold, config, costs, context_parallel)
+    planning = planning_options(ops, adapters[0].attention)
+    served = Options(ops, block_size, workspace_tokens, decode_threshold, config, costs, context_parallel, planning)
     for module, adapter in zip(modules, adapters, strict=True):
         module.forward = adapter
     base.forward = ModelAdapter(base, served)
