@@ -140,6 +140,7 @@ def test_padding_rows_have_no_slot(size):
     for rank in range(size):
         common = CommonAttentionMetadata.from_lens([1, 1], [5, 0], TABLE, 16, SequenceShare(size, rank))
         for ops in (reference, fast):
-            found = ops.dcp_slot_mapping(offsets([1, 1]), integers(5, 0), TABLE, 16, 2, size, rank)
+            starts, lens = offsets([1, 1]).to(TABLE.device), integers(5, 0).to(TABLE.device)
+            found = ops.dcp_slot_mapping(starts, lens, TABLE, 16, 2, size, rank)
             assert_same_bits(found, common.slot_mapping)
         assert common.slot_mapping[1] == -1 and (common.slot_mapping[0] >= 0) == (rank == 4 % size)

@@ -73,9 +73,11 @@ def check_same_bits(*inputs, **options) -> None:
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("heads, dtype", [(128, BF16), (100, FP16), (40, BF16), (64, BF16)], ids=str)
 def test_bits_of_one_phase(heads, dtype, lens):
-    inputs = make_inputs(*lens, heads, dtype)
-    check_same_bits(*inputs)
-    verdict(launch(*inputs), *inputs)
+    *inputs, plan = make_inputs(*lens, heads, dtype)
+    if plan.max_seq_len == 0:  # padding rows alone, under the bound of an engine: one pair that nobody has
+        plan = replace(plan, max_seq_len=128)
+    check_same_bits(*inputs, plan)
+    verdict(launch(*inputs, plan), *inputs, plan)
 
 
 @pytest.mark.parametrize("lens", [[16768], [1085] * 13], ids=["one split", "several shares"])

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fast
+import reference
 
 pytest.importorskip("transformers", reason="the main job runs a transformers model")
 pytest.importorskip("matplotlib", reason="the main job draws a picture")
@@ -316,10 +317,7 @@ BAD = [
         "--max-new-tokens: expected prompt and new tokens within the model's 4096 positions, got",
     ),
     (["--max-new-tokens", "1000000000000"], "--max-new-tokens: expected prompt and new tokens within the model's 4096"),
-    (
-        ["--block-size", str(1 << 30), "--workspace-tokens", str(1 << 30)],
-        "--block-size: expected a cache that fits in memory, got",
-    ),
+    (["--block-size", str(1 << 50)], "--block-size: expected at least 1 and less than 2^31, got 1125899906842624"),
     (["--model", "~nosuchuser/x"], "--model: expected a folder with a checkpoint, or a hub name owner/name, got"),
     (["--prompt", "\udcff"], "--prompt: expected valid UTF-8, got"),
     (["--ops", "reference", "--backend", "cpu"], "--backend: expected none where --ops is reference, got cpu"),
@@ -337,6 +335,15 @@ def one_error(done, message: str) -> None:
 @pytest.mark.parametrize("options, message", BAD, ids=[" ".join(options)[:40] for options, _ in BAD])
 def test_bad_input_is_one_line(run, options, message):
     one_error(run(*options), message)
+
+
+def test_a_cache_that_does_not_fit(run, monkeypatch):
+    def no_room(*_, **__):
+        raise MemoryError("no room for it")
+
+    for wing in (reference, fast):
+        monkeypatch.setattr(wing, "allocate_kv_cache", no_room)
+    one_error(run(), "--block-size: expected a cache that fits in memory, got: no room for it")
 
 
 def test_an_option_that_argparse_refuses(run):
