@@ -361,6 +361,17 @@ def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
         builder.build(0, make_batch([4, 1, 4], [80, 50, 60]).common)
 
 
+def test_the_most_frequent_length_decodes(ops):
+    """Wherever it stands between the shortest and the longest that may decode."""
+    builder = make_builder(ops, num_speculative_tokens=5, query_len_support=UNIFORM)
+    for most in range(1, 7):
+        query_lens = [6, 1, most, most, most, 5]
+        swaps = builder.reorder_batch(integers(*query_lens).cpu(), integers(*[50] * 6).cpu())
+        for i, j in swaps:
+            query_lens[i], query_lens[j] = query_lens[j], query_lens[i]
+        assert query_lens[:3] == [most] * 3, (most, swaps)
+
+
 def test_a_loose_bound_changes_nothing(ops):
     """`max_query_len` is a bound: plans hold the true lengths."""
     for lens in (([1, 1], [9, 30]), ([1, 0, 9], [9, 4, 30]), ([2, 2], [9, 0])):

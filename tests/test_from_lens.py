@@ -8,7 +8,7 @@ import torch
 
 import fast
 import reference
-from reference.interfaces import CommonAttentionMetadata, SequenceShare
+from reference.interfaces import CommonAttentionMetadata, SequenceShare, slots_of_tokens
 
 from .factories import assert_same_bits, integers, offsets
 from .properties import given, st
@@ -144,3 +144,9 @@ def test_padding_rows_have_no_slot(size):
             found = ops.dcp_slot_mapping(starts, lens, TABLE, 16, 2, size, rank)
             assert_same_bits(found, common.slot_mapping)
         assert common.slot_mapping[1] == -1 and (common.slot_mapping[0] >= 0) == (rank == 4 % size)
+
+
+def test_a_column_that_the_table_lacks_has_no_slot():
+    """On a GPU nothing refuses a table that is too narrow; tokens in columns past its last one get no slot."""
+    found = slots_of_tokens(offsets([3, 1]), integers(66, 64), TABLE, 16, 5)
+    assert found.tolist() == [int(TABLE[0, 3]) * 16 + 15, -1, -1, int(TABLE[1, 3]) * 16 + 15, -1]

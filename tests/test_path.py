@@ -137,3 +137,15 @@ def test_costs(tmp_path, plain_errors):
             values[place] = wrong
             with pytest.raises(ValueError, match="^[a-z_]+: expected a number >= 0, got"):
                 PathCosts(*values)
+
+
+def test_a_query_token_sees_itself(ops):
+    """q tokens without context are q (q + 1) / 2 pairs: one token is a whole pair, not half of one."""
+    config = V3
+    pair = 2 * config.num_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
+    for tokens, pairs in ((1, 1.0), (3, 6.0), (8, 36.0)):
+        for factor, wanted in ((0.99, "expanded"), (1.01, "absorbed")):
+            costs = PathCosts(
+                0.0, factor * pairs * pair, 0.0, 1.0, 0.0, 0.0, 0.0
+            )  # attention of the absorbed path alone
+            assert ops.choose_path(tokens, 0, config, costs) == wanted, (tokens, factor)
