@@ -25,8 +25,9 @@ OURS_BEST = "fast, the best of its ways"
 NONE = "-"  # in the place of a figure that was not measured
 REQUEST = re.compile(r"^<!-- results: (?P<name>\w+) ?(?P<words>[^\n]*?) -->$", re.MULTILINE)
 DIMS = {
-    "B": "requests", "S": "tokens", "Sq": "new tokens", "Skv": "keys", "N": "heads", "lens": "lengths", "W": "columns", "mask": "mask",
-    "op": "op", "tokens": "tokens", "decodes": "decodes", "prefills": "prefills", "programs": "programs",
+    "B": "requests", "S": "tokens", "Sq": "new tokens", "Skv": "keys", "N": "heads", "lens": "lengths", "W": "columns",
+    "mask": "mask", "op": "op", "tokens": "tokens", "decodes": "decodes", "prefills": "prefills",
+    "programs": "programs",
 }  # fmt: skip
 VERSIONS = {"python": "Python", "triton": "Triton", "cuda": "CUDA"}  # as they are spelt; others as in the file
 
