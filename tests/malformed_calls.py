@@ -254,6 +254,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("MLAConfig", **{name: getattr(DIRECT, name) for name in inspect.signature(MLAConfig).parameters}),
         call("MLAConfig.from_preset", name="deepseek-v3"),
         call("MLAConfig.from_hf", config=hf_config()),
+        Call("MLAConfig.from_hf of plain rope", MLAConfig.from_hf, dict(config=HFConfig())),
         call("RopeConfig", theta=10000.0, interleaved=True, yarn=YARN),
         call("YarnConfig", factor=40.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
              mscale=0.7, mscale_all_dim=1.0),
@@ -318,15 +319,37 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
     ]  # fmt: skip
 
 
+@dataclasses.dataclass
+class HFConfig:
+    """What `MLAConfig.from_hf` reads of a transformers config: a field of every kind."""
+
+    model_type: str = "deepseek_v3"
+    hidden_size: int = 48
+    num_attention_heads: int = 3
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 24
+    qk_nope_head_dim: int = 12
+    qk_rope_head_dim: int = 8
+    v_head_dim: int = 10
+    rope_interleave: bool = True
+    rope_theta: float | None = 10000.0
+    rope_parameters: dict | None = None
+    max_position_embeddings: float | None = 4096
+    partial_rotary_factor: float | None = 1.0
+    sliding_window: int | None = None
+    layer_types: list | None = None
+    no_rope_layers: list | None = None
+    kv_source_layers: list | None = None
+    is_causal: bool | None = True
+    position_embedding_type: str | None = None
+    index_topk: int | None = None
+    mla_scale_q_lora: bool | None = None
+
+
 def hf_config() -> Any:
-    """What `MLAConfig.from_hf` reads of a transformers config."""
-
-    class Config:
-        model_type, hidden_size, num_attention_heads = "deepseek_v3", 48, 3
-        kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim = 24, 12, 8, 10
-        rope_interleave, rope_theta, q_lora_rank = True, 10000.0, None
-
-    return Config()
+    """A config that is served, with the fields of YaRN."""
+    yarn = dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)
+    return HFConfig(rope_parameters=yarn)
 
 
 def tiny_model() -> nn.Module | None:

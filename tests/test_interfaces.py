@@ -291,6 +291,13 @@ OTHER_ATTENTION = [
     dict(attention_multiplier=0.015625),
     dict(attn_temperature_tuning=True),
     dict(attn_output_gate=True),
+    dict(attn_logit_softcap=50.0),
+    dict(logits_soft_cap=30.0),
+    dict(use_cla=True),
+    dict(cla_share_factor=2),
+    dict(is_encoder=True),
+    dict(causal=0),
+    dict(alibi_bias_max=8),
     dict(add_swa_attention_sink_bias=True),
 ]
 SWITCHED_OFF = [
@@ -303,6 +310,8 @@ SWITCHED_OFF = [
     dict(num_kv_shared_layers=0, kv_source_layers=[0, 1, 2]),
     dict(is_causal=True, use_bidirectional_attention=False),
     dict(is_encoder_decoder=False, is_decoder=False, add_cross_attention=False, cross_attention_layers=[]),
+    dict(use_cla=False, cla_share_factor=2, is_encoder=False, causal=1, partial_rotary_factor=1.0),
+    dict(attn_config={"alibi": False, "alibi_bias_max": 8, "softmax_scale": None}),
     dict(no_rope_layers=[1, 1], use_qk_norm=False, attention_bias=True, final_logit_softcapping=30.0),
 ]
 
@@ -330,6 +339,45 @@ def test_from_hf_refuses_with_all_reasons_at_once():
 @pytest.mark.parametrize("fields", SWITCHED_OFF, ids=lambda fields: ", ".join(fields))
 def test_from_hf_accepts_what_is_switched_off(fields):
     assert MLAConfig.from_hf(hf(**fields)) == MLAConfig.from_hf(hf())
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        (dict(layer_types=5), "config.layer_types: expected a list or None, got 5"),
+        (dict(layer_types=[["full_attention"]]), "config.layer_types: only 'full_attention' is implemented, got "),
+        (dict(no_rope_layers=5), "config.no_rope_layers: expected a list or None, got 5"),
+        (dict(kv_source_layers="012"), "config.kv_source_layers: expected a list or None, got '012'"),
+        (dict(rope_parameters=5), "config.rope_parameters: expected a dict or None, got 5"),
+        (dict(rope_scaling="yarn"), "config.rope_scaling: expected a dict or None, got 'yarn'"),
+        (dict(rope_theta="x"), "config.rope_theta: expected a finite number, got 'x'"),
+        (dict(rope_theta=0.5), "config.rope_theta: expected a number above 1, got 0.5"),
+        (dict(rope_parameters=YARN_HF | dict(factor="40")), "config.rope_parameters['factor']: expected a finite num"),
+        (dict(rope_parameters=YARN_HF | dict(factor=-1.0)), "config.rope_parameters: factor: expected a number above"),
+        (dict(rope_parameters=YARN_HF | dict(beta_fast=True)), "config.rope_parameters['beta_fast']: expected a fini"),
+        (dict(rope_interleave="yes"), "config.rope_interleave: expected True or False, got 'yes'"),
+        (dict(partial_rotary_factor=0.5), "config.rope_parameters: a partial_rotary_factor is not implemented, got 0."),
+        (dict(sliding_window=torch.zeros(2)), "config.sliding_window: sliding windows are not implemented, got tens"),
+        (dict(is_causal=0), "config.is_causal: attention that is not causal is not implemented, got 0"),
+        (dict(attn_config={"alibi": True}), "config.attn_config.alibi: ALiBi is not implemented, got True"),
+        (dict(attn_config={"clip_qkv": 8}), "config.attn_config.clip_qkv: clipping of queries, keys and values is not"),
+    ],
+    ids=str,
+)
+def test_from_hf_refuses_a_malformed_field_by_name(fields, reason, plain_errors):
+    """Planted before: `'int' object is not iterable`, `could not convert string to float`, and fields that passed."""
+    with pytest.raises(UnsupportedConfiguration) as error:
+        MLAConfig.from_hf(hf(**fields))
+    assert [got[: len(reason)] for got in error.value.reasons] == [reason]
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "kv_lora_rank", "qk_rope_head_dim", "q_lora_rank"])
+def test_from_hf_refuses_a_malformed_dim_by_name(field, plain_errors):
+    for value in ("64", 3.5, -2, True):
+        with pytest.raises(ValueError, match=f"^config.{field}: expected .*, got {value}$"):
+            MLAConfig.from_hf(hf(**{field: value}))
+    with pytest.raises(TypeError, match="^config.model_type: expected a str, got int$"):
+        MLAConfig.from_hf(hf(model_type=5))
 
 
 def test_from_hf_refuses_rope_by_layer_type():

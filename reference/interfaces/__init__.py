@@ -75,17 +75,10 @@ from .checks import (
     linear_output,
     wide_dtype,
 )
-from .config import (
-    PRESETS,
-    MLAConfig,
-    QueryLenSupport,
-    RopeConfig,
-    UnsupportedConfiguration,
-    YarnConfig,
-    yarn_mscale,
-)
+from .config import MLAConfig, QueryLenSupport
 from .costs import FLOPS_PER_BYTE, PathCosts
-from .groups import ContextParallel, Group, GroupError, verify_group
+from .errors import GroupError, UnsupportedConfiguration
+from .groups import ContextParallel, Group, verify_group
 from .metadata import (
     AttentionState,
     CascadeMetadata,
@@ -98,6 +91,8 @@ from .metadata import (
     MLAMetadata,
     PrefillMetadata,
 )
+from .presets import PRESETS
+from .rope_config import RopeConfig, YarnConfig, yarn_mscale
 from .shares import MERGES, SequenceShare, check_interleave, check_share, dcp_wire_bytes, get_dcp_local_seq_lens
 from .simulation import simulate
 from .sizes import (

@@ -23,8 +23,9 @@ from .checks import (
     is_positive_int,
     wide_dtype,
 )
-from .config import MLAConfig, QueryLenSupport, UnsupportedConfiguration
+from .config import MLAConfig, QueryLenSupport
 from .costs import PathCosts
+from .errors import UnsupportedConfiguration
 from .groups import ContextParallel
 from .metadata import (
     AttentionState,

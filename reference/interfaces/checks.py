@@ -27,6 +27,12 @@ def _in_one_line(got: object) -> str:
     return text if len(text) <= 500 and "\n" not in text else type(got).__name__
 
 
+def short_text(value: object) -> str:
+    """Return `repr(value)` in one line, cut after 60 characters: a list may have an entry for every layer."""
+    text = " ".join(repr(value).splitlines())
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
 def check_type(argument: str, value: object, kind: type | tuple[type, ...], expected: str | None = None) -> None:
     """Check the class of an argument; `expected` says what is wanted where the name of the class does not.
 

@@ -13,12 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .checks import check, check_tensor, check_type, is_positive_int
-from .config import MLAConfig, UnsupportedConfiguration
+from .config import MLAConfig
+from .errors import GroupError, UnsupportedConfiguration
 from .shares import MERGES, SequenceShare
-
-
-class GroupError(RuntimeError):
-    """An exchange that did not come back: it names the group, the operation and what the engine said."""
 
 
 class Pending:

@@ -6,7 +6,8 @@
 Split and combine are both inside the time. FLOPs are 2 Sq N S (576 + 512) a request, bytes are the cache, q and out.
 "fast" cuts every request into equally many parts. "fast, planned" plans a schedule and follows it, both inside the
 time, though a step plans once for all its layers. "fast, invariant" and "fast, invariant, planned" are the same where a
-request is cut by its own length alone, whatever stands beside it. FlashMLA's schedule is not in its time.
+request is cut by its own length alone, whatever stands beside it. "fast, by default" is the one of the first two that
+`build_mla_metadata` chooses where nothing is asked of it. FlashMLA's schedule is not in its time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 import fast
 import reference
 from fast.parity import Parity, compare, compare_states
-from reference.interfaces import AttentionState, DecodeMetadata, DecodeSchedule, MLAConfig
+from reference.interfaces import AttentionState, CommonAttentionMetadata, DecodeMetadata, DecodeSchedule, MLAConfig
 
 from .contest import OURS, Case, Contender, finite, run_benchmark
 from .timing import input_sets
@@ -38,6 +39,7 @@ CHECKED_HEADS = CHECKED_REQUESTS = 3
 PLANNED = f"{OURS}, planned"
 INVARIANT = f"{OURS}, invariant"
 INVARIANT_PLANNED = f"{INVARIANT}, planned"
+BY_DEFAULT = f"{OURS}, by default"
 LENS = ("equal", "mixed", "ragged")
 
 
@@ -221,6 +223,15 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
     return contenders, absent
 
 
+def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
+    """The first set of pages as a scheduler hands it over; the tokens lie in the cache already."""
+    metadata, tokens = inputs.metadata[0], row.B * row.Sq
+    starts = row.Sq * torch.arange(row.B + 1, dtype=torch.int32)
+    nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=metadata.block_table.device)
+    lens = torch.tensor(row.seq_lens, dtype=torch.int32)
+    return CommonAttentionMetadata.make(starts, lens, metadata.block_table, nowhere, BLOCK_SIZE)
+
+
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
     """Inputs and contenders of one row."""
     backend = fast.backends.bind(backend)  # a name serves the ops that it has; planning is chosen where it has none
@@ -243,12 +254,16 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
             )
         return fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, metadata, SCALE, schedule, backend=backend)
 
+    default = fast.build_mla_metadata(
+        batch_of(row, inputs), BLOCK_SIZE, BLOCK_SIZE, row.Sq, config, dtype=DTYPE, backend=backend
+    )
     cut_by = {
         who: Contender([partial(scheduled, m, invariant, planned) for m in inputs.metadata])
         for who, invariant, planned in (
             (PLANNED, False, True),
             (INVARIANT, True, False),
             (INVARIANT_PLANNED, True, True),
+            (BY_DEFAULT, False, default.schedule is not None),
         )
     }
     others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)

@@ -1,0 +1,204 @@
+"""Digests of what every op, planner and layer returns, to show that a change of the structure changes no bit.
+
+    python -m tests.recorded_bits record before.json --device cuda
+    python -m tests.recorded_bits compare before.json --device cuda
+
+Inputs are drawn from a seed of each case. Bits depend on the machine: both files come from the same processor or card.
+`compare` ends with 1 where a digest differs or a case is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fast
+import reference
+from reference.interfaces import DecodeSchedule, MLAConfig
+
+from .benchmarks.report import provenance
+from .decode_inputs import make_inputs, on_device
+from .factories import CONFIGS, make_batch, make_weights
+from .ranks import STEPS, Steps, everything, serve
+
+BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+HEADS = (3, 16, 32, 64, 126, 128)
+PROGRAMS = (0, 5, 132)  # that a decode is planned for; 0: unplanned
+LENGTHS = {  # of queries, and of keys
+    "one": ([1], [2950]),
+    "equal": ([1] * 8, [1024] * 8),
+    "mixed": ([1, 2, 0, 3, 1], [700, 33, 0, 190, 5000]),
+    "ragged": ([1] * 24, [17 * 2 ** (request % 9) for request in range(24)]),
+}
+
+
+def digest_of(value: Any) -> str:
+    """The sha256 of every tensor and number in a result, in order; NaN payloads count."""
+    found = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.update(f"{list(value.shape)} {value.dtype}".encode())
+            found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            add([getattr(value, field.name) for field in dataclasses.fields(value)])
+        elif isinstance(value, list | tuple):
+            found.update(f"{len(value)} of".encode())
+            for item in value:
+                add(item)
+        else:
+            found.update(repr(value).encode())
+
+    add(value)
+    return found.hexdigest()[:16]
+
+
+def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Names and calls; each call is made with the same seed before it."""
+    yield from ops(device)
+    yield from decodes(device)
+    yield from planners(device)
+    yield from layers(device)
+
+
+def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Every registered op on the samples of its own test, results and written arguments.
+
+    A message of `pack_attn_state` has padding that nobody writes, so the op that reads it gives its result alone.
+    """
+    from . import test_ops
+
+    def outcome(op: Callable, arguments: tuple) -> Any:
+        return op(*arguments), [] if "combine_attn_states" in str(op) else list(arguments)
+
+    for dtype in (F32, BF16) if device.type == "cuda" else (F32, torch.float64):
+        torch.manual_seed(1)
+        with device:
+            found = test_ops.samples(dtype)
+        for name, many in found.items():
+            for index, arguments in enumerate(many):
+                yield f"{name} {dtype} {index}", partial(outcome, test_ops.overload(name), arguments)
+
+
+def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """`mla_decode` over every kind of batch: unplanned, planned, batch-invariant."""
+    dtypes, widths, backends = (F32,), ((24, 8),), (None,)
+    if device.type == "cuda":
+        dtypes, widths, backends = (BF16, FP16), ((512, 64), (256, 32), (512, 0)), (None, "triton")
+    grid = itertools.product(LENGTHS.items(), HEADS, dtypes, widths, PROGRAMS, (False, True), backends)
+    for (label, lengths), heads, dtype, width, programs, batch_invariant, backend in grid:
+        if (width != widths[0] and heads not in (16, 64)) or (backend and heads not in (3, 64)):
+            continue
+
+        def decode(lengths=lengths, heads=heads, dtype=dtype, width=width, programs=programs,
+                   batch_invariant=batch_invariant, backend=backend) -> Any:  # fmt: skip
+            ql, q_pe, cache, plan = make_inputs(*lengths, heads, dtype, width)
+            if device.type == "cuda":
+                plan = on_device(plan)
+            schedule = None
+            if programs:
+                schedule = fast.plan_decode(plan.seq_lens, programs, heads, batch_invariant=batch_invariant)
+            elif batch_invariant:
+                schedule = DecodeSchedule(batch_invariant=True)
+            tensors = (x.to(device) for x in (ql, q_pe, cache))
+            return fast.mla_decode(*tensors, plan, 0.13, schedule, backend=backend), schedule
+
+        yield f"mla_decode {label} {heads} {dtype} {width} {programs} {batch_invariant} {backend}", decode
+
+
+def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Schedules and the plan of a step, by both packages."""
+    drawn = torch.Generator().manual_seed(3)
+    for package in (fast, reference):
+        for heads, programs, requests in itertools.product(HEADS, (1, 7, 132), (1, 5, 64, 300)):
+            lens = torch.randint(0, 9000, (requests,), generator=drawn, dtype=torch.int32)
+            for invariant in (False, True):
+                plan = partial(package.plan_decode, lens, programs, heads, batch_invariant=invariant)
+                yield f"{package.__name__}.plan_decode {heads} {programs} {requests} {invariant}", plan
+        for label, (query_lens, seq_lens) in LENGTHS.items():
+            for config in (None, CONFIGS["low-rank"], MLAConfig.from_preset("deepseek-v3")):
+
+                def plan(package=package, query_lens=query_lens, seq_lens=seq_lens, config=config) -> Any:
+                    common = make_batch(query_lens, seq_lens).common
+                    return package.build_mla_metadata(common, 16, 512, config=config, num_programs=config and 7)
+
+                yield f"{package.__name__}.build_mla_metadata {label} {config and config.hidden_size}", plan
+
+
+def layers(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Steps of a layer that mix decodes with prefills over several chunks; alone, and over ranks with both merges."""
+    large = dict(hidden_size=256, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+                 v_head_dim=128)  # fmt: skip
+    configs = CONFIGS | {f"{heads} heads": MLAConfig(num_heads=heads, **large) for heads in (16, 64)}
+    packages = (fast, reference) if device.type == "cpu" else (fast,)
+    for package, (name, config) in itertools.product(packages, configs.items()):
+        dtype = BF16 if device.type == "cuda" and config.kv_lora_rank == 512 else F32
+        yield (f"{package.__name__} layer {name}",
+               partial(serve, package, config, Steps(STEPS, 16, 64, 2), dtype, device=device.type))  # fmt: skip
+    for size in (1, 2, 3):
+
+        def over_ranks(size=size) -> Any:
+            wings = {"fast": fast} | ({"reference": reference} if device.type == "cpu" else {})
+            each = fast.simulate(size, 2, lambda ranks: everything(ranks, wings, F32, device.type), 6)
+            return [sorted(found.items()) for found in each]
+
+        yield f"{size} ranks", over_ranks
+    for programs, batch_invariant in itertools.product((0, 3), (False, True)):
+        yield f"graph {programs} {batch_invariant}", partial(replayed, device, programs, batch_invariant)
+
+
+def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
+    """Outputs and caches of decodes of two tokens that a graph replays."""
+    from .test_graphs import make_graph, moved, steps
+
+    config, found = CONFIGS["low-rank"], []
+    with torch.device("cpu"):
+        weights = make_weights(config, F32)
+    options = {"num_programs": programs, "batch_invariant": batch_invariant}
+    _, held, graph = make_graph(fast, config, weights, F32, device, 2, **options)
+    for batch, cache, hidden, positions in steps(config, F32, 2):
+        held.copy_(cache)
+        found += [graph.run(hidden.to(device), positions.to(device), moved(batch.common, device)).clone(), held.clone()]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Record the digests, or compare them with a record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", choices=("record", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    given = parser.parse_args(arguments)
+    found = {}
+    torch.set_grad_enabled(False)
+    for name, call in cases(torch.device(given.device)):
+        torch.manual_seed(0)
+        found[name] = digest_of(call())
+    if given.verb == "record":
+        given.file.write_text(
+            json.dumps({**provenance("", (), given.device), "digests": found}, indent=1), encoding="utf-8"
+        )
+        print(f"{len(found)} digests recorded")
+        return 0
+    wanted = json.loads(given.file.read_text(encoding="utf-8"))["digests"]
+    wrong = [name for name in wanted if found.get(name) != wanted[name]]
+    print("\n".join(f"{'differs' if name in found else 'missing'}: {name}" for name in wrong))
+    print(
+        f"{len(wanted) - len(wrong)} of {len(wanted)} digests are the same; {len(found.keys() - wanted.keys())} are new"
+    )
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
