@@ -247,7 +247,7 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     )
 
     def scheduled(metadata: DecodeMetadata, batch_invariant: bool, planned: bool) -> AttentionState:
-        schedule = DecodeSchedule(batch_invariant=batch_invariant)
+        schedule = DecodeSchedule(batch_invariant=True) if batch_invariant else None
         if planned:
             schedule = fast.plan_decode(
                 metadata.seq_lens, programs, row.N, batch_invariant=batch_invariant, backend=backend
