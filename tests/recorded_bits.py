@@ -3,6 +3,7 @@
     python -m tests.recorded_bits record before.json --device cuda
     python -m tests.recorded_bits compare before.json --device cuda
 
+Cases whose names have the same text before "|" use the same compiled kernels; `--jobs` processes share out such groups.
 Inputs are drawn from a seed of each case. Bits depend on the machine: both files come from the same processor or card.
 `compare` ends with 1 where a digest differs or a case is missing.
 """
@@ -14,6 +15,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -96,9 +98,10 @@ def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     dtypes, widths, backends = (F32,), ((24, 8),), (None,)
     if device.type == "cuda":
         dtypes, widths, backends = (BF16, FP16), ((512, 64), (256, 32), (512, 0)), (None, "triton")
-    grid = itertools.product(LENGTHS.items(), HEADS, dtypes, widths, PROGRAMS, (False, True), backends)
-    for (label, lengths), heads, dtype, width, programs, batch_invariant, backend in grid:
-        if (width != widths[0] and heads not in (16, 64)) or (backend and heads not in (3, 64)):
+    grid = itertools.product(HEADS, dtypes, widths, (False, True), backends, PROGRAMS, LENGTHS.items())
+    for heads, dtype, width, batch_invariant, backend, programs, (label, lengths) in grid:
+        is_usual = (width, dtype, backend) == (widths[0], dtypes[0], None)
+        if not is_usual and (heads not in (16, 64) or (dtype == FP16) + (width != widths[0]) + bool(backend) > 1):
             continue
 
         def decode(lengths=lengths, heads=heads, dtype=dtype, width=width, programs=programs,
@@ -114,7 +117,8 @@ def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
             tensors = (x.to(device) for x in (ql, q_pe, cache))
             return fast.mla_decode(*tensors, plan, 0.13, schedule, backend=backend), schedule
 
-        yield f"mla_decode {label} {heads} {dtype} {width} {programs} {batch_invariant} {backend}", decode
+        group = f"mla_decode {heads} {dtype} {width} {batch_invariant} {backend} {programs > 0}"
+        yield f"{group} | {programs} {label}", decode
 
 
 def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -173,18 +177,51 @@ def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
     return found
 
 
+def digests(device: torch.device, share: int, shares: int) -> dict[str, str]:
+    """The digest of every case in a share."""
+    torch.set_grad_enabled(False)
+    found, groups = {}, {}
+    for name, call in cases(device):
+        group = groups.setdefault(name.split("|")[0], len(groups))
+        if group % shares == share - 1:
+            torch.manual_seed(0)
+            found[name] = digest_of(call())
+    return found
+
+
+def in_processes(device: str, jobs: int) -> dict[str, str]:
+    """The digests of every case, from so many processes.
+
+    Raises:
+        RuntimeError: a process failed; with the end of what it said.
+    """
+    command = [sys.executable, "-m", "tests.recorded_bits", "record", "-", "--device", device, "--share"]
+    started = [
+        subprocess.Popen([*command, f"{share}/{jobs}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for share in range(1, jobs + 1)
+    ]
+    found: dict[str, str] = {}
+    for process in started:
+        said, errors = process.communicate()
+        if process.returncode:
+            raise RuntimeError(errors[-2000:])
+        found |= json.loads(said.splitlines()[-1])
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Record the digests, or compare them with a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # "1/4": print the first of four shares as JSON
     given = parser.parse_args(arguments)
-    found = {}
-    torch.set_grad_enabled(False)
-    for name, call in cases(torch.device(given.device)):
-        torch.manual_seed(0)
-        found[name] = digest_of(call())
+    if given.share:
+        print(json.dumps(digests(torch.device(given.device), *map(int, given.share.split("/")))))
+        return 0
+    found = in_processes(given.device, given.jobs)
     if given.verb == "record":
         given.file.write_text(
             json.dumps({**provenance("", (), given.device), "digests": found}, indent=1), encoding="utf-8"
