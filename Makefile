@@ -9,8 +9,8 @@ test:
 
 # what runs at night: every property test of the planners with 2000 examples, 40,000 in all
 check-deep:
-	HYPOTHESIS_PROFILE=deep pytest tests/test_batch.py tests/test_schedule.py tests/test_path.py tests/test_builder.py \
-	  tests/test_cascade.py
+	HYPOTHESIS_PROFILE=deep pytest tests/planning/test_batch.py tests/planning/test_schedule.py tests/mla/test_choose_path.py tests/mla/test_builder.py \
+	  tests/mla/test_cascade.py
 
 docs:
 	mkdocs build --strict

@@ -10,13 +10,14 @@ if (_found := shadow_of_reference()) is not None:
         f"fast: expected the package `reference` of mla-twins, got {_found}, which shadows it: rename that file"
     )
 
+from reference.distributed.groups import ContextParallel, verify_group
+from reference.distributed.simulation import simulate
 from reference.interfaces import (
     PRESETS,
     AttentionState,
     CascadeMetadata,
     CommonAttentionMetadata,
     ContextChunk,
-    ContextParallel,
     ContextParallelChunk,
     ContextParallelMetadata,
     DecodeMetadata,
@@ -33,59 +34,50 @@ from reference.interfaces import (
     SequenceShare,
     UnsupportedConfiguration,
     YarnConfig,
+    choose_schedule,
+    chunked_prefill_workspace_size,
+    dcp_wire_bytes,
+    get_dcp_local_seq_lens,
+    infer_global_hyperparameters,
+    kv_cache_shape,
+    reorder_batch_threshold,
+    stride_order,
 )
 from reference.interfaces._version import __version__ as __version__
 
 from . import backends as backends  # fast alone: which kernels serve
-from .attention import flash_attn_varlen
-from .batch import (
-    make_local_attention_virtual_batches,
-    reorder_batch_to_split_decodes_and_prefills,
-    slot_mapping,
-    split_decodes_and_prefills,
-)
-from .builder import MLAMetadataBuilder, build_mla_metadata
-from .cache import (
-    allocate_kv_cache,
-    concat_and_cache_mla,
-    copy_blocks,
-    gather_and_maybe_dequant_cache,
-    infer_global_hyperparameters,
-    kv_cache_shape,
-    stride_order,
-    swap_blocks,
-)
-from .cascade import cascade_attention, common_prefix_len, split_shared_prefix, use_cascade_attention
+from .attention.merge import merge_attn_states
+from .attention.rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
+from .attention.varlen import flash_attn_varlen
+from .cache.blocks import copy_blocks, swap_blocks
+from .cache.latent import allocate_kv_cache, concat_and_cache_mla, gather_and_maybe_dequant_cache
 from .compilation import warmup as warmup  # fast alone: the reference compiles nothing
-from .context_parallel import (
-    cp_lse_a2a,
-    cp_lse_ag_out_rs,
-    dcp_decode,
-    dcp_gather_context,
-    dcp_slot_mapping,
-    dcp_wire_bytes,
-    get_dcp_local_seq_lens,
-    reorg_kvcache,
-    simulate,
-    verify_group,
+from .distributed.merge import cp_lse_a2a, cp_lse_ag_out_rs
+from .distributed.reorg import reorg_kvcache
+from .mla.builder import MLAMetadataBuilder, build_mla_metadata
+from .mla.cascade import cascade_attention, use_cascade_attention
+from .mla.choose_path import choose_path, choose_paths
+from .mla.context_parallel import dcp_decode, dcp_gather_context
+from .mla.decode import decode_programs as decode_programs  # fast alone, as warmup
+from .mla.decode import mla_decode
+from .mla.graphs import DecodeGraph
+from .mla.layer import MLAAttention, rms_norm
+from .mla.prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
+from .mla.weights import (
+    absorb,
+    dense_weight,
+    expand_kv,
+    is_plain_linear,
+    latent_to_value,
+    query_to_latent,
+    split_kv_b_proj,
 )
-from .decode import mla_decode
-from .graphs import DecodeGraph
-from .layer import MLAAttention, rms_norm
-from .merge import merge_attn_states
-from .path import choose_path, choose_paths
-from .prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
-from .rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
-from .schedule import (
-    choose_schedule,
-    chunked_prefill_workspace_size,
-    plan_context_chunks,
-    plan_decode,
-    reorder_batch_threshold,
-    share_chunk,
-)
-from .schedule import decode_programs as decode_programs  # fast alone, as warmup
-from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
+from .planning.batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
+from .planning.context_chunks import plan_context_chunks, share_chunk
+from .planning.decode_schedule import plan_decode
+from .planning.local_attention import make_local_attention_virtual_batches
+from .planning.shared_prefix import common_prefix_len, split_shared_prefix
+from .planning.slots import dcp_slot_mapping, slot_mapping
 
 __all__ = [
     "PRESETS",

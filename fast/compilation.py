@@ -9,28 +9,29 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
+from reference.distributed.arguments import check_groups, check_invariant_merge
+from reference.distributed.groups import ContextParallel
+from reference.distributed.simulation import simulate
 from reference.interfaces import (
     MERGES,
     CommonAttentionMetadata,
-    ContextParallel,
     DecodeSchedule,
     MLAConfig,
     check,
     check_config,
     check_device,
     check_dtype,
-    check_groups,
     check_int,
-    check_invariant_merge,
-    simulate,
 )
 
 from . import backends
 from .backends import BackendChoice
-from .builder import build_mla_metadata
-from .cache import allocate_kv_cache, copy_blocks, swap_blocks
-from .layer import MLAAttention
-from .schedule import decode_programs, plan_decode
+from .cache.blocks import copy_blocks, swap_blocks
+from .cache.latent import allocate_kv_cache
+from .mla.builder import build_mla_metadata
+from .mla.decode import decode_programs
+from .mla.layer import MLAAttention
+from .planning.decode_schedule import plan_decode
 
 LONG_CONTEXT = 16384  # tokens: enough that a decode splits them and merges the parts
 # tokens of a request that stands alone: how its rows and keys are divided, and its parts merged, follows its length

@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 
-from fast.path import short_name
+from fast.mla.choose_path import short_name
 
 from .benchmarks.report import digest, package_version, provenance
-from .commands import ROOT, run
 from .sanitizers import run_memcheck, run_racecheck
+from .support.commands import ROOT, run
 
 BENCHMARKS = {  # and what each is given besides --json
     "decode": (), "prefill": (), "bytes": (), "planning": ("--device", "cuda"),
@@ -45,8 +45,12 @@ SAID_ONCE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "proc
              "fast_sha256", "command")  # fmt: skip
 BESIDE_PEERS = ("decode", "prefill", "bytes")
 # files whose tests make all their tensors on the device that `--device` names
-ANY_DEVICE = ("batch", "block_sizes", "builder", "cache", "cascade", "differential", "from_lens", "identities",
-              "mutations", "ops", "rope", "schedule", "schedule_choice", "weights", "workspaces")  # fmt: skip
+ANY_DEVICE = (
+    "attention/test_rope.py", "cache/test_cache.py", "identities/test_identities.py", "interfaces/test_from_lens.py",
+    "mla/test_block_sizes.py", "mla/test_builder.py", "mla/test_cascade.py", "mla/test_weights.py",
+    "mla/test_workspaces.py", "mutations/test_mutations.py", "planning/test_batch.py", "planning/test_schedule.py",
+    "planning/test_schedule_choice.py", "twins/test_differential.py", "twins/test_ops.py",
+)  # fmt: skip
 # processes of files that take longest
 SHARES = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_two_phases.py": 3,
           "test_triton_decode.py": 3}  # fmt: skip
@@ -74,13 +78,13 @@ def read_junit(path: Path) -> dict[str, Any]:
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     """Every test file in a process of its own, a long one in several; some at a time, the slow ones first.
 
-    All but test_docs and test_site: they hold the pages to the results file that this run is about to replace.
+    All but those of the site: they hold the pages to the results file that this run is about to replace.
     """
-    files = {*(ROOT / "tests").glob("test_*.py")} - {ROOT / "tests" / f"test_{name}.py" for name in ("docs", "site")}
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name not in ("site", "data")]
     files = sorted(files, key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name))
     runs = [(file, "cpu", f"{number}/{count}") for file in files if (count := SHARES.get(file.name))
             for number in range(1, count + 1)]  # fmt: skip
-    runs += [(ROOT / "tests" / f"test_{name}.py", "cuda", "1/1") for name in ANY_DEVICE]
+    runs += [(ROOT / "tests" / name, "cuda", "1/1") for name in ANY_DEVICE]
     runs += [(file, "cpu", "1/1") for file in files if file.name not in SHARES]
 
     def one(file: Path, device: str, share: str) -> tuple[str, dict[str, Any]]:
@@ -126,7 +130,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
     """Schema, fake implementation and ahead-of-time tracing of every op on CUDA tensors, of two dtypes."""
-    from .test_ops import check_op, samples
+    from .twins.test_ops import check_op, samples
 
     failed = {}
     with torch.device("cuda"):
@@ -186,7 +190,7 @@ def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist",
-                   "tests/test_process_groups.py", "-k", "nccl", f"--junitxml={path}"]  # fmt: skip
+                   "tests/distributed/test_process_groups.py", "-k", "nccl", f"--junitxml={path}"]  # fmt: skip
         status, output = run(command, args.limit)
         tests = read_junit(path) if path.exists() else {"passed": 0, "failed": [output[-2000:]], "skipped": {}}
         print(output[-3000:] if status else f"between_gpus: {tests['passed']} passed", flush=True)

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     AttentionState,
-    ContextParallel,
     DecodeMetadata,
     MLAConfig,
     PathCosts,
@@ -36,7 +36,7 @@ from reference.interfaces import (
     SequenceShare,
 )
 
-from .factories import (
+from .support.factories import (
     DIRECT,
     YARN,
     integers,
@@ -273,10 +273,12 @@ def valid_calls(ops: ModuleType) -> list[Call]:
 def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backend: dict, graph: Any) -> list[Call]:
     """Good calls of what `fast` has besides."""
     from fast import backends
-    from fast.serving import BlockAllocator, ServingLoop
+    from fast.demo.serving import BlockAllocator, ServingLoop
 
     def within(module: str, name: str, /, **arguments: Any) -> Call:
-        return Call(f"{module}.{name}", getattr(importlib.import_module(f"fast.{module}"), name), arguments)
+        return Call(
+            f"{module.rpartition('.')[2]}.{name}", getattr(importlib.import_module(f"fast.{module}"), name), arguments
+        )
 
     served = dict(config=DIRECT, device=CPU, dtype=torch.float32, block_size=16)
     allocator = BlockAllocator(8)
@@ -289,7 +291,7 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
         within("backends", "explain", **served, **backend),
         within("backends", "select", request=backends.KernelRequest("merge_attn_states", CPU, torch.float32),
                **backend),
-        within("serving", "BlockAllocator", num_blocks=4, order=[3, 1, 0, 2]),
+        within("demo.serving", "BlockAllocator", num_blocks=4, order=[3, 1, 0, 2]),
         method(allocator, "allocate", count=0),
         Call("BlockAllocator.free", lambda blocks: allocator.free(blocks), {"blocks": []}, {"blocks": "Iterable[int]"}),
     ]  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .commands import ROOT
+from .support.commands import ROOT
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 FAR = (2147480000, -2147480000, -1, 1 << 20)  # block ids, lengths and slots that no tensor of a sample has
@@ -55,7 +55,7 @@ VARIANTS = {  # of kernels for Hopper: what must be among the constants of some 
 
 def decodes() -> list[tuple]:
     """Arguments of `mla_decode` for `DECODES`, with a schedule and without, batch-invariant and not."""
-    from .test_ops import decode_samples
+    from .twins.test_ops import decode_samples
 
     return [given for heads, block_size, widths, dtype, out_dtype, lens in DECODES
             for given in decode_samples(dtype, *widths, heads, block_size, lens, out_dtype)]  # fmt: skip
@@ -63,8 +63,8 @@ def decodes() -> list[tuple]:
 
 def samples() -> list[tuple[str, tuple]]:
     """Names of ops and their arguments on the GPU, for the kernel sets that serve there."""
-    from . import test_ops
-    from .triton_mode import ON_HOPPER
+    from .support.triton_mode import ON_HOPPER
+    from .twins import test_ops
 
     with torch.device("cuda"):
         found = [(name, given) for dtype in (F32, BF16)
@@ -78,7 +78,7 @@ def launch_samples(share: int, shares: int) -> None:
     """Launch a share of the samples, each then on indices that lie outside its tensors; say which kernels they were."""
     from fast.kernels.compile_log import compiling_ahead
 
-    from .test_ops import overload
+    from .twins.test_ops import overload
 
     with compiling_ahead() as told:
         for name, arguments in samples()[share - 1 :: shares]:

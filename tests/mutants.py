@@ -58,7 +58,7 @@ class Judge:
     """The tests that judge the mutants of a file.
 
     Attributes:
-        modules: test modules, without folder and suffix.
+        modules: test modules in `tests`, without suffix.
         selection: of those tests, the ones that match this expression (`pytest -k`); "" takes all.
     """
 
@@ -72,49 +72,69 @@ class Judge:
         return [*paths, *(["-k", self.selection] if self.selection else [])]
 
 
-BATCH = Judge(("test_batch", "test_limits", "test_builder", "test_bad_input"))
-SCHEDULE = Judge(("test_schedule", "test_limits", "test_builder", "test_bad_input"))
-PATH = Judge(("test_path", "test_limits", "test_builder", "test_bad_input"))
-CASCADE = Judge(("test_cascade", "test_limits", "test_bad_input"))
+BATCH = Judge(("planning/test_batch", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
+SCHEDULE = Judge(("planning/test_schedule", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
+PATH = Judge(("mla/test_choose_path", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
+CASCADE = Judge(("mla/test_cascade", "interfaces/test_limits", "interfaces/test_bad_input"))
 BUILDER = Judge(
     (
-        "test_builder",
-        "test_schedule_choice",
-        "test_limits",
-        "test_cascade",
-        "test_graphs",
-        "test_context_parallel",
-        "test_bad_input",
+        "mla/test_builder",
+        "planning/test_schedule_choice",
+        "interfaces/test_limits",
+        "mla/test_cascade",
+        "mla/test_graphs",
+        "mla/test_context_parallel",
+        "interfaces/test_bad_input",
     ),
     "not test_context_parallel or test_plans or test_builder or test_captured_plans or test_slots",
 )
 # whole layers and serving loops over many ranks take most of that module's time
 CONTEXT_PARALLEL = Judge(
-    ("test_context_parallel", "test_limits", "test_cpu_pieces", "test_bad_input"),
+    ("mla/test_context_parallel", "interfaces/test_limits", "kernels/test_cpu_pieces", "interfaces/test_bad_input"),
     "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
 )
-SHARES = Judge(("test_interfaces", "test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection)
-SIZES = Judge(("test_schedule_choice", "test_schedule", "test_workspaces", "test_interfaces", "test_builder"))
-SLOTS = Judge(("test_from_lens", "test_batch", "test_limits"))
-GRAPHS = Judge(("test_graphs", "test_block_sizes", "test_bad_input"))
+# slots of one rank, and of ranks that share a sequence
+SLOT_MAPPING = Judge((*BATCH.modules, *CONTEXT_PARALLEL.modules[:1]), "not test_context_parallel or test_slots")
+SHARES = Judge(
+    ("interfaces/test_interfaces", "planning/test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection
+)
+SIZES = Judge(
+    (
+        "planning/test_schedule_choice",
+        "planning/test_schedule",
+        "mla/test_workspaces",
+        "interfaces/test_interfaces",
+        "mla/test_builder",
+    )
+)
+SLOTS = Judge(("interfaces/test_from_lens", "planning/test_batch", "interfaces/test_limits"))
+GRAPHS = Judge(("mla/test_graphs", "mla/test_block_sizes", "interfaces/test_bad_input"))
 KERNELS = Judge(
-    ("test_cpu_pieces", "test_cache", "test_rope", "test_differential", "test_identities", "test_bad_input"),
+    (
+        "kernels/test_cpu_pieces",
+        "cache/test_cache",
+        "attention/test_rope",
+        "twins/test_differential",
+        "identities/test_identities",
+        "interfaces/test_bad_input",
+    ),
     "not (preset or any_cut or chunked_is_whole or same_bits_again)",
 )
 ADAPTER = Judge(
-    ("test_adapter_bounds", "test_transformers"),
+    ("integrations/test_adapter_bounds", "integrations/test_transformers"),
     "not (pieces or assisted or continues_from or sampling or beams or yarn-greedy or half or v2-yarn or wrong_rope)",
 )
 TABLE = {
-    **{f"{wing}/{room}.py": judge for wing in ("fast", "reference") for room, judge in {
-        "batch": BATCH, "schedule": SCHEDULE, "path": PATH, "cascade": CASCADE, "builder": BUILDER,
-        "context_parallel": CONTEXT_PARALLEL,
+    **{f"{package}/{module}.py": judge for package in ("fast", "reference") for module, judge in {
+        "planning/batch": BATCH, "planning/local_attention": BATCH, "planning/slots": SLOT_MAPPING,
+        "planning/context_chunks": SCHEDULE, "planning/decode_schedule": SCHEDULE, "planning/shared_prefix": CASCADE,
+        "mla/choose_path": PATH, "mla/cascade": CASCADE, "mla/builder": BUILDER, "mla/graphs": GRAPHS,
+        "mla/context_parallel": CONTEXT_PARALLEL, "distributed/merge": CONTEXT_PARALLEL,
+        "distributed/reorg": CONTEXT_PARALLEL,
     }.items()},
     "reference/interfaces/shares.py": SHARES,
     "reference/interfaces/sizes.py": SIZES,
     "reference/interfaces/slots.py": SLOTS,
-    "fast/graphs.py": GRAPHS,
-    "reference/graphs.py": GRAPHS,
     "fast/kernels/cpu/__init__.py": KERNELS,
     "fast/kernels/cpu/attention.py": KERNELS,
     "fast/kernels/cpu/cache.py": KERNELS,
@@ -133,6 +153,7 @@ SUBJECTS = {  # of a file, by the first of these that its path has
     "fast/kernels/cpu/": "cpu kernels",
     "integrations/": "transformers adapter",
     "context_parallel": "context parallelism",
+    "distributed/": "context parallelism",
     "shares": "context parallelism",
     "": "planning",
 }
@@ -277,7 +298,8 @@ class FirstFailure:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
         """After conftest.py has put the longest first."""
-        items.sort(key=lambda item: self.modules.index(item.path.stem))
+        tests = self.tree / "tests"
+        items.sort(key=lambda item: self.modules.index(item.path.relative_to(tests).with_suffix("").as_posix()))
 
     def pytest_runtest_logreport(self, report):
         """Note a test."""

@@ -30,9 +30,9 @@ import reference
 from reference.interfaces import DecodeSchedule, MLAConfig
 
 from .benchmarks.report import provenance
-from .decode_inputs import make_inputs, on_device
-from .factories import CONFIGS, make_batch, make_weights
-from .ranks import STEPS, Steps, everything, serve
+from .support.decode_inputs import make_inputs, on_device
+from .support.factories import CONFIGS, make_batch, make_weights
+from .support.ranks import STEPS, Steps, everything, serve
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 HEADS = (3, 16, 32, 64, 126, 128)
@@ -79,7 +79,7 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     A message of `pack_attn_state` has padding that nobody writes, so the op that reads it gives its result alone.
     """
-    from . import test_ops
+    from .twins import test_ops
 
     def outcome(op: Callable, arguments: tuple) -> Any:
         return op(*arguments), [] if "combine_attn_states" in str(op) else list(arguments)
@@ -164,7 +164,7 @@ def layers(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
     """Outputs and caches of decodes of two tokens that a graph replays."""
-    from .test_graphs import make_graph, moved, steps
+    from .mla.test_graphs import make_graph, moved, steps
 
     config, found = CONFIGS["low-rank"], []
     with torch.device("cpu"):

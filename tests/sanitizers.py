@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from . import memory_checks
-from .commands import ROOT, run
+from .support.commands import ROOT, run
 
 CONTROLS = {"every thread arrives": (), "one arrives for all": ("--one-arrives",), "nobody waits": ("--racing",)}
 AGAIN = 2  # times at most that a share runs once more, for a report that names nothing
@@ -53,7 +53,7 @@ def run_memcheck(args: argparse.Namespace) -> dict[str, Any]:
     """No op reads or writes outside its tensors, whatever the indices say."""
     if not sanitizer("memcheck"):
         return absent("memcheck")
-    from .triton_mode import ON_HOPPER  # needs Triton
+    from .support.triton_mode import ON_HOPPER  # needs Triton
 
     report = shares_report(run_shares("memcheck", args, [], "--error-exitcode", "9"), ON_HOPPER)
     print("memcheck: " + "; ".join(report["summary"]))
@@ -64,7 +64,7 @@ def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
     """No thread loads or stores in shared memory before those that it waits for are done; beside controls."""
     if not sanitizer("racecheck"):
         return absent("racecheck")
-    from .triton_mode import ON_HOPPER  # needs Triton
+    from .support.triton_mode import ON_HOPPER  # needs Triton
 
     outcomes = run_shares("racecheck", args, ["--every-thread-arrives"])
     earlier: list[str] = []

@@ -17,7 +17,7 @@ from fast import backends
 from fast.kernels import cpu
 from reference.interfaces import DecodeSchedule, MLAConfig
 
-from .factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_cache, make_entries, make_layer, make_weights
+from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_cache, make_entries, make_layer, make_weights
 
 gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

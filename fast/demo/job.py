@@ -15,17 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from reference.interfaces import (
-    ContextParallel,
-    GroupError,
-    MLAConfig,
-    UnsupportedConfiguration,
-    check,
-)
+from reference.distributed.groups import ContextParallel
+from reference.interfaces import GroupError, MLAConfig, UnsupportedConfiguration, check
 
 from .. import backends
 from ..integrations._required import missing_transformers
-from ..serving import ServingLoop
+from .serving import ServingLoop
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

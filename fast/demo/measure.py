@@ -20,9 +20,9 @@ from reference.interfaces import QueryLenSupport
 
 from .. import backends
 from ..compilation import warmup
-from ..serving import Request, StepReport
 from .job import Job
 from .op_parity import run_parity
+from .serving import Request, StepReport
 
 PARITY_TOKENS = 512
 WARMUP_TOKENS = 2

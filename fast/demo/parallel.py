@@ -14,7 +14,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from reference.interfaces import ContextParallel, GroupError, check
+from reference.distributed.groups import ContextParallel
+from reference.interfaces import GroupError, check
 
 from .job import Job, check_outputs, one_line, prepare
 from .measure import compile_ahead, kernels, rate, summary

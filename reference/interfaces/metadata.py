@@ -10,15 +10,7 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from .checks import (
-    check,
-    check_blocks,
-    check_lengths,
-    check_not_negative,
-    check_tensor,
-    is_positive_int,
-    lens_on_cpu,
-)
+from .checks import check, check_blocks, check_lengths, check_not_negative, check_tensor, is_positive_int, lens_on_cpu
 from .shares import SequenceShare, check_interleave
 from .sizes import NEVER_PLANNED, ScheduleChoice
 from .slots import slots_of_tokens

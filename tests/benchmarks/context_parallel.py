@@ -27,10 +27,11 @@ from torch import Tensor
 import fast
 import reference
 from fast.parity import compare_states
-from reference.interfaces import AttentionState, CommonAttentionMetadata, ContextParallel, MLAConfig
+from reference.distributed.groups import ContextParallel
+from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAConfig
 
-from ..processes import run_ranks, values_of
-from ..ranks import make_groups
+from ..support.processes import run_ranks, values_of
+from ..support.ranks import make_groups
 from .report import provenance
 from .timing import Spread
 

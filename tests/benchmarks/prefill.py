@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-import fast.attention
+import fast.attention.varlen
 import reference
 from fast.parity import Parity, compare, compare_states
 from reference.interfaces import AttentionState
@@ -215,7 +215,7 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     inputs = make_inputs(row, device)
 
     def ours() -> AttentionState:
-        return fast.attention.flash_attn_varlen_shared_rope(
+        return fast.attention.varlen.flash_attn_varlen_shared_rope(
             inputs.q, inputs.k_nope, inputs.k_pe, inputs.v, inputs.cu_q, inputs.cu_k, row.Sq, row.Skv, SCALE,
             row.causal, backend=backend,
         )  # fmt: skip

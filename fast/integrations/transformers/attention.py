@@ -18,15 +18,15 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Atten
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3Model
 
 import fast
+from reference.distributed.arguments import check_groups
+from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
-    ContextParallel,
     MLAConfig,
     MLAMetadata,
     PathCosts,
     UnsupportedConfiguration,
     check,
     check_costs,
-    check_groups,
     check_int,
     check_tensor,
 )

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 import fast
 import reference
 from fast.backends import explain
+from fast.demo.serving import Request, ServingLoop
 from fast.integrations.transformers import restore, use_mla
 from fast.parity import Parity, compare
-from fast.serving import Request, ServingLoop
 
 BLOCK_SIZE = 16
 CHECKPOINT = Path(fast.__file__).parent / "assets" / "tiny-mla"

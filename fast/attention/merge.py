@@ -1,0 +1,53 @@
+"""Merging softmax attention over disjoint sets of keys by log-sum-exp (FlashInfer, arXiv 2501.01005, section 2.2)."""
+
+from __future__ import annotations
+
+import torch
+
+from reference.interfaces import AttentionState, check_merge
+
+from .. import backends
+from ..backends import BackendChoice
+
+
+def merge_attn_states(
+    prefix: AttentionState, suffix: AttentionState, *, backend: BackendChoice = None
+) -> AttentionState:
+    """Attention over the union of two disjoint sets of keys.
+
+    With weights w = exp(lse - max lse): out = (w_a out_a + w_b out_b) / (w_a + w_b),
+    lse = max + log(w_a + w_b). Associative and commutative to rounding; a row with lse = -inf is the identity
+    (the other side comes back bitwise); an lse of +inf or NaN on either side gives NaN.
+
+    Args:
+        prefix: out [T, N, Dv], lse [N, T].
+        suffix: the same shapes and dtypes.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        The merged state, in the dtypes of the arguments.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_merge(prefix, suffix)
+    request = backends.KernelRequest("merge_attn_states", prefix.out.device, prefix.out.dtype)
+    chosen = backends.select(request, backend)
+    out, lse = torch.ops.mla_twins.merge_attn_states(prefix.out, prefix.lse, suffix.out, suffix.lse, chosen.name)
+    return AttentionState(out, lse)
+
+
+@torch.library.custom_op(
+    "mla_twins::merge_attn_states",
+    mutates_args=(),
+    schema="(Tensor prefix_out, Tensor prefix_lse, Tensor suffix_out, Tensor suffix_lse, str backend)"
+    " -> (Tensor, Tensor)",
+)
+def _merge_attn_states(prefix_out, prefix_lse, suffix_out, suffix_lse, backend):
+    return backends.kernel(backend, "merge_attn_states")(prefix_out, prefix_lse, suffix_out, suffix_lse)
+
+
+@_merge_attn_states.register_fake
+def _(prefix_out, prefix_lse, suffix_out, suffix_lse, backend):
+    return prefix_out.new_empty(prefix_out.shape), prefix_lse.new_empty(prefix_lse.shape)

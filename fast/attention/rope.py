@@ -1,0 +1,161 @@
+"""Rotary position embedding of `q_pe` and `k_pe` (RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from reference.interfaces import (
+    RopeConfig,
+    check,
+    check_dtype,
+    check_flag,
+    check_int,
+    check_tensor,
+    check_type,
+    wide_dtype,
+)
+
+from .. import backends
+from ..backends import BackendChoice
+from ..kernels.cpu.rope import rotate as _rotate_pairs
+
+
+def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
+    """Angle per position of each pair: theta^(-2i/R), stretched by YaRN where the config has it.
+
+    Args:
+        rope: rotary parameters.
+        dim: R, even.
+        dtype: float32 or float64.
+    """
+    check_type("rope", rope, RopeConfig)
+    check_int("dim", dim, 0)
+    check(dim % 2 == 0, "dim", "an even number", dim)
+    check_dtype("dtype", dtype)
+    trained = 1.0 / (rope.theta ** (torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim))
+    yarn = rope.yarn
+    if yarn is None or dim == 0:
+        return trained
+    # the pair that turns `beta` times over the original context
+    fast, slow = (
+        math.log(yarn.original_max_position_embeddings / (beta * 2 * math.pi)) * dim / (2 * math.log(rope.theta))
+        for beta in (yarn.beta_fast, yarn.beta_slow)
+    )
+    low, high = max(math.floor(fast), 0), min(math.ceil(slow), dim - 1)
+    ramp = torch.clamp((torch.arange(dim // 2, dtype=dtype, device="cpu") - low) / (high - low or 0.001), 0, 1)
+    return torch.lerp(trained, trained / yarn.factor, ramp)
+
+
+def rotary_cos_sin(
+    positions: Int[Tensor, " T"], rope: RopeConfig, dim: int, dtype: torch.dtype
+) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
+    """Cosine and sine of every token's angles, YaRN's magnitude m(f, mscale) / m(f, mscale_all_dim) included.
+
+    Returns:
+        Two [T, R/2] tensors, float64 where `dtype` is float64 and float32 otherwise.
+
+    Raises:
+        ValueError: `positions` of another shape or dtype, or an odd `dim`.
+    """
+    check_tensor("positions", positions, ("T",), (torch.int64, torch.int32))
+    check_dtype("dtype", dtype)
+    wide = wide_dtype(dtype)
+    angles = positions.to(wide)[:, None] * rotary_frequencies(rope, dim, wide).to(positions.device)
+    magnitude = 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def rotate(
+    x: Float[Tensor, "T *heads R"], cos: Float[Tensor, "T R/2"], sin: Float[Tensor, "T R/2"], interleaved: bool
+) -> Float[Tensor, "T *heads R"]:
+    """Turn each pair (a, b) by its angle: (a cos - b sin, b cos + a sin). Computed in float32, or float64.
+
+    Args:
+        x: [T, R] or [T, N, R].
+        cos: [T, R/2].
+        sin: [T, R/2].
+        interleaved: pairs are (0, 1), (2, 3), .. where True, (0, R/2), (1, R/2 + 1), .. where False.
+
+    Returns:
+        The shape, dtype and element order of `x`.
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
+    """
+    check_type("x", x, Tensor, "a tensor")
+    check_flag("interleaved", interleaved)
+    check_tensor("x", x, ("T", "R") if x.dim() < 3 else ("T", "N", "R"))
+    check_tensor("cos", cos, (x.shape[0], x.shape[-1] // 2), device=x.device)
+    check_tensor("sin", sin, tuple(cos.shape), (cos.dtype,), x.device)
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    return _rotate_pairs(x, cos, sin, interleaved)
+
+
+def apply_rope(
+    positions: Int[Tensor, " T"],
+    q_pe: Float[Tensor, "T N R"],
+    k_pe: Float[Tensor, "T R"],
+    rope: RopeConfig,
+    *,
+    frequencies: Float[Tensor, " R/2"] | None = None,
+    backend: BackendChoice = None,
+) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T R"]]:
+    """Rotate the rope parts of the query and of the shared key.
+
+    Args:
+        positions: [T] position of each token in its request.
+        q_pe: [T, N, R].
+        k_pe: [T, R], one for all heads.
+        rope: rotary parameters.
+        frequencies: `rotary_frequencies(rope, R, float32 or float64)` on the device, where the caller keeps them.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        The rotated pair, new tensors of the same dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_tensor("q_pe", q_pe, ("T", "N", "R"))
+    check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
+    frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
+    chosen = backends.select(backends.KernelRequest("apply_rope", q_pe.device, q_pe.dtype), backend)
+    return torch.ops.mla_twins.apply_rope(positions, q_pe, k_pe, frequencies, magnitude, rope.interleaved, chosen.name)
+
+
+def angles_of(
+    positions: Int[Tensor, " T"], q_pe: Float[Tensor, "T N R"], rope: RopeConfig, frequencies: Tensor | None
+) -> tuple[Float[Tensor, " R/2"], float]:
+    """Frequencies in the wide type of `q_pe` on its device, the given ones where there are, and YaRN's magnitude.
+
+    Raises:
+        ValueError: `positions` or `frequencies` of another shape, dtype or device; an odd R.
+    """
+    check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
+    check_type("rope", rope, RopeConfig)
+    wide = wide_dtype(q_pe.dtype)
+    if frequencies is None:
+        frequencies = rotary_frequencies(rope, q_pe.shape[-1], wide).to(q_pe.device)
+    check_tensor("frequencies", frequencies, (q_pe.shape[-1] // 2,), (wide,), q_pe.device)
+    return frequencies, 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
+
+
+@torch.library.custom_op(
+    "mla_twins::apply_rope",
+    mutates_args=(),
+    schema="(Tensor positions, Tensor q_pe, Tensor k_pe, Tensor frequencies, float magnitude, bool interleaved,"
+    " str backend) -> (Tensor, Tensor)",
+)
+def _apply_rope(positions, q_pe, k_pe, frequencies, magnitude, interleaved, backend):
+    return backends.kernel(backend, "apply_rope")(positions, q_pe, k_pe, frequencies, magnitude, interleaved)
+
+
+@_apply_rope.register_fake
+def _(positions, q_pe, k_pe, frequencies, magnitude, interleaved, backend):
+    return q_pe.new_empty(q_pe.shape), k_pe.new_empty(k_pe.shape)

@@ -1,0 +1,149 @@
+"""Softmax attention over packed sequences, with its log-sum-exp."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from reference.interfaces import (
+    AttentionState,
+    check_attention,
+    check_attention_settings,
+    check_dtype,
+    check_offsets,
+    wide_dtype,
+)
+
+from .. import backends
+from ..backends import BackendChoice
+
+
+def flash_attn_varlen(
+    q: Float[Tensor, "T N D"],
+    k: Float[Tensor, "S N D"],
+    v: Float[Tensor, "S N Dv"],
+    cu_seqlens_q: Int32[Tensor, " offsets"],
+    cu_seqlens_k: Int32[Tensor, " offsets"],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    out_dtype: torch.dtype | None = None,
+    *,
+    backend: BackendChoice = None,
+) -> AttentionState:
+    """Attention of packed requests, each over its own keys.
+
+    The causal mask aligns bottom-right: query i of Sq sees keys up to S - Sq + i.
+
+    Args:
+        q: [T, N, D].
+        k: [S, N, D].
+        v: [S, N, Dv]; Dv may differ from D.
+        cu_seqlens_q: [B + 1], prefix sum of the query lengths; 0 is a legal length.
+        cu_seqlens_k: [B + 1], prefix sum of the key lengths; 0 is a legal length.
+        max_seqlen_q: an upper bound on the query lengths (a launch hint; no value depends on it).
+        max_seqlen_k: an upper bound on the key lengths (likewise).
+        softmax_scale: multiplies the scores.
+        causal: mask the keys after each query.
+        out_dtype: dtype of `out`; that of `q` where None.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        out [T, N, Dv] and lse [N, T].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall or end elsewhere.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
+    return _attend(
+        q, k, None, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
+    )
+
+
+def flash_attn_varlen_shared_rope(
+    q: Float[Tensor, "T N D"],
+    k_nope: Float[Tensor, "S N P"],
+    k_pe: Float[Tensor, "S R"],
+    v: Float[Tensor, "S N Dv"],
+    cu_seqlens_q: Int32[Tensor, " offsets"],
+    cu_seqlens_k: Int32[Tensor, " offsets"],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    out_dtype: torch.dtype | None = None,
+    *,
+    backend: BackendChoice = None,
+) -> AttentionState:
+    """`flash_attn_varlen` with the key in two parts: the rope part that all heads share is read where it lies.
+
+    Args:
+        q: [T, N, P + R].
+        k_nope: [S, N, P].
+        k_pe: [S, R], never repeated per head.
+        v: [S, N, Dv].
+        cu_seqlens_q: as there.
+        cu_seqlens_k: as there.
+        max_seqlen_q: as there.
+        max_seqlen_k: as there.
+        softmax_scale: as there.
+        causal: as there.
+        out_dtype: as there.
+        backend: as there.
+
+    Returns:
+        out [T, N, Dv] and lse [N, T].
+
+    Raises:
+        ValueError: as there.
+        UnsupportedConfiguration: as there.
+    """
+    check_attention(q, k_nope, v, cu_seqlens_q, cu_seqlens_k, k_pe)
+    check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
+    return _attend(
+        q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
+        backend,
+    )  # fmt: skip
+
+
+def _attend(
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
+) -> AttentionState:
+    request = backends.KernelRequest("flash_attn_varlen", q.device, q.dtype, out_dtype=out_dtype or q.dtype)
+    chosen = backends.select(request, backend)
+    out, lse = torch.ops.mla_twins.flash_attn_varlen(
+        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        out_dtype or q.dtype, chosen.name,
+    )  # fmt: skip
+    return AttentionState(out, lse)
+
+
+@torch.library.custom_op(
+    "mla_twins::flash_attn_varlen",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
+    " SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, ScalarType out_dtype,"
+    " str backend) -> (Tensor, Tensor)",
+)
+def _flash_attn_varlen(
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
+):
+    if q.device.type == "cpu":
+        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    launch = backends.kernel(backend, "flash_attn_varlen")
+    return launch(
+        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype
+    )
+
+
+@_flash_attn_varlen.register_fake
+def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend):
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype)
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide_dtype(out_dtype))

@@ -1,0 +1,1 @@
+"""Paged caches: allocate, write, gather, copy and swap."""

@@ -1,0 +1,107 @@
+"""Copy and swap whole blocks of paged caches."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from reference.interfaces import (
+    check_block_mapping,
+    check_cache,
+    check_readable,
+    check_swap,
+    check_tensor,
+    check_type,
+)
+
+from .. import backends
+from ..backends import BackendChoice
+from .latent import _select
+
+
+def copy_blocks(
+    kv_caches: list[Float[Tensor, "num_blocks block_size head_size"]],
+    block_mapping: Int64[Tensor, "pairs 2"],
+    *,
+    backend: BackendChoice = None,
+) -> None:
+    """Copy whole blocks within each cache (copy on write); bit-exact.
+
+    Args:
+        kv_caches: one cache a layer, all with the same number of blocks.
+        block_mapping: [pairs, 2], (source block, target block).
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Raises:
+        ValueError: a block outside the cache, written twice, or both read and written (on a CPU). Nothing is
+            written then.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    check_readable("block_mapping", block_mapping)
+    check_type("kv_caches", kv_caches, (list, tuple), "a list of caches")
+    for kv_cache in kv_caches:
+        check_cache(kv_cache)
+        check_readable("kv_caches", kv_cache)
+    if kv_caches:
+        chosen = _select("copy_blocks", kv_caches[0], backend)
+        torch.ops.mla_twins.copy_blocks(kv_caches, block_mapping, chosen)
+
+
+@torch.library.custom_op(
+    "mla_twins::copy_blocks",
+    mutates_args=("kv_caches",),
+    schema="(Tensor(a!)[] kv_caches, Tensor block_mapping, str backend) -> ()",
+)
+def _copy_blocks(kv_caches, block_mapping, backend):
+    if block_mapping.device.type == "cpu":
+        for kv_cache in kv_caches:
+            check_block_mapping(block_mapping, kv_cache.shape[0], kv_cache.shape[0], same_cache=True)
+    backends.kernel(backend, "copy_blocks")(kv_caches, block_mapping)
+
+
+@_copy_blocks.register_fake
+def _(kv_caches, block_mapping, backend):
+    return None
+
+
+def swap_blocks(
+    source: Float[Tensor, "source_blocks block_size head_size"],
+    target: Float[Tensor, "target_blocks block_size head_size"],
+    block_mapping: Int64[Tensor, "pairs 2"],
+    *,
+    backend: BackendChoice = None,
+) -> None:
+    """Copy whole blocks from one cache into another, on the same or another device; bit-exact.
+
+    Args:
+        source: the cache that is read.
+        target: the cache that is written; the same block size, entry width and dtype.
+        block_mapping: [pairs, 2], (source block, target block).
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Raises:
+        ValueError: caches that do not fit, a block outside them or written twice (on a CPU). Nothing is written then.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_swap(source, target, block_mapping)
+    served = target if source.device.type == "cpu" else source  # between a host and a GPU the GPU's kernel set serves
+    torch.ops.mla_twins.swap_blocks(source, target, block_mapping, _select("swap_blocks", served, backend))
+
+
+@torch.library.custom_op(
+    "mla_twins::swap_blocks",
+    mutates_args=("target",),
+    schema="(Tensor source, Tensor(a!) target, Tensor block_mapping, str backend) -> ()",
+)
+def _swap_blocks(source, target, block_mapping, backend):
+    if block_mapping.device.type == "cpu":
+        same_cache = source.data_ptr() == target.data_ptr()
+        check_block_mapping(block_mapping, source.shape[0], target.shape[0], same_cache)
+    backends.kernel(backend, "swap_blocks")(source, target, block_mapping)
+
+
+@_swap_blocks.register_fake
+def _(source, target, block_mapping, backend):
+    return None

@@ -1,0 +1,555 @@
+"""A small batch loop over one paged latent cache, for the demo and the soak test. It is no inference server.
+
+It shows what a scheduler must hand to MLA attention: requests are admitted first come, first served; each step runs
+the decodes first and fills a token budget with pieces of prompts (chunked prefill); when blocks run out, the youngest
+request gives its blocks back and is computed again later; a finished request frees its blocks. Sampling is greedy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from reference.distributed.arguments import check_groups
+from reference.distributed.groups import ContextParallel
+from reference.interfaces import (
+    CommonAttentionMetadata,
+    GroupError,
+    MLAConfig,
+    MLAMetadata,
+    PathCosts,
+    check,
+    check_config,
+    check_costs,
+    check_int,
+    check_interleave,
+    check_type,
+    context_unit,
+)
+
+from .deadline import deadline
+
+UNOWNED = torch.iinfo(torch.int32).max  # a block-table entry past a request's last block: no block has this id
+
+
+def check_order(argument: str, order: Sequence[int] | None, num_blocks: int) -> None:
+    """Check the order of first use of the blocks of a cache; None is the ascending one."""
+    wanted = f"a permutation of {num_blocks} blocks"
+    check_type(argument, order, (Sequence, type(None)), wanted)
+    known = order is None or all(type(block) is int for block in order)
+    fits = known and (order is None or sorted(order) == list(range(num_blocks)))
+    check(fits, argument, wanted, None if order is None else list(order[:8]))
+
+
+class BlockAllocator:
+    """Hands out the blocks of a paged cache from a free list.
+
+    Args:
+        num_blocks: how many there are, at least 1.
+        order: the ids in the order of first use; ascending where None.
+
+    Raises:
+        ValueError: `num_blocks` below 1, or an `order` that is no permutation of the ids.
+    """
+
+    def __init__(self, num_blocks: int, order: Sequence[int] | None = None):
+        check_int("num_blocks", num_blocks, 1, "at least 1")
+        check_order("order", order, num_blocks)
+        order = list(range(num_blocks) if order is None else order)
+        self.num_blocks = num_blocks
+        self._free = order[::-1]
+        self._is_free = [True] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that can be allocated."""
+        return len(self._free)
+
+    @property
+    def free_blocks(self) -> list[int]:
+        """Their ids; the cache's bytes there belong to nobody."""
+        return list(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks.
+
+        Raises:
+            ValueError: fewer are free; none is taken then.
+        """
+        check_int("count", count, 0)
+        check(0 <= count <= self.num_free, "count", f"at most the {self.num_free} free blocks", count)
+        blocks = [self._free.pop() for _ in range(count)]
+        for block in blocks:
+            self._is_free[block] = False
+        return blocks
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Give blocks back.
+
+        Raises:
+            ValueError: a block that does not exist, is free already or is named twice; none is given back then.
+        """
+        given = isinstance(blocks, Iterable) and not isinstance(blocks, Tensor)
+        check(given, "blocks", "ids of blocks", type(blocks).__name__)
+        blocks = list(blocks)
+        check(all(isinstance(block, int) for block in blocks), "blocks", "ids of blocks", blocks)
+        check(len(set(blocks)) == len(blocks), "blocks", "distinct blocks", blocks)
+        for block in blocks:
+            check(0 <= block < self.num_blocks, "blocks", f"ids in [0, {self.num_blocks})", block)
+            check(not self._is_free[block], "blocks", "blocks that are in use", f"block {block}, which is free")
+        for block in reversed(blocks):
+            self._is_free[block] = True
+            self._free.append(block)
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and what has become of it.
+
+    Attributes:
+        request_id: position in the order of arrival; no other request of the loop ever has it.
+        prompt_ids: the prompt's tokens.
+        max_new_tokens: most tokens to generate.
+        generated_ids: tokens generated so far; an end-of-sequence token is kept.
+        num_computed: leading tokens whose cache entries stand.
+        blocks: the blocks that hold them, in order.
+        num_preemptions: how often the request lost its blocks.
+        finished: nothing more will be generated.
+    """
+
+    request_id: int
+    prompt_ids: list[int]
+    max_new_tokens: int
+    generated_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    finished: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and generated."""
+        return len(self.prompt_ids) + len(self.generated_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known but not in the cache: 1 while decoding; after a preemption, all of them."""
+        return self.num_tokens - self.num_computed
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Tokens [start, end) of prompt and generated together."""
+        return (self.prompt_ids + self.generated_ids)[start:end]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step did.
+
+    Attributes:
+        num_tokens: tokens that ran through the model.
+        num_decodes: requests on the absorbed path.
+        num_prefills: requests on the expanded path.
+        num_context_chunks: pieces that the prefills' cached context was cut into.
+        num_generated: tokens sampled.
+        preempted: ids of requests that lost their blocks.
+        finished: ids of requests that finished.
+        num_running: requests running after the step.
+        num_waiting: requests waiting after the step.
+        cache_bytes: resident bytes of latent cache while the step ran.
+    """
+
+    num_tokens: int
+    num_decodes: int
+    num_prefills: int
+    num_context_chunks: int
+    num_generated: int
+    preempted: tuple[int, ...]
+    finished: tuple[int, ...]
+    num_running: int
+    num_waiting: int
+    cache_bytes: int
+
+
+class StepLost(GroupError):
+    """A step that another rank did not finish.
+
+    Args:
+        error: which group and operation failed, and how.
+        request_ids: of the step, in its order; their new tokens are not booked.
+    """
+
+    def __init__(self, error: GroupError, request_ids: tuple[int, ...]):
+        super().__init__(f"{error}; requests in flight: {', '.join(map(str, request_ids))}")
+        self.error, self.request_ids = error, request_ids
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.error, self.request_ids)
+
+
+def _layers_of(model: nn.Module) -> list[nn.Module]:
+    """The attention layers that `use_mla` put behind the forwards of a model's modules; none in another model."""
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    layers = (getattr(forward, "attention", None) for forward in forwards)
+    return [layer for layer in layers if hasattr(layer, "workspace_tokens")]
+
+
+class ServingLoop:
+    """Serves requests together as mixed batches of decodes and prefills.
+
+    Args:
+        model: a causal language model that accepts a packed batch (`fast.integrations.transformers.use_mla`); the
+            cache takes its device and dtype.
+        config: its attention.
+        ops: the module that plans and allocates: `reference`, `fast`, or any other that keeps the contract.
+        num_blocks: blocks of the cache, in each layer.
+        block_size: tokens a block.
+        max_num_seqs: most requests that run at once.
+        token_budget: most tokens in one step; not below `max_num_seqs`, so that every running request can decode.
+        workspace_tokens: context tokens expanded at once; not below one `context_unit`, a block where one rank serves.
+        decode_threshold: longest query that always takes the absorbed path.
+        eos: token or tokens that end a request, or None.
+        block_order: order in which blocks are first used; ascending where None.
+        costs: by which requests with several new tokens choose their path (`ops.choose_path`); None counts.
+        context_parallel: the groups, where ranks share heads and sequences. The model is under `use_mla` with the same
+            groups; every rank makes the loop, adds the same requests and steps. The cache holds D times the tokens.
+
+    Raises:
+        ValueError: a number that is too small; nothing has been allocated then. Ranks that disagree (`verify_group`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: MLAConfig,
+        ops: ModuleType,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        token_budget: int,
+        workspace_tokens: int,
+        decode_threshold: int = 1,
+        eos: int | Collection[int] | None = None,
+        block_order: Sequence[int] | None = None,
+        costs: PathCosts | None = None,
+        context_parallel: ContextParallel | None = None,
+    ):
+        check_type("model", model, nn.Module, "a model under use_mla")
+        needed = ("allocate_kv_cache", "build_mla_metadata", "slot_mapping")
+        missing = [name for name in needed if not hasattr(ops, name)]
+        check(not missing, "ops", "a module that keeps the contract of reference and fast",
+              f"{getattr(ops, '__name__', type(ops).__name__)} without {', '.join(missing)}")  # fmt: skip
+        check_groups(context_parallel)
+        known = eos is None or (isinstance(eos, int | Collection) and not isinstance(eos, Tensor))
+        known = known and (eos is None or all(type(token) is int for token in ([eos] if isinstance(eos, int) else eos)))
+        check(known, "eos", "a token, tokens or None", eos)
+        self.context_parallel, self.eos = context_parallel, frozenset()
+        if eos is not None:
+            self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
+        if context_parallel is not None:  # before checks that one rank might fail alone
+            with deadline(context_parallel, ()):
+                ops.verify_group(
+                    context_parallel, block_size=block_size, num_blocks=num_blocks, dtype=model.dtype, config=config,
+                    max_num_seqs=max_num_seqs, token_budget=token_budget, workspace_tokens=workspace_tokens,
+                    decode_threshold=decode_threshold, eos=sorted(self.eos), costs=costs, block_order=block_order,
+                    num_layers=model.config.num_hidden_layers, ops=getattr(ops, "__name__", type(ops).__name__),
+                    device=model.device.type, vocab_size=model.config.vocab_size,
+                )  # fmt: skip
+        check_config(config)
+        check_costs(costs)
+        check_int("num_blocks", num_blocks, 1, "at least 1")
+        check_order("block_order", block_order, num_blocks)
+        check_int("block_size", block_size, 1, "at least 1")
+        check_int("max_num_seqs", max_num_seqs, 1, "at least 1")
+        check_int("token_budget", token_budget, max_num_seqs, f"at least max_num_seqs, {max_num_seqs}")
+        check_int("decode_threshold", decode_threshold, 1, "at least 1")
+        self.share = None if context_parallel is None else context_parallel.share
+        size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
+        check_interleave(interleave, block_size)
+        unit = context_unit(block_size, size, interleave)
+        check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
+        takes = inspect.signature(ops.build_mla_metadata).parameters  # of `fast`: for the number of programs
+        self._planning = {"dtype": model.dtype} if "dtype" in takes else {}
+        for attention in _layers_of(model):
+            if "backend" in takes:
+                self._planning["backend"] = getattr(attention, "backend", None)
+            check(workspace_tokens <= attention.workspace_tokens, "workspace_tokens",
+                  f"at most the {attention.workspace_tokens} of the model's layers (use_mla(workspace_tokens=))",
+                  workspace_tokens)  # fmt: skip
+        self.allocator = BlockAllocator(num_blocks, block_order)
+        self.tokens_per_block = block_size * size  # of a sequence, over all ranks
+        self.model, self.config, self.ops = model, config, ops
+        self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
+        self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs
+        self.device, dtype = model.device, model.dtype
+        self.kv_caches = [
+            ops.allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, self.device)
+            for _ in range(model.config.num_hidden_layers)
+        ]
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in the order of arrival
+        self.requests: list[Request] = []  # in the order of arrival, the finished ones until they are forgotten
+        self._num_added = 0
+        self._lost: str | None = None  # why ranks may stand in different places, so that no step may follow
+
+    @property
+    def cache_bytes_in_use(self) -> int:
+        """Resident bytes over all layers: (Lkv + R) x element size x tokens, rounded up to blocks for each request.
+
+        Of this rank alone where ranks share sequences.
+        """
+        owned = self.allocator.num_blocks - self.allocator.num_free
+        per_layer = owned * self.block_size * self.config.head_size * self.kv_caches[0].element_size()
+        return per_layer * len(self.kv_caches)
+
+    def add(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Request:
+        """Queue a request.
+
+        The loop holds the request, finished or not, until `forget_finished` drops it.
+
+        Raises:
+            ValueError: an empty prompt, a token outside the vocabulary, `max_new_tokens` below 1, or more tokens than
+                the cache or the model's positions can ever hold. Nothing changes then.
+        """
+        check_type("prompt_ids", prompt_ids, Sequence, "a list of ints")
+        prompt_ids = list(prompt_ids)
+        check(len(prompt_ids) > 0, "prompt_ids", "at least one token", "an empty prompt")
+        check(all(type(token) is int for token in prompt_ids), "prompt_ids", "a list of ints", prompt_ids[:4])
+        vocabulary = self.model.config.vocab_size
+        check(min(prompt_ids) >= 0 and max(prompt_ids) < vocabulary, "prompt_ids", f"tokens in [0, {vocabulary})",
+              f"{min(prompt_ids)} to {max(prompt_ids)}")  # fmt: skip
+        check_int("max_new_tokens", max_new_tokens, 1, "at least 1")
+        total, got = len(prompt_ids) + max_new_tokens, f"{len(prompt_ids)} + {max_new_tokens}"
+        capacity = self.allocator.num_blocks * self.tokens_per_block
+        check(total <= capacity, "prompt_ids", f"prompt + max_new_tokens of at most the cache's {capacity} tokens", got)
+        positions = self.model.config.max_position_embeddings
+        check(total <= positions, "prompt_ids", f"prompt + max_new_tokens of at most the model's {positions} positions",
+              got)  # fmt: skip
+        request = Request(self._num_added, prompt_ids, max_new_tokens)
+        self._num_added += 1
+        self.requests.append(request)
+        self.waiting.append(request)
+        return request
+
+    def run(self, on_step: Callable[[StepReport], None] | None = None) -> list[Request]:
+        """Step until every request has finished.
+
+        Args:
+            on_step: called with the report of each step. It may call `forget_finished`.
+
+        Returns:
+            The requests that the loop holds, in the order of arrival: all but those that `forget_finished` has dropped.
+
+        Raises:
+            ValueError: ranks that share sequences have been given different requests; nothing has run then.
+            StepLost: a rank did not answer.
+        """
+        check_type("on_step", on_step, (Callable, type(None)), "a function or None")
+        if self.context_parallel is not None:
+            self._refuse_where_lost()
+            queued = (*self.running, *self.waiting)
+            ids = tuple(request.request_id for request in queued)
+            tokens = [[*request.tokens(0, request.num_tokens), -1, request.max_new_tokens] for request in queued]
+            digest = hashlib.sha256(repr(tokens).encode()).hexdigest()
+            try:
+                with deadline(self.context_parallel, ids):
+                    self.ops.verify_group(
+                        self.context_parallel, seq_lens=[request.num_tokens for request in queued], requests=digest
+                    )
+            except GroupError as error:
+                self._lost = str(error)
+                raise StepLost(error, ids) from error
+        while self.running or self.waiting:
+            report = self.step()
+            if on_step is not None:
+                on_step(report)
+        return list(self.requests)
+
+    def forget_finished(self) -> list[Request]:
+        """Drop the finished requests, so that a loop that serves for a long time holds the others only.
+
+        Request ids are never given twice, and no step reads a finished request. Where ranks share sequences, each rank
+        may therefore forget whenever it likes.
+
+        Returns:
+            The dropped requests, in the order of arrival.
+        """
+        finished = [request for request in self.requests if request.finished]
+        self.requests = [request for request in self.requests if not request.finished]
+        return finished
+
+    def step(self) -> StepReport:
+        """Run one mixed batch.
+
+        Tokens and counts move on only after the model has returned: where it raises, the blocks taken for this step
+        are given back and newly admitted requests wait again, so that the step can be repeated. (Requests that were
+        preempted stay preempted: their blocks may have been written.) Where ranks share heads no step follows one that
+        failed: the others may stand in the middle of it.
+
+        Raises:
+            StepLost: a rank did not answer; it names the group, the operation and the requests of this step.
+        """
+        self._refuse_where_lost()
+        plan, preempted, taken, admitted = self._schedule()
+        if not plan:  # nobody runs and nobody waits
+            return StepReport(0, 0, 0, 0, 0, tuple(preempted), (), 0, 0, self.cache_bytes_in_use)
+        in_flight = tuple(request.request_id for request in plan)
+        try:
+            with deadline(self.context_parallel, in_flight):
+                metadata, next_ids = self._forward(plan)
+        except BaseException as error:
+            for request in admitted[::-1]:
+                self.running.remove(request)
+                self.waiting.appendleft(request)
+            for request, count in taken.items():
+                self.allocator.free(request.blocks[-count:])
+                del request.blocks[-count:]
+            if self.context_parallel is not None:
+                self._lost = f"{type(error).__name__}: {error}"
+            if isinstance(error, GroupError):
+                raise StepLost(error, in_flight) from error
+            raise
+        cache_bytes = self.cache_bytes_in_use
+        finished = self._advance(plan, next_ids)
+        return StepReport(
+            num_tokens=sum(plan.values()),
+            num_decodes=metadata.num_decodes,
+            num_prefills=metadata.num_prefills,
+            num_context_chunks=len(metadata.prefill.context_chunks),
+            num_generated=len(next_ids),
+            preempted=tuple(preempted),
+            finished=tuple(finished),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            cache_bytes=cache_bytes,
+        )
+
+    def _refuse_where_lost(self) -> None:
+        check(
+            self._lost is None, "ServingLoop", "ranks that stand at the same step", f"a step that failed ({self._lost})"
+        )
+
+    def _schedule(self) -> tuple[dict[Request, int], list[int], dict[Request, int], list[Request]]:
+        """Choose the tokens of a step and take blocks for them.
+
+        Returns:
+            Tokens of each request in batch order, ids of the preempted, blocks taken by each request, new requests.
+        """
+        plan: dict[Request, int] = {}
+        taken: dict[Request, int] = {}
+        preempted: list[int] = []
+        budget = self.token_budget
+        # Oldest first. Only the youngest may still be in its prompt, for the budget runs out within one prompt at most:
+        # so the decodes lead the batch, and a workspace of one block suffices.
+        for request in list(self.running):
+            count = min(request.num_pending, budget)
+            needed = self._blocks_for(request, count)
+            while needed > self.allocator.num_free and request in self.running:
+                victim = self.running[-1]  # this one or a younger one, which is not in the plan yet
+                preempted.append(victim.request_id)
+                self._preempt(victim)
+            if request not in self.running:
+                break
+            budget -= count
+            self._take(request, needed, taken)
+            plan[request] = count
+
+        admitted: list[Request] = []
+        while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[0]
+            if self._blocks_for(request, request.num_pending) > self.allocator.num_free:
+                break
+            admitted.append(self.waiting.popleft())
+            self.running.append(request)
+            plan[request] = min(request.num_pending, budget)
+            budget -= plan[request]
+            self._take(request, self._blocks_for(request, plan[request]), taken)
+        return plan, preempted, taken, admitted
+
+    def _blocks_for(self, request: Request, count: int) -> int:
+        """Blocks that `request` lacks for its next `count` tokens."""
+        return -(-(request.num_computed + count) // self.tokens_per_block) - len(request.blocks)
+
+    def _take(self, request: Request, count: int, taken: dict[Request, int]) -> None:
+        if count:
+            request.blocks += self.allocator.allocate(count)
+            taken[request] = count
+
+    def _preempt(self, request: Request) -> None:
+        """Evict a running request: it waits in front and will be computed again, its generated tokens included."""
+        self.running.remove(request)
+        self.allocator.free(request.blocks)
+        request.blocks, request.num_computed = [], 0
+        request.num_preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _metadata(self, plan: dict[Request, int]) -> MLAMetadata:
+        starts, width = [0], max(len(request.blocks) for request in plan)
+        for count in plan.values():
+            starts.append(starts[-1] + count)
+        query_start_loc = torch.tensor(starts, dtype=torch.int32)
+        seq_lens = torch.tensor([r.num_computed + count for r, count in plan.items()], dtype=torch.int32)
+        table = torch.tensor([r.blocks + [UNOWNED] * (width - len(r.blocks)) for r in plan], dtype=torch.int32)
+        batch = (query_start_loc, seq_lens, table, self.block_size, starts[-1])
+        if self.share is None:
+            slots = self.ops.slot_mapping(*batch)
+        else:
+            share = self.share
+            slots = self.ops.dcp_slot_mapping(*batch, share.size, share.rank, share.interleave)
+        common = CommonAttentionMetadata.make(
+            query_start_loc, seq_lens, table.to(self.device), slots.to(self.device), self.block_size
+        )
+        return self.ops.build_mla_metadata(
+            common, self.block_size, self.workspace_tokens, self.decode_threshold, self.config, self.costs,
+            share=self.share, **self._planning,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def _forward(self, plan: dict[Request, int]) -> tuple[MLAMetadata, dict[Request, int]]:
+        """Run the packed batch; returns its plan and the next token of each request whose tokens are all computed."""
+        metadata = self._metadata(plan)
+        ids, positions, sampled, last_rows = [], [], [], []
+        for request, count in plan.items():
+            start = request.num_computed
+            ids += request.tokens(start, start + count)
+            positions += range(start, start + count)
+            if count == request.num_pending:
+                sampled.append(request)
+                last_rows.append(len(ids) - 1)
+
+        def on_device(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+        logits = self.model(
+            on_device(ids)[None],
+            position_ids=on_device(positions)[None],
+            use_cache=False,
+            mla_metadata=metadata,
+            mla_kv_caches=self.kv_caches,
+            logits_to_keep=on_device(last_rows),
+        ).logits[0]
+        tokens = logits.float().argmax(dim=-1)
+        if self.context_parallel is not None:  # ranks that went apart would wait for each other for ever: one decides
+            tokens = self.context_parallel.tp_group.all_gather(tokens)[0]
+        return metadata, dict(zip(sampled, tokens.tolist(), strict=True))
+
+    def _advance(self, plan: dict[Request, int], next_ids: dict[Request, int]) -> list[int]:
+        """Book a step that succeeded: counts, tokens, retirement. Returns the ids of the finished."""
+        finished = []
+        for request, count in plan.items():
+            request.num_computed += count
+        for request, token in next_ids.items():
+            request.generated_ids.append(token)
+            if token in self.eos or len(request.generated_ids) == request.max_new_tokens:
+                request.finished = True
+                self.running.remove(request)
+                self.allocator.free(request.blocks)
+                request.blocks = []
+                finished.append(request.request_id)
+        return finished

@@ -1,0 +1,1 @@
+"""Exchange between context-parallel ranks; knows no attention family."""

@@ -1,0 +1,155 @@
+"""Merge attention states over the ranks of a group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from reference.distributed.arguments import check_merge_over_group
+from reference.distributed.groups import Group
+from reference.interfaces import (
+    AttentionState,
+    check_type,
+    wide_dtype,
+)
+
+from .. import backends
+from ..backends import BackendChoice
+
+MESSAGE_ALIGNMENT = 16  # bytes: both parts of a message lie where a vector load may begin
+
+
+def cp_lse_ag_out_rs(
+    state: AttentionState,
+    group: Group,
+    *,
+    backend: BackendChoice = None,
+) -> AttentionState:
+    """Merge over ranks: all-gather the LSE, scale the outputs by their shares, reduce-scatter the heads.
+
+    Args:
+        state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
+        group: the D ranks; rank r takes heads [r N / D, (r + 1) N / D) home.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        out [T, N / D, Dv] in the dtype of `state.out`, lse [N / D, T], over the keys of all ranks. A rank without keys
+        (lse -inf) contributes nothing; where none has any, the row is 0 and -inf.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit; heads that D does not divide.
+        GroupError: an exchange failed.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_type("group", group, Group)
+    check_merge_over_group(state, group.size)
+    return _share_and_scatter(state, group.all_gather(state.lse), group, backend)
+
+
+def _share_and_scatter(state: AttentionState, lses: Tensor, group: Group, backend: BackendChoice) -> AttentionState:
+    """What follows once the LSE of all ranks are here."""
+    request = backends.KernelRequest("share_attn_out", state.out.device, state.out.dtype)
+    chosen = backends.select(request, backend).name
+    by_home, lse = torch.ops.mla_twins.share_attn_out(state.out, lses, group.rank, chosen)
+    return AttentionState(group.reduce_scatter(by_home), lse)
+
+
+@torch.library.custom_op(
+    "mla_twins::share_attn_out",
+    mutates_args=(),
+    schema="(Tensor out, Tensor lses, SymInt rank, str backend) -> (Tensor, Tensor)",
+)
+def _share_attn_out(out, lses, rank, backend):
+    return backends.kernel(backend, "share_attn_out")(out, lses, rank)
+
+
+@_share_attn_out.register_fake
+def _(out, lses, rank, backend):
+    size, heads, tokens = lses.shape
+    return out.new_empty(size, tokens, heads // size, out.shape[2]), lses.new_empty(heads // size, tokens)
+
+
+def cp_lse_a2a(
+    state: AttentionState,
+    group: Group,
+    *,
+    backend: BackendChoice = None,
+) -> AttentionState:
+    """Merge over ranks: one all-to-all brings outputs and LSE of the own heads from every rank, then combine.
+
+    Args:
+        state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
+        group: the D ranks; rank r takes heads [r N / D, (r + 1) N / D) home.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        As `cp_lse_ag_out_rs`; the sum is rounded once.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit; heads that D does not divide.
+        GroupError: the exchange failed.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_type("group", group, Group)
+    check_merge_over_group(state, group.size)
+    tokens, heads, value = state.out.shape
+    request = backends.KernelRequest("pack_attn_state", state.out.device, state.out.dtype)
+    chosen = backends.select(request, backend).name
+    message = torch.ops.mla_twins.pack_attn_state(state.out, state.lse, group.size, chosen)
+    out, lse = torch.ops.mla_twins.combine_attn_states(
+        group.all_to_all(message), tokens, heads // group.size, value, state.out.dtype, chosen
+    )
+    return AttentionState(out, lse)
+
+
+def _message_bytes(tokens, heads, value, dtype):  # sizes may be symbolic
+    """Of the LSE, with what follows it up to the outputs, and of the whole message to one rank."""
+
+    def aligned(size):
+        return -(-size // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
+
+    lse_bytes = aligned(tokens * heads * wide_dtype(dtype).itemsize)
+    return lse_bytes, lse_bytes + aligned(tokens * heads * value * dtype.itemsize)
+
+
+@torch.library.custom_op(
+    "mla_twins::pack_attn_state",
+    mutates_args=(),
+    schema="(Tensor out, Tensor lse, SymInt size, str backend) -> Tensor",
+)
+def _pack_attn_state(out, lse, size, backend):
+    tokens, heads, value = out.shape
+    lse_bytes, total = _message_bytes(tokens, heads // size, value, out.dtype)
+    message = torch.empty(size, total, dtype=torch.uint8, device=out.device)
+    backends.kernel(backend, "pack_attn_state")(out, lse, message, lse_bytes)
+    return message
+
+
+@_pack_attn_state.register_fake
+def _(out, lse, size, backend):
+    tokens, heads, value = out.shape
+    total = _message_bytes(tokens, heads // size, value, out.dtype)[1]
+    return out.new_empty(size, total, dtype=torch.uint8)
+
+
+@torch.library.custom_op(
+    "mla_twins::combine_attn_states",
+    mutates_args=(),
+    schema="(Tensor message, SymInt tokens, SymInt heads, SymInt value, ScalarType dtype, str backend)"
+    " -> (Tensor, Tensor)",
+)
+def _combine_attn_states(message, tokens, heads, value, dtype, backend):
+    lse_bytes = _message_bytes(tokens, heads, value, dtype)[0]
+    out = torch.empty(tokens, heads, value, dtype=dtype, device=message.device)
+    lse = torch.empty(heads, tokens, dtype=wide_dtype(dtype), device=message.device)
+    backends.kernel(backend, "combine_attn_states")(message, lse_bytes, out, lse)
+    return out, lse
+
+
+@_combine_attn_states.register_fake
+def _(message, tokens, heads, value, dtype, backend):
+    out = message.new_empty(tokens, heads, value, dtype=dtype)
+    return out, message.new_empty(heads, tokens, dtype=wide_dtype(dtype))
+
+
+MERGE_OVER_RANKS = {"ag_rs": cp_lse_ag_out_rs, "a2a": cp_lse_a2a}

@@ -1,0 +1,72 @@
+"""Order the context that was gathered from all ranks."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from reference.interfaces import (
+    ContextParallelChunk,
+    check_rank_offsets,
+    check_reorg,
+    check_tensor,
+)
+
+from .. import backends
+from ..backends import BackendChoice
+
+
+def reorg_kvcache(
+    gathered: Float[Tensor, "D padded head_size"],
+    chunk: ContextParallelChunk,
+    *,
+    out: Float[Tensor, "S head_size"] | None = None,
+    backend: BackendChoice = None,
+) -> Float[Tensor, "S head_size"]:
+    """What all ranks handed in of a piece of context, in request order and in the order of the tokens.
+
+    Each rank's tokens stand one request after another, rows past its last one are padding. The result equals the gather
+    of one rank that holds everything, bit for bit. (vLLM's function of this name leaves the tokens of a request rank
+    after rank: enough for unmasked attention.)
+
+    Args:
+        gathered: [D, padded_tokens, Lkv + R], the cache entries that each rank handed in.
+        chunk: the plan of the piece.
+        out: where to put the result; shares no memory with `gathered`.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        [num_tokens, Lkv + R]; `out` where given.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that are not those of the pieces.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_reorg(gathered, chunk)
+    request = backends.KernelRequest("reorg_kvcache", gathered.device, gathered.dtype)
+    if out is None:
+        out = gathered.new_empty(chunk.num_tokens, gathered.shape[2])
+    check_tensor("out", out, (chunk.num_tokens, gathered.shape[2]), (gathered.dtype,), gathered.device)
+    torch.ops.mla_twins.reorg_kvcache(
+        gathered, chunk.cu_seq_lens, chunk.local_cu_seq_lens, chunk.share.interleave, out,
+        backends.select(request, backend).name,
+    )  # fmt: skip
+    return out
+
+
+@torch.library.custom_op(
+    "mla_twins::reorg_kvcache",
+    mutates_args=("out",),
+    schema="(Tensor gathered, Tensor cu_seq_lens, Tensor local_cu_seq_lens, SymInt interleave, Tensor(a!) out,"
+    " str backend) -> ()",
+)
+def _reorg_kvcache(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out, backend):
+    if gathered.device.type == "cpu":
+        check_rank_offsets(cu_seq_lens, local_cu_seq_lens, interleave, out.shape[0], gathered.shape[1])
+    backends.kernel(backend, "reorg_kvcache")(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out)
+
+
+@_reorg_kvcache.register_fake
+def _(gathered, cu_seq_lens, local_cu_seq_lens, interleave, out, backend):
+    return None

@@ -1,0 +1,96 @@
+"""Rotate, norm and write the new tokens of a step in one kernel."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
+
+from reference.interfaces import (
+    RopeConfig,
+    check_cache,
+    check_number,
+    check_slots,
+    check_tensor,
+)
+
+from .. import backends
+from ..attention.rope import angles_of
+from ..backends import BackendChoice
+from ..cache.latent import _select
+
+
+def rope_norm_and_cache(
+    positions: Int[Tensor, " T"],
+    q_pe: Float[Tensor, "T N R"],
+    kv_c: Float[Tensor, "T Lkv"],
+    k_pe: Float[Tensor, "T R"],
+    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    slot_mapping: Int64[Tensor, " slots"],
+    norm_weight: Float[Tensor, " Lkv"],
+    eps: float,
+    rope: RopeConfig,
+    *,
+    frequencies: Float[Tensor, " R/2"] | None = None,
+    backend: BackendChoice = None,
+) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
+    """`apply_rope`, `rms_norm` of the latent and `concat_and_cache_mla` in one.
+
+    Args:
+        positions: [T], position of each token in its request.
+        q_pe: [T, N, R].
+        kv_c: [T, Lkv], before its norm.
+        k_pe: [T, R].
+        kv_cache: written in place.
+        slot_mapping: a slot for each of the first tokens, -1 = padding; tokens past its end are not written.
+        norm_weight: [Lkv].
+        eps: of the norm.
+        rope: rotary parameters.
+        frequencies: `rotary_frequencies(rope, R, float32 or float64)` on the device, where the caller keeps them.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        Rotated q_pe [T, N, R], normed latents [T, Lkv], rotated k_pe [T, R]: new tensors, the last two what is written.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; on a CPU a slot outside the cache. Nothing is
+            written then.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_tensor("kv_c", kv_c, ("T", "Lkv"))
+    tokens, latent = kv_c.shape
+    check_tensor("q_pe", q_pe, (tokens, "N", "R"), (kv_c.dtype,), kv_c.device)
+    check_tensor("k_pe", k_pe, (tokens, q_pe.shape[2]), (kv_c.dtype,), kv_c.device)
+    check_cache(kv_cache, latent + k_pe.shape[1], kv_c.dtype, kv_c.device)
+    check_tensor("slot_mapping", slot_mapping, ("slots",), (torch.int64,), kv_c.device)
+    check_tensor("norm_weight", norm_weight, (latent,), device=kv_c.device)
+    check_number("eps", eps, 0)
+    frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
+    chosen = _select("rope_norm_and_cache", kv_cache, backend)
+    return torch.ops.mla_twins.rope_norm_and_cache(
+        positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight.to(kv_c.dtype), eps, frequencies, magnitude,
+        rope.interleaved, chosen,
+    )  # fmt: skip
+
+
+@torch.library.custom_op(
+    "mla_twins::rope_norm_and_cache",
+    mutates_args=("kv_cache",),
+    schema="(Tensor positions, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping,"
+    " Tensor norm_weight, float eps, Tensor frequencies, float magnitude, bool interleaved, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _rope_norm_and_cache(
+    positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude, interleaved, backend
+):
+    if kv_cache.device.type == "cpu":
+        check_slots(slot_mapping[: kv_c.shape[0]], kv_cache.shape[0] * kv_cache.shape[1])
+    return backends.kernel(backend, "rope_norm_and_cache")(
+        positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude, interleaved
+    )
+
+
+@_rope_norm_and_cache.register_fake
+def _(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude, interleaved,
+      backend):  # fmt: skip
+    return q_pe.new_empty(q_pe.shape), kv_c.new_empty(kv_c.shape), k_pe.new_empty(k_pe.shape)

@@ -1,0 +1,102 @@
+"""Decode over a shared prefix once for all requests, and over the suffix of each."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from reference.interfaces import (
+    FLOPS_PER_BYTE,
+    AttentionState,
+    CascadeMetadata,
+    MLAConfig,
+    check_config,
+    check_decode,
+    check_int,
+    check_tensor,
+    check_type,
+    wide_dtype,
+)
+
+from .. import backends
+from ..attention.merge import merge_attn_states
+from ..backends import BackendChoice
+from .decode import mla_decode
+
+
+def use_cascade_attention(
+    common_prefix_len: int,
+    query_lens: Int32[Tensor, " B"],
+    seq_lens: Int32[Tensor, " B"],
+    config: MLAConfig,
+) -> bool:
+    """Whether a decode is faster with the shared prefix apart, by counted FLOPs and bytes.
+
+    The FLOPs are the same either way. Apart, the prefix is read once and not once a request, but the states of both
+    parts are written and read again to be merged. So it pays where reading is what a decode waits for, and the prefix
+    is long beside the states.
+
+    Args:
+        common_prefix_len: what the function of that name says.
+        query_lens: [B], on the CPU.
+        seq_lens: [B], on the CPU; 0 for padding rows.
+        config: the layer.
+
+    Raises:
+        ValueError: tensors that do not fit; a negative prefix.
+    """
+    check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
+    check_tensor("seq_lens", seq_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
+    check_int("common_prefix_len", common_prefix_len, 0)
+    check_config(config)
+    if common_prefix_len == 0 or seq_lens.numel() == 0:
+        return False
+    c, lengths = config, seq_lens.long()
+    real = lengths > 0
+    requests, keys = int(real.count_nonzero()), int(lengths.sum())
+    if requests == 0:
+        return False
+    tokens, pairs = int(query_lens[real].sum()), int((query_lens * lengths).sum())
+    flops = 2 * c.num_heads * pairs * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
+    whole_bytes = 2 * keys * c.head_size
+    apart_bytes = whole_bytes - 2 * (requests - 1) * common_prefix_len * c.head_size
+    state_bytes = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)
+    apart = max(flops, FLOPS_PER_BYTE * apart_bytes) + FLOPS_PER_BYTE * 4 * state_bytes
+    return apart < max(flops, FLOPS_PER_BYTE * whole_bytes)
+
+
+def cascade_attention(
+    ql_nope: Float[Tensor, "T N Lkv"],
+    q_pe: Float[Tensor, "T N R"],
+    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
+    metadata: CascadeMetadata,
+    softmax_scale: float,
+    *,
+    backend: BackendChoice = None,
+) -> AttentionState:
+    """`mla_decode` with the shared prefix attended once: equal to it, for attention over parts of the keys merges.
+
+    Args:
+        ql_nope: [T, N, Lkv].
+        q_pe: [T, N, R], rotated.
+        kv_cache: the cache; the new tokens are already in it.
+        metadata: of `split_shared_prefix`.
+        softmax_scale: (P + R)^-1/2, with YaRN's factor.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
+
+    Raises:
+        ValueError: as `mla_decode`.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_type("metadata", metadata, CascadeMetadata)
+    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix)
+    backend = backends.bind(backend, ("mla_decode", "merge_attn_states"))
+    wide = wide_dtype(ql_nope.dtype)
+    prefix = mla_decode(ql_nope, q_pe, kv_cache, metadata.prefix, softmax_scale, out_dtype=wide, backend=backend)
+    suffix = mla_decode(ql_nope, q_pe, kv_cache, metadata.suffix, softmax_scale, out_dtype=wide, backend=backend)
+    state = merge_attn_states(prefix, suffix, backend=backend)
+    return AttentionState(state.out.to(ql_nope.dtype), state.lse)

@@ -1,0 +1,138 @@
+"""Context parallelism of MLA: gather context from all ranks, and decode over their rank-local tokens."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from reference.distributed.arguments import check_chunk_share
+from reference.distributed.groups import ContextParallel
+from reference.interfaces import (
+    AttentionState,
+    ContextParallelChunk,
+    DecodeMetadata,
+    DecodeSchedule,
+    PrefillMetadata,
+    check,
+    check_context,
+    check_decode,
+    check_dtype,
+    check_flag,
+    check_number,
+    check_tensor,
+    check_type,
+)
+
+from .. import backends
+from ..backends import BackendChoice
+from ..cache.latent import gather_and_maybe_dequant_cache
+from ..distributed.merge import MERGE_OVER_RANKS, _share_and_scatter
+from ..distributed.reorg import reorg_kvcache
+from .decode import decode_in_parts, mla_decode
+
+
+def dcp_gather_context(
+    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    metadata: PrefillMetadata,
+    chunk: ContextParallelChunk,
+    context_parallel: ContextParallel,
+    *,
+    workspace: Float[Tensor, "rows head_size"] | None = None,
+    backend: BackendChoice = None,
+) -> Float[Tensor, "S head_size"]:
+    """The cache entries of one chunk from all ranks, in the order of the tokens: the gather of a prefill.
+
+    Args:
+        kv_cache: of this rank.
+        metadata: the requests that prefill.
+        chunk: the plan of the piece.
+        context_parallel: the groups.
+        workspace: rows for what is handed in and what arrives, at least (D + 1) padded_tokens.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        [num_tokens, Lkv + R].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; a piece of another share; on a CPU a block outside the
+            cache. Nothing has been exchanged then.
+        GroupError: the exchange failed.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_context(kv_cache, metadata, chunk)
+    check_chunk_share(chunk, context_parallel)
+    backend = backends.bind(backend, ("gather_and_maybe_dequant_cache", "reorg_kvcache"))
+    group, padded, width = context_parallel.cp_group, chunk.padded_tokens, kv_cache.shape[2]
+    rows = (group.size + 1) * padded
+    if workspace is None:
+        workspace = kv_cache.new_empty(rows, width)
+    check_tensor("workspace", workspace, ("rows", width), (kv_cache.dtype,), kv_cache.device)
+    gaps = "" if workspace.is_contiguous() else " with gaps"
+    check(workspace.shape[0] >= rows and not gaps, "workspace", f"at least {rows} rows without gaps",
+          f"{workspace.shape[0]} rows{gaps}")  # fmt: skip
+    arriving, handed_in = workspace[: group.size * padded], workspace[group.size * padded : rows]
+    starts, offsets = chunk.held
+    gather_and_maybe_dequant_cache(  # rows past those that lie here are padding, and nobody reads them
+        kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, out=handed_in[: chunk.local_tokens],
+        backend=backend,
+    )  # fmt: skip
+    gathered = group.all_gather(handed_in, out=arriving.view(group.size, padded, width))
+    return reorg_kvcache(gathered, chunk, backend=backend)
+
+
+DCP_DECODE_OPS = (*backends.DECODES[:3], "share_attn_out", *backends.MESSAGES)
+
+
+def dcp_decode(
+    ql_nope: Float[Tensor, "T N Lkv"],
+    q_pe: Float[Tensor, "T N R"],
+    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
+    metadata: DecodeMetadata,
+    softmax_scale: float,
+    context_parallel: ContextParallel,
+    schedule: DecodeSchedule | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    overlap: bool = True,
+    backend: BackendChoice = None,
+) -> AttentionState:
+    """Absorbed attention over keys that lie on D ranks.
+
+    Args:
+        ql_nope: [T, N / TP, Lkv], this rank's heads, with W_UK absorbed.
+        q_pe: [T, N / TP, R], rotated.
+        kv_cache: of this rank; its new tokens are already in it.
+        metadata: the requests, by the keys that lie here: row t sees the first `visible_lens[t]` of them.
+        softmax_scale: (P + R)^-1/2, with YaRN's factor.
+        context_parallel: the groups and the merge.
+        schedule: of the decode of the gathered heads.
+        out_dtype: dtype of `out`, on the wire too; that of `ql_nope` where None.
+        overlap: with "ag_rs", send the LSE while the parts of the outputs are still being merged here.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        out [T, N / TP, Lkv], lse [N / TP, T], over the keys of all ranks.
+
+    Raises:
+        ValueError: as `mla_decode`.
+        GroupError: an exchange failed.
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
+    check_flag("overlap", overlap)
+    check_type("context_parallel", context_parallel, ContextParallel)
+    check_number("softmax_scale", softmax_scale)
+    check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
+    backend = backends.bind(backend, DCP_DECODE_OPS)
+    latent, group = ql_nope.shape[2], context_parallel.cp_group
+    # heads first: what arrives from all ranks is then one tensor of all heads, without another copy
+    q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)
+    q = group.all_gather(q).flatten(0, 1).transpose(0, 1)
+    arguments = (q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype)
+    if context_parallel.merge == "ag_rs" and overlap:
+        decode = decode_in_parts(*arguments, backend=backend)
+        pending = group.all_gather_async(decode.lse)
+        state = decode.finish()
+        return _share_and_scatter(state, pending.wait(), group, backend)
+    return MERGE_OVER_RANKS[context_parallel.merge](mla_decode(*arguments, backend=backend), group, backend=backend)

@@ -1,0 +1,1 @@
+"""The integers of a step, for any attention family."""

@@ -1,0 +1,95 @@
+"""Find the blocks that all requests share, and split a decode plan at them."""
+
+from __future__ import annotations
+
+import torch
+
+from reference.interfaces import (
+    CascadeMetadata,
+    CommonAttentionMetadata,
+    DecodeMetadata,
+    check,
+    check_decode_plan,
+    check_int,
+    check_table_width,
+    check_tensor,
+    check_type,
+)
+
+
+def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
+    """Context tokens, in whole blocks, that every request of a batch has in the same blocks of the cache.
+
+    No more than the shortest context: the new tokens see all of it, so that it needs no mask. Padding rows (S = 0) are
+    left out. Reads the block table.
+
+    Args:
+        common: the batch.
+        block_size: tokens a block.
+
+    Raises:
+        ValueError: `block_size` below 1; a block table narrower than the longest request.
+    """
+    check_table_width(common, block_size)
+    real = (common.seq_lens_cpu > 0).nonzero().flatten()
+    if real.numel() == 0:
+        return 0
+    blocks = int(common.num_computed_tokens_cpu[real].min()) // block_size
+    if blocks == 0:
+        return 0
+    table = common.block_table[real.to(common.block_table.device), :blocks]
+    differs = (table != table[:1]).any(0)
+    return block_size * (int(differs.int().argmax()) if bool(differs.any()) else blocks)
+
+
+def split_shared_prefix(
+    metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
+) -> CascadeMetadata:
+    """A decode in two: all rows over the shared blocks, then every request over what follows them.
+
+    That the blocks are shared, and lie within every context, is the caller's promise (`common_prefix_len`).
+
+    Args:
+        metadata: the decode.
+        common_prefix_len: shared tokens, whole blocks, within the context of every request that is no padding.
+        block_size: tokens a block.
+        row: a request that is no padding; its blocks are read for all.
+
+    Raises:
+        ValueError: a block size other than that of `metadata`; a prefix below one block, not of whole blocks, or wider
+            than the block table; no such row.
+    """
+    check_type("metadata", metadata, DecodeMetadata)
+    check_tensor("metadata.visible_lens", metadata.visible_lens, ("T",), (torch.int32,))
+    check_decode_plan(metadata, metadata.visible_lens.shape[0], metadata.visible_lens.device)
+    check_int("block_size", block_size)
+    wanted = f"a positive multiple of the block size {block_size}"
+    check_int("common_prefix_len", common_prefix_len, 1, wanted)
+    whole = common_prefix_len >= block_size >= 1 and common_prefix_len % block_size == 0
+    check(block_size == metadata.block_size, "block_size", f"{metadata.block_size}, as in metadata", block_size)
+    check(whole, "common_prefix_len", wanted, common_prefix_len)
+    blocks, requests = common_prefix_len // block_size, metadata.seq_lens.shape[0]
+    check(blocks <= metadata.block_table.shape[1], "common_prefix_len",
+          f"at most the {metadata.block_table.shape[1]} blocks of the table", f"{blocks} blocks")  # fmt: skip
+    check_int("row", row, 0, f"a request in [0, {requests})")
+    check(0 <= row < requests, "row", f"a request in [0, {requests})", row)
+    tokens, device = metadata.visible_lens.shape[0], metadata.seq_lens.device
+    prefix = DecodeMetadata(
+        block_table=metadata.block_table[row : row + 1, :blocks],
+        seq_lens=torch.full((1,), common_prefix_len, dtype=torch.int32, device=device),
+        query_start_loc=tokens * torch.arange(2, dtype=torch.int32, device=device),
+        max_query_len=tokens,
+        visible_lens=metadata.visible_lens.clamp(max=common_prefix_len),
+        max_seq_len=common_prefix_len,
+        block_size=metadata.block_size,
+    )
+    suffix = DecodeMetadata(
+        block_table=metadata.block_table[:, blocks:],
+        seq_lens=(metadata.seq_lens - common_prefix_len).clamp(min=0),
+        query_start_loc=metadata.query_start_loc,
+        max_query_len=metadata.max_query_len,
+        visible_lens=(metadata.visible_lens - common_prefix_len).clamp(min=0),
+        max_seq_len=max(0, metadata.max_seq_len - common_prefix_len),
+        block_size=metadata.block_size,
+    )
+    return CascadeMetadata(prefix, suffix)

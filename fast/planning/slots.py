@@ -1,0 +1,101 @@
+"""Slots of the paged cache for the new tokens of a step."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int32, Int64
+from torch import Tensor
+
+from reference.interfaces import (
+    SequenceShare,
+    check,
+    check_blocks,
+    check_int,
+    check_interleave,
+    check_lengths,
+    check_share,
+    check_tensor,
+    slots_of_tokens,
+)
+
+
+def slot_mapping(
+    query_start_loc: Int32[Tensor, " offsets"],
+    seq_lens: Int32[Tensor, " B"],
+    block_table: Int32[Tensor, "B W"],
+    block_size: int,
+    num_tokens: int,
+) -> Int64[Tensor, " num_tokens"]:
+    """Cache slot of every new token: the last Sq tokens of each request.
+
+    Args:
+        query_start_loc: [B + 1], prefix sum of the query lengths.
+        seq_lens: [B], lengths after this step; 0 for padding rows, whose slots are -1.
+        block_table: [B, W].
+        block_size: tokens a block.
+        num_tokens: length of the result, at least query_start_loc[-1]; the rest is -1.
+
+    Returns:
+        [num_tokens] int64.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit; on a CPU offsets that fall, 0 < S < Sq, too few columns or
+            tokens.
+    """
+    check_int("block_size", block_size, 1, "at least 1")
+    check_int("num_tokens", num_tokens, 0)
+    check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
+    requests, device = block_table.shape[0], block_table.device
+    check_tensor("seq_lens", seq_lens, (requests,), (torch.int32,), device)
+    check_tensor("query_start_loc", query_start_loc, (requests + 1,), (torch.int32,), device)
+    if device.type == "cpu":
+        check_lengths(query_start_loc, seq_lens)
+        check(num_tokens >= int(query_start_loc[-1]), "num_tokens", f"at least {int(query_start_loc[-1])}", num_tokens)
+        check_blocks(block_table, seq_lens.tolist(), block_size, num_blocks=2**31)
+    return slots_of_tokens(query_start_loc, seq_lens, block_table, block_size, num_tokens)
+
+
+def dcp_slot_mapping(
+    query_start_loc: Int32[Tensor, " offsets"],
+    seq_lens: Int32[Tensor, " B"],
+    block_table: Int32[Tensor, "B W"],
+    block_size: int,
+    num_tokens: int,
+    context_parallel_size: int,
+    rank: int,
+    interleave: int = 1,
+) -> Int64[Tensor, " num_tokens"]:
+    """Cache slot of every new token that lies on a rank, -1 for those that lie elsewhere.
+
+    Args:
+        query_start_loc: [B + 1], prefix sum of the query lengths.
+        seq_lens: [B], lengths of the whole sequences after this step; 0 for padding rows, whose slots are -1.
+        block_table: [B, W], the same on all ranks.
+        block_size: tokens a block, a multiple of I.
+        num_tokens: length of the result, at least query_start_loc[-1]; the rest is -1.
+        context_parallel_size: D.
+        rank: of D.
+        interleave: I.
+
+    Returns:
+        [num_tokens] int64.
+
+    Raises:
+        ValueError: numbers out of range; shapes or dtypes that do not fit; offsets that fall; 0 < S < Sq; too few
+            columns or tokens.
+    """
+    check_share(context_parallel_size, rank, interleave)
+    check_interleave(interleave, block_size)
+    check_int("rank", rank, 0, f"an int in [0, {context_parallel_size})")
+    check_int("num_tokens", num_tokens, 0)
+    check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
+    requests = block_table.shape[0]
+    check_tensor("seq_lens", seq_lens, (requests,), (torch.int32,), block_table.device)
+    check_tensor("query_start_loc", query_start_loc, (requests + 1,), (torch.int32,), block_table.device)
+    if block_table.device.type == "cpu":
+        check_lengths(query_start_loc, seq_lens)
+        total = int(query_start_loc[-1])
+        check(num_tokens >= total, "num_tokens", f"at least {total}", num_tokens)
+        check_blocks(block_table, seq_lens.tolist(), block_size * context_parallel_size, num_blocks=2**31)
+    share = SequenceShare(context_parallel_size, rank, interleave)
+    return slots_of_tokens(query_start_loc, seq_lens, block_table, block_size, num_tokens, share)

@@ -1,0 +1,1 @@
+"""Attention of any family: varlen softmax attention with LSE, merging of states, rotary embedding."""

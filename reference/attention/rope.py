@@ -1,0 +1,123 @@
+"""Rotary position embedding of `q_pe` and `k_pe` (RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071).
+
+Nothing else is rotated. Rotation keeps the element order, so cached keys stay comparable whoever wrote them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from einops import rearrange
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..interfaces import RopeConfig, check, check_dtype, check_flag, check_int, check_tensor, check_type, wide_dtype
+
+
+def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
+    """Angle per position of each pair: theta^(-2i/R), stretched by YaRN where the config has it.
+
+    YaRN leaves a frequency alone that turns more than `beta_fast` times over the original context, divides one by
+    `factor` that turns less than `beta_slow` times, and ramps linearly over the pair index between.
+
+    Args:
+        rope: rotary parameters.
+        dim: R, even.
+        dtype: float32 as every published implementation, or float64.
+    """
+    check_type("rope", rope, RopeConfig)
+    check_int("dim", dim, 0)
+    check(dim % 2 == 0, "dim", "an even number", dim)
+    check_dtype("dtype", dtype)
+    exponents = torch.arange(0, dim, 2, dtype=dtype, device="cpu") / dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    yarn = rope.yarn
+    if yarn is None or dim == 0:
+        return frequencies
+
+    def pair_that_turns(rotations: float) -> float:
+        wavelength = yarn.original_max_position_embeddings / rotations
+        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(yarn.beta_slow)), dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=dtype, device="cpu") - low) / ((high - low) or 0.001)
+    stretched = ramp.clamp(0, 1)  # 0: as trained, 1: divided by the factor
+    return frequencies / yarn.factor * stretched + frequencies * (1 - stretched)
+
+
+def rotary_cos_sin(
+    positions: Int[Tensor, " T"], rope: RopeConfig, dim: int, dtype: torch.dtype
+) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
+    """Cosine and sine of every token's angles, YaRN's magnitude m(f, mscale) / m(f, mscale_all_dim) included.
+
+    Returns:
+        Two [T, R/2] tensors, float64 where `dtype` is float64 and float32 otherwise.
+
+    Raises:
+        ValueError: `positions` of another shape or dtype, or an odd `dim`.
+    """
+    check_tensor("positions", positions, ("T",), (torch.int64, torch.int32))
+    check_dtype("dtype", dtype)
+    wide = wide_dtype(dtype)
+    frequencies = rotary_frequencies(rope, dim, wide).to(positions.device)
+    angles = positions.to(wide)[:, None] * frequencies
+    scale = 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rotate(
+    x: Float[Tensor, "T *heads R"], cos: Float[Tensor, "T R/2"], sin: Float[Tensor, "T R/2"], interleaved: bool
+) -> Float[Tensor, "T *heads R"]:
+    """Turn each pair (a, b) by its angle: (a cos - b sin, b cos + a sin). Computed in float32, or float64.
+
+    Args:
+        x: [T, R] or [T, N, R].
+        cos: [T, R/2].
+        sin: [T, R/2].
+        interleaved: pairs are (0, 1), (2, 3), .. where True, (0, R/2), (1, R/2 + 1), .. where False.
+
+    Returns:
+        The shape, dtype and element order of `x`.
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
+    """
+    check_type("x", x, Tensor, "a tensor")
+    check_flag("interleaved", interleaved)
+    check_tensor("x", x, ("T", "R") if x.dim() < 3 else ("T", "N", "R"))
+    check_tensor("cos", cos, (x.shape[0], x.shape[-1] // 2), device=x.device)
+    check_tensor("sin", sin, tuple(cos.shape), (cos.dtype,), x.device)
+    pairs = "t ... (pair two) -> two t ... pair" if interleaved else "t ... (two pair) -> two t ... pair"
+    a, b = rearrange(x.to(cos.dtype), pairs, two=2)
+    if x.dim() == 3:
+        cos, sin = cos[:, None], sin[:, None]
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin))
+    back = "two t ... pair -> t ... (pair two)" if interleaved else "two t ... pair -> t ... (two pair)"
+    return rearrange(turned, back).to(x.dtype)
+
+
+def apply_rope(
+    positions: Int[Tensor, " T"], q_pe: Float[Tensor, "T N R"], k_pe: Float[Tensor, "T R"], rope: RopeConfig
+) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T R"]]:
+    """Rotate the rope parts of the query and of the shared key.
+
+    Args:
+        positions: [T] position of each token in its request.
+        q_pe: [T, N, R].
+        k_pe: [T, R], one for all heads.
+        rope: rotary parameters.
+
+    Returns:
+        The rotated pair, new tensors of the same dtype.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_tensor("q_pe", q_pe, ("T", "N", "R"))
+    check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
+    check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
+    check_type("rope", rope, RopeConfig)
+    cos, sin = rotary_cos_sin(positions, rope, q_pe.shape[-1], q_pe.dtype)
+    return rotate(q_pe, cos, sin, rope.interleaved), rotate(k_pe, cos, sin, rope.interleaved)

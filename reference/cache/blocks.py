@@ -1,0 +1,61 @@
+"""Copy and swap whole blocks of paged caches."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ..interfaces import (
+    check_block_mapping,
+    check_cache,
+    check_readable,
+    check_swap,
+    check_tensor,
+    check_type,
+)
+
+
+def copy_blocks(
+    kv_caches: list[Float[Tensor, "num_blocks block_size head_size"]], block_mapping: Int64[Tensor, "pairs 2"]
+) -> None:
+    """Copy whole blocks within each cache (copy on write); bit-exact.
+
+    Args:
+        kv_caches: one cache a layer, all with the same number of blocks.
+        block_mapping: [pairs, 2], (source block, target block).
+
+    Raises:
+        ValueError: a block outside the cache, written twice, or both read and written. Nothing is written then.
+    """
+    check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    check_readable("block_mapping", block_mapping)
+    check_type("kv_caches", kv_caches, (list, tuple), "a list of caches")
+    for kv_cache in kv_caches:
+        check_cache(kv_cache)
+        check_readable("kv_caches", kv_cache)
+        check_block_mapping(block_mapping, kv_cache.shape[0], kv_cache.shape[0], same_cache=True)
+    for kv_cache in kv_caches:
+        for source, target in block_mapping.tolist():
+            kv_cache[target] = kv_cache[source]
+
+
+def swap_blocks(
+    source: Float[Tensor, "source_blocks block_size head_size"],
+    target: Float[Tensor, "target_blocks block_size head_size"],
+    block_mapping: Int64[Tensor, "pairs 2"],
+) -> None:
+    """Copy whole blocks from one cache into another, on the same or another device; bit-exact.
+
+    Args:
+        source: the cache that is read.
+        target: the cache that is written; the same block size, entry width and dtype.
+        block_mapping: [pairs, 2], (source block, target block).
+
+    Raises:
+        ValueError: caches that do not fit, a block outside them or written twice. Nothing is written then.
+    """
+    check_swap(source, target, block_mapping)
+    check_block_mapping(block_mapping, source.shape[0], target.shape[0], source.data_ptr() == target.data_ptr())
+    for read, written in block_mapping.tolist():
+        target[written] = source[read].to(target.device)

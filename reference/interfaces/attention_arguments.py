@@ -1,0 +1,198 @@
+"""What attention asks of queries, keys, states and plans."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cache_arguments import check_block_size, check_cache, check_chunk
+from .checks import (
+    check,
+    check_blocks,
+    check_flag,
+    check_int,
+    check_number,
+    check_offsets,
+    check_tensor,
+    check_type,
+    wide_dtype,
+)
+from .metadata import (
+    AttentionState,
+    ContextChunk,
+    DecodeMetadata,
+    DecodeSchedule,
+    PrefillMetadata,
+)
+
+CPU = torch.device("cpu")
+
+
+def check_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, k_pe: Tensor | None = None
+) -> None:
+    """Shapes, dtypes and devices of varlen attention, the shared rope key apart or not; reads no values."""
+    check_tensor("q", q, ("T", "N", "P + R"))
+    _, heads, width = q.shape
+    if k_pe is None:
+        check_tensor("k", k, ("S", heads, width), (q.dtype,), q.device)
+    else:
+        check_tensor("k_pe", k_pe, ("S", "R"), (q.dtype,), q.device)
+        keys, rope = k_pe.shape
+        check_tensor("k_nope", k, (keys, heads, width - rope), (q.dtype,), q.device)
+    check_tensor("v", v, (k.shape[0], heads, "V"), (q.dtype,), q.device)
+    check_tensor("cu_seqlens_q", cu_seqlens_q, ("B + 1",), (torch.int32,), q.device)
+    check_tensor("cu_seqlens_k", cu_seqlens_k, (cu_seqlens_q.shape[0],), (torch.int32,), q.device)
+
+
+def check_attention_settings(max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool) -> None:
+    """Check the numbers of varlen attention."""
+    check_int("max_seqlen_q", max_seqlen_q, 0)
+    check_int("max_seqlen_k", max_seqlen_k, 0)
+    check_number("softmax_scale", softmax_scale)
+    check_flag("causal", causal)
+
+
+def check_state(argument: str, state: AttentionState) -> None:
+    """Shapes, dtypes and devices of an attention state; reads no values."""
+    check_type(argument, state, AttentionState)
+    check_tensor(f"{argument}.out", state.out, ("T", "N", "Dv"))
+    tokens, heads, _ = state.out.shape
+    check_tensor(f"{argument}.lse", state.lse, (heads, tokens), (wide_dtype(state.out.dtype),), state.out.device)
+
+
+def check_merge(prefix: AttentionState, suffix: AttentionState) -> None:
+    """Shapes, dtypes and devices of two states to merge; reads no values."""
+    check_state("prefix", prefix)
+    check_state("suffix", suffix)
+    check_tensor("suffix.out", suffix.out, tuple(prefix.out.shape), (prefix.out.dtype,), prefix.out.device)
+
+
+def check_decode(
+    ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, metadata: DecodeMetadata, schedule: DecodeSchedule | None = None
+) -> None:
+    """Shapes, dtypes and devices of absorbed decode; reads no values."""
+    check_tensor("ql_nope", ql_nope, ("T", "N", "Lkv"))
+    tokens, heads, latent = ql_nope.shape
+    check_tensor("q_pe", q_pe, (tokens, heads, "R"), (ql_nope.dtype,), ql_nope.device)
+    check_cache(kv_cache, latent + q_pe.shape[2], ql_nope.dtype, ql_nope.device)
+    check_decode_plan(metadata, tokens, ql_nope.device)
+    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
+    if schedule is not None:
+        check_schedule(schedule, metadata.seq_lens.shape[0], ql_nope.device)
+
+
+def check_schedule(
+    schedule: DecodeSchedule, num_requests: int, device: torch.device, argument: str = "schedule"
+) -> None:
+    """Shapes, dtypes and devices of a decode schedule; reads no values."""
+    int32 = (torch.int32,)
+    check_type(argument, schedule, DecodeSchedule)
+    ranges, splits = f"{argument}.tile_ranges", f"{argument}.split_offsets"
+    check_flag(f"{argument}.batch_invariant", schedule.batch_invariant)
+    if schedule.tile_ranges is None:
+        check(schedule.batch_invariant, ranges, "[programs, 5] unless batch_invariant", None)
+        check(schedule.split_offsets is None, splits, "None without tile_ranges", "a tensor")
+        return
+    check_tensor(ranges, schedule.tile_ranges, ("programs", 5), int32, device)
+    check(schedule.tile_ranges.shape[0] >= 1, ranges, "at least one program", 0)
+    check_tensor(splits, schedule.split_offsets, (num_requests + 1,), int32, device)
+
+
+def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.device) -> None:
+    """Shapes, dtypes and devices of the tensors of a decode plan; reads no values."""
+    int32 = (torch.int32,)
+    check_type("metadata", metadata, DecodeMetadata)
+    check_tensor("metadata.seq_lens", metadata.seq_lens, ("B",), int32, device)
+    requests = metadata.seq_lens.shape[0]
+    check_tensor("metadata.block_table", metadata.block_table, (requests, "W"), int32, device)
+    check_tensor("metadata.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
+    check_tensor("metadata.visible_lens", metadata.visible_lens, (num_tokens,), int32, device)
+    longest = metadata.max_query_len
+    check_int("metadata.max_query_len", longest, 0)
+    check(num_tokens <= requests * longest, "metadata.max_query_len",
+          f"a bound: {num_tokens} tokens of {requests} requests", longest)  # fmt: skip
+    check_int("metadata.max_seq_len", metadata.max_seq_len, 0)
+    check_int("metadata.block_size", metadata.block_size)
+
+
+def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: int, num_blocks: int) -> None:
+    """Check on the CPU the values of a decode plan: offsets, lengths, visible lengths and blocks.
+
+    Lengths are those of the keys that lie here (under context parallelism a rank holds fewer than the query is long),
+    so only the mask bounds them.
+    """
+    check_offsets("metadata.query_start_loc", metadata.query_start_loc, num_tokens)
+    lengths = metadata.seq_lens.tolist()
+    check(min(lengths, default=0) >= 0, "metadata.seq_lens", "lengths >= 0", min(lengths, default=0))
+    longest = max(lengths, default=0)
+    check(longest <= metadata.max_seq_len, "metadata.seq_lens", f"lengths up to max_seq_len {metadata.max_seq_len}",
+          longest)  # fmt: skip
+    check_blocks(metadata.block_table, lengths, block_size, num_blocks, "metadata.block_table")
+    bounds = torch.repeat_interleave(metadata.seq_lens, metadata.query_start_loc.diff())
+    wrong = ((metadata.visible_lens < 0) | (metadata.visible_lens > bounds)).nonzero()
+    if wrong.numel():
+        row = int(wrong[0])
+        check(False, "metadata.visible_lens", f"a value in [0, {int(bounds[row])}] at row {row}",
+              int(metadata.visible_lens[row]))  # fmt: skip
+
+
+def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata,
+                  w_uk: Tensor, w_uv: Tensor) -> None:  # fmt: skip
+    """Shapes, dtypes and devices of a prefill; reads no values."""
+    check_tensor("q", q, ("T", "N", "P + R"))
+    tokens, heads, width = q.shape
+    check_tensor("k_pe", k_pe, (tokens, "R"), (q.dtype,), q.device)
+    rope = k_pe.shape[1]
+    check_tensor("kv_c_normed", kv_c_normed, (tokens, "Lkv"), (q.dtype,), q.device)
+    latent = kv_c_normed.shape[1]
+    check_tensor("w_uk", w_uk, (latent, heads, width - rope), (q.dtype,), q.device)
+    check_tensor("w_uv", w_uv, (latent, heads, "V"), (q.dtype,), q.device)
+    check_cache(kv_cache, latent + rope, q.dtype, q.device)
+    check_prefill_plan(metadata, q.device)
+    check_block_size("metadata.block_size", metadata.block_size, kv_cache)
+
+
+def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> int:
+    """Shapes, dtypes and devices of a prefill's requests, without the chunks of their context; reads no values.
+
+    Returns:
+        B.
+    """
+    int32 = (torch.int32,)
+    check_type(argument, metadata, PrefillMetadata)
+    check_tensor(f"{argument}.block_table", metadata.block_table, ("B", "W"), int32, device)
+    requests = metadata.block_table.shape[0]
+    check_tensor(f"{argument}.query_start_loc", metadata.query_start_loc, (requests + 1,), int32, device)
+    check_int(f"{argument}.max_query_len", metadata.max_query_len, 0)
+    check_int(f"{argument}.block_size", metadata.block_size)
+    return requests
+
+
+def check_prefill_plan(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> None:
+    """Shapes, dtypes and devices of a prefill's plan; reads no values."""
+    requests = check_prefill_requests(metadata, device, argument)
+    check_type(f"{argument}.context_chunks", metadata.context_chunks, (tuple, list), "a tuple of chunks")
+    for chunk in metadata.context_chunks:
+        check_chunk(chunk, requests, device, f"{argument}.context_chunks")
+
+
+def check_expanded(
+    q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, metadata: PrefillMetadata, *chunks: ContextChunk
+) -> None:
+    """Shapes, dtypes and devices of attention over expanded keys, of new tokens or of a chunk; reads no values."""
+    check_tensor("q", q, ("T", "N", "P + R"))
+    requests = check_prefill_requests(metadata, q.device)
+    ends = metadata.query_start_loc
+    for chunk in chunks:
+        check_chunk(chunk, requests, q.device, "chunk")
+        ends = chunk.cu_seq_lens
+    check_tensor("k_pe", k_pe, ("S", "R"), (q.dtype,), q.device)
+    check_attention(q, k_nope, v, metadata.query_start_loc, ends, k_pe)
+
+
+def check_context(kv_cache: Tensor, metadata: PrefillMetadata, chunk: ContextChunk) -> None:
+    """Shapes, dtypes and devices of one chunk of context and of the cache that holds it; reads no values."""
+    check_cache(kv_cache)
+    check_chunk(chunk, check_prefill_requests(metadata, kv_cache.device), kv_cache.device, "chunk")
+    check_block_size("metadata.block_size", metadata.block_size, kv_cache)

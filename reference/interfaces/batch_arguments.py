@@ -1,0 +1,158 @@
+"""What planners ask of a batch and of the sizes of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention_arguments import check_schedule
+from .checks import (
+    check,
+    check_int,
+    check_tensor,
+    check_type,
+    is_positive_int,
+)
+from .config import QueryLenSupport
+from .metadata import (
+    CommonAttentionMetadata,
+    MLAMetadata,
+)
+
+CPU = torch.device("cpu")
+
+
+def check_common(common: CommonAttentionMetadata) -> None:
+    """Shapes, dtypes and devices of a batch that was perhaps not made by `make`; reads no values."""
+    check_type("common", common, CommonAttentionMetadata)
+    int32 = (torch.int32,)
+    check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), int32, CPU)
+    requests = common.seq_lens_cpu.shape[0]
+    check_tensor("common.query_start_loc_cpu", common.query_start_loc_cpu, (requests + 1,), int32, CPU)
+    check_tensor("common.block_table", common.block_table, (requests, "W"), int32)
+    device = common.block_table.device
+    check_tensor("common.seq_lens", common.seq_lens, (requests,), int32, device)
+    check_tensor("common.query_start_loc", common.query_start_loc, (requests + 1,), int32, device)
+    check_tensor("common.slot_mapping", common.slot_mapping, ("slots",), (torch.int64,), device)
+    check_int("common.max_query_len", common.max_query_len, 0)
+    check_int("common.num_actual_tokens", common.num_actual_tokens, 0)
+    check_int("common.max_seq_len", common.max_seq_len, 0)
+    if common.block_size is not None:
+        check_int("common.block_size", common.block_size, 1, "a positive int or None")
+
+
+def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
+    """Check on the CPU that no padding row with query tokens stands among the prefills."""
+    if num_decodes == common.num_reqs or int(common.seq_lens_cpu[num_decodes:].min()) > 0:
+        return
+    query_lens = common.query_start_loc_cpu.diff()[num_decodes:]
+    wrong = ((query_lens > 0) & (common.seq_lens_cpu[num_decodes:] == 0)).nonzero()
+    if wrong.numel():
+        check(False, "seq_lens", "padding rows among the decodes only", f"0 at request {num_decodes + int(wrong[0])}")
+
+
+def check_chunking(policy: str, workspace_tokens: int, unit: int) -> None:
+    """Check how context is to be cut into chunks."""
+    check(isinstance(policy, str) and policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
+    check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
+
+
+def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -> None:
+    """Check that queries up to a threshold are what the decode kernel takes."""
+    check_int("decode_threshold", decode_threshold, 1, "at least 1")
+    check_type("query_len_support", query_len_support, QueryLenSupport)
+    single = query_len_support is QueryLenSupport.SINGLE_ONLY
+    check(decode_threshold == 1 or not single, "decode_threshold", "1 with SINGLE_ONLY", decode_threshold)
+
+
+def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int, num_decodes: int) -> None:
+    """Check on the CPU that a shared prefix lies within the context of every decode that is no padding."""
+    contexts, lengths = common.num_computed_tokens_cpu[:num_decodes], common.seq_lens_cpu[:num_decodes]
+    wrong = ((contexts < common_prefix_len) & (lengths > 0)).nonzero()
+    if wrong.numel():
+        request = int(wrong[0])
+        check(False, "common_prefix_len", f"at most the context {int(contexts[request])} of request {request}",
+              common_prefix_len)  # fmt: skip
+
+
+def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> None:
+    """Check that the slots of a batch were made for a block size, where the batch records one."""
+    check_type("common", common, CommonAttentionMetadata)
+    if common.block_size is not None:
+        check_int("common.block_size", common.block_size, 1, "a positive int or None")
+    check(common.block_size in (None, block_size), "common.block_size", f"{block_size}, the block size of the plan",
+          common.block_size)  # fmt: skip
+
+
+def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
+    """Check on the CPU that the block table has a column for every block of every request."""
+    check_common(common)
+    check_int("block_size", block_size)
+    width = common.block_table.shape[1]
+    longest = int(common.seq_lens_cpu.max()) if common.num_reqs else 0
+    check(longest <= common.max_seq_len, "common.max_seq_len", f"at least the longest request, {longest}",
+          common.max_seq_len)  # fmt: skip
+    if longest > width * block_size:
+        request = int((common.seq_lens_cpu > width * block_size).nonzero()[0])
+        needed = -(-int(common.seq_lens_cpu[request]) // block_size)
+        check(False, "block_table", f"at least {needed} columns for request {request}", width)
+
+
+def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
+    """Check that the tensors of a captured plan take those of another plan; reads no values."""
+    pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
+             ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
+    if captured.schedule is not None:
+        check_schedule(captured.schedule, captured.num_decodes, plan.decode.seq_lens.device, "captured.schedule")
+        check(plan.schedule is not None, "captured.schedule", "None as in the plan of the batch", "a schedule")
+        if captured.schedule.tile_ranges is not None:
+            pairs += [("schedule.tile_ranges", captured.schedule.tile_ranges, plan.schedule.tile_ranges)]
+    for name, held, made in pairs:
+        check_tensor(f"captured.{name}", held, tuple(made.shape), (made.dtype,), made.device)
+
+
+def check_graph_sizes(
+    batch_sizes: Sequence[int],
+    block_size: int,
+    max_blocks: int,
+    query_len: int,
+    num_programs: int,
+) -> None:
+    """Check what a decode graph is made for."""
+    check_type("batch_sizes", batch_sizes, Sequence, "positive ints, at least one")
+    sizes = list(batch_sizes)
+    check(bool(sizes) and all(is_positive_int(size) for size in sizes), "batch_sizes", "positive ints, at least one",
+          sizes)  # fmt: skip
+    for name, value in (("block_size", block_size), ("max_blocks", max_blocks), ("query_len", query_len)):
+        check_int(name, value)
+    check_int("num_programs", num_programs, 0)
+    check(
+        max_blocks * block_size < 2**31, "max_blocks", f"fewer than 2^31 tokens in blocks of {block_size}", max_blocks
+    )
+
+
+def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
+    """Check that a batch fits a decode graph, whose buffers never grow; reads no values of the device."""
+    check_common(common)
+    largest, q = graph.batch_sizes[-1], graph.query_len
+    requests, tokens = common.num_reqs, common.num_actual_tokens
+    check(requests <= largest, "common", f"at most {largest} requests, the largest of batch_sizes", requests)
+    wrong = (common.query_start_loc_cpu.diff() != q).nonzero()
+    if wrong.numel():
+        request = int(wrong[0])
+        got = int(common.query_start_loc_cpu[request + 1] - common.query_start_loc_cpu[request])
+        check(False, "common", f"{q} tokens of each request, as captured", f"{got} at request {request}")
+    check_batch_block_size(common, graph.block_size)
+    width = common.block_table.shape[1]
+    check(width <= graph.max_blocks, "common.block_table", f"at most {graph.max_blocks} columns, as captured", width)
+    check_table_width(common, graph.block_size * graph.share.size)
+    check_tensor("hidden_states", hidden_states, (tokens, graph.config.hidden_size), (graph.dtype,), graph.device)
+    check_tensor("positions", positions, (tokens,), (torch.int64,), graph.device)
+    check_tensor("common.block_table", common.block_table, (requests, "W"), (torch.int32,), graph.device)
+    check_tensor("common.seq_lens", common.seq_lens, (requests,), (torch.int32,), graph.device)
+    check_tensor("common.slot_mapping", common.slot_mapping, ("slots",), (torch.int64,), graph.device)
+    check(common.slot_mapping.shape[0] >= tokens, "common.slot_mapping", f"at least {tokens} slots",
+          common.slot_mapping.shape[0])  # fmt: skip

@@ -1,0 +1,140 @@
+"""What cache ops ask of caches, slots, blocks and chunks of context."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    FLOAT_DTYPES,
+    check,
+    check_int,
+    check_offsets,
+    check_readable,
+    check_tensor,
+    check_type,
+)
+from .metadata import (
+    CommonAttentionMetadata,
+    ContextChunk,
+    ContextParallelChunk,
+)
+from .shares import SequenceShare, get_dcp_local_seq_lens
+
+CPU = torch.device("cpu")
+
+
+def check_cache(kv_cache: Tensor, head_size: int | str = "Lkv + R", dtype: torch.dtype | None = None,
+                device: torch.device | None = None) -> None:  # fmt: skip
+    """Check a paged latent cache's rank, entry width, dtype and device."""
+    check_tensor("kv_cache", kv_cache, ("num_blocks", "block_size", head_size),
+                 FLOAT_DTYPES if dtype is None else (dtype,), device)  # fmt: skip
+    check(kv_cache.shape[1] >= 1, "kv_cache", "a block size of at least 1", kv_cache.shape[1])
+
+
+def check_cache_write(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Shapes, dtypes and devices of a cache write; reads no values."""
+    check_tensor("kv_c_normed", kv_c_normed, ("T", "Lkv"))
+    device = kv_c_normed.device
+    tokens, latent = kv_c_normed.shape
+    check_tensor("k_pe", k_pe, (tokens, "R"), (kv_c_normed.dtype,), device)
+    check_cache(kv_cache, latent + k_pe.shape[1], kv_c_normed.dtype, device)
+    check_tensor("slot_mapping", slot_mapping, ("slots",), (torch.int64,), device)
+    check(slot_mapping.shape[0] >= tokens, "slot_mapping", f"at least {tokens} slots", slot_mapping.shape[0])
+
+
+def check_gather(kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, starts: Tensor, num_tokens: int) -> None:
+    """Shapes, dtypes and devices of a gather; reads no values."""
+    check_cache(kv_cache)
+    device = kv_cache.device
+    check_tensor("block_table", block_table, ("B", "W"), (torch.int32,), device)
+    requests = block_table.shape[0]
+    check_tensor("cu_seq_lens", cu_seq_lens, (requests + 1,), (torch.int32,), device)
+    check_tensor("starts", starts, (requests,), (torch.int32,), device)
+    check_int("num_tokens", num_tokens, 0)
+
+
+def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
+    """Shapes, dtypes and storage of two caches between which blocks are copied; reads no values."""
+    check_tensor("source", source, ("source_blocks", "block_size", "head_size"))
+    check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
+    check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
+    for name, tensor in (("source", source), ("target", target), ("block_mapping", block_mapping)):
+        check_readable(name, tensor)
+    shared = source.numel() and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+    alike = (source.data_ptr(), source.shape, source.stride()) == (target.data_ptr(), target.shape, target.stride())
+    check(alike or not shared, "target", "the very cache of source, or one with its own storage", "an overlapping view")
+
+
+def check_block_mapping(block_mapping: Tensor, source_blocks: int, target_blocks: int, same_cache: bool) -> None:
+    """Check the values of (source, target) block pairs on the CPU; none written twice or read and written."""
+    pairs = block_mapping.tolist()
+    for source, target in pairs:
+        check(0 <= source < source_blocks, "block_mapping", f"source blocks in [0, {source_blocks})", source)
+        check(0 <= target < target_blocks, "block_mapping", f"target blocks in [0, {target_blocks})", target)
+    targets = [target for _, target in pairs]
+    check(len(set(targets)) == len(targets), "block_mapping", "distinct target blocks", targets)
+    overlap = set(targets) & {source for source, _ in pairs}
+    check(not (same_cache and overlap), "block_mapping", "no block that is both source and target", sorted(overlap))
+
+
+def check_block_size(argument: str, block_size: int, kv_cache: Tensor) -> None:
+    """Check that a plan was made for the block size of a cache."""
+    check_int(argument, block_size)
+    check(block_size == kv_cache.shape[1], argument, f"{kv_cache.shape[1]}, the block size of kv_cache", block_size)
+
+
+def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: str = "chunk") -> None:
+    """Shapes, dtypes and devices of the tensors of a piece of context; reads no values."""
+    int32 = (torch.int32,)
+    check_type(name, chunk, ContextChunk)
+    check_int(f"{name}.num_tokens", chunk.num_tokens, 0)
+    check_int(f"{name}.max_seq_len", chunk.max_seq_len, 0)
+    check_tensor(f"{name}.starts", chunk.starts, (requests,), int32, device)
+    check_tensor(f"{name}.cu_seq_lens", chunk.cu_seq_lens, (requests + 1,), int32, device)
+    if isinstance(chunk, ContextParallelChunk):
+        check_type(f"{name}.share", chunk.share, SequenceShare)
+        check_int(f"{name}.padded_tokens", chunk.padded_tokens, 0)
+        check_int(f"{name}.local_tokens", chunk.local_tokens, 0)
+        check_tensor(f"{name}.local_starts", chunk.local_starts, (requests,), int32, device)
+        shape = (chunk.share.size, requests + 1)
+        check_tensor(f"{name}.local_cu_seq_lens", chunk.local_cu_seq_lens, shape, int32, device)
+
+
+def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
+    """Shapes, dtypes and devices of a piece of context that was gathered from all ranks; reads no values."""
+    check(isinstance(chunk, ContextParallelChunk), "chunk", "a ContextParallelChunk", type(chunk).__name__)
+    check_tensor("gathered", gathered, ("ranks", "padded_tokens", "head_size"))
+    check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,), gathered.device)
+    check_chunk(chunk, chunk.starts.shape[0], gathered.device)
+    check_tensor("gathered", gathered, (chunk.share.size, chunk.padded_tokens, "head_size"))
+
+
+def check_rank_offsets(
+    cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, num_tokens: int, padded_tokens: int
+) -> None:
+    """Check on the CPU that the offsets of all ranks are those of the pieces, dealt out among them."""
+    check_offsets("chunk.cu_seq_lens", cu_seq_lens, num_tokens)
+    dealt = get_dcp_local_seq_lens(cu_seq_lens.diff(), local_cu_seq_lens.shape[0], None, interleave).T
+    fits = bool((local_cu_seq_lens[:, 0] == 0).all()) and torch.equal(local_cu_seq_lens.diff(dim=1), dealt)
+    check(fits, "chunk.local_cu_seq_lens", "the prefix sums of each rank's tokens of the pieces",
+          local_cu_seq_lens.tolist())  # fmt: skip
+    most = int(local_cu_seq_lens[:, -1].max())
+    check(most <= padded_tokens, "chunk.padded_tokens", f"at least {most}", padded_tokens)
+
+
+def check_sequence_share(share: SequenceShare | None) -> None:
+    """Check that the share of a rank is one, or None where one rank serves."""
+    if share is not None:
+        check_type("share", share, SequenceShare, "a SequenceShare or None")
+
+
+def check_slots_of_share(common: CommonAttentionMetadata, share: SequenceShare) -> None:
+    """Check on the CPU that a batch has no more slots than a rank has new tokens: those of one rank are too many."""
+    starts, tokens = common.num_computed_tokens_cpu, common.num_actual_tokens
+    own = (get_dcp_local_seq_lens(lens, share.size, share.rank, share.interleave).sum() for lens in
+           (common.seq_lens_cpu, starts))  # fmt: skip
+    most = int(next(own)) - int(next(own))
+    got = int((common.slot_mapping[:tokens] >= 0).sum())
+    wanted = f"slots for at most the {most} new tokens of this rank (`dcp_slot_mapping`)"
+    check(got <= most, "common.slot_mapping", wanted, got)

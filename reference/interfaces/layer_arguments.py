@@ -1,0 +1,151 @@
+"""What a layer asks of its config, its modules and a step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .attention_arguments import check_decode_plan, check_decode_values, check_prefill_plan, check_schedule
+from .cache_arguments import check_block_size, check_cache
+from .checks import (
+    check,
+    check_blocks,
+    check_int,
+    check_offsets,
+    check_slots,
+    check_tensor,
+    check_type,
+)
+from .config import MLAConfig
+from .costs import PathCosts
+from .errors import UnsupportedConfiguration
+from .metadata import (
+    CascadeMetadata,
+    MLAMetadata,
+)
+from .sizes import ScheduleChoice
+
+CPU = torch.device("cpu")
+
+
+def check_config(config: MLAConfig | None, optional: bool = False) -> None:
+    """Check that a config is one, or None where that is legal."""
+    if config is not None or not optional:
+        check_type("config", config, MLAConfig, "an MLAConfig or None" if optional else None)
+
+
+def check_costs(costs: PathCosts | None) -> None:
+    """Check that the constants of `choose_path` are such, or None."""
+    if costs is not None:
+        check_type("costs", costs, PathCosts, "a PathCosts or None")
+
+
+def check_modules(**modules: object) -> None:
+    """Check that projections are modules; whether a query projection may be None is for `check_projections`."""
+    for name, module in modules.items():
+        if module is not None or not name.startswith("q_"):
+            check_type(name, module, nn.Module, "a module")
+
+
+def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> None:
+    """Check that exactly the query projections are given that the config's q_lora_rank asks for."""
+    check_config(config)
+    given = ["q_proj"] * (direct is not None)
+    names = ("q_a_proj", "q_a_layernorm", "q_b_proj")
+    given += [name for name, module in zip(names, low_rank, strict=True) if module is not None]
+    wanted = ["q_proj"] if config.q_lora_rank is None else list(names)
+    wanted_names = f"{', '.join(wanted)} for q_lora_rank {config.q_lora_rank}"
+    check(given == wanted, "q_proj", wanted_names, ", ".join(given) or None)
+
+
+def check_norm(argument: str, norm: object, width: int) -> None:
+    """Check a latent norm: a module with a weight and no hooks, for its weight is read, its forward not called."""
+    check_type(argument, norm, nn.Module, "a module with a weight")
+    weight = getattr(norm, "weight", None)
+    check(weight is not None, argument, "a module with a weight", type(norm).__name__)
+    check_tensor(f"{argument}.weight", weight, (width,))
+    hooked = norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__
+    check(not hooked, argument, "a module without hooks", "one with a forward hook")
+
+
+def latent_norm_eps(kv_a_layernorm: object, q_a_layernorm: object | None) -> float:
+    """Return the epsilon of a transformers module's latent norms (`variance_epsilon`); a config has one for both.
+
+    Raises:
+        UnsupportedConfiguration: the two differ.
+    """
+    eps = kv_a_layernorm.variance_epsilon
+    other = eps if q_a_layernorm is None else q_a_layernorm.variance_epsilon
+    if other != eps:
+        wanted = f"q_a_layernorm.variance_epsilon: expected {eps}, that of kv_a_layernorm"
+        raise UnsupportedConfiguration([f"{wanted}, got {other}"])
+    return eps
+
+
+def check_forward_attention(
+    config: MLAConfig, weight: Tensor, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, output: Tensor
+) -> None:
+    """Shapes, dtypes and devices of a layer's attention, all tied to its up-projection; reads no values."""
+    dtypes, device = (weight.dtype,), weight.device
+    check_tensor("q", q, ("T", config.num_heads, config.qk_head_dim), dtypes, device)
+    tokens = q.shape[0]
+    check_tensor("kv_c_normed", kv_c_normed, (tokens, config.kv_lora_rank), dtypes, device)
+    check_tensor("k_pe", k_pe, (tokens, config.qk_rope_head_dim), dtypes, device)
+    check_cache(kv_cache, config.head_size, weight.dtype, device)
+    check_tensor("output", output, (tokens, config.num_heads, config.v_head_dim), dtypes, device)
+
+
+def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspace_tokens: int) -> None:
+    """Check a whole step's plan before its first write: counts everywhere, values where they lie on the CPU.
+
+    No chunk of context may be larger than the `workspace_tokens` that the layer was profiled with.
+
+    Compiled code has no place for reading values here; there each op checks its own before it writes.
+    """
+    check(isinstance(metadata, MLAMetadata), "metadata", "an MLAMetadata or None", type(metadata).__name__)
+    end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
+    for name, count in (("num_actual_tokens", end), ("num_decode_tokens", split)):
+        check_int(f"metadata.{name}", count, 0)
+    check(0 <= split <= end <= num_tokens, "metadata", f"0 <= num_decode_tokens <= num_actual_tokens <= {num_tokens}",
+          f"{split} and {end}")  # fmt: skip
+    device, prefill = kv_cache.device, metadata.prefill
+    check_tensor("metadata.slot_mapping", metadata.slot_mapping, ("slots",), (torch.int64,), device)
+    check(metadata.slot_mapping.shape[0] >= end, "metadata.slot_mapping", f"at least {end} slots",
+          metadata.slot_mapping.shape[0])  # fmt: skip
+    check_decode_plan(metadata.decode, split, device)
+    check_int("metadata.num_decodes", metadata.num_decodes, 0)
+    check(metadata.num_decodes == metadata.decode.seq_lens.shape[0], "metadata.num_decodes",
+          f"the {metadata.decode.seq_lens.shape[0]} requests of metadata.decode", metadata.num_decodes)  # fmt: skip
+    check_block_size("metadata.decode.block_size", metadata.decode.block_size, kv_cache)
+    if metadata.schedule is not None:
+        check_schedule(metadata.schedule, metadata.num_decodes, device, "metadata.schedule")
+    if metadata.cascade is not None:
+        check_type("metadata.cascade", metadata.cascade, CascadeMetadata)
+        for name, part in (("prefix", metadata.cascade.prefix), ("suffix", metadata.cascade.suffix)):
+            check_decode_plan(part, split, device)
+            check_block_size(f"metadata.cascade.{name}.block_size", part.block_size, kv_cache)
+    check_prefill_plan(prefill, device, "metadata.prefill")
+    check_block_size("metadata.prefill.block_size", prefill.block_size, kv_cache)
+    check_int("metadata.workspace_tokens", metadata.workspace_tokens, 0)
+    check_type("metadata.schedule_choice", metadata.schedule_choice, ScheduleChoice)
+    for chunk in prefill.context_chunks:
+        check(chunk.num_tokens <= workspace_tokens, "metadata.workspace_tokens",
+              f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens",
+              f"one of {chunk.num_tokens} in a plan for {metadata.workspace_tokens}")  # fmt: skip
+    if device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    num_blocks, block_size, _ = kv_cache.shape
+    check_slots(metadata.slot_mapping[:end], num_blocks * block_size, "metadata.slot_mapping")
+    check_decode_values(metadata.decode, split, block_size, num_blocks)
+    if metadata.cascade is not None:
+        check_decode_values(metadata.cascade.prefix, split, block_size, num_blocks)
+        check_decode_values(metadata.cascade.suffix, split, block_size, num_blocks)
+    check_offsets("metadata.prefill.query_start_loc", prefill.query_start_loc, end - split)
+    for chunk in prefill.context_chunks:
+        check_offsets("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
+        held_starts, held_offsets = chunk.held
+        first, lengths = held_starts.tolist(), held_offsets.diff().tolist()
+        earliest = min(first, default=0)
+        check(earliest >= 0, "metadata.prefill.context_chunks.starts", "values >= 0", earliest)
+        ends = (start + length if length else 0 for start, length in zip(first, lengths, strict=True))
+        check_blocks(prefill.block_table, ends, block_size, num_blocks, "metadata.prefill.block_table")

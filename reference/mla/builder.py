@@ -1,0 +1,429 @@
+"""From a scheduler's batch to the plan of a step: one function, and a builder for engines that ask step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from ..distributed.arguments import check_invariant_merge
+from ..distributed.groups import ContextParallel
+from ..interfaces import (
+    MOST_WORKSPACE_TOKENS,
+    CommonAttentionMetadata,
+    ContextParallelMetadata,
+    DecodeMetadata,
+    DecodeSchedule,
+    MLAConfig,
+    MLAMetadata,
+    PathCosts,
+    PrefillMetadata,
+    QueryLenSupport,
+    SequenceShare,
+    check,
+    check_batch_block_size,
+    check_captured,
+    check_chunking,
+    check_common,
+    check_common_prefix,
+    check_config,
+    check_costs,
+    check_flag,
+    check_int,
+    check_interleave,
+    check_no_prefill_padding,
+    check_sequence_share,
+    check_slots_of_share,
+    check_table_width,
+    check_tensor,
+    check_threshold,
+    check_type,
+    choose_schedule,
+    chunked_prefill_workspace_size,
+    context_unit,
+    reorder_batch_threshold,
+)
+from ..planning.batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
+from ..planning.context_chunks import plan_context_chunks, share_chunk
+from ..planning.decode_schedule import plan_decode
+from ..planning.shared_prefix import split_shared_prefix
+from .cascade import use_cascade_attention
+from .choose_path import choose_paths
+
+
+def build_mla_metadata(
+    common: CommonAttentionMetadata,
+    block_size: int,
+    workspace_tokens: int,
+    decode_threshold: int = 1,
+    config: MLAConfig | None = None,
+    costs: PathCosts | None = None,
+    query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+    policy: str = "packed",
+    require_order: bool = False,
+    share: SequenceShare | None = None,
+    num_programs: int | None = None,
+) -> MLAMetadata:
+    """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
+
+    Which may: queries up to `decode_threshold`; with a `config` and a kernel for any lengths (VARLEN) every request for
+    which `choose_path` says so besides; under UNIFORM only rows as long as the first. One that stands behind an
+    expanded request is expanded as well: correct, but slower (`reorder_batch_to_split_decodes_and_prefills` says how to
+    avoid it).
+
+    Args:
+        common: the batch.
+        block_size: tokens a block.
+        workspace_tokens: most context tokens that are expanded at once.
+        decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
+        config: the layer, for `choose_path` and `num_programs`; None leaves the choice of paths to the threshold.
+        costs: of `choose_path`.
+        query_len_support: of the decode kernel.
+        policy: of `plan_context_chunks`.
+        require_order: an absorbed request behind an expanded one is an error.
+        share: of a rank under context parallelism: `common` has whole lengths and this rank's slots
+            (`dcp_slot_mapping`). Requests choose their path as on one rank.
+        num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
+            device (1) where a `config` is given, and never plans without one. Whether the decode gets a
+            schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
+
+    Returns:
+        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where a `share` is given.
+
+    Raises:
+        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; `num_programs` without a `config`; slots
+            that were made for another block size; a block table narrower than the longest request; a workspace that is
+            too small; (on a CPU) more slots than a rank has new tokens; a padding row (S = 0 < Sq) that does not stand
+            among the decodes; an order that is not as required.
+    """
+    check_threshold(decode_threshold, query_len_support)
+    if num_programs is not None:
+        check_int("num_programs", num_programs, 0, "an int >= 0 or None")
+    check_config(config, optional=True)
+    check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
+    check_costs(costs)
+    check_flag("require_order", require_order)
+    check_sequence_share(share)
+    size, interleave = (share.size, share.interleave) if share is not None else (1, 1)
+    check_interleave(interleave, block_size)
+    check_batch_block_size(common, block_size)
+    check_table_width(common, block_size * size)
+    if share is not None and common.slot_mapping.device.type == "cpu":
+        check_slots_of_share(common, share)
+    starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
+    query_lens = [end - start for start, end in itertools.pairwise(starts)]
+    contexts = common.num_computed_tokens_cpu
+
+    if query_len_support is QueryLenSupport.UNIFORM:
+        decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
+        uniform = next((query_len for query_len in query_lens[:decodes] if query_len > 0), None)
+        absorbed = [query_len == uniform for query_len in query_lens]
+    else:
+        absorbed = choose_paths(
+            common.query_start_loc_cpu.diff(), contexts, decode_threshold, config, costs, query_len_support
+        ).tolist()
+        decodes = [*absorbed, False].index(False)
+    late = [request for request in range(decodes, len(query_lens)) if absorbed[request] and query_lens[request] > 0]
+    if require_order and late:
+        check(False, "common", f"absorbed requests before the expanded one at request {decodes}", f"one at {late[0]}")
+    check_no_prefill_padding(common, decodes)
+    decode_tokens, device = starts[decodes], common.block_table.device
+
+    visible = []
+    for query_len, length in zip(query_lens[:decodes], lengths[:decodes], strict=True):
+        visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
+    chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, policy, size, interleave)
+    prefill_starts = [start - decode_tokens for start in starts[decodes:]]
+    decode_lens = _decode_lens(common, decodes, share)
+    longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
+    seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
+    if share is not None:
+        seq_lens, longest = decode_lens.to(device), SequenceShare(share.size, 0, share.interleave).count(longest)
+        visible = [share.count(keys) for keys in visible]
+        chunks = tuple(share_chunk(chunk, share) for chunk in chunks)
+        kind, which = ContextParallelMetadata, {"share": share}
+    metadata = kind(
+        **which,
+        slot_mapping=common.slot_mapping,
+        num_actual_tokens=common.num_actual_tokens,
+        num_decodes=decodes,
+        num_decode_tokens=decode_tokens,
+        decode=DecodeMetadata(
+            block_table=common.block_table[:decodes],
+            seq_lens=seq_lens,
+            query_start_loc=common.query_start_loc[: decodes + 1],
+            max_query_len=max(query_lens[:decodes], default=0),
+            visible_lens=torch.tensor(visible, dtype=torch.int32, device=device),
+            max_seq_len=longest,
+            block_size=block_size,
+        ),
+        prefill=PrefillMetadata(
+            block_table=common.block_table[decodes:],
+            query_start_loc=torch.tensor(prefill_starts, dtype=torch.int32, device=device),
+            max_query_len=max(query_lens[decodes:], default=0),
+            context_chunks=tuple(chunk.to(device) for chunk in chunks),
+            block_size=block_size,
+        ),
+        workspace_tokens=workspace_tokens,
+    )
+    if config is None or decode_tokens == 0:
+        return metadata
+    return _with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, config.num_heads)
+
+
+def _decode_lens(
+    common: CommonAttentionMetadata, num_decodes: int, share: SequenceShare | None
+) -> Int32[Tensor, " decodes"]:
+    """The keys of each decode that lie here, on the CPU."""
+    lens = common.seq_lens_cpu[:num_decodes]
+    if share is None:
+        return lens
+    return torch.tensor([share.count(length) for length in lens.tolist()], dtype=torch.int32, device="cpu")
+
+
+def _with_schedule(
+    metadata: MLAMetadata,
+    decode_lens: Int32[Tensor, " decodes"],
+    num_programs: int,
+    num_heads: int,
+    batch_invariant: bool = False,
+    captured: bool = False,
+) -> MLAMetadata:
+    """The plan with a schedule where its lengths ask for one, and the choice beside it.
+
+    A captured plan has a schedule whatever its lengths are: the lengths of the replays are not known yet.
+    """
+    choice = choose_schedule(decode_lens, num_programs, num_heads, batch_invariant)
+    if captured:
+        choice = dataclasses.replace(choice, num_programs=num_programs, planned=num_programs > 0)
+    schedule = DecodeSchedule(batch_invariant=True) if batch_invariant else None
+    if choice.planned:
+        schedule = plan_decode(metadata.decode.seq_lens, num_programs, num_heads, batch_invariant=batch_invariant)
+    return dataclasses.replace(metadata, schedule=schedule, schedule_choice=choice)
+
+
+class MLAMetadataBuilder:
+    """Plans steps for an engine that asks as vLLM's asks its builders.
+
+    Args:
+        config: the layers' (`infer_global_hyperparameters` says whether they share one).
+        block_size: tokens a block.
+        max_model_len: longest sequence.
+        max_num_seqs: most requests in a batch.
+        query_len_support: of the decode kernel.
+        num_speculative_tokens: drafted tokens a request and step.
+        costs: of `choose_path`.
+        num_programs: programs that a schedule cuts a decode over; 0 never plans. None takes as many as suit the device
+            (1). A number holds for queries up to the threshold, and longer queries are left to the
+            kernel; a function gives the number for the longest query. Whether a decode gets a schedule follows from its
+            lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
+        batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit, however many
+            programs there are. `choose_path` is not asked then: queries beyond the threshold are expanded.
+        workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None, but no more than
+            `MOST_WORKSPACE_TOKENS`, which a layer allows by default.
+        context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
+            slots; prefixes that decodes share are not attended apart.
+
+    Raises:
+        ValueError: a number below its least value; heads that TP does not divide; `batch_invariant` with "ag_rs".
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        block_size: int,
+        max_model_len: int,
+        max_num_seqs: int,
+        query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+        num_speculative_tokens: int = 0,
+        costs: PathCosts | None = None,
+        num_programs: int | Callable[[int], int] | None = None,
+        batch_invariant: bool = False,
+        workspace_tokens: int | None = None,
+        context_parallel: ContextParallel | None = None,
+    ):
+        check_invariant_merge(context_parallel, batch_invariant)
+        check_config(config)
+        check_costs(costs)
+        self.share = None if context_parallel is None else context_parallel.share
+        size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
+        check_interleave(interleave, block_size)
+        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, size, interleave)
+        unit = context_unit(block_size, size, interleave)
+        self._decode_heads = (
+            config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
+        )
+        if num_programs is not None and not callable(num_programs):
+            check_int("num_programs", num_programs, 0, "an int >= 0, a function or None")
+        self.config, self.block_size, self.costs = config, block_size, costs
+        self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
+        self.query_len_support = query_len_support
+        self.num_programs, self.batch_invariant = num_programs, batch_invariant
+        self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
+        if workspace_tokens is None:  # packed chunks need no unit for each sequence, and a layer expands no more
+            workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
+        self.workspace_tokens = workspace_tokens
+        check_chunking("packed", self.workspace_tokens, unit)
+        self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
+
+    def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
+        """The plan of one step.
+
+        Args:
+            common_prefix_len: context that all decodes share, 0 for none; attended once where that is faster.
+            common: the batch, ordered as `reorder_batch` says.
+            fast_build: leave out what only speeds the kernels up: the cascade, and the decode's schedule where nothing
+                else rests on it.
+
+        Raises:
+            ValueError: as `build_mla_metadata`; a prefix longer than some context; an order other than absorbed before
+                expanded; more requests or longer ones than the builder was made for.
+        """
+        check_int("common_prefix_len", common_prefix_len, 0)
+        check_flag("fast_build", fast_build)
+        self._check_sizes(common)
+        return self._build(common_prefix_len, common, fast_build)
+
+    def _check_sizes(self, common: CommonAttentionMetadata) -> None:
+        """Raise for more requests or longer ones than the builder was made for."""
+        check_type("common", common, CommonAttentionMetadata)
+        check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), (torch.int32,), torch.device("cpu"))
+        check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
+        if common.num_reqs and int(common.seq_lens_cpu.max()) > self.max_model_len:
+            request = int(common.seq_lens_cpu.argmax())
+            check(False, "common", f"at most {self.max_model_len} tokens a request",
+                  f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
+
+    def _build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False, captured: bool = False
+    ) -> MLAMetadata:
+        """The plan of one step; where a graph captures it, its lengths decide nothing, for others will follow."""
+        metadata = build_mla_metadata(
+            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
+            self.costs, self.query_len_support, require_order=True, share=self.share, num_programs=0,
+        )  # fmt: skip
+        if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
+            return metadata
+        return self._with_hints(metadata, common_prefix_len, common, captured)
+
+    def _with_hints(
+        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata, captured: bool
+    ) -> MLAMetadata:
+        """The plan with the cascade or the schedule of its decode."""
+        if common_prefix_len > 0 and not self.batch_invariant and self.share is None:
+            check_common_prefix(common, common_prefix_len, metadata.num_decodes)
+            lengths = common.seq_lens_cpu[: metadata.num_decodes]
+            query_lens = common.query_start_loc_cpu.diff()[: metadata.num_decodes]
+            if use_cascade_attention(common_prefix_len, query_lens, lengths, self.config):
+                row = next(request for request, length in enumerate(lengths.tolist()) if length > 0)
+                cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
+                return dataclasses.replace(metadata, cascade=cascade)
+        programs = self._programs_for(metadata.decode.max_query_len, common.block_table.device)
+        lens = _decode_lens(common, metadata.num_decodes, self.share)
+        return _with_schedule(metadata, lens, programs, self._decode_heads, self.batch_invariant, captured)
+
+    def _programs_for(self, query_len: int, device: torch.device) -> int:
+        """Over how many programs a schedule cuts a decode, from its longest query; 0 leaves it to the kernel."""
+        if self.num_programs is None:
+            return 1
+        if callable(self.num_programs):
+            programs = self.num_programs(query_len)
+            check_int("num_programs", programs, 0, "a function that gives at least 0")
+            return programs
+        return self.num_programs if query_len <= self.reorder_batch_threshold else 0
+
+    def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
+        """The plan of a batch that is captured.
+
+        What is not the batch's own (the schedule, visible lengths of several tokens) lies in tensors of this plan,
+        which a graph goes on reading: keep it, and bring it up to date with `update_captured` before each replay.
+        `DecodeGraph` needs none of this: it plans inside the graph.
+
+        Raises:
+            ValueError: a batch that `can_run_in_cudagraph` refuses.
+        """
+        check(self.can_run_in_cudagraph(common), "common",
+              f"decodes of one query length up to {self.reorder_batch_threshold}",
+              f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
+              )  # fmt: skip
+        table_keys = common.block_table.shape[1] * self.block_size * (1 if self.share is None else self.share.size)
+        bound = min(self.max_model_len, table_keys)
+        self._check_sizes(common)
+        return self._build(0, dataclasses.replace(common, max_seq_len=bound), captured=True)
+
+    def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
+        """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
+
+        The lengths, block table and slots are the caller's own buffers, which it writes itself. (Under context
+        parallelism the lengths of this rank are the plan's, and are written here.)
+
+        Args:
+            captured: of `build_for_cudagraph_capture`.
+            common: the batch that is to be replayed.
+
+        Raises:
+            ValueError: a batch that is not of the captured shape, or longer than captured. Nothing has been written
+                then.
+        """
+        check_type("captured", captured, MLAMetadata)
+        check_type("captured.decode", captured.decode, DecodeMetadata)
+        check_int("captured.num_decodes", captured.num_decodes, 0)
+        check_int("captured.decode.max_query_len", captured.decode.max_query_len, 0)
+        check_int("captured.decode.max_seq_len", captured.decode.max_seq_len, 0)
+        check_int("captured.decode.block_size", captured.decode.block_size)
+        check(captured.decode.block_size == self.block_size, "captured.decode.block_size",
+              f"{self.block_size}, as in the builder", captured.decode.block_size)  # fmt: skip
+        check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
+        shape = (captured.num_decodes, captured.decode.max_query_len)
+        tokens = shape[0] * shape[1]
+        fits = self.can_run_in_cudagraph(common) and (common.num_reqs, common.num_actual_tokens) == (shape[0], tokens)
+        check(fits, "common", f"{shape[0]} requests of {shape[1]} tokens, as captured",
+              f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
+        self._check_sizes(common)
+        scheduled = captured.schedule is not None and captured.schedule.tile_ranges is not None
+        bound = captured.decode.max_seq_len
+        longest = int(_decode_lens(common, common.num_reqs, self.share).max())
+        check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
+        plan = self._build(0, common, captured=scheduled)
+        check_captured(captured, plan)
+        if self.share is not None:
+            captured.decode.seq_lens.copy_(plan.decode.seq_lens)
+        if shape[1] > 1 or self.share is not None:
+            captured.decode.visible_lens.copy_(plan.decode.visible_lens)
+        if scheduled:
+            captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
+            captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
+
+    def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a batch is of the captured kind: decodes only, queries of one length, those of padding included."""
+        check_common(common)
+        lens = common.query_start_loc_cpu.diff()
+        if lens.numel() == 0 or not bool((lens == lens[0]).all()):
+            return False
+        return 1 <= int(lens[0]) <= self.reorder_batch_threshold
+
+    def reorder_batch(
+        self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
+    ) -> tuple[tuple[int, int], ...]:
+        """The fewest swaps of two requests that bring the absorbed ones to the front.
+
+        Args:
+            query_lens: [B], on the CPU.
+            context_lens: [B], on the CPU.
+
+        Raises:
+            ValueError: tensors that do not fit; a length below 0.
+        """
+        absorbed = choose_paths(
+            query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs,
+            self.query_len_support,
+        )  # fmt: skip
+        if self.query_len_support is QueryLenSupport.UNIFORM:
+            lens = [query_len for query_len in query_lens[absorbed].tolist() if query_len > 0]
+            most = max(lens, key=lambda query_len: (lens.count(query_len), query_len), default=0)
+            absorbed &= (query_lens == most) | (query_lens == 0)
+        return reorder_batch_to_split_decodes_and_prefills(absorbed)

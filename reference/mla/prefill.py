@@ -1,0 +1,133 @@
+"""Compute-friendly prefill: latents are expanded to keys and values, then ordinary attention.
+
+The cached context is expanded piece by piece, so that memory is bounded by the workspace, not by the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from einops import repeat
+from jaxtyping import Float
+from torch import Tensor
+
+from ..attention.merge import merge_attn_states
+from ..attention.varlen import flash_attn_varlen
+from ..cache.latent import gather_and_maybe_dequant_cache
+from ..interfaces import (
+    AttentionState,
+    ContextChunk,
+    PrefillMetadata,
+    check_context,
+    check_expanded,
+    check_function,
+    check_prefill,
+    wide_dtype,
+)
+from .weights import expand_kv
+
+
+def _concat_key(k_nope: Float[Tensor, "S N P"], k_pe: Float[Tensor, "S R"]) -> Float[Tensor, "S N P+R"]:
+    """The full key of every head: its own no-rope part, then the rope part that all heads share."""
+    return torch.cat((k_nope, repeat(k_pe, "tokens rope -> tokens heads rope", heads=k_nope.shape[1])), dim=-1)
+
+
+def run_prefill_new_tokens(
+    q: Float[Tensor, "T N D"],
+    k_nope: Float[Tensor, "T N P"],
+    k_pe: Float[Tensor, "T R"],
+    v: Float[Tensor, "T N V"],
+    metadata: PrefillMetadata,
+    softmax_scale: float,
+) -> AttentionState:
+    """Causal attention of the new tokens over themselves.
+
+    Returns:
+        out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is): a running state, not yet rounded.
+    """
+    check_expanded(q, k_nope, k_pe, v, metadata)
+    offsets, longest = metadata.query_start_loc, metadata.max_query_len
+    k = _concat_key(k_nope, k_pe)
+    wide = wide_dtype(q.dtype)
+    return flash_attn_varlen(q, k, v, offsets, offsets, longest, longest, softmax_scale, causal=True, out_dtype=wide)
+
+
+def run_prefill_context_chunk(
+    q: Float[Tensor, "T N D"],
+    k_nope: Float[Tensor, "S N P"],
+    k_pe: Float[Tensor, "S R"],
+    v: Float[Tensor, "S N V"],
+    metadata: PrefillMetadata,
+    chunk: ContextChunk,
+    softmax_scale: float,
+) -> AttentionState:
+    """Unmasked attention of the new tokens over one piece of the cached context.
+
+    Returns:
+        out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is).
+    """
+    check_expanded(q, k_nope, k_pe, v, metadata, chunk)
+    return flash_attn_varlen(
+        q, _concat_key(k_nope, k_pe), v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len,
+        chunk.max_seq_len, softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype),
+    )  # fmt: skip
+
+
+def gather_context(
+    kv_cache: Float[Tensor, "num_blocks block_size head_size"], metadata: PrefillMetadata, chunk: ContextChunk
+) -> Float[Tensor, "S head_size"]:
+    """The cache entries of one chunk, in request order.
+
+    Raises:
+        ValueError: a plan for another block size; shapes, dtypes or devices that do not fit.
+    """
+    check_context(kv_cache, metadata, chunk)
+    return gather_and_maybe_dequant_cache(
+        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens
+    )
+
+
+def forward_prefill(
+    q: Float[Tensor, "T N D"],
+    kv_c_normed: Float[Tensor, "T Lkv"],
+    k_pe: Float[Tensor, "T R"],
+    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    metadata: PrefillMetadata,
+    w_uk: Float[Tensor, "Lkv N P"],
+    w_uv: Float[Tensor, "Lkv N V"],
+    softmax_scale: float,
+    gather: Callable[..., Tensor] = gather_context,
+) -> AttentionState:
+    """Attention of new tokens over their cached context and themselves, on the expanded path.
+
+    Args:
+        q: [T, N, P + R], rope part rotated.
+        kv_c_normed: [T, Lkv], the new tokens' normed latents.
+        k_pe: [T, R], their rotated keys.
+        kv_cache: holds the context; the new tokens are not read from it.
+        metadata: the requests and the chunks of their context.
+        w_uk: [Lkv, N, P].
+        w_uv: [Lkv, N, V].
+        softmax_scale: (P + R)^-1/2, with YaRN's factor.
+        gather: `(kv_cache, metadata, chunk) -> [S, Lkv + R]`; context parallelism passes its own.
+
+    Returns:
+        out [T, N, V] in the dtype of `q`, lse [N, T].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv)
+    check_function("gather", gather)
+    latent = kv_c_normed.shape[1]
+    k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
+    state = run_prefill_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale)
+    del k_nope, v
+    for chunk in metadata.context_chunks:
+        context = gather(kv_cache, metadata, chunk)
+        k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv)
+        piece = run_prefill_context_chunk(q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale)
+        del k_nope, v, context  # before the next chunk is expanded: one chunk's expansion lives at a time
+        state = merge_attn_states(piece, state)
+    return AttentionState(state.out.to(q.dtype), state.lse)

@@ -1,0 +1,151 @@
+"""The up-projection of the latent, split and absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+kv_b_proj takes the latent c [Lkv] to keys W_UK c and values W_UV c of every head. Because
+(W_UK c) . q = c . (W_UK^T q), the key half can move to the query; because sum_s p_s W_UV c_s = W_UV sum_s p_s c_s,
+the value half can move behind the attention. That is absorption: attention runs on the latent itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import einsum, rearrange
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ..interfaces import check, check_dtype, check_int, check_tensor, check_type, linear_output
+
+
+def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether a linear's product is its plain parameter of `dtype` and nothing else: no subclass, wrapper or hook."""
+    check_type("linear", linear, nn.Module, "a module")
+    check_type("dtype", dtype, torch.dtype)
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or linear.weight.dtype != dtype:
+        return False
+    return not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
+
+
+def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
+    """The weight of a linear module, however it is stored.
+
+    A plain `nn.Linear` of `dtype` gives its own parameter, detached: no copy, and later in-place changes are seen.
+    Anything else (quantised, wrapped, hooked) is recovered through the identity: the rows of W^T are what it makes
+    of the unit vectors.
+
+    Args:
+        linear: takes [.., Lkv], in whatever form; returns the product, or (product, None) as vLLM and Megatron do.
+        in_features: Lkv.
+        dtype: of the result, and of the unit vectors.
+
+    Returns:
+        [out, Lkv].
+
+    Raises:
+        ValueError: the module has a bias, or does not return [Lkv, out] for the identity.
+    """
+    check_int("in_features", in_features)
+    check_dtype("dtype", dtype)
+    if is_plain_linear(linear, dtype):
+        check(linear.bias is None, "linear", "no bias", "a bias")
+        return linear.weight.detach()
+    device = next((t.device for t in _tensors_of(linear)), torch.device("cpu"))
+    with torch.no_grad():
+        unit_vectors = torch.eye(in_features, dtype=dtype, device=device)
+        at_zero = linear_output("linear", linear(torch.zeros_like(unit_vectors[:1])))
+        check(not at_zero.any(), "linear", "no bias", "a bias")
+        columns = linear_output("linear", linear(unit_vectors))
+    check_tensor("linear(identity)", columns, (in_features, "out"))
+    return columns.to(dtype).T.contiguous()
+
+
+def _tensors_of(linear: nn.Module) -> list[Tensor]:
+    """What a linear holds: parameters, buffers, tensors that are plain attributes."""
+    plain = (value for value in vars(linear).values() if isinstance(value, Tensor))
+    return [*linear.parameters(), *linear.buffers(), *plain]
+
+
+def split_kv_b_proj(
+    kv_b_weight: Float[Tensor, "rows Lkv"], num_heads: int, qk_nope_head_dim: int, v_head_dim: int
+) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
+    """Split kv_b_proj's weight into the key and the value up-projection.
+
+    Args:
+        kv_b_weight: [N (P + V), Lkv], per head P key rows then V value rows.
+        num_heads: N.
+        qk_nope_head_dim: P.
+        v_head_dim: V.
+
+    Returns:
+        W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the weight.
+
+    Raises:
+        ValueError: the weight has another number of rows.
+    """
+    for name, value in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
+        check_int(name, value)
+    check_tensor("kv_b_weight", kv_b_weight, (num_heads * (qk_nope_head_dim + v_head_dim), "Lkv"))
+    per_head = rearrange(kv_b_weight, "(heads dim) latent -> latent heads dim", heads=num_heads)
+    return per_head[..., :qk_nope_head_dim], per_head[..., qk_nope_head_dim:]
+
+
+def absorb(
+    w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
+) -> tuple[Float[Tensor, "N P Lkv"], Float[Tensor, "N Lkv V"]]:
+    """Arrange the up-projections for absorption: per head, query to latent and latent to value.
+
+    Returns:
+        w_uk_t [N, P, Lkv] and w_uv [N, Lkv, V], views of the arguments.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_tensor("w_uk", w_uk, ("Lkv", "N", "P"))
+    check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), (w_uk.dtype,), w_uk.device)
+    w_uk_t = rearrange(w_uk, "latent heads nope -> heads nope latent")
+    return w_uk_t, rearrange(w_uv, "latent heads value -> heads latent value")
+
+
+def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P Lkv"]) -> Float[Tensor, "T N Lkv"]:
+    """Absorb W_UK into the query: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_tensor("q_nope", q_nope, ("T", "N", "P"))
+    check_tensor("w_uk_t", w_uk_t, (*q_nope.shape[1:], "Lkv"), (q_nope.dtype,), q_nope.device)
+    return einsum(q_nope, w_uk_t, "tokens heads nope, heads nope latent -> tokens heads latent")
+
+
+def latent_to_value(latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"]) -> Float[Tensor, "T N V"]:
+    """Apply the absorbed W_UV to attention's output: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_tensor("latent", latent, ("T", "N", "Lkv"))
+    check_tensor("w_uv", w_uv, (*latent.shape[1:], "V"), (latent.dtype,), latent.device)
+    return einsum(latent, w_uv, "tokens heads latent, heads latent value -> tokens heads value")
+
+
+def expand_kv(
+    kv_c_normed: Float[Tensor, "S Lkv"], w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
+) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
+    """Expand latents into keys (without their rope part) and values of every head. FLOPs: 2 S N Lkv (P + V).
+
+    Args:
+        kv_c_normed: [S, Lkv], RMS-normed latents.
+        w_uk: [Lkv, N, P].
+        w_uv: [Lkv, N, V].
+
+    Returns:
+        k_nope [S, N, P] and v [S, N, V].
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
+    dtypes, device = (kv_c_normed.dtype,), kv_c_normed.device
+    check_tensor("w_uk", w_uk, (kv_c_normed.shape[1], "N", "P"), dtypes, device)
+    check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), dtypes, device)
+    k_nope = einsum(kv_c_normed, w_uk, "tokens latent, latent heads nope -> tokens heads nope")
+    v = einsum(kv_c_normed, w_uv, "tokens latent, latent heads value -> tokens heads value")
+    return k_nope, v

@@ -1,0 +1,128 @@
+"""NaN or +inf in the LSE of one rank or one split gives NaN in that row, and in no other: in every kernel that merges.
+
+A GPU's plain maximum drops NaN, and that of Triton's interpreter keeps it. So the interpreter drops NaN as a GPU does
+here, and a kernel that relies on its maximum must say so.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from reference.interfaces import AttentionState
+
+from ..distributed.test_triton_context_parallel import pack_and_combine, share_and_sum
+from ..mla.test_context_parallel import over_ranks
+from ..support.factories import integers, offsets
+from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
+
+if ON_GPU or INTERPRETED:
+    from fast.kernels.triton import decode_merge, merge
+
+NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # the LSE of the other ranks
+HEADS, TOKENS = 6, len(NEIGHBOURS) + 1
+
+
+@starts_interpreter
+def test_in_the_interpreter():
+    run_in_interpreter(__file__)
+
+
+@pytest.fixture(autouse=True)
+def maximum_of_a_gpu(monkeypatch):
+    """`tl.maximum` without `propagate_nan` returns the number, as PTX's `max.f32` does."""
+    if INTERPRETED:
+        from triton.runtime.interpreter import InterpreterBuilder
+
+        monkeypatch.setattr(
+            InterpreterBuilder, "create_maxnumf", lambda self, a, b: self.binary_op(a, b, np.fmax), raising=True
+        )
+
+
+def states_with(bad, size, dtype):
+    """States of `size` ranks: head h, token t has `bad` at rank h, NEIGHBOURS[t] at the others; the rest is good."""
+    states = []
+    for rank in range(size):
+        lse = (9 * torch.randn(HEADS, TOKENS, dtype=torch.float64)).masked_fill(
+            torch.rand(HEADS, TOKENS) < 0.2, -torch.inf
+        )
+        lse[:size, :-1] = torch.tensor(NEIGHBOURS, dtype=torch.float64)
+        lse[rank, :-1] = bad
+        out = torch.randn(TOKENS, HEADS, 5, dtype=torch.float64).masked_fill(lse.T[..., None] == -torch.inf, 0)
+        states.append(AttentionState(out.to(dtype), lse.to(torch.float64 if dtype == torch.float64 else torch.float32)))
+    return states
+
+
+def check_bad_rows(found, size):
+    """Every row of `states_with` that has a bad state is NaN, and no other."""
+    wanted = torch.zeros(HEADS, TOKENS, dtype=torch.bool)
+    wanted[:size, :-1] = True
+    assert torch.equal(found.lse.isnan(), wanted), found.lse
+    assert torch.equal(found.out.isnan(), wanted.T[..., None].expand_as(found.out)), found.out[..., 0]
+
+
+BAD = pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+
+
+@BAD
+@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_of_any_rank(ops, size, merge, bad):
+    """The reference and the cpu kernels."""
+    check_bad_rows(over_ranks(ops, states_with(bad, size, torch.float64), merge), size)
+
+
+@runs
+@BAD
+@pytest.mark.parametrize("merge", [share_and_sum, pack_and_combine], ids=["ag_rs", "a2a"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_of_any_rank_in_triton(size, merge, bad):
+    """Planted: NaN of one rank lost in the maximum, so that the rank counts as one without keys."""
+    check_bad_rows(merge(states_with(bad, size, torch.float32), size, torch.float32), size)
+
+
+@runs
+@BAD
+def test_of_either_state_in_triton(bad):
+    a, b = states_with(bad, 2, torch.float32)
+    found = merge.merge_attn_states(*(x.to(DEVICE) for x in (a.out, a.lse, b.out, b.lse)))
+    check_bad_rows(AttentionState(*(x.cpu() for x in found)), 2)
+
+
+@runs
+@pytest.mark.parametrize("other", [0.5, -torch.inf, torch.nan])
+@pytest.mark.parametrize("cut", ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"])
+@pytest.mark.parametrize("requests", [1, 2])
+def test_of_any_split_in_triton(requests, cut, other):
+    """Partial outputs of a decode: NaN in the largest score of a row, or in its sum of weights, at any split."""
+    splits, latent = 3, 24
+    bad = (
+        2 * splits
+    )  # rows: one for NaN in the largest score at each split, one for NaN in the sum; behind them good ones
+    largest = 9 * torch.randn(requests, splits, bad + 2)
+    total, values = torch.rand(requests, splits, bad + 2) + 0.5, torch.randn(requests, splits, bad + 2, latent)
+    largest[-1, :, :bad] = other
+    if other == -torch.inf:  # the other splits saw nothing
+        total[-1, :, :bad], values[-1, :, :bad] = 0, 0
+    for split in range(splits):
+        largest[-1, split, split] = torch.nan
+        total[-1, split, splits + split] = torch.nan
+    progress = torch.empty(0)
+    if cut == "evenly":
+        largest, total, values = (x.transpose(0, 1) for x in (largest, total, values))
+    elif cut != "scheduled":
+        progress = integers(*(1, splits) * requests).view(torch.float32)
+    schedule = (torch.zeros(1, 5, dtype=torch.int32), offsets([splits] * requests))
+    planned = cut in ("scheduled", "batch-invariant, planned")
+    out, lse = torch.full((requests, bad + 2, latent), 7.0), torch.full((bad + 2, requests), 7.0)
+    parts = torch.cat((largest.reshape(-1), total.reshape(-1), progress))
+    tensors = (values.reshape(-1), parts, offsets([1] * requests), *schedule, out, lse)
+    values, parts, starts, *schedule, out, lse = (x.to(DEVICE) for x in tensors)
+    decode_merge.merge_parts(
+        values, parts, starts, 1, *(schedule if planned else (None, None)), cut.startswith("batch-invariant"), out, lse
+    )
+    wanted = torch.zeros(bad + 2, requests, dtype=torch.bool)
+    wanted[:bad, -1] = True
+    assert torch.equal(lse.isnan().cpu(), wanted), lse
+    assert torch.equal(out.isnan().cpu(), wanted.T[..., None].expand_as(out)), out[..., 0]

@@ -1,0 +1,443 @@
+"""Which backend serves is data: chosen by capability where nothing is named, and never replaced where a name is."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fast
+from fast import backends
+from fast.backends import DECODES, Backend, KernelRequest
+from fast.kernels import cpu
+from reference.interfaces import DecodeSchedule, MLAConfig, QueryLenSupport, UnsupportedConfiguration
+
+from ..support.factories import (
+    CONFIGS,
+    DIRECT,
+    assert_same_bits,
+    integers,
+    make_batch,
+    make_cache,
+    make_entries,
+    make_layer,
+    make_weights,
+)
+
+CPU = torch.device("cpu")
+REQUEST = KernelRequest("mla_decode", CPU, torch.float32, (("kv_lora_rank", 512),), 64)
+V3 = MLAConfig.from_preset("deepseek-v3")
+GPU = torch.device("cuda")
+ON_GPU = backends.decode_request(GPU, torch.bfloat16, 512, 64, 64, QueryLenSupport.VARLEN)
+
+
+@pytest.fixture
+def capability(monkeypatch):
+    """Sets the compute capability that torch reports; no GPU is needed for a choice."""
+    pytest.importorskip("triton")
+
+    def report(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, minor))
+
+    return report
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(backend, op) of every launch; besides `cpu` there is a `decoder`, which is last and has decode kernels alone."""
+    table = (
+        Backend("cpu", 0, "cpu", cpu.KERNELS),
+        Backend("decoder", -1, "cpu", {op: cpu.KERNELS[op] for op in DECODES}),
+    )
+    monkeypatch.setattr(backends, "BACKENDS", table)
+    found, right = set(), backends.kernel
+    monkeypatch.setattr(backends, "kernel", lambda name, op: found.add((name, op)) or right(name, op))
+    return found
+
+
+def refusal(call) -> list[str]:
+    """Every reason of the UnsupportedConfiguration that a call raises."""
+    with pytest.raises(UnsupportedConfiguration) as error:
+        call()
+    return list(error.value.reasons)
+
+
+def test_every_op_has_a_cpu_kernel():
+    assert backends.select(REQUEST).name == "cpu"
+    names = {"apply_rope", "concat_and_cache_mla", "copy_blocks", "flash_attn_varlen", "gather_and_maybe_dequant_cache",
+             "merge_attn_states", "mla_decode", "swap_blocks"}  # fmt: skip
+    for op in names:
+        assert backends.select(replace(REQUEST, op=op)).name == "cpu"
+        assert callable(backends.kernel("cpu", op))
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(op="wgmma"), "narrow: has no kernel for wgmma"),
+        (dict(device=torch.device("meta")), "narrow: serves device cpu, got meta"),
+        (dict(dtype=torch.float64), "narrow: serves torch.float32, got torch.float64"),
+        (dict(head_dims=(("kv_lora_rank", 256),)), "narrow: serves kv_lora_rank in (512,), got 256"),
+        (dict(out_dtype=torch.float64), "narrow: writes torch.float32, got torch.float64"),
+        (dict(block_size=7), "narrow: serves block sizes (64,), got 7"),
+        (dict(query_lens=QueryLenSupport.VARLEN), "narrow: serves query lengths uniform, got varlen"),
+    ],
+)
+def test_reasons(change, reason):
+    """Each thing that a kernel set declares, refused in one line."""
+    narrow = Backend(
+        "narrow", 5, "cpu", {"mla_decode": print}, (torch.float32,), None, {"kv_lora_rank": (512,)}, (64,),
+        QueryLenSupport.UNIFORM,
+    )  # fmt: skip
+    assert narrow.validate_configuration(REQUEST) == []
+    assert narrow.validate_configuration(replace(REQUEST, query_lens=QueryLenSupport.UNIFORM)) == []
+    assert narrow.validate_configuration(replace(REQUEST, **change)) == [reason]
+
+
+def test_every_reason_at_once():
+    narrow = Backend("narrow", 5, "cuda", {}, (torch.float16,), (9, 0), None, (128,))
+    assert len(narrow.validate_configuration(REQUEST)) == 4
+
+
+def test_choice_is_by_capability_then_priority(monkeypatch):
+    kernels = {"mla_decode": print}
+    table = (
+        Backend("low", 1, "cpu", kernels), Backend("high", 3, "cpu", kernels, (torch.bfloat16,)),
+        Backend("middle", 2, "cpu", kernels),
+    )  # fmt: skip
+    monkeypatch.setattr(backends, "BACKENDS", table)
+    assert backends.select(REQUEST).name == "middle"
+    assert backends.select(replace(REQUEST, dtype=torch.bfloat16)).name == "high"
+    assert backends.select(REQUEST, "low").name == "low"
+    with pytest.raises(UnsupportedConfiguration, match="^high: serves torch.bfloat16, got torch.float32$") as error:
+        backends.select(REQUEST, "high")
+    assert len(error.value.reasons) == 1
+    with pytest.raises(UnsupportedConfiguration) as error:
+        backends.select(replace(REQUEST, op="nothing"))
+    assert [reason.split(":")[0] for reason in error.value.reasons] == ["high", "high", "middle", "low"]
+
+
+def test_unknown_name():
+    with pytest.raises(ValueError, match="^backend: expected one of .*cpu.*, got nosuch$"):
+        backends.select(REQUEST, "nosuch")
+
+
+def decode_arguments():
+    batch = make_batch([1, 1], [20, 5])
+    entries = make_entries(batch, DIRECT.head_size, torch.float32)
+    plan = fast.build_mla_metadata(batch.common, 16, 64)
+    return (
+        torch.randn(2, 3, 24),
+        torch.randn(2, 3, 8),
+        make_cache(batch, entries, 32, torch.float32),
+        plan.decode,
+        0.3,
+    )
+
+
+def test_schedule_changes_no_value(ops):
+    """It is a plan of time: the bits are those without it."""
+    q, k_pe, cache, plan, scale = decode_arguments()
+    schedule = DecodeSchedule(integers(0, 0, 0, 1, 0).view(1, 5), integers(0, 1, 2))
+    with_schedule, without = (
+        ops.mla_decode(q, k_pe, cache, plan, scale, schedule),
+        ops.mla_decode(q, k_pe, cache, plan, scale),
+    )
+    assert torch.equal(with_schedule.out, without.out) and torch.equal(with_schedule.lse, without.lse)
+
+
+@pytest.mark.parametrize(
+    "lens, wanted",
+    [((1, 1, 1), "SINGLE_ONLY"), ((0, 1), "VARLEN"), ((2, 2), "UNIFORM"), ((1, 3), "VARLEN"), ((2, 2, 0), "VARLEN")],
+)
+def test_query_lens_of(lens, wanted):
+    """A batch is uniform only where every request is as long as the bound; a length of 0 breaks it."""
+    assert backends.query_lens_of(sum(lens), len(lens), max(lens)).name == wanted
+
+
+def test_layer_refuses_an_unknown_backend():
+    with pytest.raises(ValueError, match="^backend: expected one of cpu, triton, hopper, got nosuch$"):
+        make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend="nosuch")
+
+
+def step_of_a_layer(backend) -> None:
+    """One decode and one prefill with cached context, through a layer."""
+    batch = make_batch([1, 3], [20, 20])
+    entries = make_entries(batch, DIRECT.head_size, torch.float32)
+    layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend=backend)
+    plan = fast.build_mla_metadata(batch.common, 16, 16)
+    assert plan.num_decodes == 1 and plan.prefill.context_chunks
+    cache = make_cache(batch, entries, 32, torch.float32)
+    layer(torch.randn(4, DIRECT.hidden_size), torch.tensor([19, 17, 18, 19]), cache, plan)
+
+
+STEP = {"flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states", "mla_decode", "rope_norm_and_cache"}
+
+
+@pytest.mark.parametrize("backend, decoder", [
+    (None, set()), ("cpu", set()), ("decoder", {"mla_decode"}), ({"mla_decode": "decoder"}, {"mla_decode"}),
+    ({"decode_programs": "decoder"}, {"mla_decode"}), ({"flash_attn_varlen": "cpu"}, set()),
+], ids=str)  # fmt: skip
+def test_a_layer_binds_what_a_backend_declares(backend, decoder, launched):
+    """Every op of a layer, its prefill's gather too, goes where the name or the mapping says; the others are chosen."""
+    step_of_a_layer(backend)
+    assert launched == {("decoder" if op in decoder else "cpu", op) for op in STEP}
+
+
+def test_a_compound_function_binds_what_a_backend_declares(launched):
+    """A cascade and a decode over ranks decode with the named backend; the rest of them is chosen."""
+    q, k_pe, cache, plan, scale = decode_arguments()
+    cascade = fast.split_shared_prefix(plan, 16, 16, 0)
+    fast.cascade_attention(q, k_pe, cache, cascade, scale, backend="decoder")
+    assert launched == {("decoder", "mla_decode"), ("cpu", "merge_attn_states")}
+    exchanges = {"ag_rs": {"share_attn_out"}, "a2a": {"pack_attn_state", "combine_attn_states"}}
+    for merge, exchange in exchanges.items():
+        launched.clear()
+        fast.simulate(
+            2, 1, lambda ranks: fast.dcp_decode(q, k_pe, cache, plan, scale, ranks, backend="decoder"), merge=merge
+        )
+        parts = {"mla_decode_parts", "merge_decode_parts"} if merge == "ag_rs" else {"mla_decode"}
+        assert launched == {("decoder", op) for op in parts} | {("cpu", op) for op in exchange}
+
+
+def test_a_compound_function_refuses_a_backend_that_declares_nothing_of_it(launched):
+    batch = make_batch([3], [20])
+    plan = fast.build_mla_metadata(batch.common, 16, 16)
+    cache = make_cache(batch, make_entries(batch, 32, torch.float32), 32, torch.float32)
+    up = torch.randn(24, 2, 4)
+    arguments = torch.randn(3, 2, 12), torch.randn(3, 24), torch.randn(3, 8), cache, plan.prefill, up, up, 0.3
+    fast.forward_prefill(*arguments, backend="cpu")
+    launched.clear()
+    assert refusal(lambda: fast.forward_prefill(*arguments, backend="decoder")) == [
+        "decoder: has no kernel for flash_attn_varlen",
+        "decoder: has no kernel for gather_and_maybe_dequant_cache",
+        "decoder: has no kernel for merge_attn_states",
+    ]
+    assert not launched
+
+
+@pytest.mark.parametrize("backend, planner", [(None, "cpu"), ("decoder", "cpu"), ({"plan_decode": "cpu"}, "cpu")])
+def test_a_graph_binds_what_a_backend_declares(backend, planner, launched):
+    graph = fast.DecodeGraph(
+        lambda hidden, positions, metadata: hidden, DIRECT, [2], 16, 2, torch.float32, "cpu", backend=backend
+    )
+    graph.replay(2)
+    counter = "decoder" if backend == "decoder" else "cpu"
+    assert launched == {(counter, "decode_programs"), (planner, "plan_decode")}
+
+
+WRONG = [
+    ("nosuch", "^backend: expected one of cpu, triton, hopper, got nosuch$"),
+    (7, "^backend: expected None, a name or a mapping from op to name, got int$"),
+    ({"mla_decod": "cpu"}, "^backend: expected a mapping from some of apply_rope, .*, swap_blocks, got mla_decod$"),
+    ({"mla_decode": "nosuch"}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got nosuch$"),
+    ({"mla_decode": None}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got None$"),
+    ({"plan_decode": "cpu", "apply_rope": "hopper"}, "^hopper: has no kernel for apply_rope$"),
+    ({"mla_decode": "hopper", "decode_programs": "triton"},
+     "^backend: expected one name for mla_decode, .*, decode_programs, got hopper and triton$"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend, message", WRONG, ids=str)
+def test_what_nothing_has_is_refused_at_construction(backend, message, plain_errors):
+    """In one line, by whatever takes `backend=`, before anything runs; an op that is not concerned refuses it too."""
+    state = fast.AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
+    calls = [
+        lambda: make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend=backend),
+        lambda: fast.DecodeGraph(lambda *_: None, DIRECT, [2], 16, 2, torch.float32, "cpu", backend=backend),
+        lambda: fast.warmup(DIRECT, device="cpu", dtype=torch.float32, backend=backend),
+        lambda: backends.explain(DIRECT, device="cpu", dtype=torch.float32, backend=backend),
+        lambda: fast.merge_attn_states(state, state, backend=backend),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["cpu", "triton", "hopper"])
+def test_a_backend_declares_kernels_of_its_own(name):
+    """No launcher of another stands under its name, but for the combine that Hopper's decode launches itself."""
+    if name != "cpu":
+        pytest.importorskip("triton")
+    declared = next(backend for backend in backends.BACKENDS if backend.name == name).kernels
+    assert set(declared) == set(importlib.import_module(f"fast.kernels.{name}").KERNELS)
+    for op in declared:
+        owner = "triton" if op == "merge_decode_parts" and name == "hopper" else name
+        assert declared[op].__module__.startswith(f"fast.kernels.{owner}."), op
+
+
+def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
+    """Also where the backend serves other ops on that device: no op of it runs another backend's kernel."""
+    capability(9, 0)
+    assert backends.select(ON_GPU, "hopper").name == "hopper"
+    for op in sorted(set(cpu.KERNELS) - set(DECODES) - {"pack_attn_state"}):
+        request = KernelRequest(op, GPU, torch.bfloat16)
+        assert refusal(lambda request=request: backends.select(request, "hopper")) == [
+            f"hopper: has no kernel for {op}"
+        ]
+        assert backends.select(request).name == backends.select(request, "triton").name == "triton"
+    state = fast.AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
+    assert refusal(lambda: fast.merge_attn_states(state, state, backend="hopper")) == [
+        "hopper: has no kernel for merge_attn_states", "hopper: serves device cuda, got cpu",
+        "hopper: serves torch.bfloat16, torch.float16, got torch.float32",
+    ]  # fmt: skip
+
+
+def test_ops_with_private_buffers_between_them_stay_together(capability):
+    """A mapping that names one op of a decode names them all; a backend with half of a pair serves neither."""
+    capability(9, 0)
+    for op in DECODES:
+        assert backends.bind({op: "triton", "apply_rope": "triton"}) == dict.fromkeys(
+            (*DECODES, "apply_rope"), "triton"
+        )
+        for other in DECODES:
+            assert backends.select(replace(ON_GPU, op=other), {op: "triton"}).name == "triton"
+            assert backends.select(replace(ON_GPU, op=other), {"apply_rope": "triton"}).name == "hopper"
+    half = Backend("half", 1, "cpu", {"mla_decode_parts": print, "pack_attn_state": print})
+    for op, missing in (("mla_decode_parts", "merge_decode_parts"), ("pack_attn_state", "combine_attn_states")):
+        request = KernelRequest(op, CPU, torch.float32)
+        assert half.validate_configuration(request) == [f"half: has no kernel for {missing}"]
+
+
+def test_ops_say_which_output_they_need(capability):
+    """A float64 output of bfloat16 inputs is refused on a GPU, and served where kernels write it."""
+    capability(9, 0)
+    for out_dtype in (torch.float32, torch.bfloat16):
+        assert backends.select(replace(ON_GPU, out_dtype=out_dtype)).name == "hopper"
+    written = "writes torch.float32, torch.bfloat16, torch.float16, got torch.float64"
+    reasons = refusal(lambda: backends.select(replace(ON_GPU, out_dtype=torch.float64)))
+    assert [reason for reason in reasons if "writes" in reason] == [f"hopper: {written}", f"triton: {written}"]
+    q, k_pe, cache, plan, scale = decode_arguments()
+    keys, offsets = torch.randn(2, 3, 8), integers(0, 1, 2)
+    calls = [
+        lambda backend: fast.mla_decode(q, k_pe, cache, plan, scale, out_dtype=torch.float64, backend=backend),
+        lambda backend: fast.flash_attn_varlen(
+            keys, keys, keys, offsets, offsets, 1, 1, scale, True, out_dtype=torch.float64, backend=backend
+        ),
+    ]
+    for call in calls:
+        assert f"triton: {written}" in refusal(lambda call=call: call("triton"))
+        assert call("cpu").out.dtype == torch.float64
+
+
+@pytest.mark.parametrize("found, served", [((8, 9), "triton"), ((9, 0), "hopper"), ((10, 0), "triton")])
+def test_capability_end(found, served, capability):
+    """Hopper's kernels are of one generation: neither the cards before it nor those after it (10.0) get them."""
+    capability(*found)
+    assert backends.select(ON_GPU).name == served
+    if served != "hopper":
+        assert refusal(lambda: backends.select(ON_GPU, "hopper")) == [
+            f"hopper: needs compute capability (9, 0) and below (10, 0), got {found}"
+        ]
+
+
+def test_rocm_is_refused_by_name(capability, monkeypatch):
+    """An MI300 reports capability (9, 4), which is no Hopper; nothing has been tested there."""
+    capability(9, 4)
+    assert backends.select(ON_GPU).name == "hopper"  # what these numbers mean on an NVIDIA GPU
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    for name in ("hopper", "triton"):
+        reason = f"{name}: not tested on ROCm, serves NVIDIA GPUs, got ROCm 6.4.1"
+        assert refusal(lambda name=name: backends.select(ON_GPU, name)) == [reason]
+        assert reason in refusal(lambda: backends.select(ON_GPU))
+    assert backends.select(REQUEST).name == "cpu"
+    tested = Backend("tested", 1, "cuda", {"mla_decode": print}, capability=(8, 0), rocm=True)
+    assert tested.validate_configuration(ON_GPU) == []
+
+
+def test_an_mi300_is_no_hopper_for_the_launchers(monkeypatch):
+    """The launchers of portable Triton give it neither tensor descriptors nor Hopper's tiles."""
+    pytest.importorskip("triton")
+    from fast.kernels.triton.device import device_facts
+
+    card = SimpleNamespace(multi_processor_count=304, major=9, minor=4, shared_memory_per_block_optin=65536)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    facts = device_facts.__wrapped__(GPU)
+    assert facts.capability == (9, 4) and facts.has_copy_engine and facts.has_dependent_launch
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    facts = device_facts.__wrapped__(GPU)
+    assert facts.capability[0] != 9 and not facts.has_copy_engine and not facts.has_dependent_launch
+
+
+def test_an_explicit_request_is_never_replaced(plain_errors):
+    """A kernel set that cannot serve raises at the call; nothing is written."""
+    q, k_pe, cache, plan, scale = decode_arguments()
+    calls = [
+        lambda: fast.mla_decode(q, k_pe, cache, plan, scale, backend="nosuch"),
+        lambda: fast.concat_and_cache_mla(q[:, 0], k_pe[:, 0], cache, torch.tensor([0, 1]), backend="nosuch"),
+        lambda: fast.apply_rope(torch.arange(2), k_pe, k_pe[:, 0], DIRECT.rope, backend="nosuch"),
+        lambda: fast.copy_blocks([cache], torch.tensor([[0, 1]]), backend="nosuch"),
+        lambda: fast.swap_blocks(cache, cache.clone(), torch.tensor([[0, 1]]), backend="nosuch"),
+        lambda: fast.gather_and_maybe_dequant_cache(
+            cache, plan.block_table, integers(0, 1, 2), integers(0, 0), 2, backend="nosuch"
+        ),
+    ]
+    before = cache.clone()
+    for call in calls:
+        with pytest.raises(ValueError, match="^backend: expected one of .*, got nosuch$"):
+            call()
+    assert_same_bits(cache, before)
+
+
+def test_an_explicit_request_is_served():
+    arguments = decode_arguments()
+    named, chosen = fast.mla_decode(*arguments, backend="cpu"), fast.mla_decode(*arguments)
+    assert_same_bits(named.out, chosen.out)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_explain(config):
+    """A line an op, with who serves it; where nobody does, why."""
+    lines = backends.explain(config, device="cpu", dtype=torch.bfloat16).splitlines()
+    served = dict(line.split(": ", 1) for line in lines)
+    assert served["mla_decode"].startswith("cpu") and served["flash_attn_varlen"].startswith("cpu")
+    refused = backends.explain(config, device="meta", dtype=torch.float32).splitlines()
+    assert all(": none (" in line and "serves device cpu, got meta" in line for line in refused)
+    assert len(refused) == len(lines)
+    with pytest.raises(ValueError, match="^backend: expected one of"):
+        backends.explain(config, device="cpu", dtype=torch.float32, backend="nosuch")
+
+
+def explained(**options) -> dict[str, str]:
+    """What `explain` says of each op of a layer in bfloat16 on a GPU."""
+    lines = backends.explain(V3, device="cuda", dtype=torch.bfloat16, **options).splitlines()
+    return dict(line.split(": ", 1) for line in lines)
+
+
+@pytest.mark.parametrize("block_size, served", [(64, "hopper"), (48, "triton")])
+def test_explain_decodes_together(block_size, served, capability):
+    """What a decode is made of is of one backend, on a card that has several."""
+    capability(9, 0)
+    found = explained(block_size=block_size)
+    for op in DECODES:
+        assert found[op].split(" ")[0] == served, op
+
+
+def test_explain_lists_what_is_bound_and_what_is_chosen(capability):
+    capability(9, 0)
+    for backend in ("hopper", {"mla_decode": "hopper"}):
+        found = explained(backend=backend)
+        assert {op for op, said in found.items() if said == "hopper, bound"} == set(DECODES)
+        chosen = "triton, chosen (cpu: serves device cpu, got cuda; hopper: has no kernel for apply_rope)"
+        assert found["apply_rope"] == chosen
+        assert all(said.startswith("triton, chosen (") for op, said in found.items() if op not in DECODES)
+    assert set(explained(backend="triton").values()) == {"triton, bound"}
+    found = explained(backend="hopper", block_size=48)
+    reason = "hopper: serves block sizes (16, 32, 64, 128), got 48"
+    assert {found[op] for op in DECODES} == {f"none, bound to hopper ({reason})"}
+    assert found["apply_rope"] == chosen
+
+
+def test_a_device_without_kernels_is_refused():
+    """Tensors on a device that no kernel set serves: the reasons, not a wrong device's kernel."""
+    with pytest.raises(UnsupportedConfiguration, match="cpu: serves device cpu, got meta"):
+        fast.merge_attn_states(
+            *(
+                fast.AttentionState(torch.zeros(2, 3, 4, device="meta"), torch.zeros(3, 2, device="meta"))
+                for _ in range(2)
+            )
+        )

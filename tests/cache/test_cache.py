@@ -1,0 +1,194 @@
+"""The paged cache, bit by bit, against dictionaries of who owns which entry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fast
+import reference
+
+from ..support.factories import (
+    GARBAGE,
+    assert_same_bits,
+    integers,
+    last_rows,
+    make_batch,
+    make_cache,
+    make_entries,
+    offsets,
+)
+from ..support.properties import given, st
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [((1, 3, 0, 17), (1, 16, 15, 17)), ((2, 2), (0, 33)), ((5,), (31,)), ((), ()), ((0, 0), (7, 0))]
+
+
+def check_write(ops, query_lens, seq_lens, dtype, latent: int = 12, rope: int = 8):
+    """Every new token's entry lands in its own slot, latent then rope; no other byte changes."""
+    batch = make_batch(query_lens, seq_lens, block_size=16, padding=3)
+    entries = make_entries(batch, latent + rope, dtype)
+    cache = make_cache(batch, entries, latent + rope, dtype, new_tokens=False)
+    rows = torch.cat(
+        (last_rows(batch, entries).view(-1, latent + rope).to(dtype), torch.randn(3, latent + rope).to(dtype))
+    )
+    ops.concat_and_cache_mla(rows[:, :latent], rows[:, latent:], cache, batch.common.slot_mapping)
+    assert_same_bits(cache, make_cache(batch, entries, latent + rope, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lens", LENGTHS)
+def test_write(ops, lens, dtype):
+    """Pitfall 6: padding rows, in the batch and behind it, are written nowhere."""
+    check_write(ops, *lens, dtype)
+
+
+def test_write_without_rope(ops):
+    check_write(ops, (3, 20), (5, 20), torch.bfloat16, rope=0)
+
+
+def test_write_ignores_slots_past_the_tokens(ops):
+    cache = torch.full((2, 4, 5), torch.nan)
+    ops.concat_and_cache_mla(torch.ones(2, 3), torch.ones(2, 2), cache, torch.tensor([7, -1, 0, 10_000_000]))
+    assert cache[1, 3].eq(1).all() and cache.isnan().sum() == 7 * 5
+
+
+def check_gather(ops, seq_lens, starts, lengths, dtype, block_size=16):
+    """Each request's piece, in order, and nothing that is not its own."""
+    batch = make_batch([0] * len(seq_lens), seq_lens, block_size)
+    entries = make_entries(batch, 20, dtype)
+    cache = make_cache(batch, entries, 20, dtype)
+    wanted = torch.cat(
+        [own[s : s + n] for own, s, n in zip(entries, starts, lengths, strict=True)] + [cache[:0].view(-1, 20)]
+    )
+    got = ops.gather_and_maybe_dequant_cache(
+        cache, batch.common.block_table, offsets(lengths), integers(*starts), sum(lengths)
+    )
+    assert_same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "seq_lens, starts, lengths",
+    [
+        ((33, 5, 16), (0, 0, 0), (33, 5, 16)),
+        ((33, 5, 47), (16, 0, 31), (17, 0, 2)),
+        ((15, 0, 1), (3, 0, 0), (12, 0, 1)),
+        ((40,), (37,), (3,)),
+        ((40, 8), (0, 0), (0, 0)),
+        ((), (), ()),
+    ],
+)
+def test_gather(ops, seq_lens, starts, lengths, dtype):
+    """Pitfall 7: the NaN tail of the last page and the garbage past the last block reach nothing."""
+    check_gather(ops, seq_lens, starts, lengths, dtype)
+
+
+@given(st.data(), st.sampled_from(["reference", "fast"]), st.sampled_from([1, 2, 7, 16]))
+def test_gather_any_piece(data, wing, block_size):
+    seq_lens = data.draw(st.lists(st.integers(0, 40), max_size=5))
+    starts = [data.draw(st.integers(0, n)) for n in seq_lens]
+    lengths = [data.draw(st.integers(0, n - s)) for n, s in zip(seq_lens, starts, strict=True)]
+    check_gather({"reference": reference, "fast": fast}[wing], seq_lens, starts, lengths, torch.float32, block_size)
+
+
+def test_gather_in_small_pieces(monkeypatch):
+    monkeypatch.setattr("fast.kernels.cpu.cache.PIECE_TOKENS", 5)
+    check_gather(fast, (33, 5, 47), (16, 0, 30), (17, 5, 2), torch.float32)
+
+
+def test_gather_out(ops):
+    """The fast twin fills a caller's workspace, in place and whole."""
+    if ops is reference:
+        return check_gather(ops, (9,), (0,), (9,), torch.float32)
+    batch = make_batch((0,), (9,), 4)
+    entries = make_entries(batch, 6, torch.float32)
+    cache, workspace = make_cache(batch, entries, 6, torch.float32), torch.empty(20, 6)
+    out = workspace[:9]
+    got = ops.gather_and_maybe_dequant_cache(cache, batch.common.block_table, integers(0, 9), integers(0), 9, out=out)
+    assert got is out
+    assert_same_bits(workspace[:9], entries[0])
+    assert workspace[9:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copy_and_swap(ops, dtype):
+    """Whole blocks, NaN included; every other byte stays."""
+    caches = [torch.randn(6, 4, 5).to(dtype) for _ in range(2)]
+    caches[1][2, 3] = torch.nan
+    pairs = {2: 0, 5: 4}
+    mapping = torch.tensor([list(pair) for pair in pairs.items()], dtype=torch.int64)
+    wanted = [torch.stack([c[{t: s for s, t in pairs.items()}.get(b, b)] for b in range(6)]) for c in caches]
+    ops.copy_blocks(caches, mapping)
+    for got, want in zip(caches, wanted, strict=True):
+        assert_same_bits(got, want)
+
+    source, target = caches[1], torch.full((9, 4, 5), torch.nan).to(dtype)
+    was = source.clone()
+    ops.swap_blocks(source, target, torch.tensor([[2, 8], [2, 0], [4, 4]]))
+    for block in range(9):
+        origin = {8: 2, 0: 2, 4: 4}.get(block)
+        assert_same_bits(target[block], torch.full((4, 5), torch.nan).to(dtype) if origin is None else source[origin])
+    assert_same_bits(source, was)
+
+
+def test_nothing_to_copy(ops):
+    cache = torch.randn(3, 4, 5)
+    was = cache.clone()
+    ops.copy_blocks([cache], torch.empty(0, 2, dtype=torch.int64))
+    ops.copy_blocks([], torch.tensor([[0, 1]]))
+    ops.swap_blocks(cache, torch.randn(2, 4, 5), torch.empty(0, 2, dtype=torch.int64))
+    assert_same_bits(cache, was)
+
+
+def test_allocate(ops):
+    cache = ops.allocate_kv_cache(3, 16, 20, torch.bfloat16)
+    assert cache.shape == ops.kv_cache_shape(3, 16, 20) and cache.dtype == torch.bfloat16
+    assert ops.allocate_kv_cache(0, 16, 20, torch.float32).numel() == 0
+
+
+def test_offsets_beyond_32_bit(ops):
+    """Pitfall 8: the flat offset of a slot passes 2^31. The pages between are virtual: nobody touches them."""
+    head_size, block_size, num_blocks = 1024, 64, 2**15 + 2  # 2^31 + 2^17 elements, 16 bit
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        cache = torch.empty(num_blocks, block_size, head_size, dtype=torch.float16)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    assert cache.numel() > 2**31
+    entries = torch.randn(3, head_size).half()
+    slots = torch.tensor([num_blocks * block_size - 1, 5, (num_blocks - 2) * block_size])
+    ops.concat_and_cache_mla(entries[:, :1000], entries[:, 1000:], cache, slots)
+    assert_same_bits(cache[num_blocks - 1, block_size - 1], entries[0])
+    table = integers(num_blocks - 1, GARBAGE, 0, GARBAGE, num_blocks - 2, GARBAGE).view(3, 2)
+    got = ops.gather_and_maybe_dequant_cache(cache, table, integers(0, 1, 2, 3), integers(63, 5, 0), 3)
+    assert_same_bits(got, entries)
+    ops.copy_blocks([cache], torch.tensor([[num_blocks - 2, 1]]))
+    assert_same_bits(cache[1, 0], entries[2])
+
+
+@pytest.mark.parametrize("layout", ["layers_first", "blocks_first"])
+def test_all_layers_in_one_tensor(ops, layout):
+    """Each layer's cache is a view that every op takes, whichever axis is the slowest; layers stay apart."""
+    layers, blocks, block_size, width = 3, 5, 4, 32
+    device = torch.get_default_device()
+    caches = ops.allocate_kv_cache(blocks, block_size, width, torch.float32, device, num_layers=layers, layout=layout)
+    assert caches.shape == (layers, blocks, block_size, width) and caches[0].stride(2) == 1
+    layer_stride, block_stride = caches.stride()[:2]
+    inner = block_size * width
+    assert (layer_stride, block_stride) == (
+        (blocks * inner, inner) if layout == "layers_first" else (inner, layers * inner)
+    )
+    caches.fill_(torch.nan)
+    entries = torch.randn(layers, 6, width)
+    slots = torch.tensor([3, 4, 19, 0, 7, -1])
+    for layer in range(layers):
+        ops.concat_and_cache_mla(entries[layer, :, :24], entries[layer, :, 24:], caches[layer], slots)
+    table = integers(0, 1, 4).view(1, 3)
+    for layer in range(layers):
+        found = ops.gather_and_maybe_dequant_cache(caches[layer], table, integers(0, 12), integers(0), 12)
+        for row, slot in ((3, 0), (0, 3), (1, 4), (4, 7)):
+            assert_same_bits(found[slot], entries[layer, row])
+        assert_same_bits(found[11], entries[layer, 2])
+    ops.copy_blocks(list(caches), torch.tensor([[4, 2]]))
+    assert_same_bits(caches[1, 2, 3], entries[1, 2])

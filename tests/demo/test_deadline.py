@@ -1,0 +1,43 @@
+"""A step that waits on a GPU for a dead rank ends its process, whatever has become of the process's own streams."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import logging, os, sys, time
+from types import SimpleNamespace
+from fast.deadline import deadline
+
+group = SimpleNamespace(name="cp_group", rank=1, members=(0, 1), last_operation="all_gather", timeout_s=0.5,
+                        fails_on_its_own=sys.argv[1] == "gloo")
+if sys.argv[1] == "closed":
+    print("kept back", end="")
+    sys.stdout.close()
+if sys.argv[1] == "broken handler":
+    class Broken(logging.Handler):
+        def handle(self, record):
+            raise OSError("of a test")
+    logging.getLogger("fast").addHandler(Broken())
+with deadline(SimpleNamespace(cp_group=group, tp_group=group), (3, 5)):
+    time.sleep(0.1 if sys.argv[1] == "in time" else 1.0 if sys.argv[1] == "gloo" else 60)
+time.sleep(0.6)
+os._exit(0)
+"""
+WAITS = "cp_group: rank 1 among ranks [0, 1] waits in or before all_gather"
+LINE = f"no answer within 0.5 s: {WAITS}; {WAITS}; requests in flight: 3, 5\n"
+
+
+@pytest.mark.parametrize("case", ["plain", "closed", "broken handler", "in time", "gloo"])
+def test_deadline(case):
+    """Over gloo, whose exchanges fail by themselves, and in time nothing happens."""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", SCRIPT, case], cwd=root, capture_output=True, text=True, timeout=50,
+                          check=False)  # fmt: skip
+    ends = case not in ("in time", "gloo")
+    assert done.returncode == (70 if ends else 0), done.stderr
+    assert done.stderr.count(LINE) == int(ends)

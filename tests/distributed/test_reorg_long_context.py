@@ -1,0 +1,32 @@
+"""`reorg_kvcache` over more tokens than the cpu kernel orders at once (4096): every piece of them, bit by bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import reference
+from fast.kernels.cpu import context_parallel as cpu_kernels
+from reference.interfaces import ContextChunk, SequenceShare
+
+from ..mla.test_context_parallel import dealt_pieces
+from ..support.factories import assert_same_bits, integers, offsets
+
+LENS = (2500, 0, 3001, 1, 3900, 64)  # requests end within the first piece and the second, and lie across both edges
+
+
+@pytest.mark.parametrize("rows", ["dense", "with gaps"])
+@pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 16), (3, 5), (8, 1)])
+def test_reorg_of_several_thousand_tokens(ops, size, interleave, rows):
+    """Planted: the second piece of 4096 tokens is read, or written, in the wrong place."""
+    assert sum(LENS) > 2 * cpu_kernels.PIECE_TOKENS, "otherwise there is no second piece, and no third"
+    entries = [torch.randn(length, 3) for length in LENS]
+    chunk = ContextChunk(integers(*[0] * len(LENS)), offsets(LENS), sum(LENS), max(LENS))
+    chunk = reference.share_chunk(chunk, SequenceShare(size, 0, interleave))
+    gathered = dealt_pieces(entries, [0] * len(LENS), size, interleave, chunk.padded_tokens)
+    if rows == "with gaps":
+        gathered = torch.cat((gathered, gathered), -1)[..., :3]
+    found, wanted = ops.reorg_kvcache(gathered, chunk), torch.cat(entries)
+    wrong = found.ne(wanted).any(1).nonzero().flatten().tolist()
+    assert not wrong, f"{len(wrong)} of {len(wanted)} tokens differ, {wrong[0]} to {wrong[-1]}"
+    assert_same_bits(found, wanted)

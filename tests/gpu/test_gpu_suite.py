@@ -1,0 +1,273 @@
+"""The GPU suite's own arithmetic: what it runs, reads and reports. No GPU is needed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pkgutil
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from .. import conftest, gpu_suite, memory_checks, sanitizers
+from ..support import commands
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("NVIDIA H200", "h200.json"),
+        ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb.json"),
+        ("NVIDIA GeForce RTX 4090", "geforce-rtx-4090.json"),
+    ],
+)
+def test_results_file(gpu, name):
+    assert gpu_suite.file_name(gpu) == name
+
+
+def test_junit(tmp_path):
+    path = tmp_path / "report.xml"
+    path.write_text(
+        '<testsuites><testsuite><testcase classname="tests.test_a" name="right"/>'
+        '<testcase classname="tests.test_a" name="wrong"><failure message="no"/></testcase>'
+        '<testcase classname="tests.test_a" name="broken"><error message="no"/></testcase>'
+        '<testcase classname="tests.test_a" name="left"><skipped message="no GPU"/></testcase>'
+        '<testcase classname="" name="tests.test_b"><skipped message="collection skipped"/></testcase>'
+        "</testsuite></testsuites>"
+    )
+    found = gpu_suite.read_junit(path)
+    assert found == {
+        "passed": 1, "failed": ["tests.test_a::wrong", "tests.test_a::broken"],
+        "skipped": {"no GPU": 1, "collection skipped: tests.test_b": 1},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", ["triton", "hopper"])
+def test_kernels_of_a_set(folder):
+    """Those that Triton would compile: the memory checker's launches leave none of them out."""
+    pytest.importorskip("triton")
+    package = importlib.import_module(f"fast.kernels.{folder}")
+    found = set()
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        for name, value in vars(importlib.import_module(module.name)).items():
+            if name.startswith("_") and name.endswith("_kernel") and value.fn.__module__ == module.name:
+                found.add(name.strip("_"))
+    assert len(found) > 3 and memory_checks.kernels_of([folder]) == found
+
+
+def test_what_a_memory_checker_must_have_seen():
+    """Each share at its end, no error in any, every kernel and variant among the launches of all; else it fails."""
+    kernels = [f"{name} (fp32, ROWS 16)" for name in memory_checks.kernels_of(["triton"])]
+    clean, unclean = "========= ERROR SUMMARY: 0 errors", "========= ERROR SUMMARY: 3 errors"
+    ended = "share {} of 2 came to its end"
+
+    def outcome(share, names, said=clean, status=0, last=ended):
+        return status, "\n".join([*(f"launched: {name}" for name in names), last.format(share), said])
+
+    both = [outcome(1, kernels[:5]), outcome(2, kernels[4:])]
+    found = sanitizers.shares_report(both, hopper=False)
+    assert found == {
+        "ok": True, "launched": sorted(kernels),
+        "summary": ["every op and every variant was launched", "2 x ERROR SUMMARY: 0 errors"],
+    }  # fmt: skip
+    for bad in (
+        [both[0], outcome(2, kernels[6:])], [both[0], outcome(2, kernels[4:], unclean, 9)],
+        [both[0], outcome(2, kernels[4:], last="killed")], [both[0], outcome(2, kernels[4:], said="")],
+    ):  # fmt: skip
+        assert not sanitizers.shares_report(bad, hopper=False)["ok"]
+    missing = memory_checks.never_launched(kernels, hopper=True)
+    assert "two_phases_kernel" in missing and "few_heads_kernel of ROWS 32" in missing
+
+
+KERNEL, TRITONS = "_few_heads_kernel", sorted(p for p in sanitizers.tritons_own() if p.kernel == "_few_heads_kernel")
+
+
+def reported(*pairs) -> str:
+    """What racecheck says of pairs of places, and that it is done."""
+    lines = []
+    for first, second in pairs:
+        lines.append(f"========= Error: Race reported between Read access at {KERNEL}+0x140 in {first}")
+        lines.append(f"=========     and Write access at {KERNEL}+0x9a0 in {second} [4 hazards]")
+    return "\n".join([*lines, f"========= RACECHECK SUMMARY: {len(pairs)} hazards displayed ({len(pairs)} errors)"])
+
+
+def places(*found) -> list[str]:
+    return [f"{place.file}:{place.line}" for place in found]
+
+
+def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
+    """A report without a place is asked for again; what the first attempt said with places counts all the same."""
+    head, call = places(*TRITONS)
+    nowhere = reported(("pieces.py:9", "pieces.py:7"), (head, call)).replace(f"{KERNEL}+0x140 in {head}", "").replace(
+        f"{KERNEL}+0x9a0 in {call}", " ")  # fmt: skip
+    clean, ran = reported((head, call)), []
+
+    def shares(tool, args, given, *options, shares=()):
+        ran.append(list(shares))
+        return [(0, clean), (0, clean if stops and shares else nowhere)][-len(shares) :]
+
+    monkeypatch.setattr(sanitizers, "run_shares", shares)
+    monkeypatch.setattr(sanitizers, "sanitizer", lambda tool: ["true"])
+    monkeypatch.setattr(sanitizers, "run", lambda *_, **__: (0, "hand-over: every value came\n" + reported()))
+    pytest.importorskip("triton")
+    for stops, expected in ((True, [[], [2]]), (False, [[], [2], [2]])):
+        ran.clear()
+        found = sanitizers.run_racecheck(SimpleNamespace(jobs=2, limit=9.0))
+        assert ran == expected and len(found["races"]) == 1 + (not stops)
+        assert found["races"][-1].endswith(f" x pieces.py:9 ({KERNEL}), pieces.py:7 ({KERNEL})")
+        assert any(line.startswith(f"{len(expected) - 1} shares again") for line in found["summary"])
+
+
+def test_where_triton_specializes_warps():
+    """Two lines of each kernel, and such lines as a reader would find there."""
+    own = sanitizers.tritons_own()
+    assert Counter(place.kernel for place in own) == dict.fromkeys(
+        ("_few_heads_kernel", "_many_heads_kernel", "_two_phases_kernel", "_hand_over_kernel"), 2)  # fmt: skip
+    lines = (commands.ROOT / "fast/kernels/hopper/few_heads.py").read_text().splitlines()
+    assert [lines[place.line - 1].strip() for place in TRITONS] == [f"def {KERNEL}(", "gl.warp_specialize("]
+
+
+def test_races():
+    """Every pair of places counts, one line among several too, and one that the parser does not know."""
+    head, call = places(*TRITONS)
+    again = f"[4 hazards]\n=========     and Write access at {KERNEL}+0x10 in pieces.py:7 [1 hazards]"
+    found = sanitizers.races(reported((head, call), ("pieces.py:9", call)).replace("[4 hazards]", again, 1))
+    assert found.total() == 3 and sanitizers.of_ours(found).total() == 2
+    assert str(next(iter(sanitizers.of_ours(found)))[1]) == f"pieces.py:7 ({KERNEL})"
+    unknown = reported((head, call)).replace(f" in {call}", " in an unknown place")
+    assert sanitizers.of_ours(sanitizers.races(unknown)).total() == 1
+    unread = reported((head, call), ("pieces.py:9", call)).replace(
+        f"Read access at {KERNEL}+0x140 in pieces.py:9", "it"
+    )
+    assert sanitizers.of_ours(sanitizers.races(unread)).total() == 1
+    other = reported((head, call)).replace(f"{KERNEL}+0x9a0", "_other_kernel+0x9a0")
+    assert sanitizers.of_ours(sanitizers.races(other)).total() == 1
+
+
+def test_what_racecheck_must_say():
+    """No race but Triton's own in any share, and controls that tell an order from none; else the stage fails."""
+    head, call = places(*TRITONS)
+    kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["triton"])]
+    launched = "\n".join(f"launched: {name}" for name in kernels)
+
+    def share(number, said, status=0):
+        return status, f"{launched}\nshare {number} of 2 came to its end\n{said}"
+
+    own, race = reported((head, call)), reported((head, call), ("pieces.py:9", "pieces.py:7"))
+    came, lost = "hand-over: every value came\n", "hand-over: 3 of 64 came\n"
+    controls = {"every thread arrives": came + own, "one arrives for all": came + race, "nobody waits": lost + race}
+    assert [*controls] == [*sanitizers.CONTROLS]
+    outcomes = [share(1, own), share(2, own)]
+    found = sanitizers.races_report(outcomes, controls, hopper=False)
+    assert found["ok"] and found["races"] == [] and found["controls"] == dict(zip(controls, (0, 1, 1), strict=True))
+    assert found["summary"][1:3] == ["0 races", "2 at Triton's warp_specialize"]
+    nothing = (
+        reported((head, call)).replace(f" {KERNEL}+0x140 in {head}", " ").replace(f" {KERNEL}+0x9a0 in {call}", " ")
+    )
+    assert sanitizers.races_report(outcomes, controls, False, [nothing])["ok"]
+    assert not sanitizers.races_report(outcomes, controls, False, [nothing, race])["ok"]
+    twice = own.replace(
+        " [4 hazards]", f" [4 hazards]\n=========     and Write access at {KERNEL}+0x9a0 in {call} [1 hazards]"
+    )
+    for bad, heard in (
+        ([share(1, twice), share(2, own.replace("Race reported", "A race"))], controls),
+        ([outcomes[0], share(2, race)], controls), ([outcomes[0], share(2, own, 1)], controls),
+        ([outcomes[0], (0, own)], controls), ([outcomes[0], share(2, own.replace("1 hazards", "2 hazards"))], controls),
+        (outcomes, controls | {"every thread arrives": came + race}),
+        (outcomes, controls | {"every thread arrives": own}), (outcomes, controls | {"nobody waits": lost + own}),
+        (outcomes, controls | {"one arrives for all": ""}), (outcomes, controls | {"every thread arrives": came}),
+        (outcomes, controls | {"one arrives for all": lost + race}),
+        ([outcomes[0], share(2, f"========= Internal Sanitizer Error: out of memory\n{own}")], controls),
+    ):  # fmt: skip
+        assert not sanitizers.races_report(bad, heard, hopper=False)["ok"]
+    assert sanitizers.races_report([outcomes[0], share(2, race)], controls, hopper=False)["races"] == [
+        f"1 x pieces.py:9 ({KERNEL}), pieces.py:7 ({KERNEL})"
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_shares(count):
+    """Every test is in one share, even where there are fewer tests than shares."""
+    for tests in (0, 2, 11):
+        items = [SimpleNamespace(path=Path(f"test_{number}.py"), number=number) for number in range(tests)]
+        ran = []
+        for share in range(1, count + 1):
+            left, said = list(items), []
+            hook = SimpleNamespace(pytest_deselected=lambda items, said=said: said.extend(items))
+            conftest.pytest_collection_modifyitems(
+                SimpleNamespace(getoption={"--share": (share, count)}.get, hook=hook), left
+            )
+            assert len(left) + len(said) == tests
+            ran += [item.number for item in left]
+        assert sorted(ran) == list(range(tests))
+
+
+@pytest.mark.parametrize("said", ["", "3", "0/2", "3/2", "a/2", "1/2/3", "-1/2"])
+def test_no_share(said):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"expected K/N with 1 <= K <= N, got {said}$"):
+        conftest._share(said)
+
+
+def test_suite_runs_every_file(monkeypatch):
+    """Each test file once on its own device, a long one in all its shares; and those of any device on the GPU."""
+    called = []
+    monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (called.append(command), (0, ""))[1])
+    gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0))
+    found = Counter(tuple(word for word in command if ".py" in word or word.startswith(("--device", "--share")))
+                    for command in called)  # fmt: skip
+    folder = Path(__file__).parents[1]
+    wanted = Counter((str(folder / name), "--device=cuda", "--share=1/1") for name in gpu_suite.ANY_DEVICE)
+    files = [file for file in folder.rglob("test_*.py") if file.parent.name != "site"]
+    for file in files:
+        count = gpu_suite.SHARES.get(file.name, 1)
+        wanted.update((str(file), "--device=cpu", f"--share={number}/{count}") for number in range(1, count + 1))
+    assert found == wanted and {*gpu_suite.SHARES} <= {file.name for file in files}
+    assert len({file.name for file in files}) == len(files), "two test files of one name"
+
+
+def test_time_limit():
+    status, said = commands.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.5)
+    assert status == 124 and "ran longer than" in said
+
+
+def test_hostile_arguments():
+    """Indices of a request go outside; offsets, floats and widths stay."""
+    table = torch.zeros(2, 3, dtype=torch.int32)
+    assert memory_checks.hostile("block_table", table, 99).tolist() == [[99, 0, 99], [0, 99, 0]]
+    assert table.eq(0).all()
+    assert memory_checks.hostile("query_start_loc", table, 99) is table
+    assert memory_checks.hostile("max_query_len", 3, 99) == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "error: needs a CUDA device, and torch sees none\n"),
+        (["--peers", "nowhere"], "error: --peers: expected a folder with peers.py, got nowhere\n"),
+    ],
+)
+def test_suite_errors(argv, message, no_gpu, capsys):
+    assert gpu_suite.main(argv) == 2
+    assert capsys.readouterr().err == message
+
+
+def test_suite_writes_what_failed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(gpu_suite, "provenance", lambda *_, **__: {"hardware": "NVIDIA H200"})
+    stages = {"tests": lambda args: {"ok": True, "passed": 3}, "opcheck": lambda args: {"ok": False}}
+    monkeypatch.setattr(gpu_suite, "STAGES", stages)
+    assert gpu_suite.main(["--out", str(tmp_path)]) == 1
+    found = json.loads((tmp_path / "h200.json").read_text())
+    assert found["tests"]["passed"] == 3 and set(found["seconds"]) == set(stages)
+    assert "FAILED: opcheck" in capsys.readouterr().out

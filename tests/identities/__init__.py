@@ -1,0 +1,1 @@
+"""Identities in float64, of one package by itself."""

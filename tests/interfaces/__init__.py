@@ -1,0 +1,1 @@
+"""The contract: config, metadata, closed-form integers, checks of arguments."""

@@ -1,0 +1,339 @@
+"""The planners' bounds: what lies exactly on a bound is accepted, and what lies one past it is refused by name.
+
+A bound that moved by one, or turned from "at most" into "less than", is seen by the first half or by the second.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from reference.interfaces import (
+    CommonAttentionMetadata,
+    ContextChunk,
+    MLAConfig,
+    PathCosts,
+    PrefillMetadata,
+    QueryLenSupport,
+    SequenceShare,
+    check_interleave,
+)
+
+from ..support.factories import DIRECT, integers, make_batch, offsets
+
+V3 = MLAConfig.from_preset("deepseek-v3")
+
+
+@pytest.fixture(autouse=True)
+def _plain(plain_errors):
+    """A user's messages."""
+
+
+def slots(ops, block_size=4, tokens=3, ranks=None, table=((5, 2**31 - 1),), lens=(6,)):
+    """Slots of the last two tokens of one request, on one rank or on a rank of several."""
+    arguments = integers(0, 2), integers(*lens), torch.tensor(table, dtype=torch.int32), block_size, tokens
+    return (ops.slot_mapping(*arguments) if ranks is None else ops.dcp_slot_mapping(*arguments, *ranks)).tolist()
+
+
+def paths(ops, query_lens=(0, 1), context_lens=(0, 7), threshold=0):
+    return ops.choose_paths(integers(*query_lens).cpu(), integers(*context_lens).cpu(), threshold).tolist()
+
+
+def local(ops, chunk, block_size=4):
+    return ops.make_local_attention_virtual_batches(make_batch([2], [9], 4).common, chunk, block_size).seq_lens.tolist()
+
+
+def cascade(ops, prefix, row, block_size=4):
+    plan = ops.build_mla_metadata(make_batch([1, 1], [20, 30], 4).common, 4, 64).decode
+    parts = ops.split_shared_prefix(plan, prefix, block_size, row)
+    assert parts.prefix.block_table.equal(plan.block_table[row : row + 1, : prefix // 4])
+    return parts.suffix.seq_lens.tolist()
+
+
+def worthwhile(ops, prefix):
+    return ops.use_cascade_attention(prefix, integers(1, 1).cpu(), integers(9, 9).cpu(), DIRECT)
+
+
+def schedule(ops, programs=1, heads=1, overhead=0):
+    return ops.plan_decode(integers(65), programs, heads, overhead).tile_ranges.tolist()
+
+
+def built(ops, requests=2, tokens=30, **options):
+    options = {"block_size": 16, "max_model_len": 30, "max_num_seqs": 2} | options
+    common = make_batch([1] * requests, [tokens, *[4] * (requests - 1)]).common
+    return ops.MLAMetadataBuilder(DIRECT, **options).build(0, common).num_decodes
+
+
+def wire(ops, tokens=0, heads=4, rope=0, size=4, merge="a2a", **sizes):
+    return ops.dcp_wire_bytes(tokens, heads, 8, rope, size, merge, **{"element_size": 2} | sizes)
+
+
+def share(_, size=1, rank=0, interleave=1):
+    return SequenceShare(size, rank, interleave).count(5)
+
+
+# (call, what it gives exactly on the bounds)
+ACCEPTED = {
+    "slots of blocks of one token": (lambda ops: slots(ops, 1, 2, table=[[7, 8, 9]], lens=[3]), [8, 9]),
+    "the last block that int32 can name": (slots, [(2**31 - 1) * 4, (2**31 - 1) * 4 + 1, -1]),
+    "as many slots as tokens": (lambda ops: slots(ops, tokens=2), [(2**31 - 1) * 4, (2**31 - 1) * 4 + 1]),
+    "slots of one rank": (lambda ops: slots(ops, ranks=(1, 0, 4)), [(2**31 - 1) * 4, (2**31 - 1) * 4 + 1, -1]),
+    "slots of the last rank": (
+        lambda ops: slots(ops, 2, 2, (2, 1, 1), [[5, 2**31 - 1]]), [-1, (2**31 - 1) * 2]
+    ),
+    "slots without columns": (lambda ops: slots(ops, table=[[]], lens=[0]), [-1] * 3),
+    "slots of a rank without columns": (lambda ops: slots(ops, ranks=(2, 1), table=[[]], lens=[0]), [-1] * 3),
+    "a chunk of one block": (lambda ops: local(ops, 4), [4, 1]),
+    "a prefix of one block, the first row": (lambda ops: cascade(ops, 4, 0), [16, 26]),
+    "a prefix of the whole table, the last row": (lambda ops: cascade(ops, 40, 1), [0, 0]),
+    "nothing shared": (lambda ops: worthwhile(ops, 0), False),
+    "threshold 0": (paths, [True, False]),
+    "one program, one head, no overhead": (schedule, [[0, 0, 0, 2, 0]]),
+    "as many requests, as long as can be": (built, 2),
+    "a function that leaves the cut to the kernel": (lambda ops: built(ops, num_programs=lambda _: 0), 2),
+    "a step without tokens": (wire, {"all_gather": 0, "all_to_all": 0}),
+    "one rank receives nothing": (lambda ops: wire(ops, 3, size=1), {"all_gather": 0, "all_to_all": 0}),
+    "one of each size": (
+        lambda ops: wire(ops, 1, 2, 0, 2, "ag_rs", element_size=1, lse_size=1),
+        {"all_gather": 8 + 2, "reduce_scatter": 8},
+    ),
+    "the first of one rank": (share, 5),
+    "the last rank": (lambda ops: share(ops, 4, 3), 1),
+    "a block of one turn": (lambda ops: check_interleave(4, 4), None),
+    "no tokens and no context": (lambda ops: ops.choose_path(0, 0, V3), "absorbed"),
+}  # fmt: skip
+# (call, the message)
+REFUSED = {
+    "blocks of no token": (lambda ops: slots(ops, 0), "block_size: expected at least 1, got 0"),
+    "fewer slots than tokens": (lambda ops: slots(ops, tokens=1), "num_tokens: expected at least 2, got 1"),
+    "fewer slots of a rank": (lambda ops: slots(ops, tokens=1, ranks=(1, 0, 4)),
+                              "num_tokens: expected at least 2, got 1"),
+    "a rank too many": (lambda ops: slots(ops, ranks=(2, 2)), r"rank: expected an int in \[0, 2\), got 2"),
+    "a rank below 0": (lambda ops: share(ops, 2, -1), r"rank: expected an int in \[0, 2\), got -1"),
+    "a rank that is a bool": (lambda ops: share(ops, 2, True), r"rank: expected an int in \[0, 2\), got True"),
+    "no rank": (lambda ops: share(ops, 0), "size: expected a positive int, got 0"),
+    "a turn of no token": (lambda ops: share(ops, 2, 1, 0), "interleave: expected a positive int, got 0"),
+    "a block of no turn": (lambda ops: check_interleave(1, 0), "block_size: expected a positive int, got 0"),
+    "half a turn": (lambda ops: check_interleave(8, 4), "interleave: expected a divisor of the block size 4, got 8"),
+    "a turn and a half": (lambda ops: check_interleave(4, 6), "interleave: expected a divisor of the block size 6"),
+    "no chunk": (lambda ops: local(ops, 0), "attention_chunk_size: expected a multiple of the block size 4, got 0"),
+    "a negative chunk": (lambda ops: local(ops, -4), "attention_chunk_size: expected a multiple of the block size 4"),
+    "a chunk of half a block": (lambda ops: local(ops, 6), "attention_chunk_size: expected a multiple of the block"),
+    "half a block shared": (lambda ops: cascade(ops, 2, 0), "common_prefix_len: expected a positive multiple of the"),
+    "a block more than the table": (lambda ops: cascade(ops, 44, 0), "common_prefix_len: expected at most the 10 b"),
+    "a row below 0": (lambda ops: cascade(ops, 4, -1), r"row: expected a request in \[0, 2\), got -1"),
+    "a row too many": (lambda ops: cascade(ops, 4, 2), r"row: expected a request in \[0, 2\), got 2"),
+    "blocks of no token shared": (lambda ops: cascade(ops, 4, 0, 0), "block_size: expected a positive int, got 0"),
+    "less than nothing shared": (lambda ops: worthwhile(ops, -1), "common_prefix_len: expected an int >= 0, got -1"),
+    "a threshold below 0": (lambda ops: paths(ops, threshold=-1), "decode_threshold: expected an int >= 0, got -1"),
+    "less than no query": (lambda ops: ops.choose_path(-1, 0, V3), "query_len: expected an int >= 0, got -1"),
+    "less than no context": (lambda ops: ops.choose_path(0, -1, V3), "context_len: expected an int >= 0, got -1"),
+    "a negative query of several": (lambda ops: paths(ops, (0, -1)), "query_lens: expected lengths >= 0, got -1 at"),
+    "a negative context of several": (lambda ops: paths(ops, context_lens=(0, -1)), "context_lens: expected lengths"),
+    "no program": (lambda ops: schedule(ops, 0), "num_programs: expected at least 1, got 0"),
+    "no head": (lambda ops: schedule(ops, heads=0), "num_heads: expected at least 1, got 0"),
+    "an overhead below 0": (lambda ops: schedule(ops, overhead=-1), "fixed_overhead: expected an int >= 0 or None"),
+    "a request too many": (lambda ops: built(ops, 3), "common: expected at most 2 requests, got 3"),
+    "a token too many": (lambda ops: built(ops, 2, 31), "common: expected at most 30 tokens a request, got 31 at re"),
+    "a function below 0": (lambda ops: built(ops, num_programs=lambda _: -1),
+                           "num_programs: expected a function that gives at least 0, got -1"),
+    "less than no token": (lambda ops: wire(ops, -1), "num_tokens: expected an int >= 0, got -1"),
+    "less than no rope": (lambda ops: wire(ops, rope=-1), "qk_rope_head_dim: expected an int >= 0, got -1"),
+    "heads that ranks cannot share": (lambda ops: wire(ops, heads=6), "num_heads: expected a multiple of 4 ranks, g"),
+    "no head to gather": (lambda ops: wire(ops, heads=0), "num_heads: expected a positive int, got 0"),
+    "elements of no byte": (lambda ops: wire(ops, element_size=0), "element_size: expected a positive int, got 0"),
+    "an LSE of no byte": (lambda ops: wire(ops, lse_size=0), "lse_size: expected a positive int, got 0"),
+    "another merge": (lambda ops: wire(ops, merge="rs"), "merge: expected one of ag_rs, a2a, got 'rs'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ACCEPTED)
+def test_on_the_bound(ops, case):
+    call, wanted = ACCEPTED[case]
+    assert call(ops) == wanted
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_past_the_bound(ops, case):
+    call, message = REFUSED[case]
+    with pytest.raises(ValueError, match=f"^{message}"):
+        call(ops)
+
+
+def test_a_table_without_columns(ops):
+    """Nothing but padding rows and empty requests: every plan has rows for them, and no block is read."""
+    table, lens = torch.zeros(2, 0, dtype=torch.int32), integers(0, 0)
+    common = CommonAttentionMetadata.make(
+        integers(0, 2, 2).cpu(), lens.cpu(), table, torch.full((2,), -1, dtype=torch.int64)
+    )
+    virtual = ops.make_local_attention_virtual_batches(common, 8, 4)
+    assert virtual.block_table.shape == (1, 0) and virtual.seq_lens.tolist() == [0]
+    assert virtual.query_start_loc.tolist() == [0, 2] and virtual.max_query_len == virtual.num_actual_tokens == 2
+    assert ops.common_prefix_len(common, 4) == 0
+    plan = ops.build_mla_metadata(common, 4, 64, 2)
+    assert plan.num_decodes == 2 and plan.decode.visible_lens.tolist() == [0, 0]
+    empty = CommonAttentionMetadata.make(integers(0).cpu(), integers().cpu(), table[:0], common.slot_mapping[:0])
+    virtual = ops.make_local_attention_virtual_batches(empty, 8, 4)
+    assert virtual.block_table.shape == (0, 0) and virtual.max_query_len == virtual.num_reqs == 0
+
+
+def test_a_workspace_larger_than_needed(ops):
+    """More rows than a chunk of context needs are no error, and what lies past the needed ones stays as it is."""
+    if ops.__name__ == "reference":
+        pytest.skip("the reference takes no workspace")
+    chunk = ops.plan_context_chunks(integers(50).cpu(), 64, 4, "packed", 2, 1)[0]
+    cache, table = torch.randn(9, 4, 6), torch.arange(8, dtype=torch.int32)[None]
+    plan = PrefillMetadata(table, offsets([1]), 1, (), 4)
+
+    def program(ranks):
+        piece = ops.share_chunk(chunk, ranks.share)
+        workspace = torch.full((3 * piece.padded_tokens + 5, 6), 7.0)
+        found = ops.dcp_gather_context(cache, plan, piece, ranks, workspace=workspace)
+        plain = ops.dcp_gather_context(cache, plan, piece, ranks)
+        return found.equal(plain), bool(workspace[-5:].eq(7).all()), bool(workspace[:-5].eq(7).any())
+
+    assert ops.simulate(2, 1, program) == [(True, True, False)] * 2
+
+
+def test_the_choice_of_one_is_the_choice_of_many(ops):
+    """Whether the first long query or a later one is the first to be expanded."""
+    cheap, dear = PathCosts(expanded_request=1e15), PathCosts(absorbed_request=1e15)
+    for lens in ([9], [1, 9], [9, 12, 7], [1, 9, 1, 12]):
+        common = make_batch(lens, [n + 20 for n in lens]).common
+        assert ops.build_mla_metadata(common, 16, 256, config=V3, costs=cheap).num_decodes == len(lens)
+        first = next(place for place, n in enumerate(lens) if n > 1)
+        assert ops.build_mla_metadata(common, 16, 256, config=V3, costs=dear).num_decodes == first
+        for support in (QueryLenSupport.UNIFORM, QueryLenSupport.SINGLE_ONLY):
+            decodes = ops.build_mla_metadata(common, 16, 256, config=V3, costs=cheap, query_len_support=support)
+            assert decodes.num_decodes == first
+    common = make_batch([9, 600, 9], [5000, 600, 5000]).common  # absorbed, expanded, absorbed
+    assert ops.build_mla_metadata(common, 16, 8192, config=V3).num_decodes == 1
+
+
+def test_a_tie_is_no_gain(ops):
+    """76 requests of one token: what 75 of them need not read again, 75 x prefix x 32 elements of two bytes.
+
+    The states that are written and read for it are 16 bytes x 76 x 3 heads x 25 elements: as much, at a prefix of 19.
+    """
+    lens = integers(*[1] * 76).cpu(), integers(*[40] * 76).cpu()
+    assert 16 * 76 * DIRECT.num_heads * (DIRECT.kv_lora_rank + 1) == 75 * 19 * 32 * 2
+    assert [ops.use_cascade_attention(prefix, *lens, DIRECT) for prefix in (18, 19, 20)] == [False, False, True]
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3])
+@pytest.mark.parametrize("chosen", [False, True], ids=["by threshold", "by costs"])
+def test_every_small_batch(ops, threshold, chosen):
+    """Every batch of up to three requests of up to three new tokens: rows, masks and the longest query, by brute force.
+
+    As many tokens as requests need not be one token each.
+    """
+    options = dict(config=DIRECT, costs=PathCosts(expanded_request=1e15)) if chosen else {}
+    for lens in (lens for requests in range(4) for lens in itertools.product(range(4), repeat=requests)):
+        ends = [5 + 2 * place + query_len for place, query_len in enumerate(lens)]
+        common = make_batch(lens, ends, 4).common
+        plan = ops.build_mla_metadata(common, 4, 64, threshold, **options)
+        decodes = next((place for place, n in enumerate(lens) if n > threshold and not chosen), len(lens))
+        rows = [range(end - n + 1, end + 1) for n, end in zip(lens[:decodes], ends, strict=False)]
+        assert (plan.num_decodes, plan.num_prefills) == (decodes, len(lens) - decodes), lens
+        assert plan.decode.visible_lens.tolist() == [visible for own in rows for visible in own], lens
+        assert plan.decode.seq_lens.tolist() == ends[:decodes] and plan.num_decode_tokens == sum(lens[:decodes])
+        assert plan.decode.max_query_len == max(lens[:decodes], default=0), lens
+        assert plan.prefill.max_query_len == max(lens[decodes:], default=0), lens
+        assert plan.prefill.query_start_loc.tolist() == offsets(lens[decodes:]).tolist(), lens
+
+
+@pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 4)])
+def test_pieces_begin_with_a_turn(ops, size, interleave):
+    """A chunk whose second piece begins anywhere: dealt on a whole turn of the ranks, and refused within one."""
+    turn, share = size * interleave, SequenceShare(size, 0, interleave)
+    for start in range(3 * turn + 1):
+        chunk = ContextChunk(integers(0, start, turn), offsets([3, 2, 5]), 10, 5)
+        if start % turn == 0:
+            dealt = [[sum(token // interleave % size == rank for token in range(n)) for n in (3, 2, 5)]
+                     for rank in range(size)]  # fmt: skip
+            for rank in range(size):
+                piece = ops.share_chunk(chunk, SequenceShare(size, rank, interleave))
+                assert piece.local_starts.tolist() == [0, start // size, interleave]
+                assert piece.local_cu_seq_lens.tolist() == [offsets(own).tolist() for own in dealt]
+                assert (piece.local_tokens, piece.padded_tokens) == (sum(dealt[rank]), sum(dealt[0]))
+        else:
+            with pytest.raises(ValueError, match=f"^chunk.starts: expected multiples of {turn}, got {start} at reque"):
+                ops.share_chunk(chunk, share)
+
+
+# The pinned memory through which plans go to a GPU: its order of reads and writes, without a GPU.
+
+
+class Event:
+    """In the place of a CUDA event: notes when it is recorded and waited for."""
+
+    def __init__(self, log):
+        self.log = log
+        log.append(("new", self))
+
+    def record(self, stream):
+        assert stream == "stream"
+        self.log.append(("record", self))
+
+    def synchronize(self):
+        self.log.append(("wait", self))
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    """Events that note what becomes of them, and memory that is noted in place of being pinned."""
+    found, empty = SimpleNamespace(log=[], pinned=[]), torch.empty
+
+    def unpinned(*shape, pin_memory=False, **options):
+        tensor = empty(*shape, **options)
+        found.pinned += [tensor] if pin_memory else []
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Event(found.log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    return found
+
+
+def test_staging_waits_before_it_writes_again(without_a_gpu):
+    """Two plans are under way without a wait; a later one waits for the last but one and takes its memory."""
+    from fast.mla.builder import StagingBuffer
+
+    staging, log, events = StagingBuffer(), without_a_gpu.log, []
+    for number, sizes in enumerate([(3, 2), (1,), (4, 6), (2,), (11,), (30,)]):
+        pieces = [torch.full((size,), number, dtype=torch.int32) for size in sizes]
+        log.clear()
+        assert staging.send(pieces, torch.device("cpu")).tolist() == [number] * sum(sizes)
+        waited, recorded = ([event for what, event in log if what == word] for word in ("wait", "record"))
+        events += recorded
+        assert len(recorded) == 1 and waited == ([] if number < 2 else [events[number - 2]])
+        assert number < 2 or recorded == waited, "memory keeps its event"
+        assert [what for what, _ in log if what != "new"][-1] == "record", "after the copy was asked for"
+    # twice what is needed where it does not fit; ten fit into ten, two into two
+    assert [memory.shape[0] for memory in without_a_gpu.pinned] == [10, 2, 22, 60]
+
+
+def test_plans_go_to_a_device_in_one_copy(without_a_gpu):
+    """Pieces of any shape come back in their order and shapes, through a buffer of one's own or a fresh one."""
+    from fast.mla.builder import _to_device
+
+    pieces = [integers(1, 2, 3), integers(4), torch.arange(6, dtype=torch.int32).view(2, 3), integers()]
+    sent = []
+
+    class Staging:
+        def send(self, flat, device):
+            sent.append(device)
+            return torch.cat(flat)
+
+    elsewhere = torch.device("meta")  # any device that is not the CPU
+    found = _to_device(pieces, elsewhere, Staging())
+    assert [piece.tolist() for piece in found] == [piece.tolist() for piece in pieces] and sent == [elsewhere]
+    found = _to_device(pieces, elsewhere, None)
+    assert [piece.shape for piece in found] == [piece.shape for piece in pieces]
+    assert all(piece.device == elsewhere and piece.dtype == torch.int32 for piece in found)
+    assert [memory.tolist() for memory in without_a_gpu.pinned] == [[1, 2, 3, 4, 0, 1, 2, 3, 4, 5]]
+    assert _to_device(pieces, torch.device("cpu"), None) is pieces
+    assert _to_device([], elsewhere, None) == []

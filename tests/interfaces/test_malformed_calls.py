@@ -1,0 +1,215 @@
+"""Thousands of calls with one malformed argument: each is refused in one line that names the argument.
+
+The calls are made in a process of their own (`malformed_calls`), where no import hook checks annotations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fast
+import reference
+from reference.interfaces import MLAConfig, check_type
+
+from ..malformed_calls import Call, report_of, tensors
+from ..support.commands import ROOT
+from ..support.factories import DIRECT, integers
+
+PACKAGES = ("reference", "fast")
+REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
+
+# Records that check nothing where they are made: what takes them checks them (`metadata.*` and others in the report).
+UNCHECKED = {"AttentionState", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
+             "ContextParallelMetadata", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters", "MLAMetadata",
+             "PrefillMetadata", "ScheduleChoice"}  # fmt: skip
+NOT_CALLED = UNCHECKED | {"PRESETS", "QueryLenSupport", "GroupError", "UnsupportedConfiguration"}
+
+# What may succeed although its type is not the annotation's: (call, argument, value), as patterns, and why.
+LEGITIMATE = {
+    (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.context_chunks.*", r".*"):
+        "one chunk is served, the one that is passed",
+    (r"MLAMetadataBuilder.update_captured",
+     r"captured\.(slot_mapping|num_\w+|prefill|cascade|workspace_tokens|schedule_choice)\b.*", r".*"):
+        "the caller's own buffers are not read, and what is not written is not looked at",
+    (r"MLAMetadataBuilder.update_captured", r"captured\.decode\.(block_table|query_start_loc)", r".*"):
+        "likewise",
+    (r"rotary_cos_sin|split_kv_b_proj|get_dcp_local_seq_lens|CommonAttentionMetadata.from_lens", r"\w+",
+     r"a meta tensor"):
+        "elementwise or a view: it serves tensors of any device",
+    (r"DecodeGraph", r"step", r"a class"): "a class can be called",
+    (r"CommonAttentionMetadata.from_lens", r"seq_lens", r"a uint8 tensor"): "lengths may have any int dtype",
+    (r"MLAAttention\..*", r"metadata\.schedule_choice\..*", r".*"): "a report of the planner; no op reads its numbers",
+    (r"forward_prefill|simulate", r"gather|program", r"a class"): "a class can be called; the error is its own",
+}  # fmt: skip
+
+# Arguments whose elements have a name of their own.
+ALSO_NAMED = {"kv_caches": "kv_cache"}
+
+
+@pytest.fixture(scope="module")
+def reports() -> dict[str, dict]:
+    """What every call did, by package."""
+    commands = {name: [sys.executable, "-m", "tests.malformed_calls", name] for name in PACKAGES}
+    running = {
+        name: subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for name, command in commands.items()
+    }
+    found = {}
+    for name, process in running.items():
+        said, errors = process.communicate(timeout=900)
+        assert process.returncode == 0, f"{name}: exit {process.returncode}\n{errors[-2000:]}"
+        found[name] = json.loads(said)
+    return found
+
+
+def legitimate(call: str, path: str, value: str) -> bool:
+    return any(
+        re.fullmatch(pattern[0], call) and re.fullmatch(pattern[1], path) and re.fullmatch(pattern[2], value)
+        for pattern in LEGITIMATE
+    )
+
+
+def fault(row: list, arguments: list[str]) -> str | None:
+    """What is wrong with the outcome of a call; None where nothing is."""
+    call, path, value, type_is_right, kind, message, written = row
+    if legitimate(call, path, value):
+        return None
+    if not kind:
+        return None if type_is_right else "accepted"
+    if kind not in REFUSALS:
+        return f"{kind}: {message}"
+    if written:
+        return f"written before it was refused: {message}"
+    if "\n" in message or len(message) > 1000:
+        return f"more than one line: {message}"
+    argument = path.split(".")[0]
+    named = re.match(r"(\w+)[\w.\[\]()]*: ", message)
+    if kind == "UnsupportedConfiguration" and named and named[1] in ("cpu", "triton", "hopper"):
+        return None  # every kernel set and its reasons
+    # values that fit by themselves, and tensors on another device, are refused where they meet another argument
+    may_be_named = {argument, ALSO_NAMED.get(argument)}
+    if type_is_right or value.startswith("a meta tensor"):
+        may_be_named |= set(arguments)
+    return None if named and named[1] in may_be_named else f"does not name {argument}: {message}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_good_calls_succeed(reports, package):
+    """Nothing below means anything if the call is refused for another reason."""
+    assert reports[package]["failed"] == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_called(reports, package):
+    module = {"reference": reference, "fast": fast}[package]
+    called = {name.split(".")[0] for name in reports[package]["arguments"]}
+    assert set(module.__all__) - called == NOT_CALLED
+    if package == "fast":
+        assert {"decode_programs", "warmup", "backends", "serving", "transformers"} <= called
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_argument_is_replaced(reports, package):
+    """A parameter that the table forgot is not tested."""
+    module = {"reference": reference, "fast": fast}[package]
+    for name, given in reports[package]["arguments"].items():
+        target = getattr(module, name, None)
+        if inspect.isfunction(target):
+            named = [p.name for p in inspect.signature(target).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            assert sorted(named) == sorted(given), name
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_refused(reports, package):
+    """One line that begins with the argument's name, and nothing written; or a value that is legitimate there."""
+    rows, arguments = reports[package]["calls"], reports[package]["arguments"]
+    assert len(rows) > 10_000
+    faults = [f"{row[0]}({row[1]} = {row[2]}): {found}" for row in rows if (found := fault(row, arguments[row[0]]))]
+    assert not faults, f"{len(faults)} of {len(rows)} calls:\n" + "\n".join(faults[:40])
+
+
+def test_both_packages_say_the_same(reports):
+    """The checks are shared, so the same fault has the same message, but for a kernel set that is none."""
+    said = {package: {tuple(row[:3]): row[5] for row in reports[package]["calls"] if row[4]} for package in PACKAGES}
+    both = said["reference"].keys() & said["fast"].keys()
+    assert len(both) > 10_000
+    other = {case: (said["reference"][case], said["fast"][case]) for case in both
+             if said["reference"][case] != said["fast"][case]}  # fmt: skip
+    other = {case: found for case, found in other.items() if not re.match(r"(cpu|triton|hopper): ", found[1])}
+    assert not other, f"{len(other)} differ:\n" + "\n".join(
+        f"{case}: {found}" for case, found in list(other.items())[:40]
+    )
+
+
+def test_no_exception_is_idle(reports):
+    """An exception that no call needs is taken out of the list."""
+    rows = [row for package in PACKAGES for row in reports[package]["calls"]]
+    for pattern in LEGITIMATE:
+        fits = [row for row in rows if all(re.fullmatch(p, part) for p, part in zip(pattern, row, strict=False))]
+        assert any((not row[4] and not row[3]) or "takes no arguments" in row[5] for row in fits), pattern
+
+
+# The judge: what it must see.
+
+
+def unchecked(config, seq_lens):
+    """A function that trusts its arguments."""
+    return config.num_heads + int(seq_lens.max())
+
+
+def late(config, kv_cache):
+    """A function that checks after it has written."""
+    kv_cache.add_(1)
+    check_type("config", config, MLAConfig)
+
+
+def test_an_unchecked_function_is_seen(plain_errors):
+    """Errors from deep inside, writes before a refusal, malformed values that pass: all are faults."""
+    config, seq_lens, kv_cache = DIRECT, integers(3, 4), torch.zeros(2, 2, 2)
+    kinds = {"config": "MLAConfig", "seq_lens": "Tensor", "kv_cache": "Tensor"}
+    rows = report_of(
+        [Call("unchecked", unchecked, {"config": config, "seq_lens": seq_lens}, kinds),
+         Call("late", late, {"config": config, "kv_cache": kv_cache}, kinds)]
+    )["calls"]  # fmt: skip
+    faults = {tuple(row[:3]): fault(list(row), list(kinds)) for row in rows}
+    assert faults["unchecked", "config", "None"] == "AttributeError: 'NoneType' object has no attribute 'num_heads'"
+    assert faults["unchecked", "seq_lens", "a sparse COO tensor"].startswith(("NotImplementedError", "RuntimeError"))
+    assert faults["unchecked", "seq_lens", "one more dimension"] == "accepted"
+    assert faults["late", "config", "None"] == (
+        "written before it was refused: config: expected an MLAConfig, got NoneType"
+    )
+    assert faults["late", "kv_cache", "one more dimension"] == "accepted"
+
+
+@pytest.mark.parametrize(
+    "message, kind, wanted",
+    [
+        ("config: expected an MLAConfig, got NoneType", "TypeError", None),
+        ("config.rope: expected a RopeConfig, got NoneType", "TypeError", None),
+        ("costs: expected a PathCosts, got NoneType", "TypeError", "does not name"),
+        ("expected an MLAConfig", "TypeError", "does not name"),
+        ("config: expected\nan MLAConfig", "ValueError", "more than one line"),
+        ("config: expected an MLAConfig", "RuntimeError", "RuntimeError"),
+        ("", "", "accepted"),
+    ],
+)
+def test_judge(message, kind, wanted):
+    found = fault(["choose_path", "config", "None", False, kind, message, False], ["config", "costs"])
+    assert (found is None) if wanted is None else found.startswith(wanted)
+
+
+def test_malformed_tensors_are_malformed():
+    """They differ from the good one in what their name says."""
+    made = tensors(torch.ones(2, 3))
+    assert made["a sparse COO tensor"].layout == torch.sparse_coo
+    assert made["a sparse CSR tensor"].layout == torch.sparse_csr
+    assert made["a nested tensor"].is_nested and made["a jagged tensor"].is_nested
+    assert made["a meta tensor"].is_meta and made["one more dimension"].dim() == 3
+    assert made["a tensor of the other kind"].dtype == torch.int64

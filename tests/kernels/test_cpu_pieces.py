@@ -1,0 +1,175 @@
+"""The cpu kernels' pieces: as large as their bound allows and no larger, over keys that a row sees and no others.
+
+The values are the same whatever the pieces are, so that no comparison of values sees a piece of another size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fast
+import reference
+from reference.interfaces import ContextChunk, SequenceShare
+
+from ..support.factories import (
+    assert_same_bits,
+    assert_states64,
+    integers,
+    make_batch,
+    make_cache,
+    make_entries,
+    offsets,
+)
+
+
+def room(name):
+    return importlib.import_module(f"fast.kernels.cpu.{name}")
+
+
+class Shapes(TorchDispatchMode):
+    """Shapes of the results of an op, or of every op, in the order of the calls."""
+
+    def __init__(self, *ops: str):
+        super().__init__()
+        self.ops, self.found = ops, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and (not self.ops or func.overloadpacket.__name__ in self.ops):
+            self.found.append(tuple(result.shape))
+        return result
+
+
+BLOCK, WIDTH, LATENT = 8, 32, 24
+PAGE = BLOCK * WIDTH * 8  # bytes in float64
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "pages"), [(1, 1), (PAGE, 1), (2 * PAGE - 1, 1), (2 * PAGE, 2), (3 * PAGE + 7, 3), (99 * PAGE, 7)]
+)
+@pytest.mark.parametrize("spread", [True, False], ids=["pages apart", "pages side by side"])
+def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, spread):
+    """At least one page, at most the longest request's; the buffer is as large as that, the last piece is shorter."""
+    decode, asked = room("decode"), []
+
+    class Reader(decode._PageReader):
+        def read(self, blocks, count):
+            found = super().read(blocks, count)
+            asked.append((self.piece_blocks, count))
+            assert found.shape == (count, WIDTH)
+            assert self.buffer is None or self.buffer.shape[0] == self.piece_blocks
+            return found
+
+    monkeypatch.setattr(decode, "PIECE_BYTES", room_bytes)
+    monkeypatch.setattr(decode, "_PageReader", Reader)
+    lens = (3, 0, 7 * BLOCK - 2)
+    batch = make_batch([1, 1, 2], lens, BLOCK)
+    plan = reference.build_mla_metadata(batch.common, BLOCK, 64, 2).decode
+    cache = make_cache(batch, make_entries(batch, WIDTH, torch.float64), WIDTH, torch.float64)
+    if not spread:  # the same entries, the pages of a request side by side
+        table = torch.arange(plan.block_table.numel(), dtype=torch.int32).view_as(plan.block_table)
+        packed = torch.full((table.numel(), BLOCK, WIDTH), torch.nan, dtype=torch.float64)
+        for request, length in enumerate(lens):
+            used = math.ceil(length / BLOCK)
+            packed[table[request, :used].long()] = cache[plan.block_table[request, :used].long()]
+        cache, plan = packed, reference.DecodeMetadata(**{**vars(plan), "block_table": table})
+    ql_nope, q_pe = (torch.randn(4, 3, width, dtype=torch.float64) for width in (LATENT, WIDTH - LATENT))
+    found = fast.mla_decode(ql_nope, q_pe, cache, plan, 0.3, backend="cpu")
+    assert_states64(found, reference.mla_decode(ql_nope, q_pe, cache, plan, 0.3))
+    piece = pages * BLOCK
+    wanted = [min(piece, length - first) for length in lens for first in range(0, length, piece)]
+    assert asked == [(pages, count) for count in wanted]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("rows", "keys"), [(3, 5), (4, 4), (1, 7), (64, 64)])
+def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
+    """A product for each block of queries and of keys that its last row sees; a mask where its first row sees fewer."""
+    attention = room("attention")
+    monkeypatch.setattr(attention, "QUERY_BLOCK", rows)
+    monkeypatch.setattr(attention, "KEY_BLOCK", keys)
+    query_lens, key_lens, heads = (9, 1, 0, 4, 6), (14, 8, 3, 4, 2), 2
+    q, k, v = (torch.randn(sum(n), heads, width, dtype=torch.float64) for n, width in
+               ((query_lens, 6), (key_lens, 6), (key_lens, 5)))  # fmt: skip
+    rest = v, offsets(query_lens), offsets(key_lens), 9, 14, 0.3, causal
+    with Shapes("baddbmm_", "triu_") as shapes:  # the kernel itself: a mode does not see into an op
+        found = reference.AttentionState(*attention.flash_attn_varlen(q, k, None, *rest, torch.float64))
+    assert_states64(found, reference.flash_attn_varlen(q, k, *rest))
+    wanted = []
+    for query_len, key_len in zip(query_lens, key_lens, strict=True):
+        for first, last in ((start, min(start + rows, query_len)) for start in range(0, query_len, rows)):
+            seen = key_len - (query_len - last) if causal else key_len
+            cuts = [*range(0, seen, keys), max(seen, 0)] if seen > 0 else []
+            for begin, end in itertools.pairwise(cuts):
+                wanted.append((heads, last - first, end - begin))
+                if causal and end > key_len - (query_len - first) + 1:
+                    wanted.append((last - first, end - begin))
+    assert shapes.found == wanted
+
+
+@pytest.mark.parametrize("piece", [1, 5, 64])
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "whole"])
+def test_reorg_in_pieces(monkeypatch, piece, apart):
+    """Token order over many pieces, and no index tensor longer than one."""
+    kernel = room("context_parallel").reorg_kvcache
+    monkeypatch.setattr(room("context_parallel"), "PIECE_TOKENS", piece)
+    size, interleave, lens = 3, 2, (5, 0, 23, 1)
+    chunk = ContextChunk(integers(*[0] * 4), offsets(lens), sum(lens), max(lens))
+    chunk = fast.share_chunk(chunk, SequenceShare(size, 0, interleave))
+    entries = torch.randn(sum(lens), 4)
+    gathered = torch.full((size, chunk.padded_tokens, 8 if apart else 4), torch.nan)[..., :4]
+    held = [0] * size
+    for token, at in enumerate(at for length in lens for at in range(length)):
+        rank = at // interleave % size
+        gathered[rank, held[rank]] = entries[token]
+        held[rank] += 1
+    out = torch.full_like(entries, torch.nan)
+    with Shapes("arange", "searchsorted") as shapes:
+        kernel(gathered, chunk.cu_seq_lens, chunk.local_cu_seq_lens, interleave, out)
+    assert_same_bits(out, entries)
+    pieces = [(min(piece, sum(lens) - first),) for first in range(0, sum(lens), piece)]
+    assert shapes.found == [shape for shape in pieces for _ in range(2)]
+
+
+def test_ranks_without_keys_have_no_share():
+    """The shares of a row that some rank saw sum to 1; those of a row that no rank saw are 0 and not NaN."""
+    lses = torch.randn(3, 2, 4, dtype=torch.float64)
+    lses[1, 0], lses[:, 1, 2] = -torch.inf, -torch.inf
+    shares, total = room("context_parallel").shares_of(lses)
+    assert shares[1, 0].eq(0).all() and shares[:, 1, 2].eq(0).all() and total[1, 2] == -torch.inf
+    seen = total.isfinite()
+    assert seen.sum() == 7
+    torch.testing.assert_close(shares.sum(0)[seen], torch.ones(7, dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(total[seen], lses.logsumexp(0)[seen], rtol=1e-15, atol=1e-15)
+
+
+@pytest.mark.parametrize("piece", [1, 5, 64])
+def test_gather_in_pieces(monkeypatch, piece):
+    """The pieces of several requests, and no index tensor longer than one piece."""
+    monkeypatch.setattr(room("cache"), "PIECE_TOKENS", piece)
+    batch = make_batch([1, 1, 1], [20, 1, 33], 4)
+    entries = make_entries(batch, 6, torch.float32)
+    cache, starts, lens = make_cache(batch, entries, 6, torch.float32), (4, 0, 8), (15, 1, 21)
+    out = torch.full((sum(lens), 6), torch.nan)
+    with Shapes("arange", "searchsorted") as shapes:
+        room("cache").gather_and_maybe_dequant_cache(
+            cache, batch.common.block_table, offsets(lens), integers(*starts), out
+        )
+    wanted = torch.cat([own[start : start + n] for own, start, n in zip(entries, starts, lens, strict=True)])
+    assert_same_bits(out, wanted)
+    pieces = [(min(piece, sum(lens) - first),) for first in range(0, sum(lens), piece)]
+    assert shapes.found == [shape for shape in pieces for _ in range(2)]
+
+
+def test_pieces_are_worth_a_turn_of_the_loop():
+    """The bounds as they ship are neither so small that the loop is what takes time, nor larger than a cache."""
+    assert 1 << 20 <= room("decode").PIECE_BYTES <= 1 << 24
+    for tokens in (room("cache").PIECE_TOKENS, room("context_parallel").PIECE_TOKENS):
+        assert 1 << 10 <= tokens <= 1 << 16
+    assert all(1 << 6 <= size <= 1 << 10 for size in (room("attention").QUERY_BLOCK, room("attention").KEY_BLOCK))

@@ -1,0 +1,108 @@
+"""Hopper decode sized by `max_seq_len`: splits and buffers follow the longest request, not the block table.
+
+The sizes are integers and are tested anywhere; the kernels run on a Hopper GPU only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from ..support import decode_inputs
+from ..support.decode_inputs import arguments, make_inputs, schedule_of, verdict
+from ..support.factories import GARBAGE, assert_same_bits, integers
+from ..support.triton_mode import INTERPRETED, ON_HOPPER
+
+if INTERPRETED:
+    pytest.skip("Gluon has no interpreter", allow_module_level=True)
+
+from fast.kernels.hopper import decode
+
+on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+launch = partial(decode_inputs.launch, decode)
+CUTS = ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"]
+
+
+def schedule_for(cut, plan, heads):
+    if cut == "evenly":
+        return None
+    return schedule_of(plan, heads, 0 if cut == "batch-invariant" else 3, cut != "scheduled")
+
+
+def test_one_short_request_is_cut_into_few_splits():
+    """1 x 1024 at 128 heads on 132 processors: 8 splits and 2 MiB of partial outputs, by the table 64 and 16 MiB."""
+    processors, heads, latent = 132, 128, 512
+    for keys, splits in ((1024, 8), (2560 * 16, 64)):
+        rows = decode._program_rows(False, False, 1, heads, heads, keys, processors)
+        deal = decode._deal_evenly(1, heads, rows, heads // rows, keys, processors)
+        assert (deal.num_splits, deal.part_rows * latent * 4) == (splits, splits << 18)
+
+
+def test_choices_are_made_once_in_a_tile_of_steps():
+    """A request that grows by a token a step asks for the number of splits anew only where a tile is full."""
+    decode._num_splits.cache_clear()
+    for keys in range(1025, 1089):
+        decode._deal_evenly(4, 4 * 128, 64, 2, keys, 132)
+    assert decode._num_splits.cache_info().misses == 1
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_wide_table_costs_nothing(cut, heads):
+    ql, q_pe, cache, plan = make_inputs([1], [1024], heads, torch.bfloat16)
+    schedule = schedule_for(cut, plan, heads)
+    tails = torch.full((1, 2544), GARBAGE, dtype=torch.int32)
+    wide = replace(plan, block_table=torch.cat((plan.block_table, tails), 1))
+    *_, parts, part_lse = decode.mla_decode_parts(*arguments(ql, q_pe, cache, plan, schedule=schedule))
+    *_, wide_parts, wide_lse = decode.mla_decode_parts(*arguments(ql, q_pe, cache, wide, schedule=schedule))
+    assert (wide_parts.shape, wide_lse.shape) == (parts.shape, part_lse.shape)
+    states = [launch(ql, q_pe, cache, each, schedule=schedule) for each in (plan, wide)]
+    assert_same_bits(states[0].out, states[1].out)
+    assert_same_bits(states[0].lse, states[1].lse)
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [3, 16, 40, 64, 128])
+@pytest.mark.parametrize("cut", CUTS)
+def test_longer_lengths_are_read_as_the_bound(cut, heads):
+    """Memory law: a device length above `max_seq_len` is read as `max_seq_len`, though the table reaches further."""
+    ql, q_pe, cache, plan = make_inputs([1, 2, 1], [700, 650, 330], heads, torch.bfloat16)
+    bound = 600
+    lying = replace(plan, max_seq_len=bound)
+    seen = plan.visible_lens.clamp(max=bound)
+    honest = replace(plan, seq_lens=plan.seq_lens.clamp(max=bound), visible_lens=seen, max_seq_len=bound)
+    schedule = schedule_for(cut, honest, heads)
+    verdict(launch(ql, q_pe, cache, lying, schedule=schedule), ql, q_pe, cache, honest)
+    for far in (2**31 - 1, 601, 64 * plan.block_table.shape[1]):
+        hostile = replace(lying, seq_lens=integers(far, far, 330))
+        verdict(launch(ql, q_pe, cache, hostile, schedule=schedule), ql, q_pe, cache, honest)
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_bound_of_zero(cut, heads):
+    ql, q_pe, cache, plan = make_inputs([1, 1], [0, 0], heads, torch.bfloat16)
+    hostile = replace(plan, seq_lens=integers(5, 2**31 - 1), visible_lens=integers(5, 7))
+    state = launch(ql, q_pe, cache, hostile, schedule=schedule_for(cut, plan, heads))
+    assert state.out.eq(0).all() and state.lse.eq(-torch.inf).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_neighbours_bounds_change_no_bit(heads):
+    """Cut by its own length, a request has the same bits whatever bound its neighbours give the batch."""
+    ql, q_pe, cache, plan = make_inputs([1], [1500], heads, torch.bfloat16)
+    schedule = schedule_of(plan, heads, 0, True)
+    states = [launch(ql, q_pe, cache, replace(plan, max_seq_len=bound), schedule=schedule) for bound in
+              (1500, 1536, 4000, 131072)]  # fmt: skip
+    wide = torch.cat((plan.block_table, torch.full((1, 3000), GARBAGE, dtype=torch.int32)), 1)
+    states += [launch(ql, q_pe, cache, replace(plan, max_seq_len=bound, block_table=wide), schedule=schedule) for bound
+               in (1500, 4000, 131072)]  # fmt: skip
+    for state in states[1:]:
+        assert_same_bits(state.out, states[0].out)
+        assert_same_bits(state.lse, states[0].lse)

@@ -1,0 +1,74 @@
+"""The Hopper decode kernels at every shape they declare: heads, query tokens, block sizes and widths of an entry."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from ..support import decode_inputs
+from ..support.decode_inputs import make_inputs, schedule_of, verdict
+from ..support.triton_mode import ON_HOPPER
+
+if not ON_HOPPER:
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from fast.kernels.hopper import decode
+
+BF16, FP16 = torch.bfloat16, torch.float16
+WIDTHS = [(latent, rope) for latent in (512, 256) for rope in (64, 32, 0)]
+launch = partial(decode_inputs.launch, decode)
+
+
+def check_parity(*args, **options):
+    inputs = make_inputs(*args, **options)
+    verdict(launch(*inputs), *inputs)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 7, 8, 17, 33, 40, 96, 126, 127, 128])
+def test_heads(heads):
+    """Not only powers of two; several tokens share a block of rows, or one token fills several."""
+    check_parity([1, 2, 0, 5], [66, 333, 5, 129], heads, BF16)
+
+
+@pytest.mark.parametrize("query_len", range(1, 9))
+@pytest.mark.parametrize("heads", [4, 16, 128])
+def test_several_queries(heads, query_len):
+    """Pitfall 12: each row sees only keys up to its own position."""
+    check_parity([query_len] * 3, [65, 330, query_len], heads, BF16)
+
+
+@pytest.mark.parametrize(
+    "block_size, widths",
+    [(64, widths) for widths in WIDTHS]
+    + [(16, (512, 64)), (32, (512, 64)), (128, (512, 64)), (16, (256, 32)), (32, (256, 0))],
+    ids=str,
+)  # fmt: skip
+def test_blocks_and_widths(block_size, widths):
+    for heads in (4, 40, 64):
+        check_parity([1, 2, 1], [129, 64, 700], heads, BF16, widths=widths, block_size=block_size)
+
+
+@pytest.mark.parametrize("cut", ["whole", "scheduled", "batch-invariant", "batch-invariant, planned"])
+@pytest.mark.parametrize("heads", [8, 16, 40, 64])
+@pytest.mark.parametrize("block_size, widths, dtype", [
+    (64, (256, 64), BF16), (64, (512, 32), FP16), (64, (256, 0), FP16), (16, (256, 32), BF16), (32, (512, 64), FP16),
+    (128, (512, 0), BF16),
+], ids=str)  # fmt: skip
+def test_cuts_of_widths(block_size, widths, dtype, heads, cut, monkeypatch):
+    """However requests are cut; a program folds splits, and leaves parts of others. 16 heads: 32 rows of two tokens."""
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 1)
+    monkeypatch.setattr(decode, "_num_runs", lambda *_: 2)
+    monkeypatch.setattr(decode, "_scored_at_once", lambda *_: False)
+    inputs = make_inputs([1, 2, 1], [2950, 64, 700], heads, dtype, widths, block_size)
+    schedule = None
+    if cut != "whole":
+        programs = 0 if cut == "batch-invariant" else 3
+        schedule = schedule_of(inputs[3], heads, programs, cut != "scheduled", 1)
+    verdict(launch(*inputs, schedule=schedule), *inputs)
+
+
+@pytest.mark.parametrize("heads", [129, 192])
+def test_more_heads_than_any_preset(heads):
+    check_parity([1, 2, 1], [129, 64, 700], heads, BF16)

@@ -1,0 +1,190 @@
+"""Decode in two phases on Hopper: bit for bit what one program finds that folds split after split.
+
+That is also what a batch-invariant plan gives (`test_hopper_decode`), which leaves this kernel no rounding of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from fast import backends
+from reference.interfaces import AttentionState
+
+from ..support import decode_inputs
+from ..support.decode_inputs import (
+    arguments,
+    captured,
+    check_in_parts,
+    differences,
+    make_inputs,
+    on_device,
+    rising_inputs,
+    schedule_of,
+    verdict,
+)
+from ..support.factories import GARBAGE, assert_same_bits, integers, offsets
+from ..support.triton_mode import ON_HOPPER
+
+if not ON_HOPPER or torch.cuda.get_device_properties(0).multi_processor_count < 132:
+    pytest.skip("needs a Hopper GPU of 132 multiprocessors", allow_module_level=True)
+
+from fast.kernels.hopper import decode
+
+BF16, FP16 = torch.bfloat16, torch.float16
+UNPLANNED = schedule_of(None, 0, 0, True)
+launch = partial(decode_inputs.launch, decode, schedule=UNPLANNED)
+taken = []
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch):
+    """Which launches had two phases."""
+    launcher = decode.launch_two_phases
+    taken.clear()
+    monkeypatch.setattr(decode, "launch_two_phases", lambda *args: taken.append(args) or launcher(*args))
+
+
+def in_one_phase(*inputs, **options) -> AttentionState:
+    """The same requests split after split."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_scored_at_once", lambda *_: False)
+        return launch(*inputs, **options)
+
+
+def check_same_bits(*inputs, **options) -> None:
+    state = launch(*inputs, **options)
+    assert taken, "not in two phases"
+    taken.clear()
+    wanted = in_one_phase(*inputs, **options)
+    assert not taken
+    assert_same_bits(state.out, wanted.out)
+    assert_same_bits(state.lse, wanted.lse)
+
+
+@pytest.mark.parametrize("lens", [
+    ([1], [8320]),  # whose table has as many pairs as 132 programs score with 128 heads
+    ([1, 1, 1, 1, 1, 1], [1, 63, 65, 127, 129, 1025]), ([1, 1, 1], [1024, 1085, 1049]), ([2, 1], [1500, 1170]),
+    ([3, 0, 1], [331, 0, 530]), ([1, 1], [0, 0]), ([8], [700]),
+    ([1] * 22, list(range(0, 253, 12))),  # several shares a program, some of no pair
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("heads, dtype", [(128, BF16), (100, FP16), (40, BF16), (64, BF16)], ids=str)
+def test_bits_of_one_phase(heads, dtype, lens):
+    *inputs, plan = make_inputs(*lens, heads, dtype)
+    if plan.max_seq_len == 0:  # padding rows alone, under the bound of an engine: one pair that nobody has
+        plan = replace(plan, max_seq_len=128)
+    check_same_bits(*inputs, plan)
+    verdict(launch(*inputs, plan), *inputs, plan)
+
+
+@pytest.mark.parametrize("lens", [[16768], [1085] * 13], ids=["one split", "several shares"])
+def test_more_pairs_than_wait_in_shared_memory(lens):
+    """A split of 16 pairs; shares of 8 pairs, of which a program has two: slices come in the place of those before."""
+    inputs = make_inputs([1] * len(lens), lens, 64, BF16)
+    check_same_bits(*inputs)
+
+
+@pytest.mark.parametrize("block_size, widths, dtype", [
+    (16, (512, 64), BF16), (32, (512, 32), FP16), (128, (512, 0), BF16),
+])  # fmt: skip
+def test_pages_and_widths(block_size, widths, dtype):
+    inputs = make_inputs([1, 2, 1], [1300, 70, 555], 48, dtype, widths, block_size)
+    check_same_bits(*inputs)
+    verdict(launch(*inputs), *inputs)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("heads", [64, 128])
+def test_rising_scores(heads, block_size):
+    """References move at first and at second tiles: programs agree on them, and values follow."""
+    inputs = rising_inputs(heads, BF16, block_size=block_size)
+    check_same_bits(*inputs)
+    verdict(launch(*inputs), *inputs)
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_pages_outside_the_cache(heads):
+    """They are masked, whatever a neighbour has; a whole split of them finds nothing."""
+    ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1600, 1085, 1500], heads, BF16)
+    table = plan.block_table.clone()
+    table[0, 3], table[1, 16], table[2, :17] = GARBAGE, -1, 2**31 - 1
+    check_same_bits(ql, q_pe, cache, replace(plan, block_table=table))
+
+
+def test_hostile_lists():
+    """Lengths beyond the table, offsets out of range: in order, and as in one phase."""
+    ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 640, 70], 64, BF16)
+    for lens in ((2**31 - 1, 640, 70), (-5, 2147480000, 0)):
+        check_same_bits(ql, q_pe, cache, replace(plan, seq_lens=integers(*lens)))
+    # more pairs of a split than are looked at at a time: splits grow with the length, and the table ends
+    long = make_inputs([1], [8000], 64, BF16)
+    for length in (2**31 - 1, 300_000, 262_145):
+        check_same_bits(*long[:3], replace(long[3], seq_lens=integers(length), visible_lens=integers(length)))
+    for starts in ((2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (2, 1)):
+        query_start_loc = offsets([1, 1, 1])
+        query_start_loc[1:3] = integers(*starts)
+        launch(ql, q_pe, cache, replace(plan, query_start_loc=query_start_loc))
+    assert len(taken) == 4
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.13, 30.0])
+def test_any_scale(scale):
+    ql, q_pe, cache, plan = make_inputs([1, 2, 1], [250, 1170, 0], 64, BF16)
+    check_same_bits(ql, q_pe, cache, replace(plan, visible_lens=integers(250, 0, 170, 0)), scale=scale)
+
+
+def test_wide_output():
+    check_same_bits(*make_inputs([1, 2], [2100, 70], 64, BF16), out_dtype=torch.float32)
+
+
+def test_nan_stays_with_its_owner():
+    """Also where all of a row's scores are NaN: its bits are not those of a word that nobody has told."""
+    ql, q_pe, cache, plan = make_inputs([1, 1], [1300, 1170], 64, BF16)
+    clean = launch(ql, q_pe, cache, plan)
+    assert taken
+    for value in (torch.nan, -torch.nan):
+        spoilt = ql.clone()
+        spoilt[0, 2] = value
+        spoilt.view(torch.int16)[0, 5] = -1  # a NaN of all bits
+        state = launch(spoilt, q_pe, cache, plan)
+        assert state.out[0, [2, 5]].isnan().all()
+        state.out[0, [2, 5]], state.lse[[2, 5], 0] = clean.out[0, [2, 5]], clean.lse[[2, 5], 0]
+        assert_same_bits(state.out, clean.out)
+        assert_same_bits(state.lse, clean.lse)
+
+
+def test_in_parts():
+    inputs = make_inputs([1, 2, 0, 1], [1450, 1170, 0, 3], 64, BF16)
+    assert check_in_parts(decode, backends.kernel("hopper", "merge_decode_parts"), *inputs, schedule=UNPLANNED)
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize("heads, lens", [(128, [8192]), (64, [900, 265, 0, 1501])])
+def test_same_bits_a_thousand_times(heads, lens):
+    """Programs that wait for each other: whoever is first, and whatever the words held before."""
+    inputs = make_inputs([1] * len(lens), lens, heads, BF16)
+    given = arguments(*inputs, schedule=UNPLANNED)
+    first = decode.mla_decode(*given)
+    assert taken
+    assert_same_bits(first[0].cpu(), in_one_phase(*inputs).out)
+    assert differences(decode.mla_decode, given, first, 1000) == 0
+
+
+def test_graph_replays_with_other_lengths():
+    """Captured once, cooperative launch and all; a replay reads the lengths that stand in the buffers then."""
+    ql, q_pe, cache, plan = make_inputs([2, 1], [1300, 1150], 128, BF16)
+    buffers = on_device(plan)
+    graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=UNPLANNED)
+    assert len(taken) == 2
+    for lens, visible in (((65, 0), (64, 65, 0)), ((0, 1150), (0, 0, 1150)), ((1300, 1), (1299, 1300, 1))):
+        other = replace(plan, seq_lens=integers(*lens), visible_lens=integers(*visible))
+        buffers.seq_lens.copy_(other.seq_lens)
+        buffers.visible_lens.copy_(other.visible_lens)
+        for _ in range(3):
+            graph.replay()
+        wanted = in_one_phase(ql, q_pe, cache, other)
+        assert_same_bits(out.cpu(), wanted.out)
+        assert_same_bits(lse.cpu(), wanted.lse)

@@ -1,0 +1,91 @@
+"""Triton decode sized by `max_seq_len`: splits and buffers follow the longest request, not the block table.
+
+On a GPU the kernels run compiled, at real widths; without one this file runs itself again in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ..support.decode_inputs import arguments, schedule_of, verdict
+from ..support.factories import GARBAGE, assert_same_bits, integers
+from ..support.triton_decode_inputs import DTYPES, launch, make_inputs
+from ..support.triton_mode import INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
+
+if ON_GPU or INTERPRETED:
+    from fast.kernels.triton import decode
+
+KEYS = 1024 if ON_GPU else 200
+CUTS = ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"]
+
+
+@starts_interpreter
+def test_in_the_interpreter():
+    run_in_interpreter(__file__)
+
+
+def schedule_for(cut, plan, heads):
+    if cut == "evenly":
+        return None
+    return schedule_of(plan, heads, 0 if cut == "batch-invariant" else 3, cut != "scheduled")
+
+
+def widened(plan, columns):
+    """The same requests in a table of more columns, whose entries nobody owns."""
+    tails = torch.full((plan.block_table.shape[0], columns), GARBAGE, dtype=torch.int32)
+    return replace(plan, block_table=torch.cat((plan.block_table, tails), 1))
+
+
+@runs
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_wide_table_costs_nothing(cut):
+    """A request in a table that is far too wide has the splits and the buffers that its own length asks for."""
+    ql, q_pe, cache, plan = make_inputs([1], [KEYS], 16)
+    schedule = schedule_for(cut, plan, 16)
+    wide = widened(plan, 2544)
+    assert plan.max_seq_len == wide.max_seq_len == KEYS
+    *_, parts, part_lse = decode.mla_decode_parts(*arguments(ql, q_pe, cache, plan, schedule=schedule))
+    *_, wide_parts, wide_lse = decode.mla_decode_parts(*arguments(ql, q_pe, cache, wide, schedule=schedule))
+    assert (wide_parts.shape, wide_lse.shape) == (parts.shape, part_lse.shape)
+    assert_same_bits(
+        launch(ql, q_pe, cache, wide, schedule=schedule).out, launch(ql, q_pe, cache, plan, schedule=schedule).out
+    )
+
+
+@runs
+def test_one_short_request_is_cut_into_few_splits():
+    """1 x 1024 at 128 heads on 132 processors: 16 splits; by the width of a table for 40960 tokens 66."""
+    found = [decode._num_splits(programs=2, rows=128, keys=keys, processors=132) for keys in (1024, 40960)]
+    assert found == [16, 66]
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[:1], ids=str)
+@pytest.mark.parametrize("cut", CUTS)
+def test_longer_lengths_are_read_as_the_bound(cut, dtype):
+    """Memory law: a device length above `max_seq_len` is read as `max_seq_len`, though the table reaches further."""
+    ql, q_pe, cache, plan = make_inputs([1, 2, 1], [200, 150, 130], 3, dtype)
+    bound = 140
+    lying = replace(plan, max_seq_len=bound)
+    seen = plan.visible_lens.clamp(max=bound)
+    honest = replace(plan, seq_lens=plan.seq_lens.clamp(max=bound), visible_lens=seen, max_seq_len=bound)
+    schedule = schedule_for(cut, honest, 3)
+    state = launch(ql, q_pe, cache, lying, schedule=schedule)
+    verdict(state, ql, q_pe, cache, honest)
+    for far in (2**31 - 1, 141, 64 * plan.block_table.shape[1]) if ON_GPU else (2**31 - 1,):
+        hostile = replace(lying, seq_lens=integers(far, far, 130))
+        verdict(launch(ql, q_pe, cache, hostile, schedule=schedule), ql, q_pe, cache, honest)
+
+
+@runs
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_bound_of_zero(cut):
+    """Of padding rows alone: nothing is read, and every row is empty."""
+    ql, q_pe, cache, plan = make_inputs([1, 1], [0, 0], 3)
+    assert plan.max_seq_len == 0
+    hostile = replace(plan, seq_lens=integers(5, 2**31 - 1), visible_lens=integers(5, 7))
+    state = launch(ql, q_pe, cache, hostile, schedule=schedule_for(cut, plan, 3))
+    assert state.out.eq(0).all() and state.lse.eq(-torch.inf).all()

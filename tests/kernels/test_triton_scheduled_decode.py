@@ -1,0 +1,254 @@
+"""The Triton decode as a schedule cuts it, against the reference: parts and their merge, and bits that stay.
+
+On a GPU it runs compiled, at real widths; without one this file runs itself again in Triton's interpreter, at small
+ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fast
+
+from ..support.decode_inputs import check_in_parts, rising_inputs, schedule_of, verdict
+from ..support.factories import assert_same_bits, integers, offsets
+from ..support.triton_decode_inputs import DTYPES, NARROW, WIDTH, WIDTHS, launch, make_inputs
+from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
+
+if ON_GPU or INTERPRETED:
+    from fast.kernels.triton import decode, decode_merge
+
+
+@starts_interpreter
+def test_in_the_interpreter():
+    run_in_interpreter(__file__)
+
+
+@runs
+@pytest.mark.parametrize(
+    "requests, heads, splits",
+    [(1, 4, 3), (1, 4, 20), (1, 4, 140), (2, 4, 20), (2, 4, 140), (1, 128, 3), (1, 128, 20), (1, 128, 70)],
+)
+def test_many_parts(requests, heads, splits):
+    """Each tile of the merge, and more parts than it takes at a time, against their sum in float64."""
+    latent, rows = 40, requests * heads
+    values = torch.randn(splits, rows, latent)
+    largest, totals = 5 * torch.randn(splits, rows), torch.rand(splits, rows) + 0.5
+    values[1], largest[1], totals[1] = 0, -torch.inf, 0  # a part that found nothing
+    out, lse = torch.empty(requests, heads, latent, device=DEVICE), torch.empty(heads, requests, device=DEVICE)
+    parts = values.flatten().to(DEVICE), torch.stack((largest, totals)).flatten().to(DEVICE)
+    decode_merge.merge_parts(*parts, offsets([1] * requests).to(DEVICE), 1, None, None, False, out, lse)
+    highest = largest.double().amax(0)
+    weights = torch.exp2(largest.double() - highest)
+    total = (totals * weights).sum(0)
+    wanted, most = (((part.double() * weights[:, :, None]).sum(0) / total[:, None]) for part in (values, values.abs()))
+    rounded = (splits + 16) * 2.0**-24  # of every sum and product a term goes through, exp2 and division included
+    assert ((out.flatten(0, 1).cpu() - wanted).abs() <= rounded * most).all()
+    wanted_lse = (highest + total.log2()) * math.log(2)
+    assert ((lse.T.flatten().cpu() - wanted_lse).abs() <= rounded * (1 + wanted_lse.abs())).all()
+
+
+@runs
+def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
+    """Where the reference stays parts are added, else folded one by one: of all, and of one, rows are the same.
+
+    Some rows find nothing at first, at last or in between, and values of both zeros.
+    """
+    latent, heads, splits = 40, 8, 21
+    values = torch.randn(splits, heads, latent)
+    largest, totals = 20 * torch.randn(splits, heads), torch.rand(splits, heads) + 0.5
+    largest[splits // 2 :, 3:] += 200
+    for place, row in ((0, 0), (-1, 0), (0, 4), (7, 4), (slice(None), 5)):
+        values[place, row], largest[place, row], totals[place, row] = 0, -torch.inf, 0
+    values[:, 1, ::2], values[:, 2, ::2] = -0.0, 0.0
+    parts = torch.cat((largest.flatten(), totals.flatten(), integers(1, splits).cpu().view(torch.float32)))
+    found = []
+    for at_once in (1, 4, 16, 32):
+        monkeypatch.setattr(decode_merge, "FOR_ONE_FOLD", ((1, 32, at_once, 1),) * 2)
+        out, lse = torch.empty(1, heads, latent, device=DEVICE), torch.empty(heads, 1, device=DEVICE)
+        tensors = values.flatten().to(DEVICE), parts.to(DEVICE), offsets([1]).to(DEVICE)
+        decode_merge.merge_parts(*tensors, 1, None, None, True, out, lse)
+        found.append((out, lse))
+    for out, lse in found[1:]:
+        assert_same_bits(out, found[0][0])
+        assert_same_bits(lse, found[0][1])
+
+
+@runs
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("requests, heads, splits, folded", [
+    (1, 4, 3, 1), (1, 4, 12, 5), (1, 4, 70, 7), (1, 4, 5, 5), (2, 4, 20, 3), (2, 4, 20, 19), (3, 3, 5, 5),
+])  # fmt: skip
+def test_folded_parts(requests, heads, splits, folded, planned):
+    """The merge of splits by their own length: the first slot and those behind what it holds, against float64.
+
+    Slots that nobody wrote are NaN. Where the first slot holds all splits, rows are whole already and stay.
+    """
+    latent, slots = 160, splits + 2
+    values = torch.randn(splits, requests, heads, latent)
+    largest, totals = 60 * torch.randn(splits, requests, heads), torch.rand(splits, requests, heads) + 0.5
+    largest[splits // 2 :] += 200  # the reference moves, among the parts that are merged at a time and at their end
+    largest[-1] += 200
+    values[-2], largest[-2], totals[-2] = 0, -torch.inf, 0  # a split that found nothing
+
+    def summed(begin, end):
+        highest = largest[begin:end].double().amax(0)
+        weights = torch.exp2(largest[begin:end].double() - highest)
+        return (values[begin:end] * weights[..., None]).sum(0), highest, (totals[begin:end] * weights).sum(0)
+
+    part_out = torch.full((requests, slots, heads, latent), torch.nan)
+    part_lse = torch.full((2, requests, slots, heads), torch.nan)
+    first, *rest = summed(0, folded)
+    part_out[:, 0], part_lse[0, :, 0], part_lse[1, :, 0] = first.float(), rest[0].float(), rest[1].float()
+    for split in range(folded, splits):
+        part_out[:, split], part_lse[0, :, split] = values[split], largest[split]
+        part_lse[1, :, split] = totals[split]
+    progress = integers(*(folded, splits) * requests).cpu().view(torch.float32)
+    out = torch.full((requests, heads, latent), torch.nan, device=DEVICE)
+    lse = torch.full((heads, requests), torch.nan, device=DEVICE)
+    cut = (torch.zeros(1, 5, dtype=torch.int32, device=DEVICE), offsets([splits] * requests).to(DEVICE))
+    decode_merge.merge_parts(
+        part_out.flatten().to(DEVICE), torch.cat((part_lse.flatten(), progress)).to(DEVICE),
+        offsets([1] * requests).to(DEVICE), 1, *(cut if planned else (None, None)), True, out, lse,
+    )  # fmt: skip
+    if folded == splits:
+        assert out.isnan().all() and lse.isnan().all()
+        return
+    summed_values, highest, total = summed(0, splits)
+    most = (values.abs() * torch.exp2(largest.double() - highest)[..., None]).sum(0) / total[..., None]
+    rounded = (splits + 16) * 2.0**-24  # as above, and of what the first slot was rounded to
+    assert ((out.cpu() - summed_values / total[..., None]).abs() <= 2 * rounded * most).all()
+    wanted_lse = (highest + total.log2()) * math.log(2)
+    assert ((lse.T.cpu() - wanted_lse).abs() <= 2 * rounded * (1 + wanted_lse.abs())).all()
+
+
+@runs
+@pytest.mark.parametrize("programs, num_runs", [(1, 0), (3, 0), (0, 1), (0, 3)])
+def test_rising_folds(programs, num_runs, monkeypatch):
+    """The largest score jumps from one split to the next by more than the reference of a fold stays for."""
+    inputs = rising_inputs(4, DTYPES[-1], WIDTH)  # of so few heads three splits
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: num_runs)
+    verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, programs, True)), *inputs)
+
+
+@runs
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    "programs, dtype", [(0, DTYPES[-1]), (1, DTYPES[-1]), (40, DTYPES[-1]), *((3, dtype) for dtype in DTYPES)], ids=str
+)
+def test_scheduled(programs, batch_invariant, dtype):
+    """Requests cut anywhere, whole requests between two cuts, idle programs, rows without keys or without queries.
+
+    With no programs nothing is planned.
+    """
+    if programs == 0 and not batch_invariant:
+        pytest.skip("no schedule")
+    lens = [0, 1100, 70, 9, 0, 300, 64, 33, 0], [1, 1, 2, 3, 2, 1, 0, 1, 1]
+    for heads, overhead in ((4, 0), (40, 5)):
+        inputs = make_inputs(lens[1], lens[0], heads, dtype)
+        schedule = schedule_of(inputs[3], heads, programs, batch_invariant, overhead)
+        verdict(launch(*inputs, schedule=schedule), *inputs)
+
+
+@runs
+@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
+def test_scheduled_shapes(widths, block_size):
+    inputs = make_inputs([1, 2], [300, 131], 4, DTYPES[-1], widths, block_size=block_size)
+    verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, 3, overhead=1)), *inputs)
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned"])
+def test_in_parts(cut, dtype, monkeypatch):
+    inputs = make_inputs([1, 2, 0, 1], [1150, 570, 0, 3], 4, dtype)
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut in ("split", "batch-invariant") else 1)
+    schedule = None
+    if cut not in ("whole", "split"):
+        schedule = schedule_of(inputs[3], 4, 0 if cut == "batch-invariant" else 3, cut != "scheduled", 1)
+    merge = decode_merge.merge_decode_parts
+    assert check_in_parts(decode, merge, *inputs, schedule=schedule) == (cut != "whole")
+
+
+@runs
+def test_nothing_but_padding_is_scheduled():
+    inputs = make_inputs([1, 2], [0, 0], 4, DTYPES[-1])
+    for batch_invariant in (False, True):
+        verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, 3, batch_invariant)), *inputs)
+
+
+@runs
+def test_batch_invariance(monkeypatch):
+    """Pitfall 19: what stands beside a request changes no bit of its result, under that schedule.
+
+    Few and many parts, few and many programs for them, planned or not, and neighbours with more query tokens.
+    """
+    lens, query_lens = [1100, 70, 5200, 64, 0, 20], [1, 1, 1, 2, 1, 0]
+    ql, q_pe, cache, plan = make_inputs(query_lens, lens, 16, DTYPES[-1], next(iter(NARROW.values())))
+    beside = {}
+    for request in range(5):
+        first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
+        one = replace(
+            plan, block_table=plan.block_table[request : request + 1], seq_lens=plan.seq_lens[request : request + 1],
+            query_start_loc=integers(0, last - first), max_query_len=query_lens[request],
+            visible_lens=plan.visible_lens[first:last],
+        )  # fmt: skip
+        wanted = launch(ql[first:last], q_pe[first:last], cache, one, schedule=schedule_of(one, 16, 1, True))
+        for programs, num_runs in ((3, 0), (40, 0), (0, 1), (0, 2), (0, 4)):
+            monkeypatch.setattr(decode, "_num_splits", lambda *_, num_runs=num_runs: num_runs)
+            alone = launch(ql[first:last], q_pe[first:last], cache, one, schedule=schedule_of(one, 16, programs, True))
+            assert_same_bits(alone.out, wanted.out)
+            assert_same_bits(alone.lse, wanted.lse)
+            if request == 0:
+                beside[programs, num_runs] = launch(
+                    ql, q_pe, cache, plan, schedule=schedule_of(plan, 16, programs, True)
+                )
+                verdict(beside[programs, num_runs], ql, q_pe, cache, plan)
+            assert_same_bits(beside[programs, num_runs].out[first:last], wanted.out)
+            assert_same_bits(beside[programs, num_runs].lse[:, first:last], wanted.lse)
+
+
+@runs
+@pytest.mark.parametrize("length", [5000, 2**31 - 1])
+@pytest.mark.parametrize("programs, batch_invariant", [(5, False), (5, True), (0, True)])
+def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch):
+    """A length that the table cannot hold is read as far as the table goes, and harms no neighbour."""
+    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3)
+    for readable in (64, 1152):  # a page, and all of the table: more than one split
+        ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, readable, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
+        far = replace(plan, seq_lens=integers(1100, length, 70))
+        # by the fast wing: the reference walks 2^25 tiles one by one
+        schedule = schedule_of(far, 4, 0, True)
+        if programs > 0:
+            schedule = fast.plan_decode(far.seq_lens, programs, 4, batch_invariant=batch_invariant)
+        state = launch(ql, q_pe, cache, far, schedule=schedule)
+        verdict(state, ql, q_pe, cache, plan)  # that request still sees as many keys as `visible_lens` says
+
+
+@runs
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("splits", [0, 2])
+@pytest.mark.parametrize("starts", [(2, -536870913), (1, -(2**31)), (-(2**31), 8), (0, 2**31 - 1), (2, 1)], ids=str)
+def test_merge_of_query_offsets_out_of_range(starts, splits, batch_invariant):
+    """Of a request without keys and of one in parts: nothing beyond the tokens is written."""
+    tokens, latent, spare = 2, 24, 64
+    for heads in (1, 4):
+        whole = torch.full(((tokens + spare) * heads * latent,), torch.nan, device=DEVICE)
+        own_lse = torch.full(((tokens + spare) * heads,), torch.nan, device=DEVICE)
+        out, lse = whole[: tokens * heads * latent].view(tokens, heads, latent), own_lse[: tokens * heads]
+        progress = integers(1, 2).cpu().view(torch.float32) if batch_invariant else torch.empty(0)
+        parts = (
+            torch.ones(3 * tokens * heads * latent),
+            torch.cat((torch.ones(2 * 3 * tokens * heads), progress)),
+        )
+        cut = torch.zeros(1, 5, dtype=torch.int32), integers(0, splits)
+        arguments = [
+            x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (*parts, integers(*starts), tokens, *cut)
+        ]
+        decode_merge.merge_parts(*arguments, batch_invariant, out, lse.view(heads, tokens))
+        assert whole[out.numel() :].isnan().all() and own_lse[lse.numel() :].isnan().all()

@@ -1,0 +1,483 @@
+"""The plan of a step, integer by integer, against brute force over tokens; both wings, bit-exact with each other."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fast
+import reference
+from reference.interfaces import CommonAttentionMetadata, DecodeSchedule, MLAConfig, PathCosts, QueryLenSupport
+
+from ..planning.test_batch import brute_split
+from ..support.factories import DIRECT, GARBAGE, assert_same_bits, integers, make_batch, offsets
+from ..support.planning import batches, same
+from ..support.properties import assume, given, st
+
+V3 = MLAConfig.from_preset("deepseek-v3")
+SINGLE, UNIFORM, VARLEN = QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN
+
+
+def check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold):
+    """Pitfall 12: row by row, a decode sees the keys up to and with itself, and never past its sequence."""
+    batch = make_batch(query_lens, seq_lens, block_size, padding=2)
+    plan = ops.build_mla_metadata(batch.common, block_size, workspace, threshold)
+    decodes, prefills, decode_tokens, _ = brute_split(query_lens, threshold, False)
+    assert (plan.num_decodes, plan.num_prefills, plan.num_decode_tokens) == (decodes, prefills, decode_tokens)
+    assert plan.num_actual_tokens == batch.num_tokens and plan.slot_mapping is batch.common.slot_mapping
+    visible = []
+    for query_len, length in zip(query_lens[:decodes], seq_lens[:decodes], strict=True):
+        positions = range(length)[length - query_len :] if length else [-1] * query_len
+        visible += [position + 1 for position in positions]  # positions up to and with its own
+    assert plan.decode.visible_lens.dtype == torch.int32 and plan.decode.visible_lens.tolist() == visible
+    assert plan.decode.seq_lens.tolist() == list(seq_lens[:decodes])
+    assert plan.decode.query_start_loc.tolist() == offsets(query_lens[:decodes]).tolist()
+    assert plan.decode.max_query_len == max(query_lens[:decodes], default=0)
+    assert plan.prefill.query_start_loc.tolist() == offsets(query_lens[decodes:]).tolist()
+    assert plan.prefill.max_query_len == max(query_lens[decodes:], default=0)
+    for part, rows in ((plan.decode, slice(decodes)), (plan.prefill, slice(decodes, None))):
+        assert_same_bits(part.block_table, batch.common.block_table[rows])
+    context = list(batch.context_lens[decodes:])
+    covered = [sum(c.cu_seq_lens.diff()[r].item() for c in plan.prefill.context_chunks) for r in range(prefills)]
+    assert covered == context
+    return plan
+
+
+@given(batches(), st.sampled_from([2, 16]), st.integers(0, 60), st.sampled_from([1, 2, 3]))
+def test_plan(lens, block_size, extra, threshold):
+    """Both wings against brute force, and every field of one against the other."""
+    query_lens, seq_lens = lens
+    workspace = max(1, len(query_lens)) * block_size + extra
+    common = make_batch(query_lens, seq_lens, block_size).common
+    decodes = reference.split_decodes_and_prefills(common, threshold)[0]
+    if any(new > 0 and length == 0 for new, length in zip(query_lens[decodes:], seq_lens[decodes:], strict=True)):
+        for ops in (reference, fast):  # padding computed as a prefill would not come out as zero
+            with pytest.raises(ValueError, match="^seq_lens: expected padding rows among the decodes only"):
+                ops.build_mla_metadata(common, block_size, workspace, threshold)
+        return
+    plans = []
+    for ops in (reference, fast):
+        torch.manual_seed(0)
+        plans.append(check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold))
+    same(*plans)
+
+
+@given(batches(), st.sampled_from([2, 16]), st.booleans())
+def test_parts_agree(lens, block_size, uniform):
+    """Tier 1, one by one."""
+    query_lens, seq_lens = lens
+    common = make_batch(query_lens, seq_lens, block_size).common
+    for threshold in (1, 3):
+        same(*(ops.split_decodes_and_prefills(common, threshold, uniform) for ops in (reference, fast)))
+    same(common.num_computed_tokens.cpu(), common.num_computed_tokens_cpu)
+    arguments = (common.query_start_loc, common.seq_lens, common.block_table, block_size, sum(query_lens) + 2)
+    same(*(ops.slot_mapping(*arguments) for ops in (reference, fast)))
+
+
+def test_graph_padding_rows_are_inert(ops):
+    """Pitfalls 6 and 16: rows added after planning began still get seq_len 0, slot -1 and see nothing."""
+    batch = make_batch((1, 1, 1, 1), (20, 7, 0, 0))
+    plan = ops.build_mla_metadata(batch.common, 16, 64)
+    assert plan.num_decodes == 4
+    assert plan.decode.visible_lens.tolist() == [20, 7, 0, 0]
+    assert batch.common.slot_mapping[2:].tolist() == [-1, -1]
+    assert (batch.common.block_table[2:] == GARBAGE).all()
+    padded_queries = make_batch((2, 2), (9, 0))
+    assert ops.build_mla_metadata(padded_queries.common, 16, 64, 2).decode.visible_lens.tolist() == [8, 9, 0, 0]
+
+
+def test_empty_batch(ops):
+    plan = ops.build_mla_metadata(make_batch((), ()).common, 16, 64)
+    assert (plan.num_decodes, plan.num_prefills, plan.num_actual_tokens) == (0, 0, 0)
+    assert plan.prefill.context_chunks == ()
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+def test_make_accepts_what_it_derives(query_lens):
+    """`make` and the plain constructor agree on the derived fields."""
+    assume(sum(query_lens) < 30)
+    common = make_batch(query_lens, [q + 3 for q in query_lens]).common
+    again = CommonAttentionMetadata(
+        common.seq_lens, common.query_start_loc, common.seq_lens_cpu, common.query_start_loc_cpu, common.block_table,
+        common.slot_mapping, max(query_lens), sum(query_lens), max(query_lens) + 3,
+    )  # fmt: skip
+    same(common, again)
+
+
+@pytest.mark.parametrize("wing", ["reference", "fast"])
+def test_planning_does_not_write_its_input(wing):
+    ops = {"reference": reference, "fast": fast}[wing]
+    common = make_batch((1, 4, 9), (17, 40, 9)).common
+    before = [t.clone() for t in (common.seq_lens, common.query_start_loc, common.block_table, common.slot_mapping)]
+    ops.build_mla_metadata(common, 16, 64)
+    after = (common.seq_lens, common.query_start_loc, common.block_table, common.slot_mapping)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+# Who decodes: the threshold, the kernel's support, the choice of the path.
+
+
+def decodes_of(ops, query_lens, seq_lens, **options):
+    return ops.build_mla_metadata(make_batch(query_lens, seq_lens).common, 16, 1024, **options).num_decodes
+
+
+@given(batches(), st.sampled_from([1, 2, 5]), st.sampled_from([UNIFORM, VARLEN]), st.booleans(), st.booleans())
+def test_choices_agree(lens, threshold, support, asked, ordered):
+    """Every way to say who decodes, order required or not: the same plan or the same refusal."""
+    query_lens, seq_lens = lens
+    common, found = make_batch(query_lens, seq_lens).common, []
+    costs = PathCosts(expanded_request=2e6)  # so that short queries choose the absorbed path even without context
+    for ops in (reference, fast):
+        try:
+            found.append(
+                ops.build_mla_metadata(common, 16, 256, threshold, DIRECT if asked else None, costs, support, "even"
+                                       if threshold == 2 and len(lens[0]) < 8 else "packed", ordered,
+                                       num_programs=5 if asked else None)
+            )  # fmt: skip
+        except ValueError as error:
+            found.append(str(error))
+    same(*found)
+
+
+def test_path_choice_makes_decodes(ops):
+    """The absorbed requests lead, whatever their query lengths, and the first expanded one ends them."""
+    lens = [8, 1, 20, 600, 1], [5000, 30, 4000, 900, 77]
+    assert decodes_of(ops, *lens) == 0
+    assert decodes_of(ops, *lens, config=V3) == 3
+    assert decodes_of(ops, *lens, config=V3, costs=PathCosts(absorbed_request=1e15)) == 0
+    assert decodes_of(ops, *lens, config=V3, costs=PathCosts(expanded_request=1e15)) == 5
+    assert decodes_of(ops, [1, 8, 3], [40, 9000, 7], config=V3, query_len_support=SINGLE) == 1
+    assert decodes_of(ops, [1, 8, 3], [40, 9000, 700], config=V3, query_len_support=UNIFORM, decode_threshold=8) == 1
+    plan = ops.build_mla_metadata(make_batch(*lens).common, 16, 8192, config=V3)
+    assert plan.num_decode_tokens == 29 and plan.decode.max_query_len == 20
+    assert plan.decode.visible_lens[:8].tolist() == list(range(4993, 5001))
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens"), [([2, 0], [9000, 4]), ([0, 3, 1, 0], [4, 9000, 30, 7]), ([2, 0, 600], [9000, 4, 900])]
+)
+def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
+    """Planted: decodes taken for queries of one token because they have as many tokens as requests.
+
+    A request without new tokens makes up for one of several, which chose the absorbed path beyond the threshold of 1.
+    """
+    plan = ops.build_mla_metadata(make_batch(query_lens, seq_lens).common, 16, 8192, config=V3)
+    decodes = sum(query_len < 600 for query_len in query_lens)
+    assert plan.num_decodes == plan.num_decode_tokens == decodes
+    visible = [s - q + i + 1 for q, s in zip(query_lens[:decodes], seq_lens, strict=False) for i in range(q)]
+    assert plan.decode.visible_lens.tolist() == visible
+    assert plan.decode.max_query_len == max(query_lens[:decodes])
+
+
+def test_order_required(ops, plain_errors):
+    """The request is named, for expanded requests that stand before absorbed ones."""
+    common = make_batch([1, 30, 2, 1], [40, 90, 9, 8]).common
+    wanted = "^common: expected absorbed requests before the expanded one at request 1, got one at"
+    with pytest.raises(ValueError, match=f"{wanted} 3$"):
+        ops.build_mla_metadata(common, 16, 256, require_order=True)
+    with pytest.raises(ValueError, match=f"{wanted} 2$"):
+        ops.build_mla_metadata(common, 16, 256, 2, require_order=True)
+    assert ops.build_mla_metadata(common, 16, 256).num_decodes == 1
+
+
+def test_thresholds(ops, plain_errors):
+    assert [ops.reorder_batch_threshold(support) for support in QueryLenSupport] == [1, 1, 1]
+    assert [ops.reorder_batch_threshold(support, 3) for support in (SINGLE, UNIFORM, VARLEN)] == [1, 4, 4]
+    with pytest.raises(ValueError, match="^num_speculative_tokens: expected an int >= 0, got -1$"):
+        ops.reorder_batch_threshold(VARLEN, -1)
+    common = make_batch([1], [4]).common
+    with pytest.raises(ValueError, match="^decode_threshold: expected 1 with SINGLE_ONLY, got 2$"):
+        ops.build_mla_metadata(common, 16, 64, 2, query_len_support=SINGLE)
+    with pytest.raises(ValueError, match="^decode_threshold: expected at least 1, got 0$"):
+        ops.build_mla_metadata(common, 16, 64, 0)
+
+
+def test_narrow_block_table(ops, plain_errors):
+    common = make_batch([1, 1, 1], [20, 33, 50]).common
+    narrow = CommonAttentionMetadata.make(
+        common.query_start_loc_cpu, common.seq_lens_cpu, common.block_table[:, :2], common.slot_mapping
+    )
+    with pytest.raises(ValueError, match="^block_table: expected at least 3 columns for request 1, got 2$"):
+        ops.build_mla_metadata(narrow, 16, 64)
+    with pytest.raises(ValueError, match="^block_size: expected a positive int, got 0$"):
+        ops.build_mla_metadata(narrow, 0, 64)
+
+
+def test_slots_past_the_tokens(plain_errors):
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    slots = torch.tensor([3, -1, 5])
+    if slots.device.type == "cpu":
+        with pytest.raises(ValueError, match="^slot_mapping: expected -1 past the 1 tokens, got 5 at 2$"):
+            CommonAttentionMetadata.make(offsets([1]).cpu(), integers(4).cpu(), table, slots)
+
+
+# The builder of engines.
+
+
+def make_builder(ops, **options):
+    given = {"block_size": 16, "max_model_len": 512, "max_num_seqs": 8, "workspace_tokens": 64} | options
+    return ops.MLAMetadataBuilder(given.pop("config", DIRECT), **given)
+
+
+MANY_HEADS = replace(DIRECT, num_heads=80)
+OPTIONS = {  # of a builder, beside the numbers that hypothesis draws
+    "plain": {},
+    "costs": {"costs": PathCosts(absorbed_request=1e15)},
+    "other costs": {"costs": PathCosts(expanded_request=1e15)},
+    "one token": {"query_len_support": SINGLE},
+    "uniform": {"query_len_support": UNIFORM},
+    "invariant": {"num_programs": 5, "batch_invariant": True},
+    "many heads": {"config": MANY_HEADS, "num_programs": 3, "batch_invariant": True},
+    "unplanned": {"num_programs": 0, "batch_invariant": True},
+}
+
+
+def uniform_length(query_lens, threshold):
+    """The most frequent length that decodes, of equals the longest; 0 where nobody does."""
+    lens = [q for q in query_lens if 0 < q <= threshold]
+    return max(set(lens), key=lambda q: (lens.count(q), q), default=0)
+
+
+def schedule_pays(lens, programs, overhead):
+    """Whether padding every request to the longest takes more tiles than a start for each request and program."""
+    tiles = [-(-length // 64) for length in lens if length > 0]
+    return sum(max(tiles) - count for count in tiles) > overhead * (len(tiles) + programs) if tiles else False
+
+
+@given(batches(), st.sampled_from(sorted(OPTIONS)), st.sampled_from([0, 3]), st.booleans(), st.sampled_from([0, 5]))
+def test_builders_agree(lens, name, drafted, fast_build, programs):
+    """After reordering as it says, a builder accepts any batch whose padding decodes; both wings plan the same."""
+    options = {"num_programs": programs, "num_speculative_tokens": drafted, "max_model_len": 50_000} | OPTIONS[name]
+    support, threshold = options.get("query_len_support", VARLEN), 1 if name == "one token" else 1 + drafted
+    query_lens, seq_lens = list(lens[0]), [length and length + 20_000 * (name == "many heads") for length in lens[1]]
+    config, costs = options.get("config", DIRECT), options.get("costs")
+    uniform = uniform_length(query_lens, threshold)
+
+    def decodes(q, s):
+        if support is UNIFORM:
+            return q in (0, uniform)
+        asked = support is VARLEN and not options.get("batch_invariant")
+        return q <= threshold or (asked and fast.choose_path(q, max(0, s - q), config, costs) == "absorbed")
+
+    assume(all(s > 0 or decodes(q, s) for q, s in zip(query_lens, seq_lens, strict=True)))
+    builders = [make_builder(ops, **options) for ops in (reference, fast)]
+    contexts = [max(0, s - q) for q, s in zip(query_lens, seq_lens, strict=True)]
+    swaps = [b.reorder_batch(integers(*query_lens).cpu(), integers(*contexts).cpu()) for b in builders]
+    same(*swaps)
+    for i, j in swaps[0]:
+        for values in (query_lens, seq_lens):
+            values[i], values[j] = values[j], values[i]
+    common = make_batch(query_lens, seq_lens, 16).common
+    plans = [b.build(0, common, fast_build) for b in builders]
+    same(*plans)
+    same(*(b.can_run_in_cudagraph(common) for b in builders))
+    assert plans[0].num_decodes == sum(decodes(q, s) for q, s in zip(query_lens, seq_lens, strict=True))
+    schedule, invariant = plans[0].schedule, options.get("batch_invariant", False)
+    short = plans[0].num_decode_tokens > 0 and plans[0].decode.max_query_len <= threshold
+    planned = options["num_programs"] > 0 and short and (invariant or not fast_build)
+    overhead = (5 if config.num_heads <= 32 else 8) * (4 if invariant else 1)
+    planned = planned and schedule_pays(plans[0].decode.seq_lens.tolist(), options["num_programs"], overhead)
+    assert plans[0].schedule_choice.planned == planned
+    assert (schedule is not None) == (planned or (invariant and plans[0].num_decode_tokens > 0))
+    if invariant and not planned and schedule is not None:
+        assert vars(schedule) == vars(DecodeSchedule(batch_invariant=True))
+    elif schedule is not None:
+        heads = config.num_heads
+        same(schedule, reference.plan_decode(plans[0].decode.seq_lens, options["num_programs"], heads,
+                                             batch_invariant=invariant))  # fmt: skip
+
+
+def test_builder_for_graphs(ops, plain_errors):
+    """What is captured: decodes of one length up to the threshold, padding rows among them."""
+    builder = make_builder(ops, num_speculative_tokens=1, num_programs=3)
+    assert builder.reorder_batch_threshold == 2
+    kinds = {((2, 2, 2), (9, 40, 0)): True, ((1, 1), (9, 3)): True, ((1, 2), (9, 9)): False, ((), ()): False,
+             ((3, 3), (9, 9)): False, ((2, 0), (9, 9)): False}  # fmt: skip
+    for lens, captured in kinds.items():
+        common = make_batch(*lens).common
+        assert builder.can_run_in_cudagraph(common) == captured
+        if captured:
+            plan = builder.build_for_cudagraph_capture(common)
+            assert plan.num_decodes == common.num_reqs and plan.schedule.tile_ranges.shape == (3, 5)
+        else:
+            with pytest.raises(ValueError, match="^common: expected decodes of one query length up to 2, got"):
+                builder.build_for_cudagraph_capture(common)
+
+
+def test_programs_by_query_length(ops):
+    """A number holds up to the threshold; a function gets the longest query; lengths differ, so two are enough."""
+    common = make_batch([1, 6], [40, 3000]).common
+    costs = PathCosts(expanded_request=1e15)
+    sizes = {"costs": costs, "max_model_len": 4096}
+    assert make_builder(ops, num_programs=9, **sizes).build(0, common).schedule is None
+    for number in (0, 2, 5):
+        plan = make_builder(ops, num_programs=lambda q, n=number: n * (q == 6), **sizes).build(0, common)
+        assert (0 if plan.schedule is None else plan.schedule.tile_ranges.shape[0]) == number
+
+
+def test_captured_plans_are_updated_in_place(ops, plain_errors):
+    """Pitfalls 16 and 17: what a captured graph reads stays where it is; plans of `build` are nobody else's."""
+    builder = make_builder(ops, num_speculative_tokens=1, num_programs=3, max_model_len=2000)
+    captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
+    tensors = captured.decode.visible_lens, captured.schedule.tile_ranges, captured.schedule.split_offsets
+    places = [tensor.data_ptr() for tensor in tensors]
+    for lens in ([20, 70, 0], [2, 1500, 9], [500, 500, 500]):
+        common = make_batch([2] * 3, lens).common
+        builder.update_captured(captured, common)
+        fresh = builder.build(0, common)
+        planned = ops.plan_decode(common.seq_lens, 3, DIRECT.num_heads)  # a captured plan has one whatever the lengths
+        same(tensors, (fresh.decode.visible_lens, planned.tile_ranges, planned.split_offsets))
+        assert [tensor.data_ptr() for tensor in tensors] == places
+        assert fresh.schedule is None or fresh.schedule.tile_ranges.data_ptr() not in places
+    wanted = "^common: expected 3 requests of 2 tokens, as captured, got"
+    for query_lens in ([2, 2], [1, 1, 1], [2, 2, 1]):
+        with pytest.raises(ValueError, match=wanted):
+            builder.update_captured(captured, make_batch(query_lens, [9] * len(query_lens)).common)
+    unplanned = make_builder(ops, num_speculative_tokens=1, num_programs=0, batch_invariant=True, max_model_len=2000)
+    captured = unplanned.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
+    unplanned.update_captured(captured, common)  # there is no schedule to write
+    assert vars(captured.schedule) == vars(DecodeSchedule(batch_invariant=True))
+    same(captured.decode.visible_lens, fresh.decode.visible_lens)
+
+
+def test_requests_without_new_tokens_take_no_path(ops):
+    """A row of length 0 behind the prefills, as an engine that pads at the end leaves it, is no disorder."""
+    plan = make_builder(ops).build(0, make_batch([1, 50, 0], [10, 50, 0]).common)
+    assert (plan.num_decodes, plan.num_prefills) == (1, 2)
+
+
+def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
+    """One request without drafts does not send the others down the expanded path."""
+    builder = make_builder(ops, num_speculative_tokens=3, query_len_support=UNIFORM)
+    swaps = builder.reorder_batch(integers(1, 4, 4, 4).cpu(), integers(49, 56, 0, 76).cpu())
+    assert swaps == ((0, 3),)
+    assert builder.build(0, make_batch([4, 4, 4, 1], [80, 60, 0, 50]).common).num_decodes == 3
+    with pytest.raises(
+        ValueError, match="^common: expected absorbed requests before the expanded one at request 1, got one"
+    ):
+        builder.build(0, make_batch([4, 1, 4], [80, 50, 60]).common)
+
+
+def test_the_most_frequent_length_decodes(ops):
+    """Wherever it stands between the shortest and the longest that may decode."""
+    builder = make_builder(ops, num_speculative_tokens=5, query_len_support=UNIFORM)
+    for most in range(1, 7):
+        query_lens = [6, 1, most, most, most, 5]
+        swaps = builder.reorder_batch(integers(*query_lens).cpu(), integers(*[50] * 6).cpu())
+        for i, j in swaps:
+            query_lens[i], query_lens[j] = query_lens[j], query_lens[i]
+        assert query_lens[:3] == [most] * 3, (most, swaps)
+
+
+def test_a_loose_bound_changes_nothing(ops):
+    """`max_query_len` is a bound: plans hold the true lengths."""
+    for lens in (([1, 1], [9, 30]), ([1, 0, 9], [9, 4, 30]), ([2, 2], [9, 0])):
+        exact = make_batch(*lens).common
+        loose = replace(exact, max_query_len=exact.max_query_len + 30)
+        for threshold in (1, 2):
+            if threshold < 2 and lens[0] == [2, 2]:
+                continue
+            same(*(ops.build_mla_metadata(common, 16, 64, threshold) for common in (exact, loose)))
+        builder = make_builder(ops, num_speculative_tokens=1)
+        assert builder.can_run_in_cudagraph(loose) == builder.can_run_in_cudagraph(exact)
+
+
+def test_early_refusals(ops, plain_errors):
+    """What no prefill of this batch needs is refused as well, before the first one fails in service."""
+    common = make_batch([1], [4]).common
+    with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 15$"):
+        ops.build_mla_metadata(common, 16, 15)
+    with pytest.raises(ValueError, match="^policy: expected .packed. or .even., got 'x'$"):
+        ops.build_mla_metadata(common, 16, 64, policy="x")
+
+
+def test_builder_refuses(ops, plain_errors):
+    with pytest.raises(ValueError, match="^num_programs: expected an int >= 0, a function or None, got -1$"):
+        make_builder(ops, num_programs=-1)
+    with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 15$"):
+        make_builder(ops, workspace_tokens=15)
+    with pytest.raises(ValueError, match="^max_num_seqs: expected a positive int, got 0$"):
+        make_builder(ops, max_num_seqs=0)
+    with pytest.raises(ValueError, match="^common: expected at most 2 requests, got 3$"):
+        make_builder(ops, max_num_seqs=2).build(0, make_batch([1] * 3, [4] * 3).common)
+    with pytest.raises(ValueError, match="^common: expected at most 32 tokens a request, got 40 at request 1$"):
+        make_builder(ops, max_model_len=32).build(0, make_batch([1] * 3, [4, 40, 33]).common)
+    with pytest.raises(ValueError, match="^common: expected absorbed requests before the expanded one at request 0"):
+        make_builder(ops).build(0, make_batch([9, 1], [9, 30]).common)
+
+
+# On a GPU: nothing is read back, and buffers are not written while a copy reads them.
+
+
+@pytest.fixture
+def no_syncs():
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def on_gpu(common):
+    return CommonAttentionMetadata(
+        common.seq_lens.cuda(), common.query_start_loc.cuda(), common.seq_lens_cpu, common.query_start_loc_cpu,
+        common.block_table.cuda(), common.slot_mapping.cuda(), common.max_query_len, common.num_actual_tokens,
+        common.max_seq_len,
+    )  # fmt: skip
+
+
+def test_planning_does_not_wait(request):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    builders = [
+        make_builder(fast, num_programs=7, num_speculative_tokens=2, batch_invariant=own) for own in (False, True)
+    ]
+    twins = [
+        make_builder(reference, num_programs=7, num_speculative_tokens=2, batch_invariant=own) for own in (False, True)
+    ]
+    lens = [([1] * 4, [20, 7, 0, 40]), ([3, 1, 9, 30], [50, 0, 40, 100]), ([9], [200]), ([1] * 8, [400] * 8)]
+    batches = [make_batch(*own).common for own in lens]
+    prefixes = [0, 0, 0, 320]
+    expected = [twin.build(prefix, own) for twin in twins for prefix, own in zip(prefixes, batches, strict=True)]
+    assert expected[3].cascade is not None and expected[7].schedule.batch_invariant
+    there = [on_gpu(own) for own in batches]
+    for builder in builders:  # compiles and allocates
+        builder.build(0, there[0])
+    request.getfixturevalue("no_syncs")
+    plans = [
+        builder.build(prefix, own) for _ in range(5) for builder in builders
+        for prefix, own in zip(prefixes, there, strict=True)
+    ]  # fmt: skip
+    torch.cuda.set_sync_debug_mode("default")
+    for number, plan in enumerate(plans):
+        assert plan.prefill.query_start_loc.is_cuda and plan.decode.visible_lens.is_cuda
+        same(to_cpu(plan), to_cpu(expected[number % 8]))
+
+
+def to_cpu(value):
+    """A plan with its tensors on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, tuple):
+        return tuple(map(to_cpu, value))
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: to_cpu(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value
+
+
+def test_staging_survives_many_plans():
+    """Hundreds of plans sent without a wait, behind a busy stream: each arrives as it was."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    from fast.mla.builder import StagingBuffer
+
+    staging, busy, sent = StagingBuffer(), torch.randn(2048, 2048, device="cuda"), []
+    for number in range(300):
+        if number % 10 == 0:
+            busy = (busy @ busy).clamp_(-1, 1)
+        pieces = [torch.full((3 + number % 7,), number, dtype=torch.int32, device="cpu"), integers(number).cpu()]
+        sent.append(staging.send(pieces, torch.device("cuda")))
+    for number, found in enumerate(sent):
+        assert found.tolist() == [number] * (4 + number % 7)

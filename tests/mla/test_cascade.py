@@ -1,0 +1,183 @@
+"""Cascade decode: shared blocks found by brute force, cut and merged to what one decode gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fast
+import reference
+from fast.parity import compare_states
+from reference.interfaces import CommonAttentionMetadata, MLAConfig
+
+from ..support.factories import DIRECT, GARBAGE, assert_states64, integers, make_batch
+from ..support.planning import same
+from ..support.properties import given, st
+
+V3 = MLAConfig.from_preset("deepseek-v3")
+SMALL = MLAConfig.from_preset("deepseek-v2-lite")
+
+
+def shared_batch(query_lens, seq_lens, shared_blocks, block_size=4):
+    """Requests whose first blocks are those of the first one; padding rows (S = 0) keep garbage."""
+    batch = make_batch(query_lens, seq_lens, block_size)
+    common = batch.common
+    table = common.block_table.clone()
+    real = [request for request, length in enumerate(seq_lens) if length]
+    for request in real:
+        blocks = min(shared_blocks, *(-(-seq_lens[owner] // block_size) for owner in (request, real[0])))
+        table[request, :blocks] = table[real[0], :blocks]
+    for request in range(len(seq_lens)):
+        table[request, -(-seq_lens[request] // block_size) :] = GARBAGE
+    return batch.num_blocks, CommonAttentionMetadata.make(
+        common.query_start_loc_cpu, common.seq_lens_cpu, table, common.slot_mapping
+    )
+
+
+LENS = st.lists(st.tuples(st.sampled_from([1, 1, 2, 3]), st.integers(0, 40)), min_size=1, max_size=5)
+
+
+def legal(pairs):
+    return [query_len for query_len, _ in pairs], [length and max(length, query_len) for query_len, length in pairs]
+
+
+@given(LENS, st.integers(0, 6))
+def test_common_prefix(pairs, shared):
+    """The longest run of blocks that lies in every context and is the same everywhere, by trying each length."""
+    query_lens, seq_lens = legal(pairs)
+    _, common = shared_batch(query_lens, seq_lens, shared)
+    contexts = [s - q for q, s in zip(query_lens, seq_lens, strict=True) if s]
+    rows = [row for row, length in zip(common.block_table.tolist(), seq_lens, strict=True) if length]
+    fits = [
+        n for n in range(12)
+        if rows and n * 4 <= min(contexts) and len({tuple(row[:n]) for row in rows}) == 1
+    ]  # fmt: skip
+    for ops in (reference, fast):
+        assert ops.common_prefix_len(common, 4) == 4 * max(fits, default=0)
+
+
+def decode_inputs(common, num_blocks, dtype=torch.float64, heads=3):
+    tokens, width = common.num_actual_tokens, DIRECT.kv_lora_rank + DIRECT.qk_rope_head_dim
+    cache = torch.randn(num_blocks, 4, width, dtype=torch.float64).to(dtype)
+    queries = (torch.randn(tokens, heads, n, dtype=torch.float64).to(dtype) for n in (DIRECT.kv_lora_rank,
+               DIRECT.qk_rope_head_dim))  # fmt: skip
+    return *queries, cache
+
+
+def check_cascade(ops, pairs, shared):
+    query_lens, seq_lens = legal(pairs)
+    num_blocks, common = shared_batch(query_lens, seq_lens, shared)
+    prefix = ops.common_prefix_len(common, 4)
+    plan = ops.build_mla_metadata(common, 4, 64, 3).decode
+    if prefix == 0:
+        return None
+    row = next(request for request, length in enumerate(seq_lens) if length)
+    cascade = ops.split_shared_prefix(plan, prefix, 4, row)
+    ql, q_pe, cache = decode_inputs(common, num_blocks)
+    whole = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
+    assert_states64(ops.cascade_attention(ql, q_pe, cache, cascade, 0.3), whole)
+    return cascade
+
+
+@given(LENS, st.integers(1, 6))
+def test_cascade_is_the_whole(pairs, shared):
+    """Float64, padding rows and several query tokens included; the same cut in both wings."""
+    found = []
+    for ops in (reference, fast):
+        torch.manual_seed(0)
+        found.append(check_cascade(ops, pairs, shared))
+    if found[0] is not None:
+        same(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_parity(dtype):
+    """States stay in float32 until they are merged, so that the whole decode's budget holds."""
+    num_blocks, common = shared_batch([1, 2, 1], [33, 40, 21], 5)
+    plan = reference.build_mla_metadata(common, 4, 64, 2).decode
+    cascade = fast.split_shared_prefix(plan, 20, 4)
+    ql, q_pe, cache = decode_inputs(common, num_blocks, dtype)
+    value = fast.cascade_attention(ql, q_pe, cache, cascade, 0.3)
+    gold = reference.mla_decode(ql.double(), q_pe.double(), cache.double(), plan, 0.3)
+    low = reference.mla_decode(ql, q_pe, cache, plan, 0.3)
+    for parity in compare_states("cascade_attention", value, low, gold):
+        assert parity.passed, parity
+
+
+def counted(prefix, query_lens, seq_lens, config):
+    """The decision again, request by request."""
+    read = shared_read = flops = tokens = 0
+    for q, s in zip(query_lens, seq_lens, strict=True):
+        if s:
+            read += s * config.head_size * 2
+            shared_read += (s - prefix) * config.head_size * 2
+            flops += config.num_heads * q * s * 2 * (config.head_size + config.kv_lora_rank)
+            tokens += q
+    shared_read += prefix * config.head_size * 2
+    states = 4 * 4 * tokens * config.num_heads * (config.kv_lora_rank + 1)
+    return max(flops, 200 * shared_read) + 200 * states < max(flops, 200 * read)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 1, 4]), st.sampled_from([0, 30, 500, 5000])), min_size=1, max_size=30),
+    st.sampled_from([0, 16, 256, 4096]), st.sampled_from([SMALL, V3, DIRECT]),
+)  # fmt: skip
+def test_decision(pairs, prefix, config):
+    query_lens, seq_lens = [q for q, _ in pairs], [s and s + prefix for _, s in pairs]
+    lens = integers(*query_lens).cpu(), integers(*seq_lens).cpu()
+    found = {ops.use_cascade_attention(prefix, *lens, config) for ops in (reference, fast)}
+    assert found == {prefix > 0 and any(seq_lens) and counted(prefix, query_lens, seq_lens, config)}
+
+
+def test_when_it_pays(ops):
+    """A long prompt shared by many pays with few heads; not with one request, nor where products are the limit."""
+    many, one = (integers(*[1] * n).cpu() for n in (64, 1))
+    lens = integers(*[8192] * 64).cpu()
+    assert ops.use_cascade_attention(4096, many, lens, SMALL)
+    assert not ops.use_cascade_attention(4096, one, lens[:1], SMALL)
+    assert not ops.use_cascade_attention(0, many, lens, SMALL)
+    assert not ops.use_cascade_attention(16, many, lens, SMALL)
+    assert not ops.use_cascade_attention(4096, many, lens, V3)
+
+
+def test_layer_takes_the_cascade(ops):
+    """The builder plans it, the layer attends it: the same output as without."""
+    from ..support.factories import make_layer, make_weights
+
+    torch.manual_seed(0)
+    layer = make_layer(ops, DIRECT, make_weights(DIRECT, torch.float64), torch.float64)
+    num_blocks, common = shared_batch([1] * 6, [0, 170, 181, 190, 175, 163], 40)
+    builder = ops.MLAMetadataBuilder(DIRECT, 4, 512, 8)
+    plans = [builder.build(prefix, common) for prefix in (0, ops.common_prefix_len(common, 4))]
+    assert plans[0].cascade is None and plans[1].cascade is not None
+    assert builder.build(160, common, fast_build=True).cascade is None
+    invariant = ops.MLAMetadataBuilder(DIRECT, 4, 512, 8, num_programs=3, batch_invariant=True)
+    assert invariant.build(160, common).cascade is None and invariant.build(160, common).schedule is not None
+    hidden = torch.randn(6, DIRECT.hidden_size, dtype=torch.float64)
+    cache = torch.randn(num_blocks, 4, DIRECT.head_size, dtype=torch.float64)
+    positions = (common.seq_lens - 1).clamp(min=0).long()
+    outputs = [layer(hidden, positions, cache.clone(), plan) for plan in plans]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
+
+
+def test_refusals(ops, plain_errors):
+    plan = ops.build_mla_metadata(make_batch([1, 1], [20, 30], 4).common, 4, 64).decode
+    for wrong in (0, 6, -4):
+        with pytest.raises(
+            ValueError, match="^common_prefix_len: expected a positive multiple of the block size 4, got"
+        ):
+            ops.split_shared_prefix(plan, wrong, 4)
+    with pytest.raises(ValueError, match="^common_prefix_len: expected at most the 10 blocks of the table, got 11 "):
+        ops.split_shared_prefix(plan, 44, 4)
+    with pytest.raises(ValueError, match=r"^row: expected a request in \[0, 2\), got 2$"):
+        ops.split_shared_prefix(plan, 4, 4, 2)
+    with pytest.raises(ValueError, match="^common_prefix_len: expected an int >= 0, got -1$"):
+        ops.use_cascade_attention(-1, integers(1).cpu(), integers(9).cpu(), V3)
+    with pytest.raises(ValueError, match="^block_size: expected a positive int, got 0$"):
+        ops.common_prefix_len(make_batch([1], [4]).common, 0)
+    narrow = make_batch([1, 1], [20, 60], 4).common
+    with pytest.raises(ValueError, match="^block_table: expected at least 30 columns for request 1, got 17$"):
+        ops.common_prefix_len(narrow, 2)
+    builder = ops.MLAMetadataBuilder(DIRECT, 4, 512, 8)
+    with pytest.raises(ValueError, match="^common_prefix_len: expected at most the context 19 of request 0, got 20$"):
+        builder.build(20, make_batch([1, 0, 1], [20, 0, 60], 4).common)

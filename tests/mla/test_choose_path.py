@@ -1,0 +1,151 @@
+"""Absorbed or expanded: both wings against a count of every product, and the crossover in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+import torch
+
+import fast
+import reference
+from reference.interfaces import PRESETS, MLAConfig, PathCosts, QueryLenSupport
+
+from ..support.factories import CONFIGS, integers
+from ..support.factories import preset as preset_config
+from ..support.properties import given, st
+
+V3 = MLAConfig.from_preset("deepseek-v3")
+MEASURED = PathCosts(2.0, 3.5, 1.5, 2.1e-9, 1.7e-9, 1.6e-9, 2.4e-7)
+
+
+def counted(config, query_len, context_len, costs):
+    """What each path costs, from the shapes of its matrix products, token by token."""
+    c, keys = config, query_len + context_len
+    latent, rope, nope, value = c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim
+    absorbed = expanded = 0  # FLOPs of attention per head
+    for token in range(query_len):
+        seen = context_len + token + 1
+        absorbed += 2 * seen * (latent + rope) + 2 * seen * latent
+        expanded += 2 * seen * (nope + rope) + 2 * seen * value
+    per_token = 2 * nope * latent + 2 * latent * value
+    states = query_len * c.num_heads * ((latent + rope) + latent)
+    expansions = keys * c.num_heads * (nope + value)
+    cache = keys * (latent + rope)
+    a = costs.absorbed_request + max(
+        c.num_heads * (costs.absorbed_flop * absorbed + costs.projection_flop * query_len * per_token),
+        2 * costs.byte * (cache + 2 * states),
+    )
+    e = (
+        costs.expanded_request
+        + (costs.expanded_context if context_len else 0)
+        + max(
+            c.num_heads * (costs.expanded_flop * expanded + costs.projection_flop * keys * per_token),
+            2 * costs.byte * (cache + 2 * expansions),
+        )
+    )
+    return a, e
+
+
+@given(
+    st.sampled_from(sorted(PRESETS)), st.integers(0, 600), st.sampled_from([0, 1, 7, 64, 1000, 20_000]),
+    st.sampled_from([PathCosts(), MEASURED, PathCosts(absorbed_request=1e9)]),
+)  # fmt: skip
+def test_against_a_count(preset, query_len, context_len, costs):
+    config = preset_config(preset)
+    absorbed, expanded = counted(config, query_len, context_len, costs)
+    choices = {ops.choose_path(query_len, context_len, config, costs) for ops in (reference, fast)}
+    assert len(choices) == 1
+    if abs(absorbed - expanded) > 1e-9 * max(absorbed, expanded):
+        assert choices == {"absorbed" if absorbed < expanded else "expanded"}
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 10**6)), max_size=20),
+    st.sampled_from([V3, *CONFIGS.values()]), st.sampled_from([None, MEASURED]), st.sampled_from([0, 1, 4]),
+    st.sampled_from(list(QueryLenSupport)),
+)  # fmt: skip
+def test_wings_agree(lens, config, costs, threshold, support):
+    """Bit by bit, whatever the lengths, and one by one as together."""
+    query_lens, context_lens = (integers(*(pair[i] for pair in lens)).cpu() for i in (0, 1))
+    ours, theirs = (
+        ops.choose_paths(query_lens, context_lens, threshold, config, costs, support) for ops in (reference, fast)
+    )
+    assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype == torch.bool
+    asked = support is QueryLenSupport.VARLEN
+    for (query_len, context_len), absorbed in zip(lens, theirs.tolist(), strict=True):
+        own = asked and fast.choose_path(query_len, context_len, config, costs) == "absorbed"
+        assert absorbed == (query_len <= threshold or own)
+
+
+def test_crossover_of_flops(ops):
+    """For context beside which the query is nothing: Lkv (P + V) / (2 Lkv - P - V) tokens, 171 for DeepSeek-V3."""
+    assert round(512 * 256 / (1024 - 256)) == 171
+    for preset in ("deepseek-v3", "deepseek-v2", "kimi-k2", "glm-5", "moonlight"):
+        config = MLAConfig.from_preset(preset)
+        both = config.qk_nope_head_dim + config.v_head_dim
+        even = config.kv_lora_rank * both / (2 * config.kv_lora_rank - both)
+        paths = [ops.choose_path(q, 10**8, config) for q in (int(even), int(even) + 1)]
+        assert paths == ["absorbed", "expanded"], preset
+
+
+def test_ends(ops):
+    """A token over a long context is absorbed; a prompt without context is expanded."""
+    assert ops.choose_path(1, 4096, V3) == "absorbed"
+    assert ops.choose_path(4096, 0, V3) == "expanded"
+    assert ops.choose_path(0, 0, V3) == "absorbed"
+
+
+def test_measured_costs(monkeypatch, tmp_path):
+    """Of the card's name and the nearest number of heads, on a logarithmic scale; of no other card."""
+    from fast.mla import choose_path as path
+
+    assert path.costs_file("NVIDIA H200", 16) == "h200-16.json"
+    assert path.measured_costs(V3, "cpu") is None
+    monkeypatch.setattr(path, "COSTS", tmp_path)
+    for heads in (16, 128):
+        PathCosts(byte=float(heads)).save(tmp_path / f"h200-{heads}.json")
+    for name, heads, expected in (("NVIDIA H200", 128, 128), ("NVIDIA H200", 64, 128), ("NVIDIA H200", 8, 16),
+                                  ("NVIDIA H200 NVL", 16, None), ("NVIDIA H20", 16, None)):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        found = path.measured_costs(MLAConfig.from_preset("deepseek-v3", num_heads=heads), "cuda")
+        assert (found and found.byte) == expected
+
+
+def test_shipped_costs():
+    """Every file that ships is one that `choose_path` takes, and still chooses as the ends demand."""
+    from fast.mla.choose_path import COSTS
+
+    files = sorted(COSTS.glob("*.json"))
+    assert files
+    for path in files:
+        costs = PathCosts.load(path)
+        config = MLAConfig.from_preset("deepseek-v3", num_heads=int(path.stem.rsplit("-", 1)[1]))
+        assert fast.choose_path(1, 4096, config, costs) == "absorbed"
+        assert fast.choose_path(4096, 0, config, costs) == "expanded"
+
+
+def test_costs(tmp_path, plain_errors):
+    MEASURED.save(tmp_path / "costs.json")
+    assert PathCosts.load(tmp_path / "costs.json") == MEASURED
+    (tmp_path / "costs.json").write_text('{"byte": 1}')
+    with pytest.raises(ValueError, match=r"^path: expected a file with absorbed_request, .*, got \['byte'\]$"):
+        PathCosts.load(tmp_path / "costs.json")
+    for place in range(7):
+        for wrong in (-1.0, float("nan"), float("inf"), "1"):
+            values = list(astuple(MEASURED))
+            values[place] = wrong
+            with pytest.raises(ValueError, match="^[a-z_]+: expected a number >= 0, got"):
+                PathCosts(*values)
+
+
+def test_a_query_token_sees_itself(ops):
+    """q tokens without context are q (q + 1) / 2 pairs: one token is a whole pair, not half of one."""
+    config = V3
+    pair = 2 * config.num_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
+    for tokens, pairs in ((1, 1.0), (3, 6.0), (8, 36.0)):
+        for factor, wanted in ((0.99, "expanded"), (1.01, "absorbed")):
+            costs = PathCosts(
+                0.0, factor * pairs * pair, 0.0, 1.0, 0.0, 0.0, 0.0
+            )  # attention of the absorbed path alone
+            assert ops.choose_path(tokens, 0, config, costs) == wanted, (tokens, factor)

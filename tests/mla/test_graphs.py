@@ -1,0 +1,214 @@
+"""The decode graph: padded to the next captured size, replayed with any lengths, tables and slots.
+
+On a CPU `fast` runs the same buffers without a graph; on a GPU it captures, and this file runs there as it is.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fast
+import reference
+from fast.parity import compare
+from reference.interfaces import CommonAttentionMetadata
+
+from ..support.factories import CONFIGS, DIRECT, GARBAGE, make_batch, make_cache, make_entries, make_layer, make_weights
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+STEPS = ([20, 7, 40], [3], [1, 0, 64, 33], [90, 2, 5, 8, 13], [0], [17, 18])  # lengths of request after request
+BLOCK, BLOCKS, WIDTH = 16, 40, 8
+
+
+def moved(common, device):
+    names = ("seq_lens", "query_start_loc", "block_table", "slot_mapping")
+    return CommonAttentionMetadata(**(vars(common) | {name: getattr(common, name).to(device) for name in names}))
+
+
+def steps(config, dtype, query_len):
+    """Batches over one cache size, with their caches and hidden states; lengths of 0 are padding rows of the engine."""
+    for lengths in STEPS:
+        with torch.device("cpu"):
+            lengths = [length and max(length, query_len) for length in lengths]
+            batch = make_batch([query_len] * len(lengths), lengths, BLOCK, spare_blocks=3)
+            assert batch.num_blocks <= BLOCKS
+            cache = torch.full((BLOCKS, BLOCK, config.head_size), torch.nan, dtype=dtype)
+            entries = make_entries(batch, config.head_size, dtype)
+            cache[: batch.num_blocks] = make_cache(batch, entries, config.head_size, dtype, new_tokens=False)
+            hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64).to(dtype)
+            positions = torch.cat([torch.arange(n - query_len, n) if n else torch.zeros(query_len).long()
+                                   for n in lengths])  # fmt: skip
+        yield batch, cache, hidden, positions
+
+
+def make_graph(ops, config, weights, dtype, device, query_len, **options):
+    """A graph over one layer, and the cache that the layer serves."""
+    layer = make_layer(ops, config, weights, dtype).to(device)
+    held = torch.zeros(BLOCKS, BLOCK, config.head_size, dtype=dtype, device=device)
+
+    def step(hidden_states, positions, metadata):
+        return layer(hidden_states, positions, held, metadata)
+
+    graph = ops.DecodeGraph(step, config, [1, 2, 4, 6], BLOCK, WIDTH, dtype, device, query_len, **options)
+    return layer, held, graph
+
+
+def judged_steps(config, weights, dtype, query_len):
+    """`steps`, each with what the reference layer makes of it, in float64 and in `dtype`."""
+    with torch.device("cpu"):
+        gold_layer = make_layer(reference, config, {n: w.double() for n, w in weights.items()}, torch.float64)
+        low_layer = make_layer(reference, config, weights, dtype)
+    for batch, cache, hidden, positions in steps(config, dtype, query_len):
+        with torch.device("cpu"):
+            plan = reference.build_mla_metadata(batch.common, BLOCK, 64, query_len)
+            gold = gold_layer(hidden.double(), positions, cache.double(), plan)
+            low = low_layer(hidden, positions, cache.clone(), plan)
+        yield batch, cache, hidden, positions, gold, low
+
+
+@pytest.mark.parametrize("programs, invariant", [(0, False), (3, False), (0, True), (5, True)])
+@pytest.mark.parametrize("query_len", [1, 2])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_replays(config, query_len, programs, invariant):
+    """Each step as the reference layer alone gives it, on the budget; the cache bit by bit where the layers agree."""
+    dtype = torch.float32
+    weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
+    options = {"num_programs": programs, "batch_invariant": invariant}
+    with torch.device("cpu"):
+        _, ref_held, ref_graph = make_graph(reference, config, weights, dtype, "cpu", query_len, **options)
+    _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, query_len, **options)
+    for batch, cache, hidden, positions, gold, low in judged_steps(config, weights, dtype, query_len):
+        with torch.device("cpu"):
+            ref_held.copy_(cache)
+            eager = ref_graph.run(hidden, positions, batch.common)
+        held.copy_(cache)
+        value = graph.run(hidden.to(DEVICE), positions.to(DEVICE), moved(batch.common, DEVICE)).cpu()
+        for name, found in (("eager", eager), ("graph", value)):
+            parity = compare(name, found, low, gold)
+            assert parity.passed, parity
+        size = next(size for size in graph.batch_sizes if size >= len(batch.query_lens))
+        assert graph.replay(size)[batch.num_tokens :].eq(0).all(), "the rows that the batch was padded with"
+        padding = (batch.common.seq_lens == 0).repeat_interleave(query_len).cpu()
+        assert value[padding].eq(0).all()
+        assert held.cpu().isnan().equal(ref_held.isnan()), "written where the reference writes, and nowhere else"
+
+
+def test_a_run_leaves_nothing_behind():
+    """A small batch after a large one: its padding rows are not the large one's rows, whatever those held."""
+    config, dtype = DIRECT, torch.float32
+    weights = make_weights(config, dtype)
+    seen = []
+
+    def step(hidden_states, positions, metadata):
+        seen.append((hidden_states.clone(), positions.clone(), metadata))
+        return hidden_states
+
+    for ops in (reference, fast):
+        for programs, invariant in ((0, False), (0, True), (2, True)):
+            seen.clear()
+            options = {"num_programs": programs, "batch_invariant": invariant}
+            graph = ops.DecodeGraph(step, config, [2, 4], BLOCK, WIDTH, dtype, "cpu", **options)
+            with torch.device("cpu"):
+                common = make_batch([1], [5], BLOCK).common
+                graph.run(torch.ones(1, config.hidden_size), torch.ones(1, dtype=torch.int64), common)
+            schedule = seen[-1][2].schedule
+            assert (schedule is not None) == (programs > 0 or invariant)
+            if schedule is not None:
+                assert schedule.batch_invariant and (schedule.tile_ranges is not None) == (programs > 0)
+        seen.clear()
+        graph = ops.DecodeGraph(step, config, [2, 4], BLOCK, WIDTH, dtype, "cpu", num_programs=2)
+        for lengths in ([20, 7, 40, 9], [5]):
+            with torch.device("cpu"):
+                common = make_batch([1] * len(lengths), lengths, BLOCK).common
+                hidden = torch.full((len(lengths), config.hidden_size), torch.nan, dtype=dtype)
+                graph.run(hidden, torch.ones(len(lengths), dtype=torch.int64), common)
+        hidden, positions, plan = seen[-1]
+        assert hidden.shape[0] == 2 and hidden[1].eq(0).all() and positions.tolist() == [1, 0]
+        assert plan.decode.seq_lens.tolist() == [5, 0] and plan.decode.visible_lens.tolist() == [5, 0]
+        assert plan.decode.block_table[1].eq(0).all() and plan.slot_mapping.tolist()[1] == -1
+        assert plan.slot_mapping[0] == common.slot_mapping[0]
+        assert plan.schedule.split_offsets.tolist() == [0, 1, 1]
+        assert (plan.num_decodes, plan.num_prefills, plan.num_actual_tokens) == (2, 0, 2)
+    assert weights and GARBAGE  # the batch's own garbage tails stay where they are
+
+
+def test_in_any_grad_mode():
+    """Made under inference mode, run outside it, and the other way round."""
+    for make_mode, run_mode in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        with torch.device("cpu"):
+            with make_mode():
+                graph = fast.DecodeGraph(lambda h, p, m: h + 1, DIRECT, [2], BLOCK, WIDTH, torch.float32, "cpu")
+            with run_mode():
+                hidden = torch.randn(1, DIRECT.hidden_size)
+                assert graph.run(hidden, torch.tensor([4]), make_batch([1], [5]).common).equal(hidden + 1)
+    with pytest.raises(ValueError, match=r"^size: expected one of \(2,\), got 3$"):
+        graph.replay(3)
+
+
+def test_nothing_to_do(ops):
+    graph = ops.DecodeGraph(lambda h, p, m: h, DIRECT, [2], BLOCK, WIDTH, torch.float32, "cpu")
+    with torch.device("cpu"):
+        empty = torch.empty(0, DIRECT.hidden_size)
+        assert graph.run(empty, torch.empty(0, dtype=torch.int64), make_batch([], []).common).shape == empty.shape
+
+
+def test_refusals(ops, plain_errors):
+    """Growing after capture raises, before any buffer is written."""
+    steps_run = []
+
+    def step(hidden_states, positions, metadata):
+        steps_run.append(metadata)
+        return hidden_states
+
+    def make(sizes=(1, 2), width=WIDTH, query_len=1, **options):
+        return ops.DecodeGraph(step, DIRECT, sizes, BLOCK, width, torch.float32, "cpu", query_len, **options)
+
+    with torch.device("cpu"):
+
+        def run(graph, query_lens, seq_lens, width=DIRECT.hidden_size, dtype=torch.float32):
+            tokens = sum(query_lens)
+            hidden = torch.zeros(tokens, width, dtype=dtype)
+            return graph.run(hidden, torch.zeros(tokens, dtype=torch.int64), make_batch(query_lens, seq_lens).common)
+
+        with pytest.raises(
+            ValueError, match="^common: expected at most 2 requests, the largest of batch_sizes, got 3$"
+        ):
+            run(make(), [1] * 3, [4] * 3)
+        with pytest.raises(
+            ValueError, match="^common: expected 1 tokens of each request, as captured, got 2 at request 1$"
+        ):
+            run(make(), [1, 2], [4, 4])
+        with pytest.raises(ValueError, match="^common.block_table: expected at most 8 columns, as captured, got 9$"):
+            run(make(), [1], [7 * BLOCK])
+        with pytest.raises(ValueError, match=r"^hidden_states: expected shape \[1, 48\], got \[1, 47\]$"):
+            run(make(), [1], [4], width=47)
+        with pytest.raises(ValueError, match="^hidden_states: expected dtype torch.float32, got torch.float64$"):
+            run(make(), [1], [4], dtype=torch.float64)
+    assert not steps_run
+    for sizes in ((), (0,), (1, -2)):
+        with pytest.raises(ValueError, match="^batch_sizes: expected positive ints, at least one, got"):
+            make(sizes)
+    with pytest.raises(ValueError, match="^max_blocks: expected a positive int, got 0$"):
+        make(width=0)
+    with pytest.raises(ValueError, match="^query_len: expected a positive int, got 0$"):
+        make(query_len=0)
+    with pytest.raises(ValueError, match="^num_programs: expected an int >= 0, got -1$"):
+        make(num_programs=-1)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_captured_memory_stands_still():
+    """Pitfall 17: hundreds of replays with other lengths allocate nothing that stays and move no buffer."""
+    config, dtype = DIRECT, torch.bfloat16
+    weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
+    _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, 1, num_programs=4)
+    runs = [(h.to(DEVICE), p.to(DEVICE), moved(b.common, DEVICE)) for b, _, h, p in steps(config, dtype, 1)]
+    held.zero_()
+    for _ in range(2):  # the runs share blocks: from the second round on each finds what the round before left
+        first = [graph.run(*run).clone() for run in runs]
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        for run, wanted in zip(runs, first, strict=True):
+            assert graph.run(*run).equal(wanted)
+    assert torch.cuda.memory_allocated() == before

@@ -1,0 +1,1 @@
+"""Planted mistakes, and the tool that plants more."""

@@ -1,0 +1,272 @@
+"""Context cut into chunks, decodes cut over programs: both wings against brute force, bit-exact with each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fast
+import reference
+from reference.interfaces import invariant_cut, invariant_split_tiles, most_invariant_splits
+
+from ..support.factories import integers
+from ..support.planning import WINGS, same
+from ..support.properties import given, st
+
+CONTEXTS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 97, 200]), max_size=6)
+
+
+def check_chunks(ops, context_lens, workspace, block_size, policy="packed", ranks=1, interleave=1):
+    """Every context token in exactly one chunk, pieces on unit boundaries, chunks within the workspace; how many."""
+    unit = block_size if ranks == 1 else math.lcm(block_size, ranks * interleave)
+    chunks = ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, policy, ranks, interleave)
+    seen = [[] for _ in context_lens]
+    for number, chunk in enumerate(chunks):
+        pieces = chunk.cu_seq_lens.diff().tolist()
+        assert chunk.starts.dtype == chunk.cu_seq_lens.dtype == torch.int32
+        assert chunk.cu_seq_lens[0] == 0 and chunk.cu_seq_lens[-1] == chunk.num_tokens == sum(pieces)
+        assert 0 < chunk.num_tokens <= workspace and chunk.max_seq_len == max(pieces)
+        assert sum(-(-length // unit) for length in pieces) <= workspace // unit, "pieces take whole units"
+        present = [request for request, length in enumerate(pieces) if length]
+        for request, (start, length) in enumerate(zip(chunk.starts.tolist(), pieces, strict=True)):
+            assert start % unit == 0 and length >= 0 and (length or start == 0)
+            if policy == "packed" and start:
+                assert request == present[0] and seen[request], "only the first continues"
+            seen[request] += range(start, start + length)
+        if policy == "packed" and number + 1 < len(chunks):
+            assert sum(-(-length // unit) for length in pieces) == workspace // unit, "all but the last are full"
+    assert seen == [list(range(length)) for length in context_lens]
+    busy = [n for n in context_lens if n]
+    if policy == "packed":
+        assert len(chunks) == -(-sum(-(-n // unit) for n in busy) // (workspace // unit))
+    elif busy:  # as many chunks as the longest context needs at an equal share
+        assert len(chunks) == -(-max(busy) // (workspace // len(busy) // unit * unit))
+    else:
+        assert chunks == ()
+    return chunks
+
+
+@given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), st.sampled_from(["packed", "even"]), WINGS)
+def test_context_chunks(context_lens, block_size, extra, policy, ops):
+    """Property: whatever the partition, nothing is lost and nothing is read twice."""
+    least = max(1, sum(n > 0 for n in context_lens)) if policy == "even" else 1
+    check_chunks(ops, context_lens, least * block_size + extra, block_size, policy)
+
+
+@given(
+    CONTEXTS, st.sampled_from([1, 3, 16]), st.sampled_from([2, 3, 4]), st.sampled_from([1, 2, 16, 64]),
+    st.integers(0, 90), st.sampled_from(["packed", "even"]), WINGS,
+)  # fmt: skip
+def test_context_chunks_of_ranks(context_lens, block_size, ranks, interleave, extra, policy, ops):
+    """Pitfall 10: the cuts fall on whole turns of the ranks, whatever block, ranks and interleave."""
+    unit = math.lcm(block_size, ranks * interleave)
+    least = max(1, sum(n > 0 for n in context_lens)) if policy == "even" else 1
+    check_chunks(ops, context_lens, least * unit + extra, block_size, policy, ranks, interleave)
+
+
+@given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), st.sampled_from([(1, 1), (1, 64), (3, 16), (4, 1)]))
+def test_chunk_planners_agree(context_lens, block_size, extra, ranks):
+    """Tier 1; and packed never needs more chunks than even."""
+    unit = block_size if ranks[0] == 1 else math.lcm(block_size, math.prod(ranks))
+    workspace = max(1, sum(n > 0 for n in context_lens)) * unit + extra
+    found = {}
+    for policy in ("packed", "even"):
+        ours, theirs = (
+            ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, policy, *ranks)
+            for ops in (reference, fast)
+        )
+        same(ours, theirs)
+        found[policy] = len(ours)
+    assert found["packed"] <= found["even"]
+
+
+def test_one_request_takes_the_whole_workspace(ops):
+    for policy in ("packed", "even"):
+        check_chunks(ops, [60_000], 8192, 64, policy)
+        check_chunks(ops, [0, 60_000, 0], 8192, 64, policy)
+
+
+def test_one_long_context_among_short_ones(ops):
+    """Pitfall 11: an equal share for each request reads the long context 2048 tokens at a time."""
+    contexts = [60_000] + 31 * [16]
+    assert len(check_chunks(ops, contexts, 65536, 16, "even")) == 30
+    assert len(check_chunks(ops, contexts, 65536, 16, "packed")) == 1
+    assert len(check_chunks(ops, contexts, 65536, 128, "packed")) == 1
+    assert len(check_chunks(ops, contexts, 60_000, 16, "packed")) == 2
+
+
+def test_chunk_refusals(ops, plain_errors):
+    """Pitfall: a sum that wraps. And who is negative is named."""
+    with pytest.raises(ValueError, match="^workspace_tokens: expected less than 2.31, got 2147483648$"):
+        ops.plan_context_chunks(integers(5).cpu(), 2**31, 64)
+    with pytest.raises(ValueError, match="^context_lens: expected lengths >= 0, got -1 at request 1$"):
+        ops.plan_context_chunks(integers(3, -1, -5).cpu(), 640, 64)
+    with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 128 tokens, got 127$"):
+        ops.plan_context_chunks(integers(3).cpu(), 127, 64, "packed", 2, 64)
+    largest = ops.plan_context_chunks(integers(2**31 - 1).cpu(), 2**31 - 1, 64, "even")
+    assert [chunk.num_tokens for chunk in largest] == [2**31 - 64, 63]
+
+
+# The decode schedule.
+
+LENS = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 130, 700, 1500, 9000, 20_000, 70_000]), max_size=8)
+PROGRAMS = st.sampled_from([1, 2, 3, 7, 33, 132])
+
+
+def tiles_of(lens):
+    return [-(-length // 64) for length in lens]
+
+
+def taken_by(schedule, lens):
+    """[(request, tile), ..] of each program, and the number of its first split."""
+    tiles, found = tiles_of(lens), []
+    for first, last, first_tile, last_tile, split in schedule.tile_ranges.tolist():
+        if last < first:
+            assert (first, last, first_tile, last_tile, split) == (len(lens), len(lens) - 1, 0, 0, 0)
+        own = []
+        for request in range(first, last + 1):
+            start = first_tile if request == first else 0
+            end = last_tile if request == last else tiles[request]
+            own += [(request, tile) for tile in range(start, end)]
+        assert bool(own) == (last >= first), "a program with a range has work"
+        found.append((own, split))
+    return found
+
+
+def check_schedule(ops, lens, programs, overhead):
+    """Each tile once and in order; nobody carries more than its share and one overhead; splits as programs see them."""
+    schedule = ops.plan_decode(integers(*lens), programs, 16, overhead)
+    assert schedule.tile_ranges.dtype == schedule.split_offsets.dtype == torch.int32
+    assert schedule.tile_ranges.shape == (programs, 5) and not schedule.batch_invariant
+    tiles, ranges = tiles_of(lens), taken_by(schedule, lens)
+    everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
+    assert [item for own, _ in ranges for item in own] == everything
+    length = sum(count + overhead for count in tiles if count)
+    share = max(1, -(-length // programs))
+    parts = [0] * len(lens)
+    for own, split in ranges:
+        requests = list(dict.fromkeys(request for request, _ in own))
+        assert len(own) + overhead * len(requests) <= share + overhead
+        if own:
+            assert split == parts[requests[0]]
+        for request in requests:
+            parts[request] += 1
+    assert schedule.split_offsets.tolist() == [sum(parts[:request]) for request in range(len(lens) + 1)]
+    assert all((count == 0) == (length == 0) for count, length in zip(parts, lens, strict=True))
+
+
+@given(LENS, PROGRAMS, st.sampled_from([0, 1, 5, 20]), WINGS)
+def test_schedule(lens, programs, overhead, ops):
+    check_schedule(ops, lens, programs, overhead)
+
+
+@given(LENS, PROGRAMS, st.sampled_from([0, 1, 5]), st.sampled_from([1, 64, 128]), st.booleans())
+def test_decode_planners_agree(lens, programs, overhead, heads, batch_invariant):
+    same(*(ops.plan_decode(integers(*lens), programs, heads, overhead, batch_invariant) for ops in (reference, fast)))
+
+
+@pytest.mark.parametrize("heads", [16, 17])
+def test_planners_agree_on_long_requests(heads):
+    """Every branch of the batch-invariant cut, up to the most splits."""
+    lens = integers(8193, 17_000, 70_000, 140_000)
+    same(*(ops.plan_decode(lens, 33, heads, 5, True) for ops in (reference, fast)))
+
+
+@pytest.mark.parametrize("heads, overhead", [(1, 5), (32, 5), (33, 8), (128, 8)])
+def test_overhead_by_heads(heads, overhead):
+    """Without a figure of its own, a plan reckons with what the kernels need for so many heads."""
+    lens = integers(700, 64, 3000, 129)
+    for ops in (reference, fast):
+        chosen, given_one, none = (ops.plan_decode(lens, 7, heads, tiles) for tiles in (None, overhead, 0))
+        same(chosen, given_one)
+        assert chosen.tile_ranges.tolist() != none.tile_ranges.tolist()
+
+
+@pytest.mark.parametrize("heads, each, sizes", [
+    (1, 1, (10, 4, 4)), (16, 1, (10, 4, 4)), (17, 4, (32, 16, 16)), (128, 4, (32, 16, 16)),
+])  # fmt: skip
+def test_folds_weigh_by_heads(heads, each, sizes, ops):
+    """Of an overhead of 5 each split has so many tiles, and the first the rest: programs begin where the line says."""
+    tiles, starts, place = (300, 40, 100), [], 0
+    for request, (count, size) in enumerate(zip(tiles, sizes, strict=True)):
+        place += 5 - each
+        for tile in range(0, count, size):
+            starts.append((place, request, tile))
+            place += each + min(size, count - tile)
+    for programs in range(1, 12):
+        share = -(-place // programs)
+        firsts = [next(s for s in starts if s[0] // share == p)[1:] for p in range(programs)]
+        ranges = ops.plan_decode(integers(*(64 * count for count in tiles)), programs, heads, 5, True).tile_ranges
+        assert [(first, tile) for first, _, tile, _, _ in ranges.tolist()] == firsts
+
+
+@pytest.mark.parametrize("heads, tiles, size", [
+    (128, 17, 16), (128, 128, 16), (128, 200, 26), (128, 256, 32), (128, 1024, 32), (128, 2048, 32), (17, 4096, 64),
+    (1, 3, 4), (16, 128, 4), (16, 200, 8), (16, 512, 16), (16, 2048, 16), (16, 4096, 32), (16, 4097, 34),
+])  # fmt: skip
+def test_batch_invariant_cut(heads, tiles, size):
+    assert invariant_split_tiles(tiles, heads) == size
+
+
+@pytest.mark.parametrize("heads", [16, 17])
+def test_most_batch_invariant_splits(heads):
+    """Enough for every request that fits, and no more than some request of that length or less has."""
+    most = 1
+    for tiles in range(1, 4200):
+        most = max(most, -(-tiles // invariant_split_tiles(tiles, heads)))
+        assert most_invariant_splits(tiles, heads) == most
+    assert most == invariant_cut(heads).max_splits
+
+
+@given(LENS, PROGRAMS, st.sampled_from([0, 5]), st.sampled_from([16, 128]), WINGS)
+def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
+    """Each tile once; a request is cut every so many tiles, alone as in company; a program's splits are whole."""
+    schedule = ops.plan_decode(integers(*lens), programs, heads, overhead, True)
+    tiles, ranges = tiles_of(lens), taken_by(schedule, lens)
+    everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
+    assert [item for own, _ in ranges for item in own] == everything and schedule.batch_invariant
+    least, even, size, most = (4, 32, 16, 128) if heads <= 16 else (16, 8, 32, 64)
+    sizes = [max(least, min(size, math.ceil(count / even)), math.ceil(count / most)) for count in tiles]
+    sizes = [size + size % 2 for size in sizes]
+    parts = [math.ceil(count / size) for count, size in zip(tiles, sizes, strict=True)]
+    assert max(parts, default=0) <= most
+    assert schedule.split_offsets.tolist() == [sum(parts[:request]) for request in range(len(lens) + 1)]
+    each = min(overhead, 1 if heads <= 16 else 4)
+    length = sum(count + each * own + (overhead - each) * (own > 0) for count, own in zip(tiles, parts, strict=True))
+    share = max(1, -(-length // programs))
+    for own, split in ranges:
+        if own:
+            (request, tile), (last, last_tile) = own[0], own[-1]
+            assert tile % sizes[request] == 0 and split == tile // sizes[request]
+            assert (last_tile + 1) % sizes[last] == 0 or last_tile + 1 == tiles[last]
+            # its splits start within its share of the line; what the last one has lies beyond
+            last_split = last_tile - last_tile // sizes[last] * sizes[last] + 1
+            splits = {(request, tile // sizes[request]) for request, tile in own}
+            begun = {request for request, tile in own[1:] if tile == 0}
+            carried = len(own) + each * len(splits) + (overhead - each) * len(begun)
+            assert carried <= share - 1 + each + last_split
+    for request, length in enumerate(lens):
+        alone = ops.plan_decode(integers(length), 3, heads, overhead, True)
+        assert alone.split_offsets.tolist() == [0, parts[request]]
+
+
+def test_schedule_of_nothing(ops):
+    for lens in ((), (0,), (0, 0, 0)):
+        for batch_invariant in (False, True):
+            schedule = ops.plan_decode(integers(*lens), 3, 16, 5, batch_invariant)
+            assert schedule.tile_ranges.tolist() == [[len(lens), len(lens) - 1, 0, 0, 0]] * 3
+            assert schedule.split_offsets.tolist() == [0] * (len(lens) + 1)
+
+
+@pytest.mark.parametrize("lens", [(64 * 10, 64 * 10), (64 * 25,), (64 * 3, 64 * 3, 64 * 30)])
+def test_schedule_by_hand(lens, ops):
+    """Two programs; overhead 2; the line of the three examples is 24, 27 and 42 long."""
+    expected = {
+        (640, 640): [[0, 0, 0, 10, 0], [1, 1, 0, 10, 0]],
+        (1600,): [[0, 0, 0, 12, 0], [0, 0, 12, 25, 1]],
+        (192, 192, 1920): [[0, 2, 0, 9, 0], [2, 2, 9, 30, 1]],
+    }
+    schedule = ops.plan_decode(integers(*lens), 2, 16, 2)
+    assert schedule.tile_ranges.tolist() == expected[lens]

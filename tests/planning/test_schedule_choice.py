@@ -1,0 +1,200 @@
+"""Steps are planned by default: which decodes get a schedule, by whom that is decided, and what the plan says of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fast
+import fast.mla.builder
+import reference
+from reference.interfaces import DECODE_TILE, CommonAttentionMetadata, ScheduleChoice, choose_schedule
+
+from ..benchmarks.decode import Row
+from ..support.factories import CONFIGS, integers, make_batch
+from ..support.planning import same
+from ..support.properties import given, st
+
+CONFIG = CONFIGS["direct"]
+EQUAL, RAGGED = [3000] * 6, [30_000, 64, 200, 1000, 90, 130]
+OVERHEAD = {1: 5, 32: 5, 33: 8, 128: 8}  # of starting on a request, in tiles, by heads
+
+
+@pytest.fixture(params=["reference", "fast"])
+def ops(request):
+    return {"reference": reference, "fast": fast}[request.param]
+
+
+@pytest.fixture
+def eight_programs(monkeypatch):
+    """A device that runs eight programs at once, asked as a GPU would be."""
+    asked = []
+
+    def decode_programs(config, **given):
+        asked.append((config.num_heads, given))
+        return 8
+
+    fast.mla.builder._kept_programs.cache_clear()
+    monkeypatch.setattr(fast.mla.builder, "decode_programs", decode_programs)
+    yield asked
+    fast.mla.builder._kept_programs.cache_clear()
+
+
+def batch_of(seq_lens, query_len=1, share=None):
+    width = -(-max([1, *seq_lens]) // 64)
+    table = torch.arange(len(seq_lens) * width, dtype=torch.int32).view(len(seq_lens), width)
+    return CommonAttentionMetadata.from_lens([query_len] * len(seq_lens), seq_lens, table, 64, share)
+
+
+@given(st.lists(st.integers(0, 9000), max_size=8), st.integers(0, 9), st.sampled_from(sorted(OVERHEAD)), st.booleans())
+def test_lengths_that_differ_are_planned(lens, programs, heads, invariant):
+    """Planned where padding all requests to the longest costs more than a start for each request and program."""
+    choice = choose_schedule(integers(*lens).cpu(), programs, heads, invariant)
+    tiles = [len(range(0, length, DECODE_TILE)) for length in lens if length > 0]
+    if programs == 0 or not lens:
+        assert choice == ScheduleChoice(0, 0, 0, 0, False)
+        return
+    assert (choice.num_programs, choice.requests) == (programs, len(tiles))
+    assert (choice.longest_tiles, choice.total_tiles) == (max(tiles, default=0), sum(tiles))
+    saved = sum(max(tiles) - count for count in tiles) if tiles else 0
+    starts = (len(tiles) + programs) * OVERHEAD[heads] * (4 if invariant else 1)
+    assert choice.planned == (programs > 1 and saved > starts)
+
+
+TIMES = json.loads((Path(__file__).parents[2] / "docs/results/h200-schedule-choice.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("invariant, most", [(False, 1.042), (True, 1.056)])
+def test_the_choice_is_nearly_the_faster_way(invariant, most):
+    """Of every shape that was timed on an H200, replayed; `docs/log.md` has the same bounds."""
+    lost = {}
+    for row in TIMES:
+        dims, times = Row(**row["dims"]), row["times"]["replayed"]
+        own = "fast, invariant" if invariant else "fast"
+        by_way = {planned: times[own + (", planned" if planned else "")]["median_us"] for planned in (False, True)}
+        programs = 132 // max(1, dims.N // 64)
+        planned = choose_schedule(integers(*dims.seq_lens).cpu(), programs, dims.N, invariant).planned
+        lost[dims] = by_way[planned] / min(by_way.values())
+    assert len(lost) == 25 and max(lost.values()) <= most, lost
+
+
+def test_ragged_steps_are_planned_by_default(eight_programs, plain_errors):
+    """The trap: an engine that asked for nothing had no schedule, 941 us instead of 372 on ragged lengths."""
+    for make in (
+        lambda common: fast.build_mla_metadata(common, 64, 4096, config=CONFIG),
+        lambda common: fast.MLAMetadataBuilder(CONFIG, 64, 40_000, 8).build(0, common),
+    ):
+        plan = make(batch_of(RAGGED))
+        assert plan.schedule_choice == ScheduleChoice(8, 6, 469, 469 + 1 + 4 + 16 + 2 + 3, True)
+        same(plan.schedule, reference.plan_decode(integers(*RAGGED), 8, CONFIG.num_heads))
+        plan = make(batch_of(EQUAL))
+        assert plan.schedule is None and plan.schedule_choice == ScheduleChoice(8, 6, 47, 6 * 47, False)
+    heads, how = eight_programs[0]
+    assert heads == CONFIG.num_heads
+    assert (how["dtype"], how["block_size"], how["query_len"]) == (torch.bfloat16, 64, 1)
+    assert len(eight_programs) == 1  # kept: a step does not ask the device again
+
+
+def test_zero_never_plans(ops, eight_programs):
+    for plan in (
+        ops.build_mla_metadata(batch_of(RAGGED), 64, 4096, config=CONFIG, num_programs=0),
+        ops.MLAMetadataBuilder(CONFIG, 64, 40_000, 8, num_programs=0).build(0, batch_of(RAGGED)),
+        ops.build_mla_metadata(batch_of(RAGGED), 64, 4096),  # nobody knows the heads
+    ):
+        assert plan.schedule is None and plan.schedule_choice == ScheduleChoice(0, 0, 0, 0, False)
+    assert eight_programs == []
+
+
+def test_the_device_of_the_reference_runs_one_program():
+    """As `DecodeGraph`: None is 1 there, and one program has nothing to share out."""
+    plan = reference.build_mla_metadata(batch_of(RAGGED), 64, 4096, config=CONFIG)
+    assert plan.schedule is None and plan.schedule_choice == ScheduleChoice(1, 6, 469, 495, False)
+    plan = fast.build_mla_metadata(batch_of(RAGGED), 64, 4096, config=CONFIG)
+    wanted = 1 if torch.get_default_device().type == "cpu" else plan.schedule_choice.num_programs
+    assert plan.schedule_choice.num_programs == wanted
+
+
+@pytest.mark.parametrize("lens", [EQUAL, RAGGED, [70, 0, 9000], [], [1]], ids=str)
+@pytest.mark.parametrize("programs", [1, 5, 132])
+@pytest.mark.parametrize("size", [1, 3])
+def test_both_make_the_same_choice(lens, programs, size):
+    """With the same number the same choice, from the rank-local lengths, and the same plan."""
+    plans = []
+    for ops in (reference, fast):
+        share = None if size == 1 else ops.SequenceShare(size, 1)
+        common = batch_of(lens, share=share)
+        plan = ops.build_mla_metadata(common, 64, 4096, config=CONFIG, num_programs=programs, share=share)
+        lens_here = [length if share is None else share.count(length) for length in lens]
+        assert plan.decode.seq_lens.tolist() == lens_here
+        if lens:
+            assert plan.schedule_choice == choose_schedule(integers(*lens_here).cpu(), programs, CONFIG.num_heads)
+        plans.append(plan)
+    same(*plans)
+
+
+def test_invariant_cuts_are_chosen_alike(ops):
+    """A batch-invariant builder always cuts by length; the choice decides only whether programs are planned."""
+    builder = ops.MLAMetadataBuilder(CONFIG, 64, 40_000, 8, num_programs=5, batch_invariant=True)
+    ragged, equal = (builder.build(0, batch_of(lens)) for lens in (RAGGED, EQUAL))
+    assert ragged.schedule.batch_invariant and ragged.schedule.tile_ranges.shape == (5, 5)
+    assert equal.schedule.batch_invariant and equal.schedule.tile_ranges is None
+
+
+def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
+    """A graph serves lengths that are not known yet: the builder's bounds hold, and there is always a schedule."""
+    builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5)
+    captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
+    assert captured.schedule_choice.planned and captured.schedule.tile_ranges.shape == (5, 5)
+    assert captured.decode.max_seq_len == 64  # the table that was captured has one column
+    wide = replace(batch_of([3] * 6), block_table=torch.zeros(6, 40, dtype=torch.int32))
+    captured = builder.build_for_cudagraph_capture(wide)
+    assert captured.decode.max_seq_len == 1500
+    builder.update_captured(captured, replace(batch_of([1500, 1, 3, 4, 5, 6])))
+    ranges = captured.schedule.tile_ranges.clone()
+    same(ranges, ops.plan_decode(integers(1500, 1, 3, 4, 5, 6), 5, CONFIG.num_heads).tile_ranges)
+    narrow = builder.build_for_cudagraph_capture(batch_of([3] * 6))
+    with pytest.raises(ValueError, match="^common: expected at most 64 keys a request, as captured, got 65$"):
+        builder.update_captured(narrow, batch_of([65, 1, 3, 4, 5, 6]))
+
+
+def test_bounds_of_a_plan(ops, plain_errors):
+    """`max_seq_len` of the decodes alone, local to a rank; a bound of the batch that is too small is refused."""
+    common = make_batch([1, 1, 30], [20, 33, 400]).common
+    plan = ops.build_mla_metadata(common, 16, 512)
+    assert (common.max_seq_len, plan.decode.max_seq_len, plan.num_decodes) == (400, 33, 2)
+    loose = replace(make_batch([1, 1], [20, 33]).common, max_seq_len=999)
+    assert ops.build_mla_metadata(loose, 16, 512).decode.max_seq_len == 999  # an engine's bound, as inside a graph
+    share = ops.SequenceShare(2, 1)
+    plan = ops.build_mla_metadata(replace(common, slot_mapping=common.slot_mapping * 0 - 1), 16, 512, share=share)
+    assert plan.decode.max_seq_len == 17 and plan.decode.seq_lens.tolist() == [10, 16]  # the first rank owns 17
+    with pytest.raises(ValueError, match="^common.max_seq_len: expected at least the longest request, 400, got 399$"):
+        ops.build_mla_metadata(replace(common, max_seq_len=399), 16, 512)
+
+
+def test_num_programs_needs_a_config(ops, plain_errors):
+    common = batch_of(RAGGED)
+    with pytest.raises(ValueError, match="^config: expected an MLAConfig beside num_programs, got None$"):
+        ops.build_mla_metadata(common, 64, 4096, num_programs=4)
+    for number in (-1, 2.5, "4"):
+        with pytest.raises(ValueError, match="^num_programs: expected an int >= 0 or None, got"):
+            ops.build_mla_metadata(common, 64, 4096, config=CONFIG, num_programs=number)
+
+
+def test_the_longest_lengths_do_not_overflow(plain_errors):
+    choice = choose_schedule(integers(2**31 - 1, 1).cpu(), 8, 16)
+    assert (choice.longest_tiles, choice.total_tiles, choice.planned) == (2**25, 2**25 + 1, True)
+    with pytest.raises(ValueError, match="^seq_lens: expected lengths >= 0, got -1 at request 1$"):
+        choose_schedule(integers(5, -1).cpu(), 8, 16)
+
+
+def test_a_loose_bound_is_no_longer_request(ops, plain_errors):
+    """`max_seq_len` of a batch may be an engine's constant; a captured plan is held to the lengths themselves."""
+    builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5)
+    captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
+    builder.update_captured(captured, replace(batch_of([64, 1, 3, 4, 5, 6]), max_seq_len=1000))
+    wanted = ops.plan_decode(integers(64, 1, 3, 4, 5, 6), 5, CONFIG.num_heads)
+    same(captured.schedule.tile_ranges, wanted.tile_ranges)

@@ -1,0 +1,66 @@
+"""The Triton planner of decode schedules against the reference, integer by integer.
+
+Hypothesis drives it on a GPU (`pytest --device cuda tests/planning/test_schedule.py`). Here are the cases that walk each
+branch.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import reference
+
+from ..support.factories import integers
+from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
+
+if ON_GPU or INTERPRETED:
+    from fast.kernels.triton import schedule
+
+
+@starts_interpreter
+def test_in_the_interpreter():
+    run_in_interpreter(__file__)
+
+
+def check(lens, programs, heads, overhead, batch_invariant):
+    wanted = reference.plan_decode(integers(*lens).cpu(), programs, heads, overhead, batch_invariant)
+    lens = integers(*lens).to(DEVICE)
+    strided = torch.stack((lens, lens + 77), 1)[:, 0]
+    for given in (lens, strided) if programs == 3 else (lens,):
+        ranges, offsets = schedule.plan_decode(given, programs, heads, overhead, batch_invariant)
+        assert ranges.cpu().equal(wanted.tile_ranges) and offsets.cpu().equal(wanted.split_offsets)
+
+
+@runs
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize(
+    "lens",
+    [[], [0], [0, 0, 0], [1], [64, 0, 65], [0, 5000, 0, 0, 1, 130, 0], [9000] * 3, [17_000, 70_000, 140_000]],
+    ids=str,
+)
+def test_schedules(lens, batch_invariant):
+    for programs, overhead in ((1, 5), (3, 5), (9, 0), (9, 5)):
+        for heads in (16, 128):
+            check(lens, programs, heads, overhead, batch_invariant)
+
+
+@runs
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("requests", [256, 257, 1025])
+def test_many_requests(requests, batch_invariant):
+    """One chunk that is just full, and several."""
+    draw = random.Random(requests)
+    check([draw.choice([0, 1, 70, 700, 3000]) for _ in range(requests)], 13, 128, 5, batch_invariant)
+
+
+@runs
+def test_extreme_lengths():
+    """A negative length counts as none, the longest does not overflow."""
+    lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
+    ranges, offsets = schedule.plan_decode(lens, 2, 16, 5, False)
+    assert offsets.tolist() == [0, 0, 2, 2, 3]
+    half = -(-(2**25 + 5 + 1 + 5) // 2)
+    assert ranges.tolist() == [[1, 1, 0, half - 5, 0], [1, 3, half - 5, 1, 1]]

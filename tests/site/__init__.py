@@ -1,0 +1,1 @@
+"""Pages, notebooks and the wheel."""

@@ -1,0 +1,154 @@
+"""The learning path: nine notebooks, each executed from an empty directory, each with its stored outputs in order.
+
+Faults this file was seen to catch: an assert that no longer holds, a cell whose stored output is of other code, a
+warning left among the outputs, a problem without its answer, a notebook that only ran in its own directory.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+for needed in ("ipykernel", "ipywidgets", "matplotlib", "transformers"):
+    pytest.importorskip(needed)
+nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+
+ROOT = Path(__file__).parents[2]
+NAMES = [
+    "01-latent",
+    "02-two-paths",
+    "03-softmax-in-pieces",
+    "04-paged-cache",
+    "05-chunked-prefill",
+    "06-decode-kernel",
+    "07-context-parallelism",
+    "08-serving",
+    "09-trusting-a-kernel",
+]
+SECONDS, ALL_SECONDS = 60, 240  # of the processor, which are fewer than those of the clock where others use it too
+LAST_CELL = """
+import resource
+
+print(sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
+"""
+TOOK: dict[str, float] = {}
+LARGEST = 300_000  # bytes of a notebook, figures included
+OF_ONE_MACHINE = re.compile(r"/tmp/|/home/|/root/|site-packages|\b0x[0-9a-f]{8,}", re.IGNORECASE)
+
+
+def load(name: str):
+    return nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4)
+
+
+def interactive(cell) -> bool:
+    """A cell that shows a slider; its output is not stored."""
+    return "interactive" in cell.metadata.get("tags", ())
+
+
+def code_cells(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def form(cell) -> list[tuple]:
+    """What a cell put out, without the figures of this machine: kinds of output, and words of text."""
+    found = []
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            words = re.sub(r"[-+]?(\d[\d.,]*)(e[-+]?\d+)?", "0", output.text).split()
+            if found and found[-1][:2] == ("stream", output.name):
+                words = [*found.pop()[2], *words]
+            found.append(("stream", output.name, words))
+        else:
+            found.append((output.output_type, *sorted(output.get("data", {}))))
+    return found
+
+
+def test_nine_notebooks():
+    """Those of the learning path and no other."""
+    assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stored(name):
+    """Executed in order, outputs stored, no warning or error among them, nothing of one machine, and small."""
+    path = ROOT / "notebooks" / f"{name}.ipynb"
+    notebook = load(name)
+    nbformat.validate(notebook)
+    assert path.stat().st_size <= LARGEST
+    cells = [cell for cell in code_cells(notebook) if not interactive(cell)]
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert sum(bool(cell.outputs) for cell in cells) >= 5
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    for output in outputs:
+        assert output.output_type != "error" and output.get("name") != "stderr", output
+        text = output.get("text", "") + "".join(
+            value for kind, value in output.get("data", {}).items() if kind.startswith("text/")
+        )
+        assert not OF_ONE_MACHINE.search(text), text
+        assert len(text.splitlines()) <= 60
+        if "image/png" in output.get("data", {}):
+            assert base64.b64decode(output.data["image/png"])[:4] == b"\x89PNG"
+    assert all(not cell.outputs for cell in code_cells(notebook) if interactive(cell))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_teaches(name):
+    """A title with its number, links to its neighbours, asserts, one takeaway, then two problems with answers."""
+    notebook = load(name)
+    number = NAMES.index(name) + 1
+    first = notebook.cells[0].source
+    assert first.startswith(f"# {number}. ")
+    for neighbour in NAMES[max(0, number - 2) : number + 1]:
+        assert neighbour == name or f"]({neighbour}.ipynb)" in first
+    sources = [cell.source for cell in notebook.cells]
+    [takeaway] = [index for index, text in enumerate(sources) if re.search(r"^> \*\*Takeaway\.\*\* ", text, re.M)]
+    problems = [cell for cell in notebook.cells[takeaway:] if cell.cell_type == "markdown"]
+    text = "\n".join(cell.source for cell in problems)
+    assert "## Worked problems" in text
+    assert text.count("<details>") == text.count("</details>") == text.count("<summary>Answer</summary>") == 2
+    checked = [cell.source for cell in notebook.cells[takeaway:] if cell.cell_type == "code"]
+    assert len(checked) >= 2 and all("assert" in source for source in checked)
+    asserts = re.compile(r"\bassert\b|assert_close|assert_equal")
+    assert sum(bool(asserts.search(cell.source)) for cell in code_cells(notebook)) >= 6
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs(name, tmp_path, monkeypatch):
+    """It runs from an empty directory in this very interpreter, without a network, and says what is stored."""
+    kernel = tmp_path / "jupyter" / "kernels" / "twins"
+    kernel.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernel / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "twins", "language": "python"}))
+    for variable, folder in (("JUPYTER_PATH", "jupyter"), ("IPYTHONDIR", "ipython"), ("MPLCONFIGDIR", "matplotlib")):
+        monkeypatch.setenv(variable, str(tmp_path / folder))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    stored, notebook = load(name), load(name)
+    client = nbclient.NotebookClient(
+        notebook, timeout=5 * SECONDS, kernel_name="twins", resources={"metadata": {"path": str(empty)}}
+    )
+    notebook.cells.append(nbformat.v4.new_code_cell(LAST_CELL))
+    client.execute()
+    TOOK[name] = float(notebook.cells.pop().outputs[0].text)
+    assert TOOK[name] < SECONDS
+    for before, after in zip(code_cells(stored), code_cells(notebook), strict=True):
+        if not interactive(before):
+            assert form(after) == form(before), before.source
+
+
+def test_together():
+    """All nine in four minutes; after the tests above, so that they need not run twice."""
+    if len(TOOK) < len(NAMES):
+        pytest.skip("not all of them ran in this process")
+    assert sum(TOOK.values()) < ALL_SECONDS

@@ -1,0 +1,536 @@
+"""The site, built strictly, served on the loopback interface and walked in a real headless Chromium.
+
+Two walks visit every page: 390 pixels wide in dark and 1440 in light. What each page showed is kept, and the tests ask
+about it. Debian's chromium is installed where it is missing and this process may; else what needs it is skipped.
+
+Faults this file was seen to catch: a link to an anchor that is not there, an identifier twice on a page, a formula with
+a command that KaTeX does not know, a script from another host, a picture without its file, a table wider than a phone,
+a chart that no style sheet shows, a dark page with letters of the light one, a figure typed into the Performance page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import html.parser
+import http.server
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin, urlsplit
+
+import pytest
+
+for needed in ("mkdocs", "material", "mkdocstrings", "nbformat"):
+    pytest.importorskip(needed)
+
+ROOT = Path(__file__).parents[2]
+WALKS = {390: "dark", 1440: "light"}
+SCRIPT = """() => {
+  for (const details of document.querySelectorAll("details")) details.open = true;
+  const scrolls = (element) => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
+  const within = (element) => {  // it, or what it scrolls in, lies inside the viewport
+    for (let box = element; box !== document.body; box = box.parentElement) {
+      const { left, right, width, height } = box.getBoundingClientRect();
+      if (box === element && !(width > 0 && height > 0)) return false;
+      if (left >= 0 && right <= innerWidth + 1) return true;
+      if (box !== element && !scrolls(box) && box.tagName === "ARTICLE") return false;
+    }
+    return false;
+  };
+  const shown = (element) => getComputedStyle(element).display !== "none";
+  const maths = [...document.querySelectorAll(".arithmatex")];
+  const pictures = [...document.querySelectorAll("article img")];
+  const charts = [...document.querySelectorAll(".chart")];
+  const drawings = charts.map((chart) => [...chart.querySelectorAll(":scope > svg")].filter(shown));
+  return {
+    overflow: document.documentElement.scrollWidth - innerWidth,
+    maths: maths.length,
+    lost_maths: maths.filter((e) => !e.querySelector(".katex") || !within(e)).map((e) => e.textContent.slice(0, 80)),
+    pictures: pictures.length,
+    lost_pictures: pictures.filter((e) => !e.naturalWidth || !e.alt || !within(e)).map((e) => e.src),
+    charts: charts.length,
+    lost_charts: drawings.filter((found) => found.length !== 1 || !within(found[0])).length,
+    marks: drawings.map((found) => found.length && [...found[0].querySelectorAll(".mark")].filter(within).length),
+    scheme: document.body.dataset.mdColorScheme,
+  };
+}"""
+
+# before axe: colours of code are those of its kinds of token, and rows, formulas and generated entries are alike
+THINNING = """() => {
+  const seen = new Set();
+  for (const token of document.querySelectorAll(".highlight code span")) {
+    if (token.children.length) continue;
+    if (seen.has(token.className)) token.replaceWith(token.textContent);
+    seen.add(token.className);
+  }
+  const keep = (count, selector) => [...document.querySelectorAll(selector)].slice(count).forEach((e) => e.remove());
+  keep(5, ".katex-html");
+  keep(20, ".chart .mark, .chart .link");
+  keep(4, ".doc-object .doc-object");
+  keep(8, ".doc-contents > details, .doc-contents li");
+  for (const table of document.querySelectorAll("table")) [...table.rows].slice(6).forEach((row) => row.remove());
+}"""
+
+
+class Parser(html.parser.HTMLParser):
+    """Identifiers and addresses of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        self.ids += [given["id"]] if "id" in given else []
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        elif tag == "link" and given.get("rel") not in ("canonical", "next", "prev") and "href" in given:
+            self.loads.append(given["href"])
+        elif tag in ("img", "script", "iframe", "source") and "src" in given:
+            self.loads.append(given["src"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    built = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site) -> dict[str, Parser]:
+    """Every page by its address below the root."""
+    files = sorted(site.rglob("*.html"))
+    return {path.relative_to(site).as_posix().removesuffix("index.html"): Parser(path) for path in files}
+
+
+def find_chromium() -> str | None:
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    """The browser's program; Debian's package is installed where there is none and this process may install it."""
+    pytest.importorskip("playwright")
+    if (found := find_chromium()) is not None:
+        return found
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        pytest.skip("no chromium, and only root on Debian can install it: apt-get install chromium")
+    quiet = dict(env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, capture_output=True, text=True, timeout=300)
+    install = ["apt-get", "install", "-y", "--no-install-recommends", "chromium", "fonts-liberation"]
+    for command in (install, ["apt-get", "update"], install):
+        done = subprocess.run(command, check=False, **quiet)
+        if (found := find_chromium()) is not None:
+            return found
+    return pytest.skip(f"no chromium, and apt-get could not install it: {done.stderr[-300:]}")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    """The site on a free port of the loopback interface."""
+    handler = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@contextlib.contextmanager
+def started(chromium: str):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def browser(chromium):
+    with started(chromium) as browser:
+        yield browser
+
+
+@dataclass
+class Visit:
+    """What a page did while it was loaded, and how it looks."""
+
+    console: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    looks: dict = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)  # of axe, serious or critical
+
+
+def watch(page, address: str, visits: list[Visit]) -> None:
+    """Write down, in the last of the visits, what the page says and asks for."""
+    page.on("console", lambda said: visits[-1].console.append(said.text) if said.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: visits[-1].console.append(str(error)))
+    page.on("requestfailed", lambda asked: visits[-1].failed.append(f"{asked.failure} {asked.url}")
+            if asked.failure != "net::ERR_ABORTED" else None)  # fmt: skip  # the next page came first
+    page.on("response", lambda came: visits[-1].failed.append(f"{came.status} {came.url}")
+            if came.status >= 400 else None)  # fmt: skip
+    page.on("request", lambda asked: visits[-1].foreign.append(asked.url)
+            if not asked.url.startswith((address, "data:", "blob:")) else None)  # fmt: skip
+
+
+def serious(page, axe) -> list[str]:
+    """Faults of impact serious or critical, as axe sees them, on a page thinned to one token of code of each kind."""
+    page.evaluate(THINNING)
+    found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
+    return [
+        f"{fault['id']}: {node['target']} {node.get('failureSummary', '')[:300]}"
+        for fault in found if fault["impact"] in ("serious", "critical") for node in fault["nodes"][:5]
+    ]  # fmt: skip
+
+
+def walk(chromium: str, address: str, names: Sequence[str], width: int, index: dict) -> list[Visit]:
+    """Every page at one width, one after another."""
+    axe, scheme, visits = importlib.import_module("axe_playwright_python.sync_playwright").Axe(), WALKS[width], []
+    size = {"width": width, "height": 900}
+    with (
+        started(chromium) as browser,
+        browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce") as context,
+    ):
+        # every load would build the search index anew; test_search takes the real one
+        context.route("**/search_index.json", lambda route: route.fulfill(json=index))
+        page = context.new_page()
+        watch(page, address, visits)
+        for order, name in enumerate(names):
+            visits.append(Visit())
+            page.goto(address + name, wait_until="load")
+            page.evaluate("document.fonts.ready.then(() => null)")
+            visits[-1].looks = page.evaluate(SCRIPT)
+            # rooms of the reference come from one template: axe sees every one, half of them dark and half light
+            if not name.startswith("api/") or order % 2 == (scheme == "dark"):
+                visits[-1].faults = serious(page, axe)
+    return visits
+
+
+@pytest.fixture(scope="module")
+def walks(chromium, address, site, pages) -> dict[tuple[str, int], Visit]:
+    """Every page at both widths, at the same time."""
+    pytest.importorskip("axe_playwright_python")
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8")) | {"docs": []}
+    with ThreadPoolExecutor(len(WALKS)) as pool:
+        walked = list(pool.map(lambda width: walk(chromium, address, list(pages), width, index), WALKS))
+    return {(name, width): visit for width, visits in zip(WALKS, walked, strict=True)
+            for name, visit in zip(pages, visits, strict=True)}  # fmt: skip
+
+
+def faulty(walks, look) -> dict:
+    """What `look` finds of each visit, where it finds anything."""
+    return {visited: found for visited, visit in walks.items() if (found := look(visit))}
+
+
+def test_pages_are_there(pages):
+    """Nine notebooks, and each section of the navigation."""
+    assert len([name for name in pages if re.match(r"learn/0[1-9]-[\w-]+/$", name)]) == 9
+    assert {"", "performance/", "correctness/", "glossary/", "architecture/", "log/", "changelog/"} <= pages.keys()
+    assert {"use/install/", "use/transformers/", "use/engine/", "api/reference/", "api/fast/"} <= pages.keys()
+
+
+def test_links(site, pages):
+    """Every address leads to a file of the site and every anchor to an element; pages load nothing from elsewhere."""
+    count = 0
+    for name, page in pages.items():
+        for target in [*page.links, *page.loads]:
+            if urlsplit(target).scheme in ("http", "https", "mailto"):
+                assert target not in page.loads, f"{name}: loads {target}"
+                continue
+            path, anchor = urldefrag(urljoin(f"/{name}", target))
+            path = unquote(path).lstrip("/")
+            file = site / path / "index.html" if path.endswith("/") or not path else site / path
+            assert file.is_file(), f"{name}: {target}"
+            if anchor:
+                assert unquote(anchor) in pages[path.removesuffix("index.html")].ids, f"{name}: {target}"
+            count += 1
+    assert count > 1000
+
+
+def test_markdown_is_understood(site, pages):
+    """No mark of a list, a table, a fence, a heading or a formula is left standing among the words."""
+    for name in pages:
+        path = site / name / "index.html" if name.endswith("/") or not name else site / name
+        article = path.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
+        article = re.sub(r"<(pre|code|script|svg|style|h[1-6])\b.*?</\1>", "code", article, flags=re.DOTALL)
+        article = re.sub(r'<(span|div) class="arithmatex">.*?</\1>', "formula", article, flags=re.DOTALL)
+        left = re.findall(r"(?:^|<p>|<li>) *(?:\d+[.)] |[-*+] |\||#+ |```|\$|:::|&gt;).*", article, re.MULTILINE)
+        left += re.findall(r"\*\*.*|\]\(.*|\$\$.*", re.sub(r"<[^>]+>", "", article))
+        assert not left, f"{name}: {left}"
+
+
+def test_identifiers_are_unique(pages):
+    """An identifier names one element, or a link to it would lead to another."""
+    for name, page in pages.items():
+        assert not (twice := {found for found in page.ids if page.ids.count(found) > 1}), f"{name}: {twice}"
+
+
+def test_pages_load(walks):
+    """No page complains on the console or asks for what is not there."""
+    assert not faulty(walks, lambda visit: visit.console + visit.failed)
+
+
+def test_no_other_host(walks):
+    """A reader's browser talks to the site alone."""
+    assert not faulty(walks, lambda visit: visit.foreign)
+
+
+def test_fits_the_screen(walks):
+    """No page scrolls sideways; what is wider scrolls in a box of its own."""
+    assert not faulty(walks, lambda visit: max(0, visit.looks["overflow"]))
+
+
+def test_maths_are_visible(walks):
+    """Every formula is typeset and lies on the screen, in each notebook and elsewhere."""
+    assert not faulty(walks, lambda visit: visit.looks["lost_maths"])
+    assert all(visit.looks["maths"] > 3 for (name, _), visit in walks.items() if re.match(r"learn/0[1-7]", name))
+
+
+def stored_figures(path: Path) -> int:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", ())]
+    return sum(bool({"image/png", "image/svg+xml"} & output.get("data", {}).keys()) for output in outputs)
+
+
+def test_plots_are_visible(walks):
+    """Every figure of every notebook and every chart: loaded, described, on the screen."""
+    assert not faulty(walks, lambda visit: visit.looks["lost_pictures"])
+    assert not faulty(walks, lambda visit: visit.looks["lost_charts"])
+    for (name, _), visit in walks.items():
+        if name.startswith("learn/"):
+            figures = stored_figures(ROOT / "notebooks" / f"{name.split('/')[1]}.ipynb")
+            assert visit.looks["pictures"] == figures, name
+    for width in WALKS:
+        assert walks["", width].looks["pictures"] == 1
+        assert walks["performance/", width].looks["charts"] == 4
+        assert all(marks > 5 for marks in walks["performance/", width].looks["marks"])
+
+
+def test_scheme_follows_the_system(walks):
+    """A reader who prefers dark sees dark, and one who prefers light sees light."""
+    wanted = {"dark": "slate", "light": "default"}
+    assert not faulty(walks, lambda visit: visit.looks["scheme"] not in wanted.values())
+    assert all(visit.looks["scheme"] == wanted[WALKS[width]] for (_, width), visit in walks.items())
+
+
+def test_accessible(walks):
+    """Axe reports nothing serious or critical, in light or dark."""
+    assert not faulty(walks, lambda visit: visit.faults)
+
+
+def brightness(page) -> float:
+    """Of the page's background, 0 to 255."""
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
+
+
+def test_dark_mode(browser, address):
+    """The button changes the scheme, and the next page keeps it."""
+    with browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light") as context:
+        page = context.new_page()
+        page.goto(address)
+        assert brightness(page) > 200
+        page.locator("label[for^=__palette]:visible").click()
+        page.wait_for_function("document.body.dataset.mdColorScheme === 'slate'")
+        assert brightness(page) < 60
+        page.goto(address + "performance/")
+        assert brightness(page) < 60
+        page.locator("label[for^=__palette]:visible").click()
+        page.wait_for_function("document.body.dataset.mdColorScheme === 'default'")
+
+
+@pytest.mark.parametrize("width", list(WALKS))
+def test_search(browser, address, pages, width):
+    """Searching for a function leads to its entry in the reference."""
+    with browser.new_context(viewport={"width": width, "height": 900}) as context:
+        page, visit = context.new_page(), Visit()
+        watch(page, address, [visit])
+        page.goto(address)
+        if width < 600:
+            page.locator("label.md-header__button[for=__search]").click()
+        page.locator("input.md-search__input").click()
+        page.keyboard.type("merge_attn_states")
+        links = page.locator("a.md-search-result__link")
+        links.first.wait_for(state="visible", timeout=20_000)
+        found = [urlsplit(link.get_attribute("href")) for link in links.all()]
+        wanted = [link for link in found if link.fragment.endswith("merge_attn_states")]
+        assert wanted, found
+        assert wanted[0].fragment in pages[wanted[0].path.lstrip("/")].ids
+        assert not visit.console + visit.failed + visit.foreign
+
+
+def text_of(path: Path) -> str:
+    """The words of a page."""
+    return html.unescape(re.sub(r"<[^>]+>", "", path.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebook_pages(site, notebook):
+    """A notebook's page has its code, its stored output, its takeaway as a box and its answers in boxes that open."""
+    source = (site / "learn" / notebook.stem / "index.html").read_text(encoding="utf-8")
+    words = text_of(site / "learn" / notebook.stem / "index.html")
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    for cell in code:
+        assert "".join(cell["source"]).strip() in words
+        for output in cell["outputs"]:
+            if output.get("name") == "stdout":
+                assert "".join(output["text"]).strip() in words
+    assert '<p class="admonition-title">Takeaway</p>' in source
+    assert source.count('<details class="question">') == sum("".join(c["source"]).count("<details>") for c in cells)
+    assert "&lt;details" not in source and "$$" not in words
+    assert (site / "learn" / notebook.name).read_bytes() == notebook.read_bytes()
+
+
+def drawn(docs: Path) -> str:
+    """The Markdown of the Performance page from the results in a folder."""
+    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
+    try:
+        hook = importlib.import_module("performance")
+    finally:
+        sys.path.pop(0)
+    return hook.filled((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), docs)
+
+
+@pytest.fixture
+def copied_docs(tmp_path) -> Path:
+    """Results and log, to be changed."""
+    shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
+    shutil.copy(ROOT / "docs" / "log.md", tmp_path / "docs")
+    shutil.copytree(ROOT / "fast", tmp_path / "fast", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path / "docs"
+
+
+def test_performance_page_holds_the_results(copied_docs):
+    """Each median of each contender, the ceilings, hardware, date, versions and commands stand on the page."""
+    page = drawn(copied_docs)
+    assert "<!-- results:" not in page
+    results = {path.name: json.loads(path.read_text()) for path in copied_docs.glob("results/*.json")}
+    del results["mutants.json"]  # no speed: it is drawn on the page Correctness
+    assert all(f"({'results/' + name})" in page for name in results)
+    decode = results["h200-decode.json"]
+    for row in decode["rows"]:
+        for way in decode["rows"][0]["times"]:
+            shown = [f"{time['median_us']:.1f}" for time in row["times"][way].values()]
+            assert any(all(figure in line for figure in shown) for line in page.splitlines()), (row["dims"], way)
+    for report in results.values():
+        assert report["date"][:10] in page and report["versions"]["torch"] in page
+        assert all(command in page for command in re.split(" && |; ", report.get("command", "")))
+    assert f"{decode['ceilings']['read_gb_s']:.0f} GB/s" in page
+    assert f"{decode['ceilings']['sustained_matmul_tflops']:.0f} TFLOPS" in page
+
+
+def test_performance_page_follows_the_results(copied_docs):
+    """Another file gives another page: times, a new peer, a new row, ceilings, date; charts have the new marks."""
+    before = drawn(copied_docs)
+    path = copied_docs / "results" / "h200-decode.json"
+    report = json.loads(path.read_text())
+    new = json.loads(json.dumps(report["rows"][0]))
+    new["dims"]["S"] = 4321
+    fastest = min(time["median_us"] for time in new["times"]["replayed"].values()) / 2
+    for way in new["times"].values():
+        way["Another peer"] = {**way["FlashMLA"], "median_us": fastest, "tflops": 999.0}
+    report["rows"].append(new)
+    report["date"], report["ceilings"]["read_gb_s"] = "2031-02-03", 5432.1
+    path.write_text(json.dumps(report))
+    after = drawn(copied_docs)
+    for text in ("4321", "Another peer", f"**{fastest:.1f}**", "2031-02-03", "5432 GB/s", "999 TFLOPS"):
+        assert text in after and text not in before, text
+    assert after.count('class="mark ours fast"') == before.count('class="mark ours fast"') + 2  # wide and narrow
+    assert after.count('class="mark peer Another-peer"') == 2 + 1  # and the legend
+
+
+def test_one_colour_a_contender(copied_docs):
+    """The job's picture, the README's and the charts of both schemes: one colour each, and no two the same."""
+    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
+    try:
+        picture, performance = importlib.import_module("picture"), importlib.import_module("performance")
+    finally:
+        sys.path.pop(0)
+    from fast.demo.report import COLOURS, NO_CONTENDER
+
+    assert picture.COLOURS is COLOURS
+    assert len({*COLOURS.values(), *NO_CONTENDER}) == len(COLOURS) + len(NO_CONTENDER)
+    css = (ROOT / "docs" / "assets" / "site.css").read_text(encoding="utf-8")
+    light, dark = (dict(re.findall(r"--([\w-]+): (#\w+);", css.split(scheme)[1].split("}")[0]))
+                   for scheme in ("\n:root {", '\n[data-md-color-scheme="slate"] {'))  # fmt: skip
+    styles = {who: performance.style_of(who).split()[-1] for who in COLOURS}
+    assert {who: light[style] for who, style in styles.items()} == COLOURS
+    assert len({dark[style] for style in (*styles.values(), "other")}) == len(styles) + 1
+    for style in styles.values():
+        assert f".chart .{style} {{ --contender: var(--{style}); }}" in css
+    assert performance.style_of("fast, planned") == performance.style_of("fast") == "ours fast"
+    drawn_styles = set(re.findall(r'class="(?:mark|line) (?:ours|peer) ([\w-]+)"', drawn(copied_docs)))
+    assert {"fast", "FlashMLA", "FA3", "reference", "transformers"} <= drawn_styles <= set(styles.values())
+
+
+def test_performance_page_shows_no_failed_row(copied_docs):
+    """What failed the comparison has no time on the page."""
+    path = copied_docs / "results" / "h200-decode.json"
+    report = json.loads(path.read_text())
+    report["rows"][0]["passed"] = False
+    report["rows"][0]["times"]["replayed"]["fast"]["median_us"] = 12345.6
+    path.write_text(json.dumps(report))
+    page = drawn(copied_docs)
+    assert page.count("parity failed") == 2 and "12345.6" not in page
+    assert "the outputs of every row passed" in page  # of the other files
+
+
+def test_performance_page_has_no_typed_figures():
+    """In the page's own words there is no time, rate or ratio."""
+    prose = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert not re.search(r"\d(?:\.\d+)?\s*(?:us|ms|GB/s|TFLOPS|%|times)\b", prose)
+
+
+def test_sources_are_compared(copied_docs):
+    """A file of the tree's own sources says so, and one of other sources says that they changed."""
+    from ..benchmarks.report import digest
+
+    path = copied_docs / "results" / "cpu-2-cores.json"
+    report = json.loads(path.read_text())
+    before = drawn(copied_docs).count("`, unchanged since")
+    report["fast_sha256"] = digest(ROOT / "fast")
+    path.write_text(json.dumps(report))
+    known = json.loads((ROOT / "docs" / "results" / path.name).read_text())["fast_sha256"] == report["fast_sha256"]
+    assert drawn(copied_docs).count("`, unchanged since") == before + (not known)
+    report["fast_sha256"] = "0" * 64
+    path.write_text(json.dumps(report))
+    assert "sha256 `000000000000`, changed since" in drawn(copied_docs)
+
+
+def test_negative_results_are_those_of_the_log(copied_docs):
+    """Each attempt that the log did not keep, and none that it kept."""
+    log = (copied_docs / "log.md").read_text(encoding="utf-8").split("```")[2]
+    page = drawn(copied_docs).split("## What did not help")[1]
+    assert page.count("\n- [") == len(re.findall(r"^Kept +no\b", log, re.MULTILINE)) > 3
+    text = (
+        "## 2030-01-02  A trial\n\nPrediction  x1\nMeasured    y2\nKept        {}\nLearned     z3\n\n## 2026-11-21  Dec"
+    )
+    path = copied_docs / "log.md"
+    for kept, shown in (("no", True), ("yes", False)):
+        path.write_text((ROOT / "docs" / "log.md").read_text().replace("## 2026-11-21  Dec", text.format(kept), 1))
+        assert ("Expected: x1. Measured: y2. Learned: z3." in drawn(copied_docs)) == shown

@@ -1,0 +1,25 @@
+"""Commands that the GPU suite runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+
+
+def run(command: Sequence[str], timeout: float, cwd: Path = ROOT, **environment: str) -> tuple[int, str]:
+    """Exit status and output of a command; a status of 124 where it ran out of time."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **environment}
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env=settings, timeout=timeout, check=False, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as expired:
+        return 124, f"{expired.stdout or ''}\nran longer than {timeout:.0f} s"
+    return done.returncode, done.stdout

@@ -1,0 +1,321 @@
+"""One served sequence of steps on ranks that share heads and sequences: what simulations and real processes both run.
+
+Everything is drawn from a seed, so that a rank needs no more than its groups to know its part.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from dataclasses import dataclass, replace
+from types import ModuleType, SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from reference.distributed.groups import ContextParallel
+from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAConfig
+
+from .factories import GARBAGE, LOW_RANK, integers, linear, make_weights, norm, offsets
+from .processes import serving
+
+VOCABULARY = 50
+RANK_CONFIG = replace(LOW_RANK, num_heads=12)
+STEPS = (((40, 40), (5, 5)), ((1, 41), (90, 95)), ((2, 43), (1, 96)), ((3, 46), (60, 156)))
+HEAD_DIMENSION = {"q_proj": 0, "q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1}
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Requests that grow step by step.
+
+    Attributes:
+        lens: for each step, (new tokens, tokens after the step) of each request; decodes stand first.
+        block_size: tokens a page.
+        workspace_tokens: context tokens expanded at once.
+        decode_threshold: longest query that decodes.
+    """
+
+    lens: tuple[tuple[tuple[int, int], ...], ...]
+    block_size: int
+    workspace_tokens: int
+    decode_threshold: int = 1
+
+
+def owners(length: int, size: int, interleave: int) -> list[int]:
+    """The rank of each token, dealt out like cards: I to each rank in turn."""
+    dealt: list[int] = []
+    while len(dealt) < length:
+        for rank in range(size):
+            dealt += [rank] * interleave
+    return dealt[:length]
+
+
+def make_rank_layer(
+    ops: ModuleType,
+    config: MLAConfig,
+    weights: dict[str, Tensor],
+    dtype: torch.dtype,
+    context_parallel: ContextParallel | None,
+    device: str,
+):
+    """A layer whose projections are this rank's share of the weights of all heads."""
+    modules = {name: linear(x.to(dtype)) if x.dim() == 2 else norm(x.to(dtype)) for name, x in weights.items()}
+    if context_parallel is not None:
+        for name in HEAD_DIMENSION.keys() & modules.keys():
+            dim = HEAD_DIMENSION[name]
+            modules[name] = context_parallel.shard_linear(name, modules[name], dim, config.num_heads)
+    modules = {name: module.to(device) for name, module in modules.items()}
+    return ops.MLAAttention(config, **modules, context_parallel=context_parallel)
+
+
+def serve(
+    ops: ModuleType,
+    config: MLAConfig,
+    steps: Steps,
+    dtype: torch.dtype = torch.float64,
+    context_parallel: ContextParallel | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+) -> list[Tensor]:
+    """The layer's output in each step, [T, H], over a cache whose unowned bytes are NaN."""
+    cp = context_parallel
+    share = None if cp is None else cp.share
+    size, rank, interleave = (1, 0, 1) if share is None else (share.size, share.rank, share.interleave)
+    torch.manual_seed(seed)
+    with torch.device("cpu"):
+        weights = make_weights(config, torch.float64)
+        longest = [max(step[request][1] for step in steps.lens) for request in range(len(steps.lens[0]))]
+        hidden = [
+            torch.randn(length, config.hidden_size, dtype=torch.float64).to(dtype) for length in longest
+        ]  # before what depends on D
+        turn = steps.block_size * size  # tokens behind one column of the table
+        columns = [-(-length // turn) for length in longest]
+        free = torch.randperm(sum(columns) + 2).tolist()
+        table = torch.full((len(longest), max(columns) + 1), GARBAGE, dtype=torch.int32)
+        for request, count in enumerate(columns):
+            table[request, :count] = integers(*(free.pop() for _ in range(count)))
+    layer = make_rank_layer(ops, config, weights, dtype, cp, device)
+    cache = torch.full((sum(columns) + 2, steps.block_size, config.head_size), torch.nan, dtype=dtype, device=device)
+
+    outputs = []
+    for step in steps.lens:
+        query_lens, seq_lens = [q for q, _ in step], [s for _, s in step]
+        starts, lengths = offsets(query_lens).cpu(), integers(*seq_lens).cpu()
+        slots = []
+        for request, (query_len, length) in enumerate(step):
+            held = 0
+            for token, owner in enumerate(owners(length, size, interleave)):
+                if token >= length - query_len:
+                    block, at = table[request, held // steps.block_size], held % steps.block_size
+                    slots.append(int(block) * steps.block_size + at if owner == rank else -1)
+                held += owner == rank
+        common = CommonAttentionMetadata.make(
+            starts, lengths, table.to(device), torch.tensor(slots, dtype=torch.int64, device=device)
+        )
+        plan = ops.build_mla_metadata(
+            common, steps.block_size, steps.workspace_tokens, steps.decode_threshold, share=share
+        )
+        positions = torch.cat([torch.arange(s - q, s, device=device) for q, s in step])
+        new = torch.cat([hidden[request][s - q : s] for request, (q, s) in enumerate(step)]).to(device)
+        outputs.append(layer(new, positions, cache, plan))
+    return outputs
+
+
+def make_groups(size: int, interleave: int = 1, merge: str = "a2a") -> ContextParallel:
+    """Every `size` consecutive processes share sequences; all share the heads."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    return ContextParallel(groups[rank // size], dist.group.WORLD, interleave, merge)
+
+
+class SmallModel(nn.Module):
+    """Two layers of attention and nothing else, called as `fast.demo.serving` calls a model.
+
+    Args:
+        ops: the wing.
+        config: of its layers.
+        context_parallel: the groups.
+        device: where it lies.
+        dtype: of its weights.
+    """
+
+    def __init__(
+        self, ops: ModuleType, config: MLAConfig, context_parallel: ContextParallel | None, device: str, dtype
+    ):
+        super().__init__()
+        torch.manual_seed(0)
+        self.device, self.dtype = torch.device(device), dtype
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=4096, num_hidden_layers=2)
+        table = torch.randn(2, VOCABULARY, config.hidden_size, dtype=torch.float64)
+        self.embedding, self.unembedding = table.to(dtype).to(device)
+        self.layers = nn.ModuleList(
+            make_rank_layer(ops, config, make_weights(config, torch.float64), dtype, context_parallel, device)
+            for _ in range(2)
+        )
+
+    def forward(self, ids, position_ids, use_cache, mla_metadata, mla_kv_caches, logits_to_keep):
+        hidden = self.embedding[ids[0]]
+        for layer, kv_cache in zip(self.layers, mla_kv_caches, strict=True):
+            hidden = hidden + layer(hidden, position_ids[0], kv_cache, mla_metadata)
+        return SimpleNamespace(logits=(hidden[logits_to_keep] @ self.unembedding.T)[None])
+
+
+def make_loop(
+    ops: ModuleType, config: MLAConfig, context_parallel: ContextParallel | None, device: str, dtype, shift=0, **options
+):
+    """A loop over a small model with a few requests waiting; their tokens may be shifted."""
+    from fast.demo.serving import ServingLoop
+
+    model = SmallModel(ops, config, context_parallel, device, dtype)
+    sizes = dict(num_blocks=40, block_size=16, max_num_seqs=4, token_budget=40, workspace_tokens=64)
+    loop = ServingLoop(model, config, ops, **sizes | options, context_parallel=context_parallel)
+    for request, length in enumerate((70, 9, 33, 5)):
+        loop.add([(7 * token + request + shift) % VOCABULARY for token in range(length)], max_new_tokens=12)
+    return loop
+
+
+def die_at(context_parallel: ContextParallel, exchange: int) -> None:
+    """Let this process be killed at the beginning of an exchange, counted over both groups."""
+    left = [exchange]
+    for group in (context_parallel.cp_group, context_parallel.tp_group):
+        begin = group._begin
+
+        def counted(operation: str, num_bytes: int, begin=begin) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            begin(operation, num_bytes)
+
+        group._begin = counted
+
+
+# What real processes run; each returns what pickles.
+
+
+def exchange_everything(size: int, interleave: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Both merges of fixed states, a gather of context, and the steps of a layer, in both wings."""
+    import fast
+    import reference
+
+    ranks = make_groups(size, interleave)
+    return everything(ranks, {"reference": reference, "fast": fast}, dtype, device)
+
+
+def everything(
+    ranks: ContextParallel, wings: dict[str, ModuleType], dtype: torch.dtype, device: str
+) -> dict[str, Tensor]:
+    """The results of one rank, by name, on the CPU."""
+    found = {}
+    for name, ops in wings.items():
+        for merge, function in (("a2a", ops.cp_lse_a2a), ("ag_rs", ops.cp_lse_ag_out_rs)):
+            torch.manual_seed(1000 + ranks.rank)
+            with torch.device("cpu"):
+                out = torch.randn(9, 12, 20, dtype=torch.float64).to(dtype)
+                lse = 5 * torch.randn(12, 9, dtype=torch.float64)
+                empty = torch.rand(12, 9) < 0.3
+            lse = lse.to(torch.float64 if dtype == torch.float64 else torch.float32).masked_fill(empty, -torch.inf)
+            state = AttentionState(out.masked_fill(empty.T[..., None], 0).to(device), lse.to(device))
+            home = function(state, ranks.cp_group)
+            found[f"{name} {merge} out"], found[f"{name} {merge} lse"] = home.out, home.lse
+            steps = Steps(STEPS, 16, 4 * math.lcm(16, ranks.size * ranks.interleave), 2)
+            outputs = serve(ops, RANK_CONFIG, steps, dtype, replace(ranks, merge=merge), device=device)
+            found |= {f"{name} {merge} step {number}": x for number, x in enumerate(outputs)}
+    return {name: x.cpu() for name, x in found.items()}
+
+
+def serve_and_die(size: int, victim: int | None, exchange: int, device: str, dtype: torch.dtype) -> list[list[int]]:
+    """Serve a few requests; the victim is killed at the beginning of one of its exchanges."""
+    import fast
+
+    if device == "cuda":  # compile before anybody waits for anybody
+        fast.simulate(size, 4, lambda ranks: make_loop(fast, RANK_CONFIG, ranks, device, dtype).run(),
+                      dist.get_world_size())  # fmt: skip
+    ranks = make_groups(size, 4)
+    loop = make_loop(fast, RANK_CONFIG, ranks, device, dtype)
+    if dist.get_rank() == victim:
+        die_at(ranks, exchange)
+    return [request.generated_ids for request in loop.run()]
+
+
+def replay_decodes(
+    size: int, merge: str, query_len: int, device: str, dtype: torch.dtype
+) -> tuple[list[tuple[Tensor, Tensor]], int]:
+    """Decode steps as the layer gives them with a plan and out of a graph; and how many amounts of memory were held."""
+    import fast
+
+    ranks = make_groups(size, 16, merge)
+    share, tokens = ranks.share, 200
+    torch.manual_seed(3)
+    with torch.device("cpu"):
+        weights = make_weights(RANK_CONFIG, torch.float32)
+        caches = [torch.randn(40, 16, RANK_CONFIG.head_size).to(dtype) for _ in range(size)]
+        table = torch.randperm(40).view(4, 10).int()
+    layer = make_rank_layer(fast, RANK_CONFIG, weights, dtype, ranks, device)
+    cache = caches[ranks.rank].to(device)
+    graph = fast.DecodeGraph(
+        lambda *step: layer(*step[:2], cache, step[2]), RANK_CONFIG, [2, 4], 16, 10, dtype, device, query_len,
+        context_parallel=ranks,
+    )  # fmt: skip
+    found, held = [], set()
+    for step, lens in enumerate(((90, 33, 17), (tokens, 3), (64, 65, 66, 160))):
+        torch.manual_seed(step)
+        requests = len(lens)
+        starts = offsets([query_len] * requests)
+        slots = fast.dcp_slot_mapping(starts, integers(*lens), table[:requests], 16, requests * query_len, size,
+                                      share.rank, share.interleave)  # fmt: skip
+        common = CommonAttentionMetadata.make(starts, integers(*lens), table[:requests].to(device), slots.to(device))
+        hidden = torch.randn(requests * query_len, RANK_CONFIG.hidden_size).to(dtype).to(device)
+        positions = torch.cat([torch.arange(s - query_len, s) for s in lens]).to(device)
+        plan = fast.build_mla_metadata(common, 16, 4096, query_len, share=share)
+        eager = layer(hidden, positions, cache, plan)
+        captured = graph.run(hidden, positions, common).clone()
+        for _ in range(3):
+            graph.run(hidden, positions, common)
+        del plan
+        held.add(torch.cuda.memory_reserved() if device == "cuda" else 0)
+        found.append((eager.cpu(), captured.cpu()))
+    return found, len(held)
+
+
+def serve_for_ever(size: int, device: str, dtype: torch.dtype) -> None:
+    """Serve the same requests again and again, until something stops it."""
+    import fast
+
+    ranks = make_groups(size, 4)
+    while True:
+        make_loop(fast, RANK_CONFIG, ranks, device, dtype).run()
+        serving()
+
+
+def disagree(facts: dict[str, list]) -> None:
+    """`verify_group` with facts by rank, the groups' own among them."""
+    import fast
+
+    mine = {name: values[dist.get_rank()] for name, values in facts.items()}
+    twos = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    ones = [dist.new_group([rank]) for rank in range(4)]
+    cp_group = ones[dist.get_rank()] if mine.pop("size", 2) == 1 else twos[dist.get_rank() // 2]
+    of_groups = {name: mine.pop(name) for name in ("interleave", "merge") if name in mine}
+    fast.verify_group(ContextParallel(cp_group, dist.group.WORLD, **of_groups), **mine)
+
+
+def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
+    """Groups from a device mesh instead of process groups."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("others", "context"))
+    ranks = ContextParallel(mesh["context"], dist.group.WORLD)
+    total = ranks.cp_group.all_reduce(torch.tensor([float(dist.get_rank())]))
+    return ranks.size, int(total), ranks.cp_group.members
+
+
+def disagree_in_a_loop(size: int, options: dict[str, list]) -> list:
+    """A serving loop made with options by rank, then run."""
+    import fast
+
+    mine = {name: values[dist.get_rank()] for name, values in options.items()}
+    loop = make_loop(fast, RANK_CONFIG, make_groups(size), "cpu", torch.float32, **mine)
+    return [request.generated_ids for request in loop.run()]

@@ -1,0 +1,36 @@
+"""How the Triton kernels run in these tests: compiled where there is a GPU, else in Triton's interpreter.
+
+A file of kernel tests runs itself again with TRITON_INTERPRET=1 where it finds no GPU: the variable must be set before
+Triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+ON_HOPPER = ON_GPU and torch.cuda.get_device_capability() == (9, 0)
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+
+runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="neither a GPU nor TRITON_INTERPRET=1")
+gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+starts_interpreter = pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run here themselves")
+
+
+def run_in_interpreter(file: str) -> None:
+    """Run a test file in Triton's interpreter; every test of it passes, and some ran."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,
+        text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

@@ -1,0 +1,1 @@
+"""The two packages compared: structure, signatures, results, registered ops."""

@@ -1,0 +1,229 @@
+"""The registered ops: schemas, fake implementations, and `torch.compile(fullgraph=True)` over the layer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_leaves, tree_map
+
+import fast
+from fast.backends import decode_request, select
+from reference.interfaces import QueryLenSupport
+
+from ..support.factories import DIRECT, integers, make_batch, make_cache, make_entries, offsets
+
+OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla_twins::"))
+
+
+def backend_here(dtype: torch.dtype) -> str:
+    """The kernel set that serves entries of any width on the device under test."""
+    return decode_backend(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim)
+
+
+def decode_backend(dtype: torch.dtype, latent: int, rope: int, block_size: int = 16) -> str:
+    """The kernel set that decodes entries of a width there."""
+    device = torch.get_default_device()
+    return select(decode_request(device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN)).name
+
+
+def decode_samples(
+    dtype: torch.dtype,
+    latent: int,
+    rope: int,
+    heads: int,
+    block_size: int = 16,
+    seq_lens: Sequence[int] = (20, 33, 0),
+    out_dtype: torch.dtype | None = None,
+) -> list[tuple]:
+    """Arguments of `mla_decode`, with a schedule and without, batch-invariant and not."""
+    batch = make_batch([1, 2, 0], seq_lens, block_size)
+    cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype).nan_to_num(0)
+    plan = fast.build_mla_metadata(batch.common, block_size, 4096, 2).decode
+    schedule, own = (fast.plan_decode(plan.seq_lens, 4, heads, batch_invariant=own) for own in (False, True))
+    ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
+    return [
+        (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
+         0.3, out_dtype or dtype, *cut, decode_backend(dtype, latent, rope, block_size))
+        for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
+                    (own.tile_ranges, own.split_offsets, True))
+    ]  # fmt: skip
+
+
+def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
+    """Arguments of every op; the caches' unowned bytes are zero here, for opcheck compares what it ran twice."""
+    batch = make_batch([1, 2, 0], [20, 33, 0])
+    entries = make_entries(batch, DIRECT.head_size, dtype)
+    cache = make_cache(batch, entries, DIRECT.head_size, dtype).nan_to_num(0)
+    plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
+    decodes = decode_samples(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim, 3)
+    if decode_backend(dtype, 256, 32) != backend_here(dtype):  # a set of kernels for such entries alone: two of them
+        decodes += decode_samples(dtype, 256, 32, 3) + decode_samples(dtype, 256, 32, 40)
+    table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
+
+    def rand(*shape):
+        return torch.randn(*shape).to(dtype)
+
+    lse = torch.float64 if dtype == torch.float64 else torch.float32
+    backend = backend_here(dtype)
+    attention = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True, dtype, backend)
+    return {
+        "mla_twins::apply_rope": [
+            (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, backend)
+            for pairs in (True, False)
+        ],
+        "mla_twins::concat_and_cache_mla": [(rand(3, 24), rand(3, 8), cache, batch.common.slot_mapping, backend)],
+        "mla_twins::rope_norm_and_cache": [
+            (torch.arange(3), rand(3, 3, 8), rand(3, 24), rand(3, 8), cache, batch.common.slot_mapping, rand(24), 1e-5,
+             torch.rand(4, dtype=lse), 1.3, pairs, backend)
+            for pairs in (True, False)
+        ],
+        "mla_twins::gather_cache": [(cache, table, cu, starts, 37, backend)],
+        "mla_twins::gather_cache_out": [(cache, table, cu, starts, rand(37, DIRECT.head_size), backend)],
+        "mla_twins::copy_blocks": [([rand(4, 2, 3), rand(4, 2, 3)], torch.tensor([[0, 1], [2, 3]]), backend)],
+        "mla_twins::swap_blocks": [(rand(4, 2, 3), rand(5, 2, 3), torch.tensor([[0, 4], [2, 3]]), backend)],
+        "mla_twins::flash_attn_varlen": [
+            (rand(6, 3, 8), rand(7, 3, 8), None, rand(7, 3, 5), *attention),
+            (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *attention),
+        ],
+        "mla_twins::merge_attn_states": [
+            (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse), backend)
+        ],
+        "mla_twins::mla_decode": decodes,
+        # 8 tokens of 2 heads: no padding between the parts of a message, which nobody writes
+        "mla_twins::pack_attn_state": [(rand(8, 4, 5), torch.randn(4, 8, dtype=lse), 2, backend)],
+        "mla_twins::combine_attn_states": [
+            (fast.distributed.merge._pack_attn_state(rand(3, 4, 5), torch.randn(4, 3, dtype=lse), 2, backend), 3, 2, 5,
+             dtype, backend)
+        ],
+        "mla_twins::share_attn_out": [(rand(3, 4, 5), torch.randn(2, 4, 3, dtype=lse), 1, backend)],
+        "mla_twins::reorg_kvcache": [
+            (rand(2, 20, 32), offsets([20, 0, 17]), torch.tensor([[0, 10, 10, 19], [0, 10, 10, 18]]).int(), 2,
+             rand(37, 32), backend)
+        ],
+        "mla_twins::mla_decode_parts": decodes,
+        "mla_twins::merge_decode_parts": [
+            (rand(3, 3, 24), torch.randn(3, 3, dtype=lse), torch.randn(2 * 3 * 3 * 24, dtype=lse),
+             torch.randn(2 * 2 * 3 * 3, dtype=lse).abs(), plan.query_start_loc, 2, None, None, False, backend)
+        ],
+        "mla_twins::plan_decode": [
+            (integers(20, 0, 3000), 4, 16, 5, batch_invariant, backend) for batch_invariant in (False, True)
+        ],
+    }  # fmt: skip
+
+
+def test_every_op_has_a_sample():
+    assert sorted(samples(torch.float32)) == OPS
+
+
+def overload(name: str):
+    return getattr(torch.ops.mla_twins, name.split("::")[1]).default
+
+
+def check_op(name: str, arguments: tuple) -> None:
+    """opcheck; parts of a decode that nobody needs are not written, so those of two runs cannot be compared."""
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if name != "mla_twins::mla_decode_parts":
+        utilities.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(overload(name), arguments, test_utils=utilities)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name):
+    """Schema (what is mutated, what aliases), fake implementation, dispatch under ahead-of-time tracing."""
+    for arguments in samples(torch.float32)[name]:
+        check_op(name, arguments)
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """The same values as the head of wider rows."""
+    return torch.cat((x, x), -1)[..., : x.shape[-1]]
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """The same values stored head by head."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def is_data(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.dim() > 1 and x.is_floating_point()
+
+
+LAYOUTS = {"contiguous": lambda x: x, "padded": padded, "transposed": transposed}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", OPS)
+def test_fake_results(name, layout, dtype):
+    """The fake implementation gives the shapes, dtypes and strides of the real one, however the arguments lie."""
+    for arguments in samples(dtype)[name]:
+        arguments = tree_map(lambda x: layout(x) if is_data(x) else x, arguments)
+        real = overload(name)(*arguments)
+        with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+            fake = overload(name)(*tree_map(
+                lambda x: mode.from_tensor(x, static_shapes=True) if torch.is_tensor(x) else x, arguments))  # fmt: skip
+        for r, f in zip(tree_leaves(real), tree_leaves(fake), strict=True):
+            if isinstance(r, torch.Tensor):
+                assert (r.dtype, r.device, r.stride()) == (f.dtype, f.device, f.stride())
+                known = all(isinstance(size, int) for size in f.shape)  # else it is the kernel's business
+                assert f.shape == r.shape if known else (f.dim() == r.dim() and name.endswith("_parts"))
+
+
+COMPILE = """
+import sys
+import torch
+import fast
+torch.set_default_device(sys.argv[1])
+from tests.support.factories import CONFIGS, make_batch, make_cache, make_entries, make_layer, make_weights
+
+torch.manual_seed(0)
+config = CONFIGS["low-rank"]
+weights = make_weights(config, torch.float32)
+name = fast.backends.select(fast.backends.KernelRequest("apply_rope", torch.get_default_device(), torch.float32)).name
+bound = {"mla_decode": name, "flash_attn_varlen": name}
+for query_lens, backend in (([1, 1, 1], None), ([1, 1, 1, 6], name), ([1, 1, 1, 6], bound)):
+    torch._dynamo.reset()
+    layer = make_layer(fast, config, weights, torch.float32, backend=backend)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for step, seq_lens in enumerate(([20, 33, 1], [21, 34, 2], [48, 50, 17], [49, 51, 18])):
+        torch._dynamo.config.error_on_recompile = step > 1  # at the second step max_seq_len becomes a symbol
+        batch = make_batch(query_lens, (seq_lens + [6])[: len(query_lens)])
+        entries = make_entries(batch, config.head_size, torch.float32)
+        held = make_cache(batch, entries, config.head_size, torch.float32, new_tokens=False)
+        table = torch.full((len(query_lens), 9), 2147480000, dtype=torch.int32)
+        table[:, : batch.common.block_table.shape[1]] = batch.common.block_table
+        common = fast.CommonAttentionMetadata.make(
+            batch.common.query_start_loc_cpu, batch.common.seq_lens_cpu, table, batch.common.slot_mapping
+        )
+        cache = torch.full((24, *held.shape[1:]), torch.nan)
+        cache[: len(held)] = held
+        plan = fast.build_mla_metadata(common, 16, 64)
+        hidden, positions = torch.randn(batch.num_tokens, config.hidden_size), torch.arange(batch.num_tokens)
+        caches = [cache.clone(), cache.clone()]
+        with torch.no_grad():
+            wanted = layer(hidden, positions, caches[0], plan)
+            got = compiled(hidden, positions, caches[1], plan)
+        assert wanted.isfinite().all() and wanted.abs().max() > 0.01
+        assert torch.equal(got, wanted)
+        assert torch.equal(caches[0].nan_to_num(7), caches[1].nan_to_num(7))
+print("compiled")
+"""
+
+
+def test_compile_fullgraph():
+    """One graph over the layer's decode step, and over a mixed one: no break, the bits of eager mode.
+
+    While sequences grow there is one recompilation: the first step reads `max_seq_len` as a constant, the second as a
+    symbol. In a process of its own: the suite's run-time shape checks are not traceable.
+    """
+    command = [sys.executable, "-c", COMPILE, str(torch.get_default_device())]
+    root = Path(fast.__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.endswith("compiled\n"), done.stderr

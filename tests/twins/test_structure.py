@@ -1,0 +1,331 @@
+"""The house stands as planned: same modules, same names, same signatures, imports that only go one way."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+import torch
+
+import fast
+import reference
+
+ROOT = Path(reference.__file__).parents[1]
+# of the contract and the transport `fast` has no module of its own: it uses these
+REFERENCE_ALONE = ("interfaces", "distributed/groups", "distributed/simulation", "distributed/arguments")
+MODULES = sorted(
+    name for path in (ROOT / "reference").rglob("[!_]*.py")
+    if not (name := path.relative_to(ROOT / "reference").with_suffix("").as_posix()).startswith(REFERENCE_ALONE)
+)  # fmt: skip
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def functions_of(body) -> dict[str, ast.FunctionDef]:
+    return {n.name: n for n in body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
+
+
+def public_functions(wing: str, module: str) -> dict[str, ast.FunctionDef]:
+    """Public functions of a module and public methods of its classes, as `Class.method`."""
+    tree = parse(ROOT / wing / f"{module}.py")
+    found = functions_of(tree.body)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{name}": method for name, method in functions_of(node.body).items()}
+    return found
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """Positional parameters as text, with annotation and default, `/` and `*args` included."""
+    spec = ast.parse(ast.unparse(function)).body[0].args
+    spec.kwonlyargs, spec.kw_defaults = [], []
+    return ast.unparse(spec).split(", ")
+
+
+def keyword_only(function: ast.FunctionDef) -> dict[str, tuple[str, str | None]]:
+    spec = function.args
+    return {
+        arg.arg: (ast.unparse(arg.annotation or ast.Constant(None)), default and ast.unparse(default))
+        for arg, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+    }
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Absolute names of the modules that a file imports anywhere in it, `from a import b` as `a` and `a.b`."""
+    package = path.relative_to(ROOT).parts[:-1]
+    found = set()
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_modules():
+    """`fast` has a module of the same path for every module of `reference`; the packages have the same folders."""
+    assert len(MODULES) > 20
+    missing = [module for module in MODULES if not (ROOT / "fast" / f"{module}.py").is_file()]
+    assert not missing
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_signatures(module):
+    """Same names, parameters, order, defaults and annotations as text; fast adds keyword-only ones with defaults."""
+    ours, theirs = public_functions("reference", module), public_functions("fast", module)
+    for name in ours:
+        assert name in theirs, f"fast/{module}.py has no {name}"
+        function, twin = ours[name], theirs[name]
+        assert parameters(twin) == parameters(function), name
+        assert ast.unparse(twin.returns or ast.Constant(None)) == ast.unparse(function.returns or ast.Constant(None)), (
+            name
+        )
+        extra = keyword_only(twin)
+        for key, value in keyword_only(function).items():
+            assert extra.pop(key, None) == value, f"{name}: {key}"
+        assert all(default is not None for _, default in extra.values()), f"{name}: {extra} without a default"
+
+
+def test_all():
+    """One identical `__all__`; contract types are the same objects in both."""
+    assert reference.__all__ == fast.__all__
+    assert len(set(reference.__all__)) == len(reference.__all__)
+    for name in reference.__all__:
+        assert hasattr(reference, name) and hasattr(fast, name), name
+    from reference import interfaces
+
+    shared = set(interfaces.__all__) & set(reference.__all__)
+    assert {"MLAConfig", "AttentionState", "kv_cache_shape", "chunked_prefill_workspace_size"} <= shared
+    for name in shared:
+        assert getattr(reference, name) is getattr(fast, name) is getattr(interfaces, name), name
+    assert reference.MLAAttention is not fast.MLAAttention
+
+
+def test_annotations_resolve():
+    """A formatter once took the quotes out of a shape; what cannot be resolved is not checked either."""
+    for wing in (reference, fast):
+        for name in wing.__all__:
+            if inspect.isfunction(getattr(wing, name)):
+                typing.get_type_hints(getattr(wing, name))
+
+
+def test_reference_imports():
+    """`reference` imports torch, einops, jaxtyping, the standard library, itself; the contract the first two."""
+    for path in (ROOT / "reference").rglob("*.py"):
+        allowed = {"torch", "jaxtyping"} | (
+            {"reference", "einops"} if path.parent.name != "interfaces" else {"reference"}
+        )
+        roots = {module.split(".")[0] for module in imported_modules(path)}
+        assert roots - set(sys.stdlib_module_names) <= allowed, path.name
+
+
+def test_fast_imports():
+    """Only `python -m fast` compares the packages; the rest of `fast` knows the contract and the transport alone."""
+    paths = list((ROOT / "fast").rglob("*.py"))
+    assert len(paths) > len(MODULES)
+    known = ("reference.interfaces", "reference.distributed")
+    for path in paths:
+        if path == ROOT / "fast" / "__main__.py":
+            continue
+        for module in imported_modules(path):
+            if module.split(".")[0] == "reference":
+                assert module.startswith(known), f"{path.relative_to(ROOT)} imports {module}"
+                assert not module.startswith(("reference.distributed.merge", "reference.distributed.reorg")), path
+
+
+FLOORS = (  # from the ground; a folder imports from those below it and from itself
+    ("reference/interfaces",),
+    ("fast/backends",),
+    ("fast/kernels",),
+    ("reference/distributed", "fast/distributed"),
+    ("reference/attention", "fast/attention", "reference/cache", "fast/cache"),
+    ("reference/planning", "fast/planning"),
+    ("reference/mla", "fast/mla"),
+    ("fast/compilation.py", "fast/parity.py"),
+    ("reference/__init__.py", "fast/__init__.py"),
+    ("fast/integrations", "fast/demo", "fast/__main__.py"),
+)
+
+
+def files_of_modules() -> dict[str, Path]:
+    """Every file of the two packages by the name that it is imported by."""
+    paths = [path for package in ("reference", "fast") for path in (ROOT / package).rglob("*.py")]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def floor_of(path: Path) -> int | None:
+    """The floor of a file, None for what lies beside them (data, the search for a shadow)."""
+    name = path.relative_to(ROOT).as_posix()
+    fits = [floor for floor, places in enumerate(FLOORS) for place in places
+            if name == place or name.startswith(f"{place}/")]  # fmt: skip
+    return fits[0] if fits else None
+
+
+def edges() -> dict[Path, set[Path]]:
+    """Which file imports which, anywhere in it; the faces of packages that hand names on count as well."""
+    files = files_of_modules()
+    return {path: {files[name] for name in imported_modules(path) if name in files} - {path}
+            for path in files.values()}  # fmt: skip
+
+
+def test_no_import_goes_up():
+    """A file imports from its own floor or from below; every file has a floor."""
+    for path, targets in edges().items():
+        if "assets" in path.parts or path.name == "_shadow.py":
+            continue
+        mine = floor_of(path)
+        assert mine is not None, f"{path.relative_to(ROOT)} has no floor"
+        for target in targets - {ROOT / "fast" / "__init__.py", ROOT / "reference" / "__init__.py"}:
+            other = floor_of(target)
+            if other is not None:
+                assert other <= mine, f"{path.relative_to(ROOT)} imports {target.relative_to(ROOT)} above it"
+
+
+def test_no_circle():
+    """No files that import each other in a loop."""
+    graph = edges()
+    done: set[Path] = set()
+
+    def visit(path: Path, way: tuple[Path, ...]) -> None:
+        assert path not in way, " -> ".join(step.relative_to(ROOT).as_posix() for step in (*way, path))
+        if path not in done:
+            for target in sorted(graph[path]):
+                visit(target, (*way, path))
+            done.add(path)
+
+    for path in sorted(graph):
+        visit(path, ())
+
+
+FAMILIES = ("mla",)
+
+
+def test_families_stand_alone():
+    """No attention family imports another, and nothing below the families knows one."""
+    for path, targets in edges().items():
+        inside = path.relative_to(ROOT).parts[1]
+        for target in targets:
+            family = target.relative_to(ROOT).parts[1]
+            assert family not in FAMILIES or family == inside or floor_of(path) > floor_of(target), path
+
+
+def test_length_of_modules():
+    """A module of the packages has at most 450 lines, a test module at most 600."""
+    sources = [path for package in ("reference", "fast") for path in (ROOT / package).rglob("*.py")]
+    limits = {path: 450 for path in sources} | {path: 600 for path in (ROOT / "tests").rglob("*.py")}
+    long = {path.relative_to(ROOT).as_posix(): lines for path, limit in limits.items()
+            if (lines := len(path.read_text(encoding="utf-8").splitlines())) > limit}  # fmt: skip
+    assert not long
+
+
+def test_imports_reader(tmp_path):
+    """The reader of imports itself sees relative and nested ones."""
+    path = ROOT / "reference" / "mla" / "layer.py"
+    assert {"torch", "reference.mla.decode", "reference.mla.decode.mla_decode"} <= imported_modules(path)
+
+
+@pytest.mark.parametrize("wing", ["reference", "fast"])
+def test_imports_without_extras(wing):
+    """Importing a wing needs neither Triton nor any extra."""
+    code = f"""
+import importlib.machinery, sys
+class Hiding(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = name.split(".")[0] in {("triton", "transformers", "matplotlib", "beartype", "hypothesis", "numpy")!r}
+        return None if hidden else super().find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Hiding
+import {wing}, torch
+c = {wing}.allocate_kv_cache(2, 4, 24, torch.float32)
+{wing}.concat_and_cache_mla(torch.ones(1, 16), torch.ones(1, 8), c, torch.tensor([5]))
+assert c[1, 1].eq(1).all()
+bad = [m for m in sys.modules if m.split(".")[0] in ("triton", "transformers", "matplotlib", "beartype")]
+assert not bad, bad
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("wing", ["reference", "fast"])
+def test_docstrings(wing):
+    """Every module, public class and public function says what it is."""
+    for path in (ROOT / wing).rglob("*.py"):
+        if "assets" in path.parts:  # scripts beside their data, not modules
+            continue
+        tree = parse(path)
+        if path.name != "__init__.py" or tree.body:
+            assert ast.get_docstring(tree), path
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path.name}: {node.name}"
+            if isinstance(node, ast.ClassDef):
+                for name, method in functions_of(node.body).items():
+                    inherited = any(ast.unparse(base) not in ("object",) for base in node.bases)
+                    assert ast.get_docstring(method) or inherited, f"{path.name}: {node.name}.{name}"
+
+
+@pytest.mark.parametrize("wing", ["reference", "fast"])
+def test_no_ambient_state(wing):
+    """No function rebinds a module's names, and no module holds a bare mutable switch."""
+    for path in (ROOT / wing).rglob("*.py"):
+        tree = parse(path)
+        assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"
+        for node in tree.body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                for target in targets:
+                    constant = isinstance(target, ast.Name) and target.id.lstrip("_").isupper()
+                    assert constant or ast.unparse(target).startswith("__"), f"{path}: {ast.unparse(node)}"
+
+
+def test_memory_is_poisoned():
+    """The suite runs with NaN in every fresh tensor, so a test that reads one can fail."""
+    assert torch.empty(64).isnan().all() and torch.empty_like(torch.zeros(64)).isnan().all()
+    assert torch.zeros(2).new_empty(64, dtype=torch.bfloat16).isnan().all()
+    assert (torch.empty(64, dtype=torch.int32) > 2**30).all()
+
+
+def test_shapes_are_checked():
+    """The annotations are live where beartype is there: a tensor of the wrong shape does not reach the body."""
+    pytest.importorskip("beartype")
+    with pytest.raises(TypeError, match="Type-check error"):
+        reference.AttentionState(torch.zeros(3, 2, 4), torch.zeros(3, 2))
+    with pytest.raises(TypeError, match="Type-check error"):
+        fast.expand_kv(torch.zeros(3, 4), torch.zeros(5, 2, 4), torch.zeros(5, 2, 4))
+
+
+WITHOUT_HYPOTHESIS = """
+import importlib.machinery, sys
+find_spec = importlib.machinery.PathFinder.find_spec.__func__
+def hiding(cls, name, path=None, target=None):
+    hidden = name.split(".")[0] in ("hypothesis", "_hypothesis_pytestplugin")
+    return None if hidden else find_spec(cls, name, path, target)
+importlib.machinery.PathFinder.find_spec = classmethod(hiding)
+import pytest
+sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "tests/planning/test_batch.py"]))
+"""
+
+
+def test_without_hypothesis():
+    """A missing test package leaves out its own tests, with the reason, and no others."""
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HYPOTHESIS],
+        cwd=ROOT,
+        env=environment,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "hypothesis is not installed" in done.stdout and " passed, " in done.stdout
