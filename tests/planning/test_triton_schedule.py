@@ -1,7 +1,7 @@
 """The Triton planner of decode schedules against the reference, integer by integer.
 
-Hypothesis drives it on a GPU (`pytest --device cuda tests/planning/test_schedule.py`). Here are the cases that walk each
-branch.
+Hypothesis drives it on a GPU (`pytest --device cuda tests/planning/test_schedule.py`). Here are the cases that walk
+each branch.
 """
 
 from __future__ import annotations
