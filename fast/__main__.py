@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 where everything agrees, 1 where parity fails or (in float32) tokens differ, 2 for bad "
         "input, 130 after Ctrl-C.",
     )
-    kernel_sets = ", ".join(candidate.name for candidate in backends.BACKENDS)
+    kernel_sets = ", ".join(candidate.name for candidate in backends.registered())
     options = {
         "--model": dict(
             default=str(ASSETS / "tiny-mla"),

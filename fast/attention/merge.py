@@ -32,7 +32,7 @@ def merge_attn_states(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_merge(prefix, suffix)
-    request = backends.KernelRequest("merge_attn_states", prefix.out.device, prefix.out.dtype)
+    request = backends.state_request("merge_attn_states", prefix.out)
     chosen = backends.select(request, backend)
     out, lse = torch.ops.mla_twins.merge_attn_states(prefix.out, prefix.lse, suffix.out, suffix.lse, chosen.name)
     return AttentionState(out, lse)

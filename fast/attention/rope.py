@@ -125,7 +125,8 @@ def apply_rope(
     check_tensor("q_pe", q_pe, ("T", "N", "R"))
     check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
     frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
-    chosen = backends.select(backends.KernelRequest("apply_rope", q_pe.device, q_pe.dtype), backend)
+    widths = (("qk_rope_head_dim", q_pe.shape[2]),)
+    chosen = backends.select(backends.KernelRequest("apply_rope", q_pe.device, q_pe.dtype, widths), backend)
     return torch.ops.mla_twins.apply_rope(positions, q_pe, k_pe, frequencies, magnitude, rope.interleaved, chosen.name)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     AttentionState,
+    QueryLenSupport,
     check_attention,
     check_attention_settings,
     check_dtype,
@@ -115,7 +116,10 @@ def flash_attn_varlen_shared_rope(
 def _attend(
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
 ) -> AttentionState:
-    request = backends.KernelRequest("flash_attn_varlen", q.device, q.dtype, out_dtype=out_dtype or q.dtype)
+    request = backends.KernelRequest(
+        "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", v.shape[2])),
+        query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype or q.dtype, mask="causal" if causal else None,
+    )  # fmt: skip
     chosen = backends.select(request, backend)
     out, lse = torch.ops.mla_twins.flash_attn_varlen(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,

@@ -19,44 +19,43 @@ the layout of the buffers between them is private to a backend. A mapping that n
 for the others too, as far as that backend declares them; two different names are refused.
 """
 
+from .explanation import explain, layer_requests
+from .own import DECODES, MESSAGES, register_own
+from .registry import Backend, KernelRequest, OpSupport, register, registered, unregister
 from .selection import (
-    BACKENDS,
-    CACHE_OPS,
-    DECODES,
-    MESSAGES,
-    Backend,
     BackendChoice,
     BoundOps,
-    KernelRequest,
-    LazyKernels,
     bind,
     cache_in_words,
-    candidates,
+    cache_request,
     decode_request,
-    explain,
     kernel,
-    layer_requests,
     query_lens_of,
     select,
+    state_request,
 )
 
 __all__ = [
-    "BACKENDS",
-    "CACHE_OPS",
     "DECODES",
     "MESSAGES",
     "Backend",
     "BackendChoice",
     "BoundOps",
     "KernelRequest",
-    "LazyKernels",
+    "OpSupport",
     "bind",
     "cache_in_words",
-    "candidates",
+    "cache_request",
     "decode_request",
     "explain",
     "kernel",
     "layer_requests",
     "query_lens_of",
+    "register",
+    "registered",
     "select",
+    "state_request",
+    "unregister",
 ]
+
+register_own()

@@ -1,208 +1,17 @@
-"""Which backend serves a request: what each declares, the choice among them, and what `explain` says of it."""
+"""Choose the backend of a request, and bind `backend=` of whatever calls several ops."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import importlib.util
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from reference.interfaces import (
-    FLOAT_DTYPES,
-    MLAConfig,
-    QueryLenSupport,
-    UnsupportedConfiguration,
-    check,
-    check_config,
-    check_device,
-    check_flag,
-    check_int,
-    check_type,
-)
+from reference.interfaces import COMPUTE_FORMAT, CacheFormat, QueryLenSupport, UnsupportedConfiguration, check
 
-from ..kernels import cpu
+from .own import DECODES, MESSAGES
+from .registry import Backend, KernelRequest, by_priority, check_request, launcher_of, registered
 
-BackendChoice = str | Mapping[str, str] | None  # of every `backend=`: a name, op to name, or None; see above
-
-
-@dataclass(frozen=True)
-class KernelRequest:
-    """What a call needs of a kernel.
-
-    Attributes:
-        op: name of the op, such as "mla_decode".
-        device: where the tensors lie.
-        dtype: of queries, keys and cache; None where the op has integers only.
-        head_dims: widths that matter to the op, as (name, size) pairs: Lkv, P, R, V.
-        block_size: tokens a block, or None where the op has no cache.
-        query_lens: what the op needs of query lengths.
-        cache_in_words: the cache is not empty, and its entries are whole 16-byte words, aligned as such.
-        out_dtype: of the output; None where the op gives no choice.
-    """
-
-    op: str
-    device: torch.device
-    dtype: torch.dtype | None = None
-    head_dims: tuple[tuple[str, int], ...] = ()
-    block_size: int | None = None
-    query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
-    cache_in_words: bool = True
-    out_dtype: torch.dtype | None = None
-
-
-DECODES = ("mla_decode", "mla_decode_parts", "merge_decode_parts", "decode_programs")  # of one backend together
-MESSAGES = ("pack_attn_state", "combine_attn_states")  # likewise
-CACHE_OPS = (  # whose requests have a block size, besides those of DECODES
-    "concat_and_cache_mla", "copy_blocks", "gather_and_maybe_dequant_cache", "rope_norm_and_cache", "swap_blocks",
-)  # fmt: skip
-# op to the op that reads the buffers it writes: a backend serves the first only where it has the second
-_READER = {"mla_decode_parts": "merge_decode_parts", "pack_attn_state": "combine_attn_states"}
-
-
-class LazyKernels(Mapping):
-    """The launchers of a kernel set whose modules are imported when the first one is taken.
-
-    Args:
-        package: such as "fast.kernels.triton"; its KERNELS holds the launchers.
-        ops: their names, known without importing it.
-    """
-
-    def __init__(self, package: str, ops: tuple[str, ...]):
-        self.package, self.ops = package, ops
-
-    def __getitem__(self, op: str) -> Callable:
-        if op not in self.ops:
-            raise KeyError(op)
-        return importlib.import_module(self.package).KERNELS[op]
-
-    def __contains__(self, op: object) -> bool:
-        return op in self.ops
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.ops)
-
-    def __len__(self) -> int:
-        return len(self.ops)
-
-
-_WIDTH_OF_SUPPORT = {QueryLenSupport.SINGLE_ONLY: 0, QueryLenSupport.UNIFORM: 1, QueryLenSupport.VARLEN: 2}
-
-
-@dataclass(frozen=True)
-class Backend:
-    """A backend and what it can do. None means any.
-
-    Attributes:
-        name: what `backend=` asks for.
-        priority: the largest that can serve is chosen.
-        device_type: of torch.device.
-        capability: least CUDA compute capability.
-        dtypes: of queries, keys and cache.
-        head_dims: allowed sizes by name.
-        block_sizes: allowed block sizes.
-        query_lens: the widest query-length support of its decode.
-        kernels: op name to launcher, for the ops that the backend has kernels of its own for.
-        missing_package: a package it needs that is not installed.
-        capability_end: the first capability above the least that it does not serve.
-        needs_words: of the cache, as the copy engine does (`KernelRequest.cache_in_words`).
-        out_dtypes: of outputs, where a call may choose; None for those of `dtypes`.
-        rocm: whether the kernels have been tested on AMD GPUs, which torch calls "cuda" as well.
-    """
-
-    name: str
-    priority: int
-    device_type: str
-    kernels: Mapping  # unparametrised: a run-time check of its values would import them
-    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
-    capability: tuple[int, int] | None = None
-    head_dims: Mapping[str, tuple[int, ...]] | None = None
-    block_sizes: tuple[int, ...] | None = None
-    query_lens: QueryLenSupport = QueryLenSupport.VARLEN
-    missing_package: str | None = None
-    capability_end: tuple[int, int] | None = None
-    needs_words: bool = False
-    out_dtypes: tuple[torch.dtype, ...] | None = None
-    rocm: bool = False
-
-    def validate_configuration(self, request: KernelRequest) -> list[str]:
-        """Every reason why this backend cannot serve the request; empty where it can."""
-        reasons = []
-        if self.missing_package is not None:
-            reasons.append(f"{self.name}: needs the package {self.missing_package}, which is not installed")
-        reasons += [f"{self.name}: has no kernel for {op}" for op in _needed(request.op) if op not in self.kernels]
-        if request.device.type != self.device_type:
-            reasons.append(f"{self.name}: serves device {self.device_type}, got {request.device.type}")
-        elif self.device_type == "cuda" and torch.version.hip is not None:  # its capabilities are not NVIDIA's
-            if not self.rocm:
-                reasons.append(f"{self.name}: not tested on ROCm, serves NVIDIA GPUs, got ROCm {torch.version.hip}")
-        elif self.capability is not None:
-            found = torch.cuda.get_device_capability(request.device)
-            if found < self.capability or (self.capability_end is not None and found >= self.capability_end):
-                below = "" if self.capability_end is None else f" and below {self.capability_end}"
-                reasons.append(f"{self.name}: needs compute capability {self.capability}{below}, got {found}")
-        if request.dtype is not None and request.dtype not in self.dtypes:
-            reasons.append(f"{self.name}: serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
-        out_dtypes = self.dtypes if self.out_dtypes is None else self.out_dtypes
-        if request.out_dtype is not None and request.out_dtype not in out_dtypes:
-            reasons.append(f"{self.name}: writes {', '.join(map(str, out_dtypes))}, got {request.out_dtype}")
-        for dim, size in request.head_dims:
-            allowed = None if self.head_dims is None else self.head_dims.get(dim)
-            if allowed is not None and size not in allowed:
-                reasons.append(f"{self.name}: serves {dim} in {allowed}, got {size}")
-        if self.block_sizes is not None and request.block_size not in (None, *self.block_sizes):
-            reasons.append(f"{self.name}: serves block sizes {self.block_sizes}, got {request.block_size}")
-        if self.needs_words and not request.cache_in_words:
-            reasons.append(f"{self.name}: needs a cache of whole, aligned 16-byte words, with at least one block")
-        if _WIDTH_OF_SUPPORT[request.query_lens] > _WIDTH_OF_SUPPORT[self.query_lens]:
-            reasons.append(f"{self.name}: serves query lengths {self.query_lens.value}, got {request.query_lens.value}")
-        return reasons
-
-
-def _needed(op: str) -> tuple[str, ...]:
-    """The ops whose kernels a backend needs to serve one: itself, and what reads the private buffers it writes."""
-    return (op, _READER[op]) if op in _READER else (op,)
-
-
-def _missing(package: str, least: str) -> str | None:
-    """What to install, or None where a package of at least that version is there; it is not imported."""
-    try:
-        found = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return package
-    numbers = [[int(part) for part in re.findall(r"\d+", version)[:2]] for version in (found, least)]
-    return None if numbers[0] >= numbers[1] else f"{package} {least} or later (found {found})"
-
-
-BACKENDS: tuple[Backend, ...] = (
-    Backend(name="cpu", priority=0, device_type="cpu", kernels=cpu.KERNELS),
-    Backend(
-        name="triton",
-        priority=10,
-        device_type="cuda",
-        capability=(8, 0),
-        dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        kernels=LazyKernels("fast.kernels.triton", tuple(cpu.KERNELS)),
-        missing_package=None if importlib.util.find_spec("triton") else "triton",
-    ),
-    Backend(
-        name="hopper",
-        priority=20,
-        device_type="cuda",
-        capability=(9, 0),
-        capability_end=(10, 0),
-        dtypes=(torch.bfloat16, torch.float16),
-        out_dtypes=(torch.float32, torch.bfloat16, torch.float16),
-        head_dims={"kv_lora_rank": (256, 512), "qk_rope_head_dim": (0, 32, 64)},
-        block_sizes=(16, 32, 64, 128),
-        kernels=LazyKernels("fast.kernels.hopper", DECODES),
-        needs_words=True,
-        missing_package=_missing("triton", "3.6"),
-    ),
-)
+BackendChoice = str | Mapping[str, str] | None  # of every `backend=`: a name, op to name, or None; see `fast.backends`
 
 
 def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:
@@ -212,31 +21,24 @@ def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> Que
     return QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.UNIFORM
 
 
-def candidates(backend: str | None) -> list[Backend]:
-    """The backends that a request may go to, best first: the named one, or all.
+def candidates(op: str, backend: str | None) -> tuple[Backend, ...]:
+    """Return the backends that a request of an op may go to, best first: the named one, or all.
 
     Raises:
         ValueError: no backend has that name.
     """
-    if backend is None:
-        return sorted(BACKENDS, key=lambda candidate: -candidate.priority)
-    named = [candidate for candidate in BACKENDS if candidate.name == backend]
-    check(len(named) > 0, "backend", f"one of {', '.join(b.name for b in BACKENDS)}", backend)
-    return named
+    return by_priority(op) if backend is None else (_named(backend),)
 
 
-def _check_request(request: KernelRequest) -> None:
-    """Types of what is asked for; whether it can be served is for the backends to say."""
-    check_type("request", request, KernelRequest)
-    check_type("request.op", request.op, str)
-    check_type("request.device", request.device, torch.device)
-    check_type("request.dtype", request.dtype, (torch.dtype, type(None)), "a dtype or None")
-    check_type("request.out_dtype", request.out_dtype, (torch.dtype, type(None)), "a dtype or None")
-    check_type("request.head_dims", request.head_dims, tuple, "a tuple of names and sizes")
-    check_type("request.query_lens", request.query_lens, QueryLenSupport)
-    check_flag("request.cache_in_words", request.cache_in_words)
-    if request.block_size is not None:
-        check_int("request.block_size", request.block_size, 0)
+def _named(name: object) -> Backend:
+    """Return the backend of a name."""
+    found = next((candidate for candidate in registered() if candidate.name == name), None)
+    check(found is not None, "backend", f"one of {_names()}", name)
+    return found
+
+
+def _names() -> str:
+    return ", ".join(candidate.name for candidate in registered())
 
 
 def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
@@ -251,10 +53,10 @@ def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
         ValueError: no backend has that name; a mapping that `bind` refuses.
         UnsupportedConfiguration: the named one, or none at all, can serve; with every reason.
     """
-    _check_request(request)
-    tried = candidates(_name_for(request.op, backend))
+    check_request(request)
+    tried = candidates(request.op, name_for(request.op, backend))
     for candidate in tried:
-        if request.op in candidate.kernels and not candidate.validate_configuration(request):
+        if request.op in candidate.ops and not candidate.validate_configuration(request):
             return candidate
     raise UnsupportedConfiguration(
         [reason for candidate in tried for reason in candidate.validate_configuration(request)]
@@ -282,11 +84,11 @@ def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps |
     if backend is None or isinstance(backend, BoundOps):
         return backend
     if isinstance(backend, str):
-        (named,) = candidates(backend)
-        used = _all_ops() if ops is None else tuple(ops)
-        if not any(op in named.kernels for op in used):
+        named = _named(backend)
+        used = all_ops() if ops is None else tuple(ops)
+        if not any(op in named.ops for op in used):
             raise UnsupportedConfiguration([f"{backend}: has no kernel for {op}" for op in used])
-        return BoundOps((op, backend) for op in named.kernels)
+        return BoundOps((op, backend) for op in named.ops)
     _check_mapping(backend)
     bound = BoundOps(backend)
     for together in (DECODES, MESSAGES):
@@ -295,14 +97,14 @@ def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps |
     return bound
 
 
-def _all_ops() -> list[str]:
-    """Every op that some backend declares, by name."""
-    return sorted({op for candidate in BACKENDS for op in candidate.kernels})
+def all_ops() -> list[str]:
+    """Return every op that some backend declares, by name."""
+    return sorted({op for candidate in registered() for op in candidate.ops})
 
 
 def _has(name: object, op: object = None) -> bool:
     """Whether a backend of that name exists, and declares the op where one is given."""
-    return any(each.name == name and (op is None or op in each.kernels) for each in BACKENDS)
+    return any(each.name == name and (op is None or op in each.ops) for each in registered())
 
 
 def _check_mapping(backend: object) -> None:
@@ -311,8 +113,8 @@ def _check_mapping(backend: object) -> None:
         check(False, "backend", "None, a name or a mapping from op to name", type(backend).__name__)
     unserved = [(op, name) for op, name in backend.items() if not _has(name, op)]
     for op, name in unserved:
-        check(op in _all_ops(), "backend", f"a mapping from some of {', '.join(_all_ops())}", op)
-        check(_has(name), f"backend[{op!r}]", f"one of {', '.join(each.name for each in BACKENDS)}", name)
+        check(op in all_ops(), "backend", f"a mapping from some of {', '.join(all_ops())}", op)
+        check(_has(name), f"backend[{op!r}]", f"one of {_names()}", name)
     if unserved:
         raise UnsupportedConfiguration([f"{name}: has no kernel for {op}" for op, name in unserved])
     for together in (DECODES, MESSAGES):
@@ -321,7 +123,7 @@ def _check_mapping(backend: object) -> None:
             check(False, "backend", f"one name for {', '.join(together)}", " and ".join(names))
 
 
-def _name_for(op: str, backend: BackendChoice) -> str | None:
+def name_for(op: str, backend: BackendChoice) -> str | None:
     """The name that a choice gives to an op; None leaves the op open."""
     if backend is None or isinstance(backend, str):
         return backend
@@ -329,8 +131,8 @@ def _name_for(op: str, backend: BackendChoice) -> str | None:
 
 
 def kernel(name: str, op: str) -> Callable:
-    """The launcher of one op in one backend; both names come from `select`."""
-    return next(candidate for candidate in BACKENDS if candidate.name == name).kernels[op]
+    """Return the launcher of one op in one backend; both names come from `select`."""
+    return launcher_of(name, op)
 
 
 def decode_request(
@@ -343,6 +145,8 @@ def decode_request(
     cache_in_words: bool = True,
     op: str = "mla_decode",
     out_dtype: torch.dtype | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    batch_invariant: bool = False,
 ) -> KernelRequest:
     """What `mla_decode`, or another op of DECODES, needs of a kernel."""
     return KernelRequest(
@@ -354,6 +158,34 @@ def decode_request(
         query_lens=query_lens,
         cache_in_words=cache_in_words,
         out_dtype=out_dtype,
+        cache_format=cache_format,
+        batch_invariant=batch_invariant,
+        mask="visible_lens" if op == "mla_decode" else None,
+    )
+
+
+def state_request(op: str, out: torch.Tensor) -> KernelRequest:
+    """Return what an op over attention states [T, N, Dv] needs of a kernel."""
+    return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),))
+
+
+def cache_request(
+    op: str,
+    kv_cache: torch.Tensor,
+    head_dims: tuple[tuple[str, int], ...] | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+) -> KernelRequest:
+    """Return what an op over a paged cache [num_blocks, block_size, columns] needs of a kernel.
+
+    Args:
+        op: name of the op.
+        kv_cache: the cache.
+        head_dims: widths that the op works on; None where it knows the columns only.
+        cache_format: format of the cache.
+    """
+    widths = (("head_dim", kv_cache.shape[2]),) if head_dims is None else head_dims
+    return KernelRequest(
+        op, kv_cache.device, kv_cache.dtype, widths, block_size=kv_cache.shape[1], cache_format=cache_format
     )
 
 
@@ -369,66 +201,3 @@ def cache_in_words(kv_cache: torch.Tensor) -> bool:
     if not torch.compiler.is_compiling():  # a trace knows no offsets; the launcher refuses one that does not fit
         words = words and kv_cache.storage_offset() * size % 16 == 0
     return words and inner == 1 and kv_cache.numel() > 0
-
-
-def layer_requests(config: MLAConfig, device: torch.device, dtype: torch.dtype, block_size: int) -> list[KernelRequest]:
-    """What a layer of these dims needs of kernels, a request an op, by name; query lengths of every kind.
-
-    Args:
-        config: the layer.
-        device: where it runs.
-        dtype: in which type.
-        block_size: tokens a cache block.
-    """
-    dims = config.kv_lora_rank, config.qk_rope_head_dim
-    requests = []
-    for op in _all_ops():
-        if op in DECODES:
-            requests.append(decode_request(device, dtype, *dims, block_size, QueryLenSupport.VARLEN, op=op))
-        elif op == "plan_decode":
-            requests.append(KernelRequest(op, device))
-        else:
-            requests.append(KernelRequest(op, device, dtype, block_size=block_size if op in CACHE_OPS else None))
-    return requests
-
-
-def explain(
-    config: MLAConfig,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    block_size: int = 64,
-    backend: BackendChoice = None,
-) -> str:
-    """One line per op of a layer: the backend that serves it, and why the others do not.
-
-    Where `backend` names one, each line says besides whether the op is bound to it or chosen as for None.
-
-    Args:
-        config: the layer.
-        device: where it runs.
-        dtype: in which type.
-        block_size: tokens a cache block.
-        backend: as that of the layer: a name, a mapping from op to name, or None for the choice by capability.
-
-    Raises:
-        ValueError: no backend has a name, or nothing has an op of a mapping.
-    """
-    check_config(config)
-    device = check_device("device", device)
-    check_type("dtype", dtype, torch.dtype)
-    check_int("block_size", block_size)
-    bound, lines = bind(backend), []
-    for request in layer_requests(config, device, dtype, block_size):
-        name = _name_for(request.op, bound)
-        how = "" if bound is None else ", chosen" if name is None else ", bound"
-        try:
-            served, refused = select(request, bound).name, []
-        except UnsupportedConfiguration as error:
-            served, refused = "none", list(error.reasons)
-            how = how if name is None else f", bound to {name}"
-        if name is None and not refused:
-            refused = [reason for candidate in BACKENDS for reason in candidate.validate_configuration(request)]
-        because = f" ({'; '.join(refused)})" if refused else ""
-        lines.append(f"{request.op}: {served}{how}{because}")
-    return "\n".join(lines)

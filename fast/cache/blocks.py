@@ -17,7 +17,6 @@ from reference.interfaces import (
 
 from .. import backends
 from ..backends import BackendChoice
-from .latent import _select
 
 
 def copy_blocks(
@@ -45,8 +44,8 @@ def copy_blocks(
         check_cache(kv_cache)
         check_readable("kv_caches", kv_cache)
     if kv_caches:
-        chosen = _select("copy_blocks", kv_caches[0], backend)
-        torch.ops.mla_twins.copy_blocks(kv_caches, block_mapping, chosen)
+        chosen = backends.select(backends.cache_request("copy_blocks", kv_caches[0]), backend)
+        torch.ops.mla_twins.copy_blocks(kv_caches, block_mapping, chosen.name)
 
 
 @torch.library.custom_op(
@@ -87,7 +86,8 @@ def swap_blocks(
     """
     check_swap(source, target, block_mapping)
     served = target if source.device.type == "cpu" else source  # between a host and a GPU the GPU's kernel set serves
-    torch.ops.mla_twins.swap_blocks(source, target, block_mapping, _select("swap_blocks", served, backend))
+    chosen = backends.select(backends.cache_request("swap_blocks", served), backend)
+    torch.ops.mla_twins.swap_blocks(source, target, block_mapping, chosen.name)
 
 
 @torch.library.custom_op(

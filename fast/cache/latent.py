@@ -58,11 +58,6 @@ def allocate_kv_cache(
     return stored.permute([order.index(axis) for axis in range(len(shape))])
 
 
-def _select(op: str, kv_cache: Tensor, backend: BackendChoice) -> str:
-    request = backends.KernelRequest(op, kv_cache.device, kv_cache.dtype, block_size=kv_cache.shape[1])
-    return backends.select(request, backend).name
-
-
 def concat_and_cache_mla(
     kv_c_normed: Float[Tensor, "T Lkv"],
     k_pe: Float[Tensor, "T R"],
@@ -86,7 +81,8 @@ def concat_and_cache_mla(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping)
-    chosen = _select("concat_and_cache_mla", kv_cache, backend)
+    widths = (("kv_lora_rank", kv_c_normed.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
+    chosen = backends.select(backends.cache_request("concat_and_cache_mla", kv_cache, widths), backend).name
     torch.ops.mla_twins.concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, chosen)
 
 
@@ -138,7 +134,7 @@ def gather_and_maybe_dequant_cache(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens)
-    chosen = _select("gather_and_maybe_dequant_cache", kv_cache, backend)
+    chosen = backends.select(backends.cache_request("gather_and_maybe_dequant_cache", kv_cache), backend).name
     if out is None:
         return torch.ops.mla_twins.gather_cache(kv_cache, block_table, cu_seq_lens, starts, num_tokens, chosen)
     check_tensor("out", out, (num_tokens, kv_cache.shape[2]), (kv_cache.dtype,), kv_cache.device)

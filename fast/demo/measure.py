@@ -217,7 +217,7 @@ def kernels(job: Job) -> dict[str, list[str]]:
         job.device, job.dtype, c.kv_lora_rank, c.qk_rope_head_dim, block, QueryLenSupport.VARLEN
     )
     summary = []
-    for candidate in backends.BACKENDS:
+    for candidate in backends.registered():
         ops = [op for op, name in chosen.items() if name == candidate.name]
         reasons = [why.removeprefix(f"{candidate.name}: ") for why in candidate.validate_configuration(decode)]
         if ops:

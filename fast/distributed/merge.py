@@ -48,7 +48,7 @@ def cp_lse_ag_out_rs(
 
 def _share_and_scatter(state: AttentionState, lses: Tensor, group: Group, backend: BackendChoice) -> AttentionState:
     """What follows once the LSE of all ranks are here."""
-    request = backends.KernelRequest("share_attn_out", state.out.device, state.out.dtype)
+    request = backends.state_request("share_attn_out", state.out)
     chosen = backends.select(request, backend).name
     by_home, lse = torch.ops.mla_twins.share_attn_out(state.out, lses, group.rank, chosen)
     return AttentionState(group.reduce_scatter(by_home), lse)
@@ -93,7 +93,7 @@ def cp_lse_a2a(
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
     tokens, heads, value = state.out.shape
-    request = backends.KernelRequest("pack_attn_state", state.out.device, state.out.dtype)
+    request = backends.state_request("pack_attn_state", state.out)
     chosen = backends.select(request, backend).name
     message = torch.ops.mla_twins.pack_attn_state(state.out, state.lse, group.size, chosen)
     out, lse = torch.ops.mla_twins.combine_attn_states(

@@ -44,7 +44,8 @@ def reorg_kvcache(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_reorg(gathered, chunk)
-    request = backends.KernelRequest("reorg_kvcache", gathered.device, gathered.dtype)
+    widths = (("head_dim", gathered.shape[2]),)
+    request = backends.KernelRequest("reorg_kvcache", gathered.device, gathered.dtype, widths)
     if out is None:
         out = gathered.new_empty(chunk.num_tokens, gathered.shape[2])
     check_tensor("out", out, (chunk.num_tokens, gathered.shape[2]), (gathered.dtype,), gathered.device)

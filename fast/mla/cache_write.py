@@ -17,7 +17,6 @@ from reference.interfaces import (
 from .. import backends
 from ..attention.rope import angles_of
 from ..backends import BackendChoice
-from ..cache.latent import _select
 
 
 def rope_norm_and_cache(
@@ -66,7 +65,8 @@ def rope_norm_and_cache(
     check_tensor("norm_weight", norm_weight, (latent,), device=kv_c.device)
     check_number("eps", eps, 0)
     frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
-    chosen = _select("rope_norm_and_cache", kv_cache, backend)
+    widths = (("kv_lora_rank", kv_c.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
+    chosen = backends.select(backends.cache_request("rope_norm_and_cache", kv_cache, widths), backend).name
     return torch.ops.mla_twins.rope_norm_and_cache(
         positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight.to(kv_c.dtype), eps, frequencies, magnitude,
         rope.interleaved, chosen,

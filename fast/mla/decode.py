@@ -160,6 +160,7 @@ def _arguments(op, ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, o
     request = backends.decode_request(
         ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens,
         backends.cache_in_words(kv_cache), op, out_dtype or ql_nope.dtype,
+        batch_invariant=schedule is not None and schedule.batch_invariant,
     )  # fmt: skip
     chosen = backends.select(request, backend)
     return (

@@ -61,7 +61,8 @@ def plan_decode(
     if fixed_overhead is None:
         fixed_overhead = piece_overhead(num_heads)
     check_int("fixed_overhead", fixed_overhead, 0, "an int >= 0 or None")
-    chosen = backends.select(backends.KernelRequest("plan_decode", seq_lens.device), backend)
+    request = backends.KernelRequest("plan_decode", seq_lens.device, batch_invariant=batch_invariant)
+    chosen = backends.select(request, backend)
     tile_ranges, split_offsets = torch.ops.mla_twins.plan_decode(
         seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant, chosen.name
     )

@@ -45,6 +45,7 @@ from .cache_arguments import (
     check_slots_of_share,
     check_swap,
 )
+from .cache_format import CACHE_FORMATS, COMPUTE_FORMAT, CacheFormat
 from .checks import (
     FLOAT_DTYPES,
     check,
@@ -66,7 +67,7 @@ from .checks import (
     linear_output,
     wide_dtype,
 )
-from .config import MLAConfig, QueryLenSupport
+from .config import MLAConfig
 from .costs import FLOPS_PER_BYTE, PathCosts
 from .errors import GroupError, UnsupportedConfiguration
 from .layer_arguments import (
@@ -114,8 +115,11 @@ from .sizes import (
     stride_order,
 )
 from .slots import slots_of_tokens
+from .support import GraphSupport, QueryLenSupport
 
 __all__ = [
+    "CACHE_FORMATS",
+    "COMPUTE_FORMAT",
     "DECODE_TILE",
     "FLOAT_DTYPES",
     "FLOPS_PER_BYTE",
@@ -123,6 +127,7 @@ __all__ = [
     "MOST_WORKSPACE_TOKENS",
     "PRESETS",
     "AttentionState",
+    "CacheFormat",
     "CascadeMetadata",
     "CommonAttentionMetadata",
     "ContextChunk",
@@ -131,6 +136,7 @@ __all__ = [
     "DecodeMetadata",
     "DecodeSchedule",
     "GlobalHyperparameters",
+    "GraphSupport",
     "GroupError",
     "InvariantCut",
     "MLAConfig",

@@ -16,11 +16,11 @@ from .checks import (
     check_type,
     is_positive_int,
 )
-from .config import QueryLenSupport
 from .metadata import (
     CommonAttentionMetadata,
     MLAMetadata,
 )
+from .support import QueryLenSupport
 
 CPU = torch.device("cpu")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
 import sys
@@ -14,15 +13,6 @@ from .errors import UnsupportedConfiguration
 from .hf_config import fields_from_hf
 from .presets import PRESET_ROPES, PRESETS
 from .rope_config import RopeConfig, yarn_mscale
-
-
-class QueryLenSupport(enum.Enum):
-    """Which query lengths a decode kernel takes: one token, one length for the whole batch, or any."""
-
-    SINGLE_ONLY = "single_only"
-    UNIFORM = "uniform"
-    VARLEN = "varlen"
-
 
 if TYPE_CHECKING:
 

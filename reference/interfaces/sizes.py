@@ -12,7 +12,8 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from .checks import check, check_flag, check_int, check_not_negative, check_tensor, check_type
-from .config import MLAConfig, QueryLenSupport
+from .config import MLAConfig
+from .support import QueryLenSupport
 
 DECODE_TILE = 64  # keys in a tile of the decode schedule, whatever the page
 MOST_WORKSPACE_TOKENS = 64 * 1024  # of context that are expanded at once (vLLM's bound)

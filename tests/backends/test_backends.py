@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,10 +13,19 @@ import torch
 
 import fast
 from fast import backends
-from fast.backends import DECODES, Backend, KernelRequest
-from fast.kernels import cpu
-from reference.interfaces import DecodeSchedule, MLAConfig, QueryLenSupport, UnsupportedConfiguration
+from fast.backends import DECODES, Backend, KernelRequest, OpSupport
+from fast.backends.own import CPU as CPU_BACKEND
+from fast.backends.own import OPS
+from reference.interfaces import (
+    CacheFormat,
+    DecodeSchedule,
+    GraphSupport,
+    MLAConfig,
+    QueryLenSupport,
+    UnsupportedConfiguration,
+)
 
+from ..support.commands import ROOT
 from ..support.factories import (
     CONFIGS,
     DIRECT,
@@ -45,14 +56,29 @@ def capability(monkeypatch):
     return report
 
 
+def with_backends(monkeypatch, *wanted: Backend) -> None:
+    """These backends and no others are registered until the test ends."""
+    registry = sys.modules["fast.backends.registry"]
+    monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
+    registry.launcher_of.cache_clear()
+
+
+def deviceless(name: str, priority: int, ops: tuple[str, ...] = ("mla_decode",), **declared) -> Backend:
+    """A backend of the CPU whose ops all declare the same."""
+    return Backend(name, priority, "cpu", {op: OpSupport(print, **declared) for op in ops})
+
+
+@pytest.fixture(autouse=True)
+def forget_launchers():
+    """What a test registered is not remembered."""
+    yield
+    sys.modules["fast.backends.registry"].launcher_of.cache_clear()
+
+
 @pytest.fixture
 def launched(monkeypatch):
     """(backend, op) of every launch; besides `cpu` there is a `decoder`, which is last and has decode kernels alone."""
-    table = (
-        Backend("cpu", 0, "cpu", cpu.KERNELS),
-        Backend("decoder", -1, "cpu", {op: cpu.KERNELS[op] for op in DECODES}),
-    )
-    monkeypatch.setattr(backends, "BACKENDS", table)
+    with_backends(monkeypatch, CPU_BACKEND, Backend("decoder", -1, "cpu", {op: CPU_BACKEND.ops[op] for op in DECODES}))
     found, right = set(), backends.kernel
     monkeypatch.setattr(backends, "kernel", lambda name, op: found.add((name, op)) or right(name, op))
     return found
@@ -84,13 +110,17 @@ def test_every_op_has_a_cpu_kernel():
         (dict(out_dtype=torch.float64), "narrow: writes torch.float32, got torch.float64"),
         (dict(block_size=7), "narrow: serves block sizes (64,), got 7"),
         (dict(query_lens=QueryLenSupport.VARLEN), "narrow: serves query lengths uniform, got varlen"),
+        (dict(mask="visible_lens"), "narrow: applies the masks causal, got visible_lens"),
+        (dict(batch_invariant=True), "narrow: is not batch-invariant"),
+        (dict(graph=GraphSupport.ANY), "narrow: can be captured for one query lengths, got any"),
+        (dict(cache_format=CacheFormat("other")), "narrow: reads caches in compute_dtype, got other"),
     ],
 )
 def test_reasons(change, reason):
     """Each thing that a kernel set declares, refused in one line."""
-    narrow = Backend(
-        "narrow", 5, "cpu", {"mla_decode": print}, (torch.float32,), None, {"kv_lora_rank": (512,)}, (64,),
-        QueryLenSupport.UNIFORM,
+    narrow = deviceless(
+        "narrow", 5, dtypes=(torch.float32,), head_dims={"kv_lora_rank": (512,)}, block_sizes=(64,),
+        query_lens=QueryLenSupport.UNIFORM, masks=("causal",), batch_invariant=False, graph=GraphSupport.ONE_QUERY_LEN,
     )  # fmt: skip
     assert narrow.validate_configuration(REQUEST) == []
     assert narrow.validate_configuration(replace(REQUEST, query_lens=QueryLenSupport.UNIFORM)) == []
@@ -98,17 +128,15 @@ def test_reasons(change, reason):
 
 
 def test_every_reason_at_once():
-    narrow = Backend("narrow", 5, "cuda", {}, (torch.float16,), (9, 0), None, (128,))
-    assert len(narrow.validate_configuration(REQUEST)) == 4
+    narrow = Backend(
+        "narrow", 5, "cuda", {"mla_decode": OpSupport(print, (torch.float16,), block_sizes=(128,))}, (9, 0)
+    )
+    assert len(narrow.validate_configuration(REQUEST)) == 3
 
 
 def test_choice_is_by_capability_then_priority(monkeypatch):
-    kernels = {"mla_decode": print}
-    table = (
-        Backend("low", 1, "cpu", kernels), Backend("high", 3, "cpu", kernels, (torch.bfloat16,)),
-        Backend("middle", 2, "cpu", kernels),
-    )  # fmt: skip
-    monkeypatch.setattr(backends, "BACKENDS", table)
+    high = deviceless("high", 3, dtypes=(torch.bfloat16,))
+    with_backends(monkeypatch, deviceless("low", 1), high, deviceless("middle", 2))
     assert backends.select(REQUEST).name == "middle"
     assert backends.select(replace(REQUEST, dtype=torch.bfloat16)).name == "high"
     assert backends.select(REQUEST, "low").name == "low"
@@ -117,7 +145,7 @@ def test_choice_is_by_capability_then_priority(monkeypatch):
     assert len(error.value.reasons) == 1
     with pytest.raises(UnsupportedConfiguration) as error:
         backends.select(replace(REQUEST, op="nothing"))
-    assert [reason.split(":")[0] for reason in error.value.reasons] == ["high", "high", "middle", "low"]
+    assert [reason.split(":")[0] for reason in error.value.reasons] == ["high", "middle", "low"]
 
 
 def test_unknown_name():
@@ -199,8 +227,7 @@ def test_a_compound_function_binds_what_a_backend_declares(launched):
         fast.simulate(
             2, 1, lambda ranks: fast.dcp_decode(q, k_pe, cache, plan, scale, ranks, backend="decoder"), merge=merge
         )
-        parts = {"mla_decode_parts", "merge_decode_parts"} if merge == "ag_rs" else {"mla_decode"}
-        assert launched == {("decoder", op) for op in parts} | {("cpu", op) for op in exchange}
+        assert launched == {("decoder", "mla_decode")} | {("cpu", op) for op in exchange}
 
 
 def test_a_compound_function_refuses_a_backend_that_declares_nothing_of_it(launched):
@@ -263,18 +290,18 @@ def test_a_backend_declares_kernels_of_its_own(name):
     """No launcher of another stands under its name, but for the combine that Hopper's decode launches itself."""
     if name != "cpu":
         pytest.importorskip("triton")
-    declared = next(backend for backend in backends.BACKENDS if backend.name == name).kernels
-    assert set(declared) == set(importlib.import_module(f"fast.kernels.{name}").KERNELS)
-    for op in declared:
-        owner = "triton" if op == "merge_decode_parts" and name == "hopper" else name
-        assert declared[op].__module__.startswith(f"fast.kernels.{owner}."), op
+    (declared,) = (backend for backend in backends.registered() if backend.name == name)
+    for op, support in declared.ops.items():
+        module, _, function = support.launcher.partition(":")
+        assert module == f"fast.kernels.{name}" and function == op
+        assert getattr(importlib.import_module(module), function).__module__.startswith(f"{module}."), op
 
 
 def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
     """Also where the backend serves other ops on that device: no op of it runs another backend's kernel."""
     capability(9, 0)
     assert backends.select(ON_GPU, "hopper").name == "hopper"
-    for op in sorted(set(cpu.KERNELS) - set(DECODES) - {"pack_attn_state"}):
+    for op in sorted(set(OPS) - set(DECODES)):
         request = KernelRequest(op, GPU, torch.bfloat16)
         assert refusal(lambda request=request: backends.select(request, "hopper")) == [
             f"hopper: has no kernel for {op}"
@@ -282,9 +309,9 @@ def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
         assert backends.select(request).name == backends.select(request, "triton").name == "triton"
     state = fast.AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
     assert refusal(lambda: fast.merge_attn_states(state, state, backend="hopper")) == [
-        "hopper: has no kernel for merge_attn_states", "hopper: serves device cuda, got cpu",
-        "hopper: serves torch.bfloat16, torch.float16, got torch.float32",
-    ]  # fmt: skip
+        "hopper: has no kernel for merge_attn_states",
+        "hopper: serves device cuda, got cpu",
+    ]
 
 
 def test_ops_with_private_buffers_between_them_stay_together(capability):
@@ -297,10 +324,9 @@ def test_ops_with_private_buffers_between_them_stay_together(capability):
         for other in DECODES:
             assert backends.select(replace(ON_GPU, op=other), {op: "triton"}).name == "triton"
             assert backends.select(replace(ON_GPU, op=other), {"apply_rope": "triton"}).name == "hopper"
-    half = Backend("half", 1, "cpu", {"mla_decode_parts": print, "pack_attn_state": print})
-    for op, missing in (("mla_decode_parts", "merge_decode_parts"), ("pack_attn_state", "combine_attn_states")):
-        request = KernelRequest(op, CPU, torch.float32)
-        assert half.validate_configuration(request) == [f"half: has no kernel for {missing}"]
+    half = deviceless("half", 1, ("pack_attn_state",), reads="combine_attn_states")
+    request = KernelRequest("pack_attn_state", CPU, torch.float32)
+    assert half.validate_configuration(request) == ["half: has no kernel for combine_attn_states"]
 
 
 def test_ops_say_which_output_they_need(capability):
@@ -345,7 +371,7 @@ def test_rocm_is_refused_by_name(capability, monkeypatch):
         assert refusal(lambda name=name: backends.select(ON_GPU, name)) == [reason]
         assert reason in refusal(lambda: backends.select(ON_GPU))
     assert backends.select(REQUEST).name == "cpu"
-    tested = Backend("tested", 1, "cuda", {"mla_decode": print}, capability=(8, 0), rocm=True)
+    tested = Backend("tested", 1, "cuda", {"mla_decode": OpSupport(print)}, capability=(8, 0), rocm=True)
     assert tested.validate_configuration(ON_GPU) == []
 
 
@@ -441,3 +467,72 @@ def test_a_device_without_kernels_is_refused():
                 for _ in range(2)
             )
         )
+
+
+# Backends of other packages.
+
+
+def negated_merge(prefix_out, prefix_lse, suffix_out, suffix_lse):
+    """A merge that nobody would take for ours."""
+    return -prefix_out, -prefix_lse
+
+
+FOREIGN = Backend("foreign", 50, "cpu", {"merge_attn_states": OpSupport(negated_merge, (torch.float32,))})
+
+
+def merge(**options):
+    state = fast.AttentionState(torch.ones(2, 3, 4), torch.zeros(3, 2))
+    return fast.merge_attn_states(state, state, **options).out
+
+
+def test_a_backend_for_one_op(monkeypatch):
+    """Registered, it serves that op and no other; removed, ours serve again."""
+    backends.register(FOREIGN)
+    try:
+        assert merge().eq(-1).all() and merge(backend="cpu").gt(0).all()
+        assert backends.select(REQUEST).name == "cpu"
+        assert backends.bind("foreign") == {"merge_attn_states": "foreign"}
+        lines = backends.explain(DIRECT, device="cpu", dtype=torch.float32).splitlines()
+        assert [line for line in lines if line.startswith("merge_attn_states: foreign")]
+        with pytest.raises(ValueError, match="^backend.name: expected a name that no backend has, got foreign$"):
+            backends.register(FOREIGN)
+    finally:
+        backends.unregister("foreign")
+    assert merge().gt(0).all()
+    with pytest.raises(ValueError, match="^name: expected one of cpu, triton, hopper, got foreign$"):
+        backends.unregister("foreign")
+    with pytest.raises(TypeError, match="^backend: expected a Backend, got str$"):
+        backends.register("foreign")
+
+
+@pytest.mark.parametrize("found", [FOREIGN, lambda: FOREIGN, lambda: [FOREIGN]], ids=["a backend", "one", "a list"])
+def test_entry_points(found, monkeypatch):
+    """Read once, at the first choice; one that fails is left out with a warning that names it."""
+    registry = sys.modules["fast.backends.registry"]
+
+    def broken():
+        raise ImportError("libforeign.so is missing")
+
+    points = [
+        SimpleNamespace(name="broken", value="other:backend", load=broken),
+        SimpleNamespace(name="foreign", value="foreign:backend", load=lambda: found),
+    ]
+    asked = []
+    monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: asked.append(group) or points)
+    monkeypatch.setattr(registry, "_FOREIGN", [])
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    with pytest.warns(RuntimeWarning, match="^backend broken of other:backend is left out: libforeign.so is missing$"):
+        assert merge().eq(-1).all()
+    assert merge().eq(-1).all() and asked == ["mla_twins.backends"]
+
+
+def test_declarations_import_no_kernel():
+    """To ask who serves, no kernel is imported; the first call imports what it launches."""
+    code = """
+import sys, torch, fast
+fast.backends.explain(fast.MLAConfig.from_preset("deepseek-v3"), device="cpu", dtype=torch.float32)
+loaded = [name for name in sys.modules if name.startswith("fast.kernels.")]
+assert not [name for name in loaded if "triton" in name or "hopper" in name], loaded
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

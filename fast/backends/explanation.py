@@ -1,0 +1,88 @@
+"""Say which backend serves each op of a layer, and why the others do not."""
+
+from __future__ import annotations
+
+import torch
+
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    MLAConfig,
+    QueryLenSupport,
+    UnsupportedConfiguration,
+    check_config,
+    check_device,
+    check_int,
+    check_type,
+)
+
+from .own import DECODES
+from .registry import KernelRequest, registered
+from .selection import BackendChoice, all_ops, bind, decode_request, name_for, select
+
+CACHE_OPS = (  # whose requests have a block size, besides those of DECODES
+    "concat_and_cache_mla", "copy_blocks", "gather_and_maybe_dequant_cache", "rope_norm_and_cache", "swap_blocks",
+)  # fmt: skip
+
+
+def layer_requests(config: MLAConfig, device: torch.device, dtype: torch.dtype, block_size: int) -> list[KernelRequest]:
+    """What a layer of these dims needs of kernels, a request an op, by name; query lengths of every kind.
+
+    Args:
+        config: the layer.
+        device: where it runs.
+        dtype: in which type.
+        block_size: tokens a cache block.
+    """
+    dims = config.kv_lora_rank, config.qk_rope_head_dim
+    requests = []
+    for op in all_ops():
+        if op in DECODES:
+            requests.append(decode_request(device, dtype, *dims, block_size, QueryLenSupport.VARLEN, op=op))
+        elif op == "plan_decode":
+            requests.append(KernelRequest(op, device))
+        else:
+            cached = {"block_size": block_size, "cache_format": COMPUTE_FORMAT} if op in CACHE_OPS else {}
+            requests.append(KernelRequest(op, device, dtype, **cached))
+    return requests
+
+
+def explain(
+    config: MLAConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    block_size: int = 64,
+    backend: BackendChoice = None,
+) -> str:
+    """One line per op of a layer: the backend that serves it, and why the others do not.
+
+    Where `backend` names one, each line says besides whether the op is bound to it or chosen as for None.
+
+    Args:
+        config: the layer.
+        device: where it runs.
+        dtype: in which type.
+        block_size: tokens a cache block.
+        backend: as that of the layer: a name, a mapping from op to name, or None for the choice by capability.
+
+    Raises:
+        ValueError: no backend has a name, or nothing has an op of a mapping.
+    """
+    check_config(config)
+    device = check_device("device", device)
+    check_type("dtype", dtype, torch.dtype)
+    check_int("block_size", block_size)
+    bound, lines = bind(backend), []
+    for request in layer_requests(config, device, dtype, block_size):
+        name = name_for(request.op, bound)
+        how = "" if bound is None else ", chosen" if name is None else ", bound"
+        try:
+            served, refused = select(request, bound).name, []
+        except UnsupportedConfiguration as error:
+            served, refused = "none", list(error.reasons)
+            how = how if name is None else f", bound to {name}"
+        if name is None and not refused:
+            refused = [reason for candidate in registered() for reason in candidate.validate_configuration(request)]
+        because = f" ({'; '.join(refused)})" if refused else ""
+        lines.append(f"{request.op}: {served}{how}{because}")
+    return "\n".join(lines)

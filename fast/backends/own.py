@@ -1,0 +1,72 @@
+"""What our own kernels declare: the backends "cpu", "triton" and "hopper". No kernel is imported here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+
+import torch
+
+from .registry import Backend, OpSupport, register
+
+DECODES = ("mla_decode", "decode_programs")  # ops of one decode: one backend serves them together
+MESSAGES = ("pack_attn_state", "combine_attn_states")  # ops of one message between ranks: likewise
+OPS = (  # every op that has kernels
+    "apply_rope", "combine_attn_states", "concat_and_cache_mla", "copy_blocks", "decode_programs", "flash_attn_varlen",
+    "gather_and_maybe_dequant_cache", "merge_attn_states", "mla_decode", "pack_attn_state", "plan_decode",
+    "reorg_kvcache", "rope_norm_and_cache", "share_attn_out", "swap_blocks",
+)  # fmt: skip
+READS = {"pack_attn_state": "combine_attn_states"}  # op to the op that reads the private buffers it writes
+
+
+def missing(package: str, least: str | None = None) -> str | None:
+    """Return what to install, or None where a package (of at least a version) is there; it is not imported."""
+    if least is None:
+        return None if importlib.util.find_spec(package) else package
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return package
+    numbers = [[int(part) for part in re.findall(r"\d+", version)[:2]] for version in (found, least)]
+    return None if numbers[0] >= numbers[1] else f"{package} {least} or later (found {found})"
+
+
+def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSupport]:
+    """Declare ops of a kernel package, all alike."""
+    return {op: OpSupport(f"fast.kernels.{package}:{op}", reads=READS.get(op), **declared) for op in names}
+
+
+CPU = Backend(name="cpu", priority=0, device_type="cpu", ops=_ops_of("cpu", OPS))
+TRITON = Backend(
+    name="triton",
+    priority=10,
+    device_type="cuda",
+    capability=(8, 0),
+    ops=_ops_of("triton", OPS, dtypes=(torch.float32, torch.bfloat16, torch.float16)),
+    missing_package=missing("triton"),
+)
+HOPPER = Backend(
+    name="hopper",
+    priority=20,
+    device_type="cuda",
+    capability=(9, 0),
+    capability_end=(10, 0),
+    ops=_ops_of(
+        "hopper",
+        DECODES,
+        dtypes=(torch.bfloat16, torch.float16),
+        out_dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        head_dims={"kv_lora_rank": (256, 512), "qk_rope_head_dim": (0, 32, 64)},
+        block_sizes=(16, 32, 64, 128),
+        masks=("visible_lens",),
+        needs_words=True,
+    ),
+    missing_package=missing("triton", "3.6"),
+)
+
+
+def register_own() -> None:
+    """Register the backends of this package."""
+    for backend in (CPU, TRITON, HOPPER):
+        register(backend)

@@ -1,0 +1,273 @@
+"""What a backend declares of each op, and the registry of backends: ours and those of other packages."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    FLOAT_DTYPES,
+    CacheFormat,
+    GraphSupport,
+    QueryLenSupport,
+    check,
+    check_flag,
+    check_int,
+    check_type,
+)
+
+ENTRY_POINTS = "mla_twins.backends"  # group of the entry points by which other packages declare backends
+MASKS = ("causal", "visible_lens")
+
+
+@dataclass(frozen=True)
+class KernelRequest:
+    """What one call of an op needs of a backend.
+
+    Attributes:
+        op: name of the op, such as "mla_decode".
+        device: device of the tensors.
+        dtype: dtype of queries and keys; None where the op has integers only.
+        head_dims: widths that the op works on, as (name, size) pairs; names are those of `MLAConfig` ("kv_lora_rank",
+            "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim") and "head_dim" for an op that knows one width only.
+        block_size: tokens a block, or None where the op has no cache.
+        query_lens: query lengths that the op meets.
+        cache_in_words: True where the cache has at least one block and every entry is whole, aligned 16-byte words.
+        out_dtype: dtype of the output; None where the op gives no choice.
+        cache_format: format of the cache; None where the op has no cache.
+        batch_invariant: True where the result of a request may not depend on the other requests of the batch.
+        mask: one of `MASKS`, or None where the op has no mask.
+        graph: graphs in which the call must be replayable.
+    """
+
+    op: str
+    device: torch.device
+    dtype: torch.dtype | None = None
+    head_dims: tuple[tuple[str, int], ...] = ()
+    block_size: int | None = None
+    query_lens: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
+    cache_in_words: bool = True
+    out_dtype: torch.dtype | None = None
+    cache_format: CacheFormat | None = None
+    batch_invariant: bool = False
+    mask: str | None = None
+    graph: GraphSupport = GraphSupport.NONE
+
+
+def check_request(request: KernelRequest) -> None:
+    """Check the types of a request; whether it can be served is for the backends to say."""
+    check_type("request", request, KernelRequest)
+    check_type("request.op", request.op, str)
+    check_type("request.device", request.device, torch.device)
+    check_type("request.dtype", request.dtype, (torch.dtype, type(None)), "a dtype or None")
+    check_type("request.out_dtype", request.out_dtype, (torch.dtype, type(None)), "a dtype or None")
+    check_type("request.head_dims", request.head_dims, tuple, "a tuple of names and sizes")
+    check_type("request.query_lens", request.query_lens, QueryLenSupport)
+    check_type("request.cache_format", request.cache_format, (CacheFormat, type(None)), "a CacheFormat or None")
+    check_type("request.graph", request.graph, GraphSupport)
+    check(request.mask in (None, *MASKS), "request.mask", f"None or one of {', '.join(MASKS)}", request.mask)
+    check_flag("request.batch_invariant", request.batch_invariant)
+    check_flag("request.cache_in_words", request.cache_in_words)
+    if request.block_size is not None:
+        check_int("request.block_size", request.block_size, 0)
+
+
+@dataclass(frozen=True)
+class OpSupport:
+    """What a backend can do of one op. None means any.
+
+    Attributes:
+        launcher: the function that launches the kernel, or its dotted path "package.module:function". A path is
+            imported when the op is called for the first time, so that a declaration imports no kernel.
+        dtypes: dtypes of queries and keys.
+        out_dtypes: dtypes of outputs, where a call may choose; None for those of `dtypes`.
+        cache_formats: names of the cache formats.
+        head_dims: allowed sizes by name (`KernelRequest.head_dims`).
+        block_sizes: allowed block sizes.
+        returns_lse: whether the op returns the LSE where the op of `fast` returns it.
+        batch_invariant: whether the op can give a request the same bits in every batch.
+        query_lens: the widest support of query lengths.
+        masks: the masks that the op applies, of `MASKS`.
+        graph: graphs in which a captured call may be replayed.
+        needs_words: whether the cache must be whole 16-byte words (`KernelRequest.cache_in_words`).
+        reads: name of the op that reads the private buffers which this op writes: the backend must have both.
+        priority: priority of this op; None for that of the backend.
+    """
+
+    launcher: str | Callable
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES
+    out_dtypes: tuple[torch.dtype, ...] | None = None
+    cache_formats: tuple[str, ...] = (COMPUTE_FORMAT.name,)
+    head_dims: Mapping[str, tuple[int, ...]] | None = None
+    block_sizes: tuple[int, ...] | None = None
+    returns_lse: bool = True
+    batch_invariant: bool = True
+    query_lens: QueryLenSupport = QueryLenSupport.VARLEN
+    masks: tuple[str, ...] = MASKS
+    graph: GraphSupport = GraphSupport.ANY
+    needs_words: bool = False
+    reads: str | None = None
+    priority: int | None = None
+
+    def reasons(self, request: KernelRequest) -> list[str]:
+        """Return every reason why this op cannot serve a request, without the name of the backend."""
+        found = []
+        if request.dtype is not None and request.dtype not in self.dtypes:
+            found.append(f"serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
+        out_dtypes = self.dtypes if self.out_dtypes is None else self.out_dtypes
+        if request.out_dtype is not None and request.out_dtype not in out_dtypes:
+            found.append(f"writes {', '.join(map(str, out_dtypes))}, got {request.out_dtype}")
+        if request.cache_format is not None and request.cache_format.name not in self.cache_formats:
+            found.append(f"reads caches in {', '.join(self.cache_formats)}, got {request.cache_format.name}")
+        for dim, size in request.head_dims:
+            allowed = None if self.head_dims is None else self.head_dims.get(dim)
+            if allowed is not None and size not in allowed:
+                found.append(f"serves {dim} in {allowed}, got {size}")
+        if self.block_sizes is not None and request.block_size not in (None, *self.block_sizes):
+            found.append(f"serves block sizes {self.block_sizes}, got {request.block_size}")
+        if self.needs_words and not request.cache_in_words:
+            found.append("needs a cache of whole, aligned 16-byte words, with at least one block")
+        if not self.query_lens.covers(request.query_lens):
+            found.append(f"serves query lengths {self.query_lens.value}, got {request.query_lens.value}")
+        if request.mask is not None and request.mask not in self.masks:
+            found.append(f"applies the masks {', '.join(self.masks) or 'none'}, got {request.mask}")
+        if request.batch_invariant and not self.batch_invariant:
+            found.append("is not batch-invariant")
+        if not self.graph.covers(request.graph):
+            found.append(f"can be captured for {self.graph.value} query lengths, got {request.graph.value}")
+        return found
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A backend: kernels behind one name, and what they can do op by op.
+
+    Attributes:
+        name: what `backend=` asks for.
+        priority: of the backends that can serve a request, the one with the largest priority is chosen.
+        device_type: type of the devices, as in `torch.device`.
+        ops: op name to what the backend declares of this op. An op that is missing is not served.
+        capability: least CUDA compute capability, or None for any.
+        capability_end: the first capability above the least that is not served, or None.
+        missing_package: a package that the backend needs and that is not installed, or None.
+        rocm: whether the kernels have been tested on AMD GPUs, which torch calls "cuda" as well.
+    """
+
+    name: str
+    priority: int
+    device_type: str
+    ops: Mapping[str, OpSupport]
+    capability: tuple[int, int] | None = None
+    capability_end: tuple[int, int] | None = None
+    missing_package: str | None = None
+    rocm: bool = False
+
+    def priority_of(self, op: str) -> int:
+        """Return the priority of an op; that of the backend where the op declares none or is missing."""
+        support = self.ops.get(op)
+        return self.priority if support is None or support.priority is None else support.priority
+
+    def validate_configuration(self, request: KernelRequest) -> list[str]:
+        """Return every reason why this backend cannot serve the request; empty where it can."""
+        reasons = []
+        support = self.ops.get(request.op)
+        if self.missing_package is not None:
+            reasons.append(f"needs the package {self.missing_package}, which is not installed")
+        needed = [request.op] if support is None or support.reads is None else [request.op, support.reads]
+        reasons += [f"has no kernel for {op}" for op in needed if op not in self.ops]
+        if request.device.type != self.device_type:
+            reasons.append(f"serves device {self.device_type}, got {request.device.type}")
+        elif self.device_type == "cuda" and torch.version.hip is not None:  # its capabilities are not NVIDIA's
+            if not self.rocm:
+                reasons.append(f"not tested on ROCm, serves NVIDIA GPUs, got ROCm {torch.version.hip}")
+        elif self.capability is not None:
+            found = torch.cuda.get_device_capability(request.device)
+            if found < self.capability or (self.capability_end is not None and found >= self.capability_end):
+                below = "" if self.capability_end is None else f" and below {self.capability_end}"
+                reasons.append(f"needs compute capability {self.capability}{below}, got {found}")
+        if support is not None:
+            reasons += support.reasons(request)
+        return [f"{self.name}: {reason}" for reason in reasons]
+
+
+_REGISTERED: dict[str, Backend] = {}
+_FOREIGN: list[str] = []  # entry points that were read
+
+
+def register(backend: Backend) -> None:
+    """Add a backend: from now on it may serve every op that it declares.
+
+    Another package declares its backends by an entry point of the group "mla_twins.backends": a `Backend`, or a
+    function without arguments that returns one or several. Entry points are read once, at the first choice.
+
+    Args:
+        backend: the declaration; its name must be new.
+
+    Raises:
+        TypeError: not a `Backend`, or an op whose declaration is no `OpSupport`.
+        ValueError: a name that is taken.
+    """
+    check_type("backend", backend, Backend)
+    check(backend.name not in _REGISTERED, "backend.name", "a name that no backend has", backend.name)
+    for op, support in backend.ops.items():
+        check_type(f"backend.ops[{op!r}]", support, OpSupport)
+    _REGISTERED[backend.name] = backend
+    launcher_of.cache_clear()
+
+
+def unregister(name: str) -> None:
+    """Remove a backend that was registered.
+
+    Raises:
+        ValueError: no backend has that name.
+    """
+    check(name in _REGISTERED, "name", f"one of {', '.join(_REGISTERED)}", name)
+    del _REGISTERED[name]
+    launcher_of.cache_clear()
+
+
+@torch.compiler.assume_constant_result  # a trace runs it and does not look into it
+def _read_entry_points() -> bool:
+    """Register the backends of other packages; a package that fails is left out with a warning that names it."""
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if entry.value in _FOREIGN:
+            continue
+        _FOREIGN.append(entry.value)
+        try:
+            found = entry.load()
+            found = found() if callable(found) else found
+            for backend in [found] if isinstance(found, Backend) else found:
+                register(backend)
+        except Exception as error:
+            warnings.warn(f"backend {entry.name} of {entry.value} is left out: {error}", RuntimeWarning, stacklevel=2)
+    _FOREIGN.append("")  # read, also where there is none
+    return True
+
+
+def registered() -> tuple[Backend, ...]:
+    """Return all backends in the order in which they were registered, those of entry points included."""
+    if not _FOREIGN:
+        _read_entry_points()
+    return tuple(_REGISTERED.values())
+
+
+def by_priority(op: str) -> tuple[Backend, ...]:
+    """Return all backends, the one with the largest priority for an op first."""
+    return tuple(sorted(registered(), key=lambda candidate: -candidate.priority_of(op)))
+
+
+@functools.cache
+def launcher_of(name: str, op: str) -> Callable:
+    """Return the function that launches an op in a backend; a dotted path is imported here."""
+    launcher = _REGISTERED[name].ops[op].launcher
+    if not isinstance(launcher, str):
+        return launcher
+    module, _, function = launcher.partition(":")
+    return getattr(importlib.import_module(module), function)
