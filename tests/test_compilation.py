@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import fast
-from fast import backends
 from fast.kernels import cpu
 from reference.interfaces import DecodeSchedule, MLAConfig
 
+from .support.backends import cpu_backend, with_backends
 from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_cache, make_entries, make_layer, make_weights
 
 gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,7 +34,7 @@ def test_every_kernel_of_a_set_is_launched(monkeypatch, config):
         return call
 
     kernels = {name: told(name, launch) for name, launch in cpu.KERNELS.items()}
-    monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", kernels),))
+    with_backends(monkeypatch, cpu_backend(kernels))
     settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2}
     assert fast.warmup(config, **settings) == []
     between_ranks = {"combine_attn_states", "merge_decode_parts", "mla_decode_parts", "pack_attn_state",
@@ -178,7 +178,7 @@ def launches(monkeypatch):
         module = importlib.import_module(f"fast.kernels.triton.{name}")
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
-    monkeypatch.setattr(backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", kernels.KERNELS),))
+    with_backends(monkeypatch, cpu_backend(kernels.KERNELS))
     return found
 
 

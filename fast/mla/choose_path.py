@@ -26,7 +26,7 @@ from reference.interfaces import (
 COUNTED = PathCosts()
 
 
-COSTS = Path(__file__).parent / "assets" / "costs"
+COSTS = Path(__file__).parents[1] / "assets" / "costs"
 
 
 def choose_path(query_len: int, context_len: int, config: MLAConfig, costs: PathCosts | None = None) -> str:

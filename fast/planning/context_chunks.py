@@ -25,24 +25,20 @@ def plan_context_chunks(
     context_lens: Int32[Tensor, " B"],
     workspace_tokens: int,
     block_size: int,
-    policy: str = "packed",
     context_parallel_size: int = 1,
     interleave: int = 1,
 ) -> tuple[ContextChunk, ...]:
     """Cut the cached context of some requests into chunks that fit the workspace.
 
-    Every context token lies in exactly one chunk, and every piece starts on a unit (`context_unit`: a block, and under
-    context parallelism whole turns of the ranks). A piece takes whole units of the workspace.
-
-    "packed" fills one chunk after another in the order of the requests: only the first request of a chunk continues
-    from the chunk before, and there are ceil(units of all contexts / units of the workspace) chunks. "even" (vLLM's
-    first planner) gives each request with context an equal share of the workspace, in whole units, in every chunk.
+    Every context token lies in exactly one chunk. Chunks are filled one after another in the order of the requests, so
+    that only the first request of a chunk continues from the chunk before, and there are ceil(units of all contexts /
+    units of the workspace) chunks. A request starts in a chunk on a unit (`context_unit`: a block, and under context
+    parallelism whole turns of the ranks) and takes whole units of the workspace.
 
     Args:
         context_lens: [B], on the CPU; 0 = no context.
         workspace_tokens: most tokens in one chunk.
         block_size: tokens a block.
-        policy: "packed" or "even".
         context_parallel_size: D, ranks that share each context.
         interleave: I, tokens that lie on one rank in a row.
 
@@ -50,27 +46,23 @@ def plan_context_chunks(
         The chunks, on the CPU; none where no request has context.
 
     Raises:
-        ValueError: a workspace smaller than one unit (for "even": one unit for each request with context); a negative
-            length; another policy.
+        ValueError: a workspace smaller than one unit; a negative length.
     """
     check_tensor("context_lens", context_lens, ("B",), (torch.int32,), torch.device("cpu"))
     unit = context_unit(block_size, context_parallel_size, interleave)
-    check_chunking(policy, workspace_tokens, unit)
+    check_chunking(workspace_tokens, unit)
     check_not_negative("context_lens", context_lens)
     if context_lens.numel() == 0:
         return ()
     longest = int(context_lens.max())
     if longest == 0:
         return ()
-    if policy == "packed":
-        units = ((context_lens.long() + (unit - 1)) // unit).cumsum(0)
-        if int(units[-1]) * unit <= workspace_tokens:  # one chunk holds it all: most steps
-            offsets = torch.zeros(context_lens.shape[0] + 1, dtype=torch.int32, device="cpu")
-            torch.cumsum(context_lens, 0, dtype=torch.int32, out=offsets[1:])
-            return (ContextChunk(torch.zeros_like(context_lens), offsets, int(offsets[-1]), longest),)
-        starts, pieces = _pack(context_lens, units, workspace_tokens // unit, unit)
-    else:
-        starts, pieces = _share_evenly(context_lens, workspace_tokens, unit, longest)
+    units = ((context_lens.long() + (unit - 1)) // unit).cumsum(0)
+    if int(units[-1]) * unit <= workspace_tokens:  # one chunk holds it all: most steps
+        offsets = torch.zeros(context_lens.shape[0] + 1, dtype=torch.int32, device="cpu")
+        torch.cumsum(context_lens, 0, dtype=torch.int32, out=offsets[1:])
+        return (ContextChunk(torch.zeros_like(context_lens), offsets, int(offsets[-1]), longest),)
+    starts, pieces = _pack(context_lens, units, workspace_tokens // unit, unit)
     offsets = torch.nn.functional.pad(pieces.cumsum(1, dtype=torch.int32), (1, 0))
     totals, longest_pieces = offsets[:, -1].tolist(), pieces.amax(1).tolist()
     return tuple(map(ContextChunk, starts.unbind(), offsets.unbind(), totals, longest_pieces))
@@ -85,17 +77,6 @@ def _pack(context_lens: Tensor, ends: Tensor, room: int, unit: int) -> tuple[Ten
     end = torch.minimum((cuts + room - starts).clamp_(min=0).mul_(unit), lens)
     pieces = (end - first).clamp_(min=0)
     return (first * (pieces > 0)).to(torch.int32), pieces.to(torch.int32)
-
-
-def _share_evenly(context_lens: Tensor, workspace_tokens: int, unit: int, longest: int) -> tuple[Tensor, Tensor]:
-    """Starts and lengths [chunks, B] of the pieces: an equal share of the workspace for each request with context."""
-    with_context = int(context_lens.count_nonzero())
-    share = workspace_tokens // with_context // unit * unit
-    check(share > 0, "workspace_tokens", f"at least a unit of {unit} tokens for each of {with_context} requests",
-          workspace_tokens)  # fmt: skip
-    starts = torch.arange(0, longest, share, dtype=torch.int32, device="cpu")[:, None]  # [chunks, 1]
-    pieces = (context_lens - starts).clamp_(0, share)
-    return torch.where(pieces > 0, starts, 0), pieces
 
 
 def share_chunk(chunk: ContextChunk, share: SequenceShare) -> ContextParallelChunk:

@@ -32,6 +32,7 @@ from .batch_arguments import (
     check_table_width,
     check_threshold,
 )
+from .builder import AttentionMetadataBuilder
 from .cache_arguments import (
     check_block_mapping,
     check_block_size,
@@ -126,6 +127,7 @@ __all__ = [
     "MERGES",
     "MOST_WORKSPACE_TOKENS",
     "PRESETS",
+    "AttentionMetadataBuilder",
     "AttentionState",
     "CacheFormat",
     "CascadeMetadata",

@@ -54,9 +54,8 @@ def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) 
         check(False, "seq_lens", "padding rows among the decodes only", f"0 at request {num_decodes + int(wrong[0])}")
 
 
-def check_chunking(policy: str, workspace_tokens: int, unit: int) -> None:
+def check_chunking(workspace_tokens: int, unit: int) -> None:
     """Check how context is to be cut into chunks."""
-    check(isinstance(policy, str) and policy in ("packed", "even"), "policy", '"packed" or "even"', repr(policy))
     check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
 
 

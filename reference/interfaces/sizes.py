@@ -82,7 +82,7 @@ def chunked_prefill_workspace_size(
     """Tokens of context that are expanded at once: min(max(8 max_model_len, 4 max_num_seqs block), 64k).
 
     In whole units (`context_unit`; without context parallelism a unit is a block): rounded up, but no more than 64k,
-    and at least one unit a sequence, so that every policy of `plan_context_chunks` can serve. vLLM has this rule for
+    and at least one unit a sequence, so that an equal share for each sequence fits as well. vLLM has this rule for
     its MLA workspace.
 
     Raises:

@@ -26,24 +26,20 @@ def plan_context_chunks(
     context_lens: Int32[Tensor, " B"],
     workspace_tokens: int,
     block_size: int,
-    policy: str = "packed",
     context_parallel_size: int = 1,
     interleave: int = 1,
 ) -> tuple[ContextChunk, ...]:
     """Cut the cached context of some requests into chunks that fit the workspace.
 
-    Every context token lies in exactly one chunk, and every piece starts on a unit (`context_unit`: a block, and under
-    context parallelism whole turns of the ranks). A piece takes whole units of the workspace.
-
-    "packed" fills one chunk after another in the order of the requests: only the first request of a chunk continues
-    from the chunk before, and there are ceil(units of all contexts / units of the workspace) chunks. "even" (vLLM's
-    first planner) gives each request with context an equal share of the workspace, in whole units, in every chunk.
+    Every context token lies in exactly one chunk. Chunks are filled one after another in the order of the requests, so
+    that only the first request of a chunk continues from the chunk before, and there are ceil(units of all contexts /
+    units of the workspace) chunks. A request starts in a chunk on a unit (`context_unit`: a block, and under context
+    parallelism whole turns of the ranks) and takes whole units of the workspace.
 
     Args:
         context_lens: [B], on the CPU; 0 = no context.
         workspace_tokens: most tokens in one chunk.
         block_size: tokens a block.
-        policy: "packed" or "even".
         context_parallel_size: D, ranks that share each context.
         interleave: I, tokens that lie on one rank in a row.
 
@@ -51,16 +47,14 @@ def plan_context_chunks(
         The chunks, on the CPU; none where no request has context.
 
     Raises:
-        ValueError: a workspace smaller than one unit (for "even": one unit for each request with context); a negative
-            length; another policy.
+        ValueError: a workspace smaller than one unit; a negative length.
     """
     check_tensor("context_lens", context_lens, ("B",), (torch.int32,), torch.device("cpu"))
     unit = context_unit(block_size, context_parallel_size, interleave)
-    check_chunking(policy, workspace_tokens, unit)
+    check_chunking(workspace_tokens, unit)
     check_not_negative("context_lens", context_lens)
     lens = context_lens.tolist()
-    cut = _pack if policy == "packed" else _share_evenly
-    return tuple(_chunk(pieces, len(lens)) for pieces in cut(lens, workspace_tokens, unit))
+    return tuple(_chunk(pieces, len(lens)) for pieces in _pack(lens, workspace_tokens, unit))
 
 
 def _pack(lens: list[int], workspace_tokens: int, unit: int) -> list[dict[int, tuple[int, int]]]:
@@ -78,20 +72,6 @@ def _pack(lens: list[int], workspace_tokens: int, unit: int) -> list[dict[int, t
             room -= -(-taken // unit)
             start += taken
     return chunks
-
-
-def _share_evenly(lens: list[int], workspace_tokens: int, unit: int) -> list[dict[int, tuple[int, int]]]:
-    """Chunks as {request: (start, length)}, an equal share for each request with context in all of them."""
-    with_context = sum(length > 0 for length in lens)
-    if with_context == 0:
-        return []
-    share = workspace_tokens // with_context // unit * unit
-    check(share > 0, "workspace_tokens", f"at least a unit of {unit} tokens for each of {with_context} requests",
-          workspace_tokens)  # fmt: skip
-    return [
-        {request: (start, min(length - start, share)) for request, length in enumerate(lens) if length > start}
-        for start in range(0, max(lens), share)
-    ]
 
 
 def _chunk(pieces: dict[int, tuple[int, int]], num_requests: int) -> ContextChunk:

@@ -25,6 +25,7 @@ from reference.interfaces import (
     UnsupportedConfiguration,
 )
 
+from ..support.backends import with_backends
 from ..support.commands import ROOT
 from ..support.factories import (
     CONFIGS,
@@ -56,23 +57,9 @@ def capability(monkeypatch):
     return report
 
 
-def with_backends(monkeypatch, *wanted: Backend) -> None:
-    """These backends and no others are registered until the test ends."""
-    registry = sys.modules["fast.backends.registry"]
-    monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
-    registry.launcher_of.cache_clear()
-
-
 def deviceless(name: str, priority: int, ops: tuple[str, ...] = ("mla_decode",), **declared) -> Backend:
     """A backend of the CPU whose ops all declare the same."""
     return Backend(name, priority, "cpu", {op: OpSupport(print, **declared) for op in ops})
-
-
-@pytest.fixture(autouse=True)
-def forget_launchers():
-    """What a test registered is not remembered."""
-    yield
-    sys.modules["fast.backends.registry"].launcher_of.cache_clear()
 
 
 @pytest.fixture

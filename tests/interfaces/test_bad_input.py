@@ -95,9 +95,7 @@ def arguments():
         "apply_rope": dict(
             positions=torch.arange(6), q_pe=torch.randn(6, 3, 8), k_pe=torch.randn(6, 8), rope=DIRECT.rope
         ),
-        "plan_context_chunks": dict(
-            context_lens=integers(20, 0, 33), workspace_tokens=64, block_size=16, policy="even"
-        ),
+        "plan_context_chunks": dict(context_lens=integers(20, 0, 33), workspace_tokens=64, block_size=16),
         "split_decodes_and_prefills": dict(common=common),
         "build_mla_metadata": dict(common=common, block_size=16, workspace_tokens=64),
         "absorb": dict(w_uk=w_uk, w_uv=w_uv),
@@ -298,10 +296,6 @@ def test_refuses_a_threshold(ops, threshold):
     common = make_batch([1], [4]).common
     refuses(lambda: ops.split_decodes_and_prefills(common, threshold), "decode_threshold")
     refuses(lambda: ops.build_mla_metadata(common, 16, 64, threshold), "decode_threshold")
-
-
-def test_refuses_a_policy(ops):
-    refuses(lambda: ops.plan_context_chunks(integers(3), 16, 16, "packed-ish"), "policy")
 
 
 GOOD = dict(

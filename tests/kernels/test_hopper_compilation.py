@@ -20,10 +20,11 @@ import torch
 
 import fast
 import reference
-from fast import backends, compilation
+from fast import compilation
 from reference.interfaces import DecodeMetadata, invariant_split_tiles
 
 from .. import memory_checks
+from ..support.backends import cpu_backend, with_backends
 from ..support.factories import LOW_RANK, integers, offsets
 from ..test_compilation import ROOMS, TYPES, Recorded, serve
 
@@ -483,9 +484,7 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
     record(monkeypatch, found)
-    monkeypatch.setattr(
-        backends, "BACKENDS", (backends.Backend("cpu", 0, "cpu", {**portable.KERNELS, **hopper.KERNELS}),)
-    )
+    with_backends(monkeypatch, cpu_backend({**portable.KERNELS, **hopper.KERNELS}))
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=32)
     fast.warmup(
         config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=batch_invariant

@@ -133,8 +133,7 @@ def test_choices_agree(lens, threshold, support, asked, ordered):
     for ops in (reference, fast):
         try:
             found.append(
-                ops.build_mla_metadata(common, 16, 256, threshold, DIRECT if asked else None, costs, support, "even"
-                                       if threshold == 2 and len(lens[0]) < 8 else "packed", ordered,
+                ops.build_mla_metadata(common, 16, 256, threshold, DIRECT if asked else None, costs, support, ordered,
                                        num_programs=5 if asked else None)
             )  # fmt: skip
         except ValueError as error:
@@ -390,8 +389,6 @@ def test_early_refusals(ops, plain_errors):
     common = make_batch([1], [4]).common
     with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 15$"):
         ops.build_mla_metadata(common, 16, 15)
-    with pytest.raises(ValueError, match="^policy: expected .packed. or .even., got 'x'$"):
-        ops.build_mla_metadata(common, 16, 64, policy="x")
 
 
 def test_builder_refuses(ops, plain_errors):

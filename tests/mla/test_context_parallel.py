@@ -19,6 +19,7 @@ import reference
 from fast.parity import compare_states
 from reference.interfaces import AttentionState, ContextChunk, SequenceShare
 
+from ..support.even_chunks import even_chunks
 from ..support.factories import (
     DIRECT,
     GARBAGE,
@@ -118,8 +119,8 @@ def test_one_rank_is_plain(ops):
 
 
 @given(batch=batches(), size=st.sampled_from([1, 2, 3, 8]), interleave=st.sampled_from([1, 4, 16]),
-       units=st.integers(7, 9), threshold=st.integers(1, 4), policy=st.sampled_from(["packed", "even"]))  # fmt: skip
-def test_plans(batch, size, interleave, units, threshold, policy):
+       units=st.integers(7, 9), threshold=st.integers(1, 4))  # fmt: skip
+def test_plans(batch, size, interleave, units, threshold):
     """Both wings plan the same; lengths and masks are those of dealt tokens, pieces cover the context."""
     query_lens, seq_lens = batch
     # a padding row may stand among decodes only
@@ -131,8 +132,7 @@ def test_plans(batch, size, interleave, units, threshold, policy):
         share = SequenceShare(size, rank, interleave)
         common = of_rank(batch.common, block_size, share)
         plans = [
-            ops.build_mla_metadata(common, block_size, workspace, threshold, policy=policy, share=share)
-            for ops in (reference, fast)
+            ops.build_mla_metadata(common, block_size, workspace, threshold, share=share) for ops in (reference, fast)
         ]
         same(*plans)
         check_rank_plan(batch, plans[0], share, workspace)
@@ -245,14 +245,17 @@ def test_reorg(ops, size, interleave, dtype):
         assert out[-1].eq(7).all()
 
 
-@pytest.mark.parametrize(("size", "interleave", "policy"), [(1, 1, "packed"), (2, 1, "packed"), (3, 16, "even"),
+@pytest.mark.parametrize(("size", "interleave", "cut"), [(1, 1, "packed"), (2, 1, "packed"), (3, 16, "even"),
                                                             (4, 4, "packed"), (8, 2, "even")])  # fmt: skip
-def test_gather_equals_one_rank(ops, size, interleave, policy):
+def test_gather_equals_one_rank(ops, size, interleave, cut):
     """Chunk by chunk the very bits that one rank with everything would read, on every rank, over NaN-poisoned pages."""
     contexts, block_size, width = (333, 0, 5, 64, 1), 16, 7
     entries = [torch.randn(length, width) for length in contexts]
     unit = reference.interfaces.context_unit(block_size, size, interleave)
-    chunks = ops.plan_context_chunks(integers(*contexts), max(4 * unit, 64), block_size, policy, size, interleave)
+    workspace = max(4 * unit, 64)
+    chunks = ops.plan_context_chunks(integers(*contexts), workspace, block_size, size, interleave)
+    if cut == "even":
+        chunks = even_chunks(contexts, workspace, block_size, size, interleave)
     assert len(chunks) > 1 or size == 8
 
     def program(ranks):

@@ -54,7 +54,7 @@ def test_a_chunk_beyond_the_profiled_workspace_raises(ops, plain_errors):
 def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
     """As many tokens as a plan may expand at once: by default what the builder of a long-context model asks for."""
     expanded = []
-    room = __import__(f"{ops.__name__}.layer", fromlist=["layer"])
+    room = __import__(f"{ops.__name__}.mla.layer", fromlist=["layer"])
     monkeypatch.setattr(room, "expand_kv", lambda latents, *_: expanded.append(latents.shape[0]))
     weights = make_weights(CONFIG, torch.float32)
     cache = torch.zeros(1, 16, CONFIG.head_size)

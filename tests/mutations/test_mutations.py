@@ -73,8 +73,8 @@ lse_in_bf16 = with_lse(lambda lse: lse.bfloat16().to(lse.dtype))
 
 def base_2_in_the_chunk_loop(ops, patch):
     """One producer of a merge speaks base 2: silent except where context was cached."""
-    room = f"{ops.__name__}.prefill.run_prefill_context_chunk"
-    right = __import__(f"{ops.__name__}.prefill", fromlist=["x"]).run_prefill_context_chunk
+    room = f"{ops.__name__}.mla.prefill.run_prefill_context_chunk"
+    right = __import__(f"{ops.__name__}.mla.prefill", fromlist=["x"]).run_prefill_context_chunk
 
     def wrong(*args, **kwargs):
         state = right(*args, **kwargs)
@@ -241,7 +241,7 @@ def in_layer(name, wrap):
     """A function that the layer's room calls, wrapped there."""
 
     def mutant(ops, patch):
-        patch.setattr(f"{ops.__name__}.layer.{name}", wrap(getattr(ops, name)))
+        patch.setattr(f"{ops.__name__}.mla.layer.{name}", wrap(getattr(ops, name)))
         return ops
 
     return mutant

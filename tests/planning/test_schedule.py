@@ -11,6 +11,7 @@ import fast
 import reference
 from reference.interfaces import invariant_cut, invariant_split_tiles, most_invariant_splits
 
+from ..support.even_chunks import even_chunks
 from ..support.factories import integers
 from ..support.planning import WINGS, same
 from ..support.properties import given, st
@@ -18,10 +19,10 @@ from ..support.properties import given, st
 CONTEXTS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 97, 200]), max_size=6)
 
 
-def check_chunks(ops, context_lens, workspace, block_size, policy="packed", ranks=1, interleave=1):
-    """Every context token in exactly one chunk, pieces on unit boundaries, chunks within the workspace; how many."""
+def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1):
+    """Every context token in exactly one chunk, starts on units, chunks within the workspace and full; the chunks."""
     unit = block_size if ranks == 1 else math.lcm(block_size, ranks * interleave)
-    chunks = ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, policy, ranks, interleave)
+    chunks = ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, ranks, interleave)
     seen = [[] for _ in context_lens]
     for number, chunk in enumerate(chunks):
         pieces = chunk.cu_seq_lens.diff().tolist()
@@ -32,69 +33,57 @@ def check_chunks(ops, context_lens, workspace, block_size, policy="packed", rank
         present = [request for request, length in enumerate(pieces) if length]
         for request, (start, length) in enumerate(zip(chunk.starts.tolist(), pieces, strict=True)):
             assert start % unit == 0 and length >= 0 and (length or start == 0)
-            if policy == "packed" and start:
+            if start:
                 assert request == present[0] and seen[request], "only the first continues"
             seen[request] += range(start, start + length)
-        if policy == "packed" and number + 1 < len(chunks):
+        if number + 1 < len(chunks):
             assert sum(-(-length // unit) for length in pieces) == workspace // unit, "all but the last are full"
     assert seen == [list(range(length)) for length in context_lens]
-    busy = [n for n in context_lens if n]
-    if policy == "packed":
-        assert len(chunks) == -(-sum(-(-n // unit) for n in busy) // (workspace // unit))
-    elif busy:  # as many chunks as the longest context needs at an equal share
-        assert len(chunks) == -(-max(busy) // (workspace // len(busy) // unit * unit))
-    else:
-        assert chunks == ()
+    assert len(chunks) == -(-sum(-(-length // unit) for length in context_lens) // (workspace // unit))
     return chunks
 
 
-@given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), st.sampled_from(["packed", "even"]), WINGS)
-def test_context_chunks(context_lens, block_size, extra, policy, ops):
+@given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), WINGS)
+def test_context_chunks(context_lens, block_size, extra, ops):
     """Property: whatever the partition, nothing is lost and nothing is read twice."""
-    least = max(1, sum(n > 0 for n in context_lens)) if policy == "even" else 1
-    check_chunks(ops, context_lens, least * block_size + extra, block_size, policy)
+    check_chunks(ops, context_lens, block_size + extra, block_size)
 
 
 @given(
     CONTEXTS, st.sampled_from([1, 3, 16]), st.sampled_from([2, 3, 4]), st.sampled_from([1, 2, 16, 64]),
-    st.integers(0, 90), st.sampled_from(["packed", "even"]), WINGS,
+    st.integers(0, 90), WINGS,
 )  # fmt: skip
-def test_context_chunks_of_ranks(context_lens, block_size, ranks, interleave, extra, policy, ops):
+def test_context_chunks_of_ranks(context_lens, block_size, ranks, interleave, extra, ops):
     """Pitfall 10: the cuts fall on whole turns of the ranks, whatever block, ranks and interleave."""
     unit = math.lcm(block_size, ranks * interleave)
-    least = max(1, sum(n > 0 for n in context_lens)) if policy == "even" else 1
-    check_chunks(ops, context_lens, least * unit + extra, block_size, policy, ranks, interleave)
+    check_chunks(ops, context_lens, unit + extra, block_size, ranks, interleave)
 
 
 @given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), st.sampled_from([(1, 1), (1, 64), (3, 16), (4, 1)]))
 def test_chunk_planners_agree(context_lens, block_size, extra, ranks):
-    """Tier 1; and packed never needs more chunks than even."""
+    """Tier 1; and an equal share for each request never needs fewer chunks."""
     unit = block_size if ranks[0] == 1 else math.lcm(block_size, math.prod(ranks))
     workspace = max(1, sum(n > 0 for n in context_lens)) * unit + extra
-    found = {}
-    for policy in ("packed", "even"):
-        ours, theirs = (
-            ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, policy, *ranks)
-            for ops in (reference, fast)
-        )
-        same(ours, theirs)
-        found[policy] = len(ours)
-    assert found["packed"] <= found["even"]
+    ours, theirs = (
+        ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, *ranks)
+        for ops in (reference, fast)
+    )
+    same(ours, theirs)
+    assert len(ours) <= len(even_chunks(context_lens, workspace, block_size, *ranks))
 
 
 def test_one_request_takes_the_whole_workspace(ops):
-    for policy in ("packed", "even"):
-        check_chunks(ops, [60_000], 8192, 64, policy)
-        check_chunks(ops, [0, 60_000, 0], 8192, 64, policy)
+    check_chunks(ops, [60_000], 8192, 64)
+    check_chunks(ops, [0, 60_000, 0], 8192, 64)
 
 
 def test_one_long_context_among_short_ones(ops):
     """Pitfall 11: an equal share for each request reads the long context 2048 tokens at a time."""
     contexts = [60_000] + 31 * [16]
-    assert len(check_chunks(ops, contexts, 65536, 16, "even")) == 30
-    assert len(check_chunks(ops, contexts, 65536, 16, "packed")) == 1
-    assert len(check_chunks(ops, contexts, 65536, 128, "packed")) == 1
-    assert len(check_chunks(ops, contexts, 60_000, 16, "packed")) == 2
+    assert len(even_chunks(contexts, 65536, 16)) == 30
+    assert len(check_chunks(ops, contexts, 65536, 16)) == 1
+    assert len(check_chunks(ops, contexts, 65536, 128)) == 1
+    assert len(check_chunks(ops, contexts, 60_000, 16)) == 2
 
 
 def test_chunk_refusals(ops, plain_errors):
@@ -104,8 +93,8 @@ def test_chunk_refusals(ops, plain_errors):
     with pytest.raises(ValueError, match="^context_lens: expected lengths >= 0, got -1 at request 1$"):
         ops.plan_context_chunks(integers(3, -1, -5).cpu(), 640, 64)
     with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 128 tokens, got 127$"):
-        ops.plan_context_chunks(integers(3).cpu(), 127, 64, "packed", 2, 64)
-    largest = ops.plan_context_chunks(integers(2**31 - 1).cpu(), 2**31 - 1, 64, "even")
+        ops.plan_context_chunks(integers(3).cpu(), 127, 64, 2, 64)
+    largest = ops.plan_context_chunks(integers(2**31 - 1).cpu(), 2**31 - 1, 64)
     assert [chunk.num_tokens for chunk in largest] == [2**31 - 64, 63]
 
 

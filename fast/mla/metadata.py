@@ -1,0 +1,297 @@
+"""From a scheduler's batch to the plan of a step: one function, and a builder for engines that ask step by step.
+
+Plans are made on the CPU from the CPU twins of a batch; nothing is read back from a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from reference.interfaces import (
+    CommonAttentionMetadata,
+    ContextChunk,
+    ContextParallelMetadata,
+    DecodeMetadata,
+    DecodeSchedule,
+    MLAConfig,
+    MLAMetadata,
+    PathCosts,
+    PrefillMetadata,
+    QueryLenSupport,
+    SequenceShare,
+    check,
+    check_batch_block_size,
+    check_chunking,
+    check_config,
+    check_costs,
+    check_dtype,
+    check_flag,
+    check_int,
+    check_interleave,
+    check_no_prefill_padding,
+    check_sequence_share,
+    check_slots_of_share,
+    check_table_width,
+    check_threshold,
+    check_type,
+    choose_schedule,
+    context_unit,
+    get_dcp_local_seq_lens,
+)
+
+from ..backends import BackendChoice, bind
+from ..planning.batch import split_decodes_and_prefills
+from ..planning.context_chunks import plan_context_chunks, share_chunk
+from ..planning.decode_schedule import plan_decode
+from .choose_path import choose_path, choose_paths
+from .decode import decode_programs
+from .staging import StagingBuffer, to_device
+
+PLANNING_OPS = ("decode_programs", "plan_decode")
+
+
+def build_mla_metadata(
+    common: CommonAttentionMetadata,
+    block_size: int,
+    workspace_tokens: int,
+    decode_threshold: int = 1,
+    config: MLAConfig | None = None,
+    costs: PathCosts | None = None,
+    query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+    require_order: bool = False,
+    share: SequenceShare | None = None,
+    num_programs: int | None = None,
+    *,
+    staging: StagingBuffer | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    backend: BackendChoice = None,
+) -> MLAMetadata:
+    """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
+
+    Which may: queries up to `decode_threshold`; with a `config` and a kernel for any lengths (VARLEN) every request for
+    which `choose_path` says so besides; under UNIFORM only rows as long as the first. One that stands behind an
+    expanded request is expanded as well: correct, but slower (`reorder_batch_to_split_decodes_and_prefills` says how to
+    avoid it).
+
+    Args:
+        common: the batch.
+        block_size: tokens a block.
+        workspace_tokens: most context tokens that are expanded at once.
+        decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
+        config: the layer, for `choose_path` and `num_programs`; None leaves the choice of paths to the threshold.
+        costs: of `choose_path`.
+        query_len_support: of the decode kernel.
+        require_order: an absorbed request behind an expanded one is an error.
+        share: of a rank under context parallelism: `common` has whole lengths and this rank's slots
+            (`dcp_slot_mapping`). Requests choose their path as on one rank.
+        num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
+            device (`decode_programs`) where a `config` is given, and never plans without one. Whether the decode gets a
+            schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
+        staging: pinned memory through which plans go to a GPU; None takes it from PyTorch's allocator each time.
+        dtype: of queries and cache, for the number of programs; a plan serves any dtype.
+        backend: of `decode_programs` and `plan_decode`: a name, which binds those of the two that this backend
+            declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Returns:
+        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where a `share` is given.
+
+    Raises:
+        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; `num_programs` without a `config`; slots
+            that were made for another block size; a block table narrower than the longest request; a workspace that is
+            too small; (on a CPU) more slots than a rank has new tokens; a padding row (S = 0 < Sq) that does not stand
+            among the decodes; an order that is not as required.
+    """
+    backend = bind(backend, PLANNING_OPS)
+    check_dtype("dtype", dtype)
+    check_threshold(decode_threshold, query_len_support)
+    if num_programs is not None:
+        check_int("num_programs", num_programs, 0, "an int >= 0 or None")
+    check_config(config, optional=True)
+    check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
+    check_costs(costs)
+    check_flag("require_order", require_order)
+    check_sequence_share(share)
+    check_type("staging", staging, (StagingBuffer, type(None)), "a StagingBuffer or None")
+    size, interleave = (1, 1) if share is None else (share.size, share.interleave)
+    check_interleave(interleave, block_size)
+    check_batch_block_size(common, block_size)
+    check_table_width(common, block_size * size)
+    if share is not None and common.slot_mapping.device.type == "cpu":
+        check_slots_of_share(common, share)
+    requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
+    check_chunking(workspace_tokens, context_unit(block_size, size, interleave))
+    decodes, query_lens = requests, None
+    if query_len_support is QueryLenSupport.UNIFORM:
+        decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
+    elif common.max_query_len > decode_threshold:
+        query_lens = starts_cpu.diff()
+        decodes = _first_expanded(common, query_lens, decode_threshold, config, costs, query_len_support)
+    if require_order and decodes < requests:
+        query_lens = starts_cpu.diff() if query_lens is None else query_lens
+        _check_order(common, query_lens, decodes, decode_threshold, config, costs, query_len_support)
+    decode_tokens = common.num_actual_tokens if decodes == requests else int(starts_cpu[decodes])
+    one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
+    if query_lens is None and not (one_each and decodes == requests):
+        query_lens = starts_cpu.diff()
+    if one_each and query_lens is not None and config is not None:  # longer ones may have chosen this path
+        one_each = _longest(query_lens[:decodes]) <= 1
+
+    # what neither the batch nor a view of it holds is computed here on the CPU, and goes to the device in one copy
+    made: dict[str, Tensor] = {}
+    if not one_each:
+        before = common.seq_lens_cpu[:decodes] - starts_cpu[1 : decodes + 1]
+        rows = torch.arange(1, decode_tokens + 1, dtype=torch.int32, device="cpu")
+        visible = torch.repeat_interleave(before, query_lens[:decodes], output_size=decode_tokens)
+        visible = visible.add_(rows).clamp_(min=0)  # S - Sq + i + 1; below 1 where S = 0
+        if share is not None:
+            visible = get_dcp_local_seq_lens(visible, size, share.rank, interleave)
+        made["visible_lens"] = visible
+    if share is not None:
+        made["seq_lens"] = get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, share.rank, interleave)
+    chunks: tuple[ContextChunk, ...] = ()
+    if decodes < requests:
+        check_no_prefill_padding(common, decodes)
+        made["prefill_starts"] = starts_cpu[decodes:] - decode_tokens
+        contexts = (common.seq_lens_cpu[decodes:] - query_lens[decodes:]).clamp_(min=0)
+        chunks = plan_context_chunks(contexts, workspace_tokens, block_size, size, interleave)
+        if share is not None:
+            chunks = tuple(share_chunk(chunk, share) for chunk in chunks)
+        made |= {f"chunk {number}: {name}": tensor for number, chunk in enumerate(chunks)
+                 for name, tensor in chunk.tensors().items()}  # fmt: skip
+    sent = to_device(made, common.block_table.device, staging)
+    seq_lens, block_table, query_start_loc = common.seq_lens, common.block_table, common.query_start_loc
+    if decodes < requests:
+        seq_lens, block_table = seq_lens[:decodes], block_table[:decodes]
+        query_start_loc = query_start_loc[: decodes + 1]
+    seq_lens = sent.get("seq_lens", seq_lens)
+    visible_lens = sent.get("visible_lens", seq_lens)  # a single token sees every key
+    prefill_starts = sent.get("prefill_starts", common.query_start_loc[:1])
+    if common.block_table.is_cuda:
+        chunks = tuple(
+            dataclasses.replace(chunk, **{name: sent[f"chunk {number}: {name}"] for name in chunk.tensors()})
+            for number, chunk in enumerate(chunks)
+        )
+    longest = common.max_seq_len
+    if decodes < requests:
+        longest = int(common.seq_lens_cpu[:decodes].max()) if decodes else 0
+    if share is not None:  # the first rank owns the most
+        longest = SequenceShare(size, 0, interleave).count(longest)
+    kind, which = (MLAMetadata, {}) if share is None else (ContextParallelMetadata, {"share": share})
+    metadata = kind(
+        **which,
+        slot_mapping=common.slot_mapping,
+        num_actual_tokens=common.num_actual_tokens,
+        num_decodes=decodes,
+        num_decode_tokens=decode_tokens,
+        decode=DecodeMetadata(
+            block_table=block_table,
+            seq_lens=seq_lens,
+            query_start_loc=query_start_loc,
+            max_query_len=min(1, decode_tokens) if one_each else _longest(query_lens[:decodes]),
+            visible_lens=visible_lens,
+            max_seq_len=longest,
+            block_size=block_size,
+        ),
+        prefill=PrefillMetadata(
+            block_table=common.block_table[decodes:],
+            query_start_loc=prefill_starts,
+            max_query_len=_longest(query_lens[decodes:]) if decodes < requests else 0,
+            context_chunks=chunks,
+            block_size=block_size,
+        ),
+        workspace_tokens=workspace_tokens,
+    )
+    if config is None or decode_tokens == 0 or num_programs == 0:
+        return metadata
+    if num_programs is None:
+        device = common.block_table.device
+        num_programs = device_programs(config, device, dtype, block_size, metadata.decode.max_query_len, backend)
+    lens = decode_lens_here(common, decodes, share)
+    return with_schedule(metadata, lens, num_programs, config.num_heads, backend=backend)
+
+
+def decode_lens_here(
+    common: CommonAttentionMetadata, num_decodes: int, share: SequenceShare | None
+) -> Int32[Tensor, " decodes"]:
+    """The keys of each decode that lie here, on the CPU."""
+    lens = common.seq_lens_cpu[:num_decodes]
+    return lens if share is None else get_dcp_local_seq_lens(lens, share.size, share.rank, share.interleave)
+
+
+def device_programs(
+    config: MLAConfig, device: torch.device, dtype: torch.dtype, block_size: int, query_len: int, backend: BackendChoice
+) -> int:
+    """`decode_programs`, kept: every step of a builder asks for it."""
+    named = None if backend is None else tuple(sorted(backend.items()))
+    return _kept_programs(config, device, dtype, block_size, query_len, named)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_programs(config, device, dtype, block_size, query_len, named) -> int:
+    return decode_programs(
+        config, device=device, dtype=dtype, block_size=block_size, query_len=query_len,
+        backend=None if named is None else dict(named),
+    )  # fmt: skip
+
+
+def with_schedule(
+    metadata: MLAMetadata,
+    decode_lens: Int32[Tensor, " decodes"],
+    num_programs: int,
+    num_heads: int,
+    batch_invariant: bool = False,
+    captured: bool = False,
+    backend: BackendChoice = None,
+) -> MLAMetadata:
+    """The plan with a schedule where its lengths ask for one, and the choice beside it.
+
+    A captured plan has a schedule whatever its lengths are: the lengths of the replays are not known yet.
+    """
+    choice = choose_schedule(decode_lens, num_programs, num_heads, batch_invariant)
+    if captured:
+        choice = dataclasses.replace(choice, num_programs=num_programs, planned=num_programs > 0)
+    schedule = DecodeSchedule(batch_invariant=True) if batch_invariant else None
+    if choice.planned:
+        schedule = plan_decode(
+            metadata.decode.seq_lens, num_programs, num_heads, batch_invariant=batch_invariant, backend=backend
+        )
+    return dataclasses.replace(metadata, schedule=schedule, schedule_choice=choice)
+
+
+def _first_expanded(common, query_lens, decode_threshold, config, costs, query_len_support) -> int:
+    """The first request that does not take the absorbed path; the number of requests where all do."""
+    longer = (query_lens > decode_threshold).nonzero().flatten()
+    if longer.numel() == 0:
+        return common.num_reqs
+    first = int(longer[0])
+    if config is None or query_len_support is not QueryLenSupport.VARLEN:
+        return first
+    query_len = int(query_lens[first])
+    if choose_path(query_len, max(0, int(common.seq_lens_cpu[first]) - query_len), config, costs) == "expanded":
+        return first  # as it is most of the time: nobody else need be asked
+    contexts = common.num_computed_tokens_cpu[longer]
+    expanded = longer[~choose_paths(query_lens[longer], contexts, decode_threshold, config, costs)]
+    return int(expanded[0]) if expanded.numel() else common.num_reqs
+
+
+def _check_order(common, query_lens, decodes, decode_threshold, config, costs, query_len_support) -> None:
+    """Raise where an absorbed request stands behind the first expanded one."""
+    ahead, behind = query_lens[:decodes], query_lens[decodes:]
+    if query_len_support is QueryLenSupport.UNIFORM:
+        absorbed = behind == (ahead.max() if ahead.numel() else 0)
+    else:
+        contexts = (common.seq_lens_cpu[decodes:] - behind).clamp_(min=0)
+        absorbed = choose_paths(behind, contexts, decode_threshold, config, costs, query_len_support)
+    absorbed &= behind > 0  # a request without new tokens takes neither path
+    if bool(absorbed.any()):
+        late = decodes + int(absorbed.int().argmax())
+        check(False, "common", f"absorbed requests before the expanded one at request {decodes}", f"one at {late}")
+
+
+def _longest(query_lens: Tensor) -> int:
+    return int(query_lens.max()) if query_lens.numel() else 0

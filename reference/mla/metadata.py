@@ -1,0 +1,189 @@
+"""From a scheduler's batch to the plan of a step: one function, and a builder for engines that ask step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from ..interfaces import (
+    CommonAttentionMetadata,
+    ContextParallelMetadata,
+    DecodeMetadata,
+    DecodeSchedule,
+    MLAConfig,
+    MLAMetadata,
+    PathCosts,
+    PrefillMetadata,
+    QueryLenSupport,
+    SequenceShare,
+    check,
+    check_batch_block_size,
+    check_config,
+    check_costs,
+    check_flag,
+    check_int,
+    check_interleave,
+    check_no_prefill_padding,
+    check_sequence_share,
+    check_slots_of_share,
+    check_table_width,
+    check_threshold,
+    choose_schedule,
+)
+from ..planning.batch import split_decodes_and_prefills
+from ..planning.context_chunks import plan_context_chunks, share_chunk
+from ..planning.decode_schedule import plan_decode
+from .choose_path import choose_paths
+
+
+def build_mla_metadata(
+    common: CommonAttentionMetadata,
+    block_size: int,
+    workspace_tokens: int,
+    decode_threshold: int = 1,
+    config: MLAConfig | None = None,
+    costs: PathCosts | None = None,
+    query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+    require_order: bool = False,
+    share: SequenceShare | None = None,
+    num_programs: int | None = None,
+) -> MLAMetadata:
+    """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
+
+    Which may: queries up to `decode_threshold`; with a `config` and a kernel for any lengths (VARLEN) every request for
+    which `choose_path` says so besides; under UNIFORM only rows as long as the first. One that stands behind an
+    expanded request is expanded as well: correct, but slower (`reorder_batch_to_split_decodes_and_prefills` says how to
+    avoid it).
+
+    Args:
+        common: the batch.
+        block_size: tokens a block.
+        workspace_tokens: most context tokens that are expanded at once.
+        decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
+        config: the layer, for `choose_path` and `num_programs`; None leaves the choice of paths to the threshold.
+        costs: of `choose_path`.
+        query_len_support: of the decode kernel.
+        require_order: an absorbed request behind an expanded one is an error.
+        share: of a rank under context parallelism: `common` has whole lengths and this rank's slots
+            (`dcp_slot_mapping`). Requests choose their path as on one rank.
+        num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
+            device (1) where a `config` is given, and never plans without one. Whether the decode gets a
+            schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
+
+    Returns:
+        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where a `share` is given.
+
+    Raises:
+        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; `num_programs` without a `config`; slots
+            that were made for another block size; a block table narrower than the longest request; a workspace that is
+            too small; (on a CPU) more slots than a rank has new tokens; a padding row (S = 0 < Sq) that does not stand
+            among the decodes; an order that is not as required.
+    """
+    check_threshold(decode_threshold, query_len_support)
+    if num_programs is not None:
+        check_int("num_programs", num_programs, 0, "an int >= 0 or None")
+    check_config(config, optional=True)
+    check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
+    check_costs(costs)
+    check_flag("require_order", require_order)
+    check_sequence_share(share)
+    size, interleave = (share.size, share.interleave) if share is not None else (1, 1)
+    check_interleave(interleave, block_size)
+    check_batch_block_size(common, block_size)
+    check_table_width(common, block_size * size)
+    if share is not None and common.slot_mapping.device.type == "cpu":
+        check_slots_of_share(common, share)
+    starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
+    query_lens = [end - start for start, end in itertools.pairwise(starts)]
+    contexts = common.num_computed_tokens_cpu
+
+    if query_len_support is QueryLenSupport.UNIFORM:
+        decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
+        uniform = next((query_len for query_len in query_lens[:decodes] if query_len > 0), None)
+        absorbed = [query_len == uniform for query_len in query_lens]
+    else:
+        absorbed = choose_paths(
+            common.query_start_loc_cpu.diff(), contexts, decode_threshold, config, costs, query_len_support
+        ).tolist()
+        decodes = [*absorbed, False].index(False)
+    late = [request for request in range(decodes, len(query_lens)) if absorbed[request] and query_lens[request] > 0]
+    if require_order and late:
+        check(False, "common", f"absorbed requests before the expanded one at request {decodes}", f"one at {late[0]}")
+    check_no_prefill_padding(common, decodes)
+    decode_tokens, device = starts[decodes], common.block_table.device
+
+    visible = []
+    for query_len, length in zip(query_lens[:decodes], lengths[:decodes], strict=True):
+        visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
+    chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, size, interleave)
+    prefill_starts = [start - decode_tokens for start in starts[decodes:]]
+    decode_lens = decode_lens_here(common, decodes, share)
+    longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
+    seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
+    if share is not None:
+        seq_lens, longest = decode_lens.to(device), SequenceShare(share.size, 0, share.interleave).count(longest)
+        visible = [share.count(keys) for keys in visible]
+        chunks = tuple(share_chunk(chunk, share) for chunk in chunks)
+        kind, which = ContextParallelMetadata, {"share": share}
+    metadata = kind(
+        **which,
+        slot_mapping=common.slot_mapping,
+        num_actual_tokens=common.num_actual_tokens,
+        num_decodes=decodes,
+        num_decode_tokens=decode_tokens,
+        decode=DecodeMetadata(
+            block_table=common.block_table[:decodes],
+            seq_lens=seq_lens,
+            query_start_loc=common.query_start_loc[: decodes + 1],
+            max_query_len=max(query_lens[:decodes], default=0),
+            visible_lens=torch.tensor(visible, dtype=torch.int32, device=device),
+            max_seq_len=longest,
+            block_size=block_size,
+        ),
+        prefill=PrefillMetadata(
+            block_table=common.block_table[decodes:],
+            query_start_loc=torch.tensor(prefill_starts, dtype=torch.int32, device=device),
+            max_query_len=max(query_lens[decodes:], default=0),
+            context_chunks=tuple(chunk.to(device) for chunk in chunks),
+            block_size=block_size,
+        ),
+        workspace_tokens=workspace_tokens,
+    )
+    if config is None or decode_tokens == 0:
+        return metadata
+    return with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, config.num_heads)
+
+
+def decode_lens_here(
+    common: CommonAttentionMetadata, num_decodes: int, share: SequenceShare | None
+) -> Int32[Tensor, " decodes"]:
+    """The keys of each decode that lie here, on the CPU."""
+    lens = common.seq_lens_cpu[:num_decodes]
+    if share is None:
+        return lens
+    return torch.tensor([share.count(length) for length in lens.tolist()], dtype=torch.int32, device="cpu")
+
+
+def with_schedule(
+    metadata: MLAMetadata,
+    decode_lens: Int32[Tensor, " decodes"],
+    num_programs: int,
+    num_heads: int,
+    batch_invariant: bool = False,
+    captured: bool = False,
+) -> MLAMetadata:
+    """The plan with a schedule where its lengths ask for one, and the choice beside it.
+
+    A captured plan has a schedule whatever its lengths are: the lengths of the replays are not known yet.
+    """
+    choice = choose_schedule(decode_lens, num_programs, num_heads, batch_invariant)
+    if captured:
+        choice = dataclasses.replace(choice, num_programs=num_programs, planned=num_programs > 0)
+    schedule = DecodeSchedule(batch_invariant=True) if batch_invariant else None
+    if choice.planned:
+        schedule = plan_decode(metadata.decode.seq_lens, num_programs, num_heads, batch_invariant=batch_invariant)
+    return dataclasses.replace(metadata, schedule=schedule, schedule_choice=choice)

@@ -1,0 +1,21 @@
+"""Backends that exist for the length of a test."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+
+from fast.backends import Backend, OpSupport
+
+
+def with_backends(monkeypatch, *wanted: Backend) -> None:
+    """These backends and no others are registered until the test ends."""
+    registry = sys.modules["fast.backends.registry"]
+    monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
+    monkeypatch.setattr(registry, "launcher_of", registry.launcher_of.__wrapped__, raising=True)
+    monkeypatch.setattr(sys.modules["fast.backends.selection"], "launcher_of", registry.launcher_of)
+
+
+def cpu_backend(kernels: Mapping[str, Callable]) -> Backend:
+    """A backend that serves tensors on a CPU with these launchers."""
+    return Backend("cpu", 0, "cpu", {op: OpSupport(launch) for op, launch in kernels.items()})
