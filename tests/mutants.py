@@ -42,6 +42,8 @@ from pathlib import Path
 
 import pytest
 
+from .support.mutant_judges import SUBJECTS, TABLE, Judge
+
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE_LIMIT_S, LIMIT_S = 30, 60  # processor time of the tests over the unchanged sources, and over a mutant
 PATIENCE = 4  # wall-clock seconds that a judgement may take for each second of its processor time
@@ -53,110 +55,6 @@ PRELOADED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Judge:
-    """The tests that judge the mutants of a file.
-
-    Attributes:
-        modules: test modules in `tests`, without suffix.
-        selection: of those tests, the ones that match this expression (`pytest -k`); "" takes all.
-    """
-
-    modules: tuple[str, ...]
-    selection: str = ""
-
-    @property
-    def command(self) -> list[str]:
-        """Arguments of pytest."""
-        paths = [f"tests/{module}.py" for module in self.modules]
-        return [*paths, *(["-k", self.selection] if self.selection else [])]
-
-
-BATCH = Judge(("planning/test_batch", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
-SCHEDULE = Judge(("planning/test_schedule", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
-PATH = Judge(("mla/test_choose_path", "interfaces/test_limits", "mla/test_builder", "interfaces/test_bad_input"))
-CASCADE = Judge(("mla/test_cascade", "interfaces/test_limits", "interfaces/test_bad_input"))
-BUILDER = Judge(
-    (
-        "mla/test_builder",
-        "planning/test_schedule_choice",
-        "interfaces/test_limits",
-        "mla/test_cascade",
-        "mla/test_graphs",
-        "mla/test_context_parallel",
-        "interfaces/test_bad_input",
-    ),
-    "not test_context_parallel or test_plans or test_builder or test_captured_plans or test_slots",
-)
-# whole layers and serving loops over many ranks take most of that module's time
-CONTEXT_PARALLEL = Judge(
-    ("mla/test_context_parallel", "interfaces/test_limits", "kernels/test_cpu_pieces", "interfaces/test_bad_input"),
-    "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
-)
-# slots of one rank, and of ranks that share a sequence
-SLOT_MAPPING = Judge((*BATCH.modules, *CONTEXT_PARALLEL.modules[:1]), "not test_context_parallel or test_slots")
-SHARES = Judge(
-    ("interfaces/test_interfaces", "planning/test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection
-)
-SIZES = Judge(
-    (
-        "planning/test_schedule_choice",
-        "planning/test_schedule",
-        "mla/test_workspaces",
-        "interfaces/test_interfaces",
-        "mla/test_builder",
-    )
-)
-SLOTS = Judge(("interfaces/test_from_lens", "planning/test_batch", "interfaces/test_limits"))
-GRAPHS = Judge(("mla/test_graphs", "mla/test_block_sizes", "interfaces/test_bad_input"))
-KERNELS = Judge(
-    (
-        "kernels/test_cpu_pieces",
-        "cache/test_cache",
-        "attention/test_rope",
-        "twins/test_differential",
-        "identities/test_identities",
-        "interfaces/test_bad_input",
-    ),
-    "not (preset or any_cut or chunked_is_whole or same_bits_again)",
-)
-ADAPTER = Judge(
-    ("integrations/test_adapter_bounds", "integrations/test_transformers"),
-    "not (pieces or assisted or continues_from or sampling or beams or yarn-greedy or half or v2-yarn or wrong_rope)",
-)
-TABLE = {
-    **{f"{package}/{module}.py": judge for package in ("fast", "reference") for module, judge in {
-        "planning/batch": BATCH, "planning/local_attention": BATCH, "planning/slots": SLOT_MAPPING,
-        "planning/context_chunks": SCHEDULE, "planning/decode_schedule": SCHEDULE, "planning/shared_prefix": CASCADE,
-        "mla/choose_path": PATH, "mla/cascade": CASCADE, "mla/builder": BUILDER, "mla/graphs": GRAPHS,
-        "mla/context_parallel": CONTEXT_PARALLEL, "distributed/merge": CONTEXT_PARALLEL,
-        "distributed/reorg": CONTEXT_PARALLEL,
-    }.items()},
-    "reference/interfaces/shares.py": SHARES,
-    "reference/interfaces/sizes.py": SIZES,
-    "reference/interfaces/slots.py": SLOTS,
-    "fast/kernels/cpu/__init__.py": KERNELS,
-    "fast/kernels/cpu/attention.py": KERNELS,
-    "fast/kernels/cpu/cache.py": KERNELS,
-    "fast/kernels/cpu/context_parallel.py": CONTEXT_PARALLEL,
-    "fast/kernels/cpu/decode.py": KERNELS,
-    "fast/kernels/cpu/merge.py": KERNELS,
-    "fast/kernels/cpu/rope.py": KERNELS,
-    "fast/kernels/cpu/schedule.py": SCHEDULE,
-    "fast/kernels/cpu/softmax.py": KERNELS,
-    "fast/integrations/transformers/__init__.py": ADAPTER,
-    "fast/integrations/transformers/attention.py": ADAPTER,
-    "fast/integrations/transformers/cache.py": ADAPTER,
-}  # fmt: skip
-SUBJECTS = {  # of a file, by the first of these that its path has
-    "fast/kernels/cpu/schedule": "planning",
-    "fast/kernels/cpu/": "cpu kernels",
-    "integrations/": "transformers adapter",
-    "context_parallel": "context parallelism",
-    "distributed/": "context parallelism",
-    "shares": "context parallelism",
-    "": "planning",
-}
 # how a verdict is told, in the order of the report
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 

@@ -13,7 +13,7 @@ import torch
 from reference.interfaces import AttentionState
 
 from ..distributed.test_triton_context_parallel import pack_and_combine, share_and_sum
-from ..mla.test_context_parallel import over_ranks
+from ..support.context_parallel import over_ranks
 from ..support.factories import integers, offsets
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
 

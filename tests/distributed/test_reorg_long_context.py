@@ -9,7 +9,7 @@ import reference
 from fast.kernels.cpu import context_parallel as cpu_kernels
 from reference.interfaces import ContextChunk, SequenceShare
 
-from ..mla.test_context_parallel import dealt_pieces
+from ..support.context_parallel import dealt_pieces
 from ..support.factories import assert_same_bits, integers, offsets
 
 LENS = (2500, 0, 3001, 1, 3900, 64)  # requests end within the first piece and the second, and lie across both edges

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from fast.integrations.transformers import use_mla
 from fast.integrations.transformers.cache import BatchRecord, LatentCacheLayer, latent_layers
 
-from .test_transformers import BLOCK, GREEDY, HEAD_SIZE, LAYERS, STOCK, VOCAB, packed_step, served
+from ..support.transformers_models import BLOCK, GREEDY, HEAD_SIZE, LAYERS, STOCK, VOCAB, packed_step, served
 
 pytestmark = pytest.mark.usefixtures("plain_errors")
 

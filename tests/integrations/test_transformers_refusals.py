@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from fast.integrations.transformers import use_mla
 from fast.parity import compare
 
-from .test_transformers import (
+from ..support.transformers_models import (
     BLOCK,
     HEAD_SIZE,
     LAYERS,

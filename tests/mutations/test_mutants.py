@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -146,6 +145,7 @@ PROJECT = {
     "pyproject.toml": '[tool.pytest.ini_options]\npythonpath = ["."]\n',
     "reference/__init__.py": "",
     "tests/__init__.py": "",
+    "tests/support/__init__.py": "",
     "fast/__init__.py": (
         "def total(n):\n    i = s = 0\n    while i < n:\n        i += 1\n        s += i\n    return s\n"
     ),
@@ -168,7 +168,8 @@ mutants.main()
 def test_judges_and_continues(tmp_path):
     """Over a small project: killed, timed out and survived, and by which test; a second run judges nothing again."""
     pytest.importorskip("cosmic_ray", reason="the extra dev has cosmic-ray")
-    for name, text in (PROJECT | {"tests/mutants.py": Path(mutants.__file__).read_text()}).items():
+    tool = {f"tests/{name}": (ROOT / "tests" / name).read_text() for name in ("mutants.py", "support/mutant_judges.py")}
+    for name, text in (PROJECT | tool).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     session, path = tmp_path / "session.jsonl", os.pathsep.join([str(tmp_path), *filter(None, sys.path)])

@@ -36,9 +36,20 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<language>.*)$")
 NOT_RUN = {"sh", "text"}  # every other language than python would hide a block from being run
 FILE = re.compile(r"# (\w+\.py)\n")  # the first line of a block that is a file
-PRESETS_HOME = "reference.interfaces.config"
-ROOMS = ("rope", "weights", "cache", "batch", "schedule", "path", "cascade", "builder", "graphs", "attention", "merge",
-         "prefill", "decode", "context_parallel", "layer")  # fmt: skip
+PRESETS_HOME = "reference.interfaces.presets"
+ONE_ENTRY = ("fast.backends", "fast.integrations.transformers")  # folders whose `__init__` is their one entry
+NO_ENTRY = ("fast.kernels", "fast.assets")  # kernels are told by their files; nobody imports the assets
+
+
+def modules_of(wing: str) -> set[str]:
+    """Every module of a wing, below the wing; a folder of `ONE_ENTRY` is one, and private modules are left out."""
+    paths = [path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / wing).rglob("[!_]*.py")]
+    names = {".".join(parts) for parts in paths if not any(part.startswith("_") for part in parts)}
+    folders = {name: folder for name in names for folder in (*ONE_ENTRY, *NO_ENTRY) if name.startswith(f"{folder}.")}
+    return {folders.get(name, name).removeprefix(f"{wing}.") for name in names if folders.get(name) not in NO_ENTRY}
+
+
+ROOMS = sorted(modules_of("reference") & modules_of("fast"))  # `reference.<room>` and `fast.<room>` are twins
 
 
 def fenced_blocks(path: Path) -> list[tuple[int, str, str]]:
@@ -193,8 +204,17 @@ def test_links(path):
 
 
 def api_pages() -> dict[str, str]:
-    """Every page of the API, by name."""
-    return {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md")}
+    """Every page of the API, by its path below docs/api without the suffix."""
+    folder = ROOT / "docs" / "api"
+    return {
+        path.relative_to(folder).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
+        for path in folder.rglob("*.md")
+    }
+
+
+def page_of(room: str) -> str:
+    """Where the room has its page: the pages follow the tree."""
+    return room.replace(".", "/")
 
 
 def directives(text: str) -> list[str]:
@@ -213,20 +233,18 @@ def homes() -> dict[str, tuple[str, str]]:
 
 
 def test_api_rooms():
-    """Every room of both wings has its entry, on one page alone."""
-    rooms = [path for wing in ("reference", "fast") for path in (ROOT / wing).glob("[!_]*.py")]
-    rooms += (ROOT / "reference" / "interfaces").glob("[!_]*.py")
-    rooms += [ROOT / "reference" / "interfaces"]
-    rooms += (ROOT / "fast" / "integrations").glob("[!_]*")
-    rooms += (ROOT / "fast" / "demo").glob("[!_]*.py")
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in rooms}
+    """Every room of both wings has its entry, on one page alone, and the pages of a folder lie in a folder."""
+    names = {f"{wing}.{room}" for wing in ("reference", "fast") for room in modules_of(wing)} | {"reference.interfaces"}
     shown = [name for page in api_pages().values() for name in directives(page)]
     assert len(shown) == len(set(shown))
     assert names <= set(shown)
     objects = set(shown) - names
     assert {name.rpartition(".")[0] for name in objects} <= names
-    twins = {name for pair in homes().values() for name in pair if not name.startswith("reference.interfaces")}
-    assert {name for name in objects if name.split(".")[1] in ROOMS} >= twins
+    twins = {name for pair in homes().values() if pair[0] != pair[1] for name in pair}
+    assert {name for name in objects if name.partition(".")[2].rpartition(".")[0] in ROOMS} >= twins
+    for page, text in api_pages().items():
+        for name in directives(text):
+            assert "/" not in page or name.split(".")[1] == page.split("/")[0], f"{page}: {name}"
 
 
 @pytest.mark.parametrize("wing", ["reference", "fast"])
@@ -238,14 +256,14 @@ def test_api_names(wing):
         if mine == twin:
             assert f"[`{name}`][{mine}]" in page, name
         else:
-            room, other = mine.split(".")[1], twin.split(".")[0]
-            assert f"| [`{name}`]({room}.md#{mine}) | [`{other}.{name}`]({room}.md#{twin}) |" in page.splitlines(), name
+            file, other = page_of(mine.partition(".")[2].rpartition(".")[0]), twin.split(".")[0]
+            assert f"| [`{name}`]({file}.md#{mine}) | [`{other}.{name}`]({file}.md#{twin}) |" in page.splitlines(), name
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_api_twins(room):
     """Reference first, then fast; each entry, and each room, is followed by the link to its twin."""
-    text = api_pages()[room]
+    text = api_pages()[page_of(room)]
     pairs = [pair for pair in homes().values() if pair[0].startswith(f"reference.{room}.")]
     assert pairs
     for pair in [(f"reference.{room}", f"fast.{room}"), *pairs]:
@@ -277,12 +295,12 @@ def names_of_tests(path: Path) -> set[str]:
 def test_guards_exist():
     """Every test that the correctness page names is there; every planted mistake is named, and nothing else is."""
     text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
-    named = re.findall(r"`(tests/\w+\.py)::([\w:]+)`", text)
+    named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", text)
     assert len(named) == text.count("`tests/")
     for file, test in named:
         assert test in names_of_tests(ROOT / file), f"{file}::{test}"
 
-    tree = ast.parse((ROOT / "tests" / "test_mutations.py").read_text(encoding="utf-8"))
+    tree = ast.parse((ROOT / "tests" / "mutations" / "test_mutations.py").read_text(encoding="utf-8"))
     (controls,) = (
         node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "CONTROLS"
     )
@@ -325,10 +343,9 @@ def test_glossary():
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     letters = re.findall(r"^\| (\w+) \| ", text[: text.index("## Terms")], re.MULTILINE)
     assert " ".join(letters) == "letter T B S Sq C W H N Lq Lkv P R V Dv D I"
-    sources = [
-        path.read_text(encoding="utf-8") for wing in ("reference", "fast") for path in (ROOT / wing).glob("*.py")
-    ]
-    sources += [path.read_text(encoding="utf-8") for path in (ROOT / "reference" / "interfaces").glob("*.py")]
+    paths = [path for wing in ("reference", "fast") for path in (ROOT / wing).rglob("*.py")]
+    paths = [path for path in paths if not {"kernels", "assets", "demo"} & set(path.relative_to(ROOT).parts)]
+    sources = [path.read_text(encoding="utf-8") for path in paths]
     words = set(re.findall(r"\w+", "\n".join(sources)))
     ours = re.findall(r"^\|([^|]*)\|", text[text.index("## Names elsewhere") :], re.MULTILINE)
     names = {part for cell in ours for name in re.findall(r"`([\w.]+)`", cell) for part in name.split(".")}

@@ -1,0 +1,102 @@
+"""Plans of ranks that share sequences, the builder and captured plans, against tokens dealt out card by card."""
+
+from __future__ import annotations
+
+import pytest
+
+import fast
+import reference
+from reference.interfaces import SequenceShare
+
+from ..support.context_parallel import CONFIGS, HEADS, MERGES, of_rank
+from ..support.factories import make_batch
+from ..support.planning import batches, same
+from ..support.properties import given, st
+from ..support.ranks import owners
+
+
+@given(batch=batches(), size=st.sampled_from([1, 2, 3, 8]), interleave=st.sampled_from([1, 4, 16]),
+       units=st.integers(7, 9), threshold=st.integers(1, 4))  # fmt: skip
+def test_plans(batch, size, interleave, units, threshold):
+    """Both wings plan the same; lengths and masks are those of dealt tokens, pieces cover the context."""
+    query_lens, seq_lens = batch
+    # a padding row may stand among decodes only
+    if any(q > 0 and s == 0 for q, s in zip(query_lens, seq_lens, strict=True)):
+        query_lens = [min(q, 1) for q in query_lens]
+    batch, block_size = make_batch(query_lens, seq_lens, 16), 16
+    workspace = units * reference.interfaces.context_unit(block_size, size, interleave)
+    for rank in range(size):
+        share = SequenceShare(size, rank, interleave)
+        common = of_rank(batch.common, block_size, share)
+        plans = [
+            ops.build_mla_metadata(common, block_size, workspace, threshold, share=share) for ops in (reference, fast)
+        ]
+        same(*plans)
+        check_rank_plan(batch, plans[0], share, workspace)
+
+
+def check_rank_plan(batch, plan, share, workspace):
+    def held(length):
+        return owners(length, share.size, share.interleave).count(share.rank)
+
+    decodes = plan.num_decodes
+    assert plan.share == share and plan.decode.seq_lens.tolist() == [held(s) for s in batch.seq_lens[:decodes]]
+    seen = [
+        held(max(0, length - query_len + i + 1)) if length else 0
+        for query_len, length in zip(batch.query_lens[:decodes], batch.seq_lens[:decodes], strict=True)
+        for i in range(query_len)
+    ]
+    assert plan.decode.visible_lens.tolist() == seen
+    covered = [0] * (len(batch.seq_lens) - decodes)
+    for chunk in plan.prefill.context_chunks:
+        assert (share.size + 1) * chunk.padded_tokens <= workspace + workspace // share.size
+        assert chunk.padded_tokens >= chunk.local_tokens == int(chunk.held[1][-1])
+        for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()):
+            start = int(chunk.starts[request])
+            dealt = owners(start + length, share.size, share.interleave)
+            for rank in range(share.size):
+                pieces = chunk.local_cu_seq_lens[rank].diff()
+                assert int(pieces[request]) == dealt[start:].count(rank)
+                assert length == 0 or dealt[:start].count(rank) == int(chunk.local_starts[request])
+            assert length == 0 or start == covered[request]
+            covered[request] += length
+    assert covered == list(batch.context_lens[decodes:])
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_builder(ops, merge):
+    """The builder plans for its rank, and its schedule is of the gathered heads."""
+    batch, config = make_batch([1, 1, 40], [7000, 9, 100], 16), CONFIGS["direct"]
+
+    def program(ranks):
+        options = dict(block_size=16, max_model_len=8192, max_num_seqs=4, num_programs=3, context_parallel=ranks)
+        builder = ops.MLAMetadataBuilder(config, **options)
+        assert builder.workspace_tokens % (16 * ranks.size) == 0
+        return builder.build(64, of_rank(batch.common, 16, ranks.share))
+
+    for rank, plan in enumerate(ops.simulate(2, 4, program, 4, merge)):
+        assert plan.share == SequenceShare(2, rank % 2, 4) and plan.cascade is None
+        same(plan.schedule, ops.plan_decode(plan.decode.seq_lens, 3, HEADS // 2))
+        assert plan.prefill.context_chunks[0].share == plan.share
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_captured_plans(ops, query_len):
+    """A plan that a graph reads is brought up to date in place: lengths of this rank, its masks, its schedule."""
+    first, second = ([(query_len, s) for s in lens] for lens in ((70, 9, 33), (17, 64, 65)))
+
+    def program(ranks):
+        builder = ops.MLAMetadataBuilder(CONFIGS["direct"], 16, 256, 4, num_speculative_tokens=query_len - 1,
+                                         num_programs=3, context_parallel=ranks)  # fmt: skip
+        batches = [
+            of_rank(make_batch(*zip(*lens, strict=True), 16).common, 16, ranks.share) for lens in (first, second)
+        ]
+        captured = builder.build_for_cudagraph_capture(batches[0])
+        held = captured.decode.seq_lens, captured.decode.visible_lens, captured.schedule.tile_ranges
+        builder.update_captured(captured, batches[1])
+        wanted = builder.build(0, batches[1])
+        planned = ops.plan_decode(wanted.decode.seq_lens, 3, builder._decode_heads)
+        fresh = wanted.decode.seq_lens, wanted.decode.visible_lens, planned.tile_ranges
+        return [x.equal(y) for x, y in zip(held, fresh, strict=True)]
+
+    assert ops.simulate(4, 8, program) == [[True] * 3] * 4

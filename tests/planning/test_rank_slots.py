@@ -1,0 +1,71 @@
+"""Which rank holds which token, and its slot: lengths and slots of every rank against tokens dealt out card by card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fast
+import reference
+from reference.interfaces import SequenceShare
+
+from ..support.factories import integers, make_batch
+from ..support.planning import batches
+from ..support.properties import given, st
+from ..support.ranks import owners
+
+LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300, 1021)
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 16, 64])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 64])
+def test_local_lengths(ops, size, interleave):
+    lens = integers(*LENGTHS)
+    together = ops.get_dcp_local_seq_lens(lens, size, None, interleave)
+    assert together.shape == (len(LENGTHS), size) and together.dtype == torch.int32
+    for rank in range(size):
+        dealt = [owners(length, size, interleave).count(rank) for length in LENGTHS]
+        assert ops.get_dcp_local_seq_lens(lens, size, rank, interleave).tolist() == dealt
+        assert together[:, rank].tolist() == dealt
+        assert [SequenceShare(size, rank, interleave).count(length) for length in LENGTHS] == dealt
+    assert together.sum(1).equal(lens)
+
+
+def dealt_slots(batch, table, block_size, size, rank, interleave):
+    """Slots by dealing every token of every request, and counting what a rank has."""
+    slots = []
+    for request, (query_len, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
+        held = 0
+        for token, owner in enumerate(owners(length, size, interleave)):
+            if token >= length - query_len:
+                column, at = divmod(held, block_size)
+                slots.append(int(table[request, column]) * block_size + at if owner == rank else -1)
+            held += owner == rank
+        slots += [-1] * (query_len if length == 0 else 0)
+    return slots
+
+
+@given(batch=batches(), size=st.sampled_from([1, 2, 3, 4, 8]), interleave=st.sampled_from([1, 2, 4, 8]),
+       blocks=st.integers(1, 3), padding=st.integers(0, 2))  # fmt: skip
+def test_slots(batch, size, interleave, blocks, padding):
+    """Every token has one slot on one rank, and every block is filled in the order of its tokens."""
+    block_size = interleave * blocks
+    batch = make_batch(*batch, block_size, padding)
+    common, tokens = batch.common, batch.num_tokens + padding
+    arguments = (common.query_start_loc, common.seq_lens, common.block_table, block_size, tokens, size)
+    found = []
+    for rank in range(size):
+        wanted = dealt_slots(batch, common.block_table, block_size, size, rank, interleave) + [-1] * padding
+        for ops in (reference, fast):
+            slots = ops.dcp_slot_mapping(*arguments, rank, interleave)
+            assert slots.dtype == torch.int64 and slots.tolist() == wanted
+        found.append(wanted)
+    real = [s > 0 for q, s in zip(batch.query_lens, batch.seq_lens, strict=True) for _ in range(q)]
+    owned = [sum(rank[token] >= 0 for rank in found) for token in range(batch.num_tokens)]
+    assert owned == [int(is_real) for is_real in real]
+
+
+def test_one_rank_is_plain(ops):
+    batch = make_batch([1, 3, 16, 0], [20, 3, 40, 0])
+    arguments = (batch.common.query_start_loc, batch.common.seq_lens, batch.common.block_table, 16, batch.num_tokens)
+    assert ops.dcp_slot_mapping(*arguments, 1, 0, 16).equal(ops.slot_mapping(*arguments))

@@ -1,0 +1,117 @@
+"""Tiny random DeepSeek models of transformers, stock and under `use_mla`, and comparisons of the two."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from fast.parity import compare
+from reference.interfaces import CommonAttentionMetadata
+
+pytest.importorskip("transformers", reason="the integration runs transformers models")
+import transformers
+
+from fast.integrations.transformers import use_mla
+
+VOCAB, LAYERS, BLOCK, HEAD_SIZE = 61, 2, 4, 32 + 8
+YARN = dict(
+    rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=32, beta_slow=1,
+    mscale=0.7, mscale_all_dim=1.0,
+)  # fmt: skip
+PLAIN = dict(rope_type="default", rope_theta=1000.0)
+CONFIGS = {
+    "v2": (2, dict(q_lora_rank=None, rope_parameters=PLAIN, first_k_dense_replace=1)),
+    "v2-yarn": (2, dict(q_lora_rank=20, rope_parameters=YARN)),
+    "v3-yarn": (3, dict(q_lora_rank=20, rope_parameters=YARN, rope_interleave=True, first_k_dense_replace=1)),
+    "v3-half": (3, dict(q_lora_rank=None, rope_parameters=PLAIN, rope_interleave=False)),
+}
+# The annotations of every module on the way are checked in the tests of one forward; a whole generation would spend
+# most of its time on them.
+WITHOUT_SHAPE_CHECKS = pytest.mark.usefixtures("plain_errors")
+GREEDY = dict(do_sample=False, max_new_tokens=5)
+
+
+def build(name: str, seed: int = 0, **fields):
+    """A tiny random model in eval mode."""
+    generation, special = CONFIGS[name]
+    kind = transformers.DeepseekV2Config if generation == 2 else transformers.DeepseekV3Config
+    sizes = dict(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=32, num_hidden_layers=LAYERS, first_k_dense_replace=LAYERS,
+        num_attention_heads=3, num_key_value_heads=3, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8,
+        v_head_dim=12, max_position_embeddings=64, initializer_range=0.3, n_routed_experts=4, n_group=2, topk_group=1,
+        num_experts_per_tok=2, moe_intermediate_size=8, bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(kind(**{**sizes, **special, **fields}))
+    with torch.no_grad():  # norms that are not all ones
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+    model.set_experts_implementation("eager")  # the grouped one has no float64
+    return model.eval()
+
+
+STOCK = {name: build(name) for name in CONFIGS}
+
+
+@functools.cache
+def gold_model(name: str):
+    return copy.deepcopy(STOCK[name]).double()
+
+
+@functools.cache
+def eager_model(name: str):
+    model = copy.deepcopy(STOCK[name])
+    model.set_attn_implementation("eager")
+    return model
+
+
+def served(name: str, ops, **options):
+    return use_mla(copy.deepcopy(STOCK[name]), ops=ops, **{"block_size": BLOCK, "workspace_tokens": 16, **options})
+
+
+def padded_batch():
+    """Left padding, a hole and right padding, [3, 11]; the last column of row 2 is padding."""
+    ids = torch.randint(1, VOCAB, (3, 11))
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1, 5:7], mask[2, 10] = 0, 0, 0
+    return ids, mask
+
+
+def further_off(low: torch.Tensor, other: torch.Tensor, gold: torch.Tensor) -> torch.Tensor:
+    """At each element, which of two results in float32 lies further from gold."""
+    return torch.where((low - gold).abs() > (other - gold).abs(), low, other)
+
+
+def assert_same(scenario, name: str, ops, **options) -> None:
+    """`scenario(model) -> logits` of a served model within the budget that stock float32 sets against stock float64.
+
+    What float32 costs is taken from both of stock's own attentions: at each element, the one that lies further off.
+    """
+    with torch.no_grad():
+        gold = scenario(gold_model(name))
+        low, other = scenario(STOCK[name]), scenario(eager_model(name))
+        value = scenario(served(name, ops, **options))
+    result = compare("logits", value, further_off(low, other, gold), gold)
+    assert result.passed, result
+
+
+def tokens_of(model, **inputs):
+    torch.manual_seed(7)
+    return model.generate(**inputs)
+
+
+def packed_step(ops, query_lens, seq_lens, table):
+    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32)
+    lens = torch.tensor(seq_lens, dtype=torch.int32)
+    slots = ops.slot_mapping(starts, lens, table, BLOCK, int(starts[-1]))
+    metadata = ops.build_mla_metadata(CommonAttentionMetadata.make(starts, lens, table, slots), BLOCK, 16)
+    positions = torch.cat([torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)])
+    return dict(position_ids=positions[None], use_cache=False, mla_metadata=metadata)
+
+
+def attributes(model):
+    return {path: {key: id(value) for key, value in vars(module).items()} for path, module in model.named_modules()}
