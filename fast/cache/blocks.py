@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
@@ -20,7 +20,7 @@ from ..backends import BackendChoice
 
 
 def copy_blocks(
-    kv_caches: list[Float[Tensor, "num_blocks block_size head_size"]],
+    kv_caches: list[Shaped[Tensor, "num_blocks block_size columns"]],
     block_mapping: Int64[Tensor, "pairs 2"],
     *,
     backend: BackendChoice = None,
@@ -66,8 +66,8 @@ def _(kv_caches, block_mapping, backend):
 
 
 def swap_blocks(
-    source: Float[Tensor, "source_blocks block_size head_size"],
-    target: Float[Tensor, "target_blocks block_size head_size"],
+    source: Shaped[Tensor, "source_blocks block_size columns"],
+    target: Shaped[Tensor, "target_blocks block_size columns"],
     block_mapping: Int64[Tensor, "pairs 2"],
     *,
     backend: BackendChoice = None,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CacheFormat,
     check,
     check_blocks,
     check_cache_write,
@@ -32,7 +34,7 @@ def allocate_kv_cache(
     device: torch.device | str = "cpu",
     num_layers: int | None = None,
     layout: str = "layers_first",
-) -> Float[Tensor, "*layers num_blocks block_size head_size"]:
+) -> Shaped[Tensor, "*layers num_blocks block_size columns"]:
     """An empty cache; its bytes are undefined until written (they may be NaN and reach nothing).
 
     Args:
@@ -61,8 +63,9 @@ def allocate_kv_cache(
 def concat_and_cache_mla(
     kv_c_normed: Float[Tensor, "T Lkv"],
     k_pe: Float[Tensor, "T R"],
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     slot_mapping: Int64[Tensor, " slots"],
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     backend: BackendChoice = None,
 ) -> None:
@@ -73,6 +76,7 @@ def concat_and_cache_mla(
         k_pe: [T, R], rotated keys.
         kv_cache: written in place.
         slot_mapping: [>= T], -1 = padding.
+        cache_format: format of the cache.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Raises:
@@ -80,9 +84,11 @@ def concat_and_cache_mla(
             written then.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping)
+    check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
     widths = (("kv_lora_rank", kv_c_normed.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
-    chosen = backends.select(backends.cache_request("concat_and_cache_mla", kv_cache, widths), backend).name
+    chosen = backends.select(
+        backends.cache_request("concat_and_cache_mla", kv_cache, widths, cache_format), backend
+    ).name
     torch.ops.mla_twins.concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, chosen)
 
 
@@ -103,11 +109,12 @@ def _(kv_c_normed, k_pe, kv_cache, slot_mapping, backend):
 
 
 def gather_and_maybe_dequant_cache(
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     block_table: Int32[Tensor, "B W"],
     cu_seq_lens: Int32[Tensor, " B+1"],
     starts: Int32[Tensor, " B"],
     num_tokens: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     out: Float[Tensor, "num_tokens head_size"] | None = None,
     backend: BackendChoice = None,
@@ -122,6 +129,7 @@ def gather_and_maybe_dequant_cache(
         cu_seq_lens: [B + 1], prefix sum of the pieces' lengths.
         starts: [B], first token of each piece.
         num_tokens: cu_seq_lens[-1].
+        cache_format: format of the cache.
         out: where to put the result, such as the head of a workspace.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
@@ -133,8 +141,9 @@ def gather_and_maybe_dequant_cache(
             cache. Nothing is written then.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens)
-    chosen = backends.select(backends.cache_request("gather_and_maybe_dequant_cache", kv_cache), backend).name
+    check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format)
+    request = backends.cache_request("gather_and_maybe_dequant_cache", kv_cache, cache_format=cache_format)
+    chosen = backends.select(request, backend).name
     if out is None:
         return torch.ops.mla_twins.gather_cache(kv_cache, block_table, cu_seq_lens, starts, num_tokens, chosen)
     check_tensor("out", out, (num_tokens, kv_cache.shape[2]), (kv_cache.dtype,), kv_cache.device)

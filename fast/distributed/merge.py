@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from reference.distributed.arguments import check_merge_over_group
 from reference.distributed.groups import Group
@@ -43,15 +42,10 @@ def cp_lse_ag_out_rs(
     """
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
-    return _share_and_scatter(state, group.all_gather(state.lse), group, backend)
-
-
-def _share_and_scatter(state: AttentionState, lses: Tensor, group: Group, backend: BackendChoice) -> AttentionState:
-    """What follows once the LSE of all ranks are here."""
-    request = backends.state_request("share_attn_out", state.out)
-    chosen = backends.select(request, backend).name
-    by_home, lse = torch.ops.mla_twins.share_attn_out(state.out, lses, group.rank, chosen)
-    return AttentionState(group.reduce_scatter(by_home), lse)
+    chosen = backends.select(backends.state_request("share_attn_out", state.out), backend).name
+    lses = group.all_gather(state.lse)
+    by_owner, lse = torch.ops.mla_twins.share_attn_out(state.out, lses, group.rank, chosen)
+    return AttentionState(group.reduce_scatter(by_owner), lse)
 
 
 @torch.library.custom_op(

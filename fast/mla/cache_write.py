@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int, Int64
+from jaxtyping import Float, Int, Int64, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CacheFormat,
     RopeConfig,
-    check_cache,
+    check_formatted_cache,
     check_number,
     check_slots,
     check_tensor,
@@ -24,11 +26,12 @@ def rope_norm_and_cache(
     q_pe: Float[Tensor, "T N R"],
     kv_c: Float[Tensor, "T Lkv"],
     k_pe: Float[Tensor, "T R"],
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     slot_mapping: Int64[Tensor, " slots"],
     norm_weight: Float[Tensor, " Lkv"],
     eps: float,
     rope: RopeConfig,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     frequencies: Float[Tensor, " R/2"] | None = None,
     backend: BackendChoice = None,
@@ -45,6 +48,7 @@ def rope_norm_and_cache(
         norm_weight: [Lkv].
         eps: of the norm.
         rope: rotary parameters.
+        cache_format: format of the cache.
         frequencies: `rotary_frequencies(rope, R, float32 or float64)` on the device, where the caller keeps them.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
@@ -60,13 +64,15 @@ def rope_norm_and_cache(
     tokens, latent = kv_c.shape
     check_tensor("q_pe", q_pe, (tokens, "N", "R"), (kv_c.dtype,), kv_c.device)
     check_tensor("k_pe", k_pe, (tokens, q_pe.shape[2]), (kv_c.dtype,), kv_c.device)
-    check_cache(kv_cache, latent + k_pe.shape[1], kv_c.dtype, kv_c.device)
+    check_formatted_cache(kv_cache, cache_format, latent, k_pe.shape[1], kv_c.dtype, kv_c.device)
     check_tensor("slot_mapping", slot_mapping, ("slots",), (torch.int64,), kv_c.device)
     check_tensor("norm_weight", norm_weight, (latent,), device=kv_c.device)
     check_number("eps", eps, 0)
     frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
     widths = (("kv_lora_rank", kv_c.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
-    chosen = backends.select(backends.cache_request("rope_norm_and_cache", kv_cache, widths), backend).name
+    chosen = backends.select(
+        backends.cache_request("rope_norm_and_cache", kv_cache, widths, cache_format), backend
+    ).name
     return torch.ops.mla_twins.rope_norm_and_cache(
         positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight.to(kv_c.dtype), eps, frequencies, magnitude,
         rope.interleaved, chosen,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     FLOPS_PER_BYTE,
     AttentionState,
+    CacheFormat,
     CascadeMetadata,
     MLAConfig,
     check_config,
@@ -69,9 +71,10 @@ def use_cascade_attention(
 def cascade_attention(
     ql_nope: Float[Tensor, "T N Lkv"],
     q_pe: Float[Tensor, "T N R"],
-    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: CascadeMetadata,
     softmax_scale: float,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
@@ -83,6 +86,7 @@ def cascade_attention(
         kv_cache: the cache; the new tokens are already in it.
         metadata: of `split_shared_prefix`.
         softmax_scale: (P + R)^-1/2, with YaRN's factor.
+        cache_format: format of the cache.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
@@ -93,10 +97,28 @@ def cascade_attention(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_type("metadata", metadata, CascadeMetadata)
-    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix)
+    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)
     backend = backends.bind(backend, ("mla_decode", "merge_attn_states"))
     wide = wide_dtype(ql_nope.dtype)
-    prefix = mla_decode(ql_nope, q_pe, kv_cache, metadata.prefix, softmax_scale, out_dtype=wide, backend=backend)
-    suffix = mla_decode(ql_nope, q_pe, kv_cache, metadata.suffix, softmax_scale, out_dtype=wide, backend=backend)
+    prefix = mla_decode(
+        ql_nope,
+        q_pe,
+        kv_cache,
+        metadata.prefix,
+        softmax_scale,
+        out_dtype=wide,
+        cache_format=cache_format,
+        backend=backend,
+    )
+    suffix = mla_decode(
+        ql_nope,
+        q_pe,
+        kv_cache,
+        metadata.suffix,
+        softmax_scale,
+        out_dtype=wide,
+        cache_format=cache_format,
+        backend=backend,
+    )
     state = merge_attn_states(prefix, suffix, backend=backend)
     return AttentionState(state.out.to(ql_nope.dtype), state.lse)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from reference.distributed.arguments import check_chunk_share
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     AttentionState,
+    CacheFormat,
     ContextParallelChunk,
     DecodeMetadata,
     DecodeSchedule,
@@ -18,7 +20,6 @@ from reference.interfaces import (
     check_context,
     check_decode,
     check_dtype,
-    check_flag,
     check_number,
     check_tensor,
     check_type,
@@ -27,16 +28,17 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 from ..cache.latent import gather_and_maybe_dequant_cache
-from ..distributed.merge import MERGE_OVER_RANKS, _share_and_scatter
+from ..distributed.merge import MERGE_OVER_RANKS
 from ..distributed.reorg import reorg_kvcache
-from .decode import decode_in_parts, mla_decode
+from .decode import mla_decode
 
 
 def dcp_gather_context(
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: PrefillMetadata,
     chunk: ContextParallelChunk,
     context_parallel: ContextParallel,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
     backend: BackendChoice = None,
@@ -48,6 +50,7 @@ def dcp_gather_context(
         metadata: the requests that prefill.
         chunk: the plan of the piece.
         context_parallel: the groups.
+        cache_format: format of the cache.
         workspace: rows for what is handed in and what arrives, at least (D + 1) padded_tokens.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
@@ -60,7 +63,7 @@ def dcp_gather_context(
         GroupError: the exchange failed.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    check_context(kv_cache, metadata, chunk)
+    check_context(kv_cache, metadata, chunk, cache_format)
     check_chunk_share(chunk, context_parallel)
     backend = backends.bind(backend, ("gather_and_maybe_dequant_cache", "reorg_kvcache"))
     group, padded, width = context_parallel.cp_group, chunk.padded_tokens, kv_cache.shape[2]
@@ -74,27 +77,27 @@ def dcp_gather_context(
     arriving, handed_in = workspace[: group.size * padded], workspace[group.size * padded : rows]
     starts, offsets = chunk.held
     gather_and_maybe_dequant_cache(  # rows past those that lie here are padding, and nobody reads them
-        kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, out=handed_in[: chunk.local_tokens],
-        backend=backend,
+        kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, cache_format,
+        out=handed_in[: chunk.local_tokens], backend=backend,
     )  # fmt: skip
     gathered = group.all_gather(handed_in, out=arriving.view(group.size, padded, width))
     return reorg_kvcache(gathered, chunk, backend=backend)
 
 
-DCP_DECODE_OPS = (*backends.DECODES[:3], "share_attn_out", *backends.MESSAGES)
+DCP_DECODE_OPS = ("mla_decode", "share_attn_out", *backends.MESSAGES)
 
 
 def dcp_decode(
     ql_nope: Float[Tensor, "T N Lkv"],
     q_pe: Float[Tensor, "T N R"],
-    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: DecodeMetadata,
     softmax_scale: float,
     context_parallel: ContextParallel,
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
-    overlap: bool = True,
     backend: BackendChoice = None,
 ) -> AttentionState:
     """Absorbed attention over keys that lie on D ranks.
@@ -108,7 +111,7 @@ def dcp_decode(
         context_parallel: the groups and the merge.
         schedule: of the decode of the gathered heads.
         out_dtype: dtype of `out`, on the wire too; that of `ql_nope` where None.
-        overlap: with "ag_rs", send the LSE while the parts of the outputs are still being merged here.
+        cache_format: format of the cache.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
@@ -119,8 +122,7 @@ def dcp_decode(
         GroupError: an exchange failed.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
-    check_flag("overlap", overlap)
+    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_type("context_parallel", context_parallel, ContextParallel)
     check_number("softmax_scale", softmax_scale)
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
@@ -129,10 +131,8 @@ def dcp_decode(
     # heads first: what arrives from all ranks is then one tensor of all heads, without another copy
     q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)
     q = group.all_gather(q).flatten(0, 1).transpose(0, 1)
-    arguments = (q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype)
-    if context_parallel.merge == "ag_rs" and overlap:
-        decode = decode_in_parts(*arguments, backend=backend)
-        pending = group.all_gather_async(decode.lse)
-        state = decode.finish()
-        return _share_and_scatter(state, pending.wait(), group, backend)
-    return MERGE_OVER_RANKS[context_parallel.merge](mla_decode(*arguments, backend=backend), group, backend=backend)
+    state = mla_decode(
+        q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format,
+        backend=backend,
+    )  # fmt: skip
+    return MERGE_OVER_RANKS[context_parallel.merge](state, group, backend=backend)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     AttentionState,
+    CacheFormat,
     DecodeMetadata,
     DecodeSchedule,
     MLAConfig,
@@ -69,11 +68,12 @@ def decode_programs(
 def mla_decode(
     ql_nope: Float[Tensor, "T N Lkv"],
     q_pe: Float[Tensor, "T N R"],
-    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: DecodeMetadata,
     softmax_scale: float,
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
@@ -88,6 +88,7 @@ def mla_decode(
         schedule: how the work is cut over programs (`plan_decode`); None leaves it to the kernel. It changes results by
             rounding alone; the `cpu` kernels, which cut nothing, do not look at it.
         out_dtype: dtype of `out`; that of `ql_nope` where None.
+        cache_format: format of the cache.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
@@ -100,75 +101,24 @@ def mla_decode(
             cache.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    arguments = _arguments("mla_decode", ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend)
-    return AttentionState(*torch.ops.mla_twins.mla_decode(*arguments))
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeInParts:
-    """A decode whose LSE stands while its outputs still lie in parts: time to send the LSE to other ranks.
-
-    Attributes:
-        lse: [N, T], final.
-        finish: merges the parts; returns the state.
-    """
-
-    lse: Tensor
-    finish: Callable[[], AttentionState]
-
-
-def decode_in_parts(
-    ql_nope: Float[Tensor, "T N Lkv"],
-    q_pe: Float[Tensor, "T N R"],
-    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
-    metadata: DecodeMetadata,
-    softmax_scale: float,
-    schedule: DecodeSchedule | None = None,
-    out_dtype: torch.dtype | None = None,
-    *,
-    backend: BackendChoice = None,
-) -> DecodeInParts:
-    """As `mla_decode`, in two steps: first all but the merge of the outputs, then that.
-
-    How many parts there are is the kernel's business, so fake tensors need a `ShapeEnv` here (`torch.compile` has one).
-
-    Raises:
-        ValueError: as `mla_decode`.
-        UnsupportedConfiguration: likewise.
-    """
-    arguments = _arguments(
-        "mla_decode_parts", ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend
-    )
-    out, lse, *parts = torch.ops.mla_twins.mla_decode_parts(*arguments)
-
-    def finish() -> AttentionState:
-        *cut, name = arguments[-4:]
-        torch.ops.mla_twins.merge_decode_parts(
-            out, lse, *parts, metadata.query_start_loc, metadata.max_query_len, *cut, name
-        )
-        return AttentionState(out, lse)
-
-    return DecodeInParts(lse, finish)
-
-
-def _arguments(op, ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend) -> tuple:
-    """The checked arguments of the op, the name of the backend that serves it last."""
-    check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
+    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_number("softmax_scale", softmax_scale)
-    check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
+    out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
+    check_dtype("out_dtype", out_dtype)
     query_lens = backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len)
+    batch_invariant = schedule is not None and schedule.batch_invariant
     request = backends.decode_request(
         ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens,
-        backends.cache_in_words(kv_cache), op, out_dtype or ql_nope.dtype,
-        batch_invariant=schedule is not None and schedule.batch_invariant,
+        backends.cache_in_words(kv_cache), out_dtype=out_dtype, cache_format=cache_format,
+        batch_invariant=batch_invariant,
     )  # fmt: skip
-    chosen = backends.select(request, backend)
-    return (
+    out, lse = torch.ops.mla_twins.mla_decode(
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-        metadata.visible_lens, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype or ql_nope.dtype,
+        metadata.visible_lens, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype,
         None if schedule is None else schedule.tile_ranges, None if schedule is None else schedule.split_offsets,
-        schedule is not None and schedule.batch_invariant, chosen.name,
+        batch_invariant, backends.select(request, backend).name,
     )  # fmt: skip
+    return AttentionState(out, lse)
 
 
 @torch.library.custom_op(
@@ -202,60 +152,3 @@ def _(
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
     return out, ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))
-
-
-@torch.library.custom_op(
-    "mla_twins::mla_decode_parts",
-    mutates_args=(),
-    schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
-    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
-    " float softmax_scale, ScalarType out_dtype,"
-    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _mla_decode_parts(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
-):  # fmt: skip
-    if ql_nope.device.type == "cpu":
-        metadata = DecodeMetadata(
-            block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1]
-        )
-        check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
-    return backends.kernel(backend, "mla_decode_parts")(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
-    )  # fmt: skip
-
-
-@_mla_decode_parts.register_fake
-def _(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
-):  # fmt: skip
-    tokens, heads, _ = ql_nope.shape
-    wide, context = wide_dtype(out_dtype), torch.library.get_ctx()
-    out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
-    lse = ql_nope.new_empty(heads, tokens, dtype=wide)
-    # how many parts there are is the kernel's business
-    return out, lse, *(ql_nope.new_empty(context.new_dynamic_size(), dtype=wide) for _ in range(2))
-
-
-@torch.library.custom_op(
-    "mla_twins::merge_decode_parts",
-    mutates_args=("out",),
-    schema="(Tensor(a!) out, Tensor lse, Tensor part_out, Tensor part_lse, Tensor query_start_loc,"
-    " SymInt max_query_len, Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, str backend) -> ()",
-)
-def _merge_decode_parts(
-    out, lse, part_out, part_lse, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, backend
-):
-    backends.kernel(backend, "merge_decode_parts")(
-        out, lse, part_out, part_lse, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant
-    )
-
-
-@_merge_decode_parts.register_fake
-def _(out, lse, part_out, part_lse, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant,
-      backend):  # fmt: skip
-    return None

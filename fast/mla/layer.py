@@ -10,17 +10,18 @@ import functools
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from reference.distributed.arguments import check_output_projection, check_step_share
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
+    CacheFormat,
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
-    check,
     check_forward_attention,
     check_int,
     check_modules,
@@ -29,7 +30,7 @@ from reference.interfaces import (
     check_projections,
     check_step,
     check_tensor,
-    is_positive_int,
+    check_type,
     latent_norm_eps,
     linear_output,
     wide_dtype,
@@ -85,6 +86,7 @@ class MLAAttention(nn.Module):
             builder takes by itself; pass the number of the builder where it is another one.
         context_parallel: the groups, where ranks share heads and sequences: the projections that have heads are then
             this rank's share of them (N / TP), `o_proj` without a bias; the config is that of all heads.
+        cache_format: format of the layer's cache.
         backend: a name, which binds the ops that this backend declares, a mapping from op to name, or None; what it
             leaves open is chosen call by call (`fast.backends`).
 
@@ -106,6 +108,7 @@ class MLAAttention(nn.Module):
         q_b_proj: nn.Module | None = None,
         workspace_tokens: int = MOST_WORKSPACE_TOKENS,
         context_parallel: ContextParallel | None = None,
+        cache_format: CacheFormat = COMPUTE_FORMAT,
         *,
         backend: BackendChoice = None,
     ):
@@ -117,6 +120,7 @@ class MLAAttention(nn.Module):
             q_a_proj=q_a_proj, q_b_proj=q_b_proj,
         )  # fmt: skip
         check_int("workspace_tokens", workspace_tokens)
+        check_type("cache_format", cache_format, CacheFormat)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
@@ -125,8 +129,7 @@ class MLAAttention(nn.Module):
         self.q_proj, self.q_a_proj, self.q_b_proj = q_proj, q_a_proj, q_b_proj
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
-        check(is_positive_int(workspace_tokens), "workspace_tokens", "a positive int", workspace_tokens)
-        self.workspace_tokens = workspace_tokens
+        self.workspace_tokens, self.cache_format = workspace_tokens, cache_format
         self.backend = backends.bind(backend, LAYER_OPS)
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self._frequencies = rotary_frequencies(config.rope, config.qk_rope_head_dim)
@@ -201,7 +204,7 @@ class MLAAttention(nn.Module):
         self,
         hidden_states: Float[Tensor, "T H"],
         positions: Int[Tensor, " T"],
-        kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+        kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
         metadata: MLAMetadata | None,
     ) -> Float[Tensor, "T H"]:
         """Attend one packed batch: decodes first, then prefills, then padding.
@@ -224,7 +227,7 @@ class MLAAttention(nn.Module):
         c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
         output = q.new_empty(q.shape[0], c.num_heads, c.v_head_dim)
         w_uk, w_uv = self.up_projections()
-        check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, output)
+        check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, output, self.cache_format)
         if metadata is None:
             self._touch_largest(q, w_uk, w_uv)
             return self._project_out(output.zero_())
@@ -233,8 +236,8 @@ class MLAAttention(nn.Module):
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
             positions, q_pe, kv_c, k_pe, kv_cache, metadata.slot_mapping[: metadata.num_actual_tokens],
-            self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope, frequencies=self._frequencies_for(q),
-            backend=self.backend,
+            self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope, cache_format=self.cache_format,
+            frequencies=self._frequencies_for(q), backend=self.backend,
         )  # fmt: skip
         q = torch.cat((q_nope, q_pe), dim=-1)
         self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
@@ -291,7 +294,7 @@ class MLAAttention(nn.Module):
         q: Float[Tensor, "T N D"],
         kv_c_normed: Float[Tensor, "T Lkv"],
         k_pe: Float[Tensor, "T R"],
-        kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+        kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
         metadata: MLAMetadata | None,
         output: Float[Tensor, "T N V"],
     ) -> None:
@@ -310,7 +313,7 @@ class MLAAttention(nn.Module):
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
-        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output)
+        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output, self.cache_format)
         if metadata is None:
             self._touch_largest(q, w_uk, w_uv)
             output.zero_()
@@ -318,7 +321,9 @@ class MLAAttention(nn.Module):
         check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
         check_step_share(metadata, self.context_parallel)
         end = metadata.num_actual_tokens
-        concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, backend=self.backend)
+        concat_and_cache_mla(
+            kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format, backend=self.backend
+        )
         self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
 
     def _touch_largest(self, q: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
@@ -337,17 +342,18 @@ class MLAAttention(nn.Module):
             ql_nope = query_to_latent(q_nope, w_uk_t)
             if metadata.cascade is not None:
                 state = cascade_attention(
-                    ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, backend=self.backend
+                    ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, backend=self.backend
                 )
             elif self.context_parallel is not None:
                 state = dcp_decode(
                     ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel,
-                    metadata.schedule, backend=self.backend,
+                    metadata.schedule, cache_format=self.cache_format, backend=self.backend,
                 )  # fmt: skip
             else:
                 state = mla_decode(
-                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule, backend=self.backend
-                )
+                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
+                    cache_format=self.cache_format, backend=self.backend,
+                )  # fmt: skip
             output[:split] = latent_to_value(state.out, w_uv_absorbed)
         if end > split:
             rows, gather = slice(split, end), gather_context
@@ -357,7 +363,7 @@ class MLAAttention(nn.Module):
                 )
             state = forward_prefill(
                 q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather,
-                backend=self.backend,
+                self.cache_format, backend=self.backend,
             )  # fmt: skip
             output[rows] = state.out
         output[end:] = 0

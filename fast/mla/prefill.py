@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     AttentionState,
+    CacheFormat,
     ContextChunk,
     PrefillMetadata,
     check_context,
@@ -80,9 +82,10 @@ def run_prefill_context_chunk(
 
 
 def gather_context(
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: PrefillMetadata,
     chunk: ContextChunk,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
@@ -91,22 +94,24 @@ def gather_context(
     Raises:
         ValueError: a plan for another block size; shapes, dtypes or devices that do not fit.
     """
-    check_context(kv_cache, metadata, chunk)
+    check_context(kv_cache, metadata, chunk, cache_format)
     return gather_and_maybe_dequant_cache(
-        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, backend=backend
-    )
+        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format,
+        backend=backend,
+    )  # fmt: skip
 
 
 def forward_prefill(
     q: Float[Tensor, "T N D"],
     kv_c_normed: Float[Tensor, "T Lkv"],
     k_pe: Float[Tensor, "T R"],
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: PrefillMetadata,
     w_uk: Float[Tensor, "Lkv N P"],
     w_uv: Float[Tensor, "Lkv N V"],
     softmax_scale: float,
     gather: Callable[..., Tensor] = gather_context,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
@@ -121,7 +126,8 @@ def forward_prefill(
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
         softmax_scale: (P + R)^-1/2, with YaRN's factor.
-        gather: `(kv_cache, metadata, chunk) -> [S, Lkv + R]`; context parallelism passes its own.
+        gather: `(kv_cache, metadata, chunk, cache_format=) -> [S, Lkv + R]`; context parallelism passes its own.
+        cache_format: format of the cache.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
@@ -131,7 +137,7 @@ def forward_prefill(
         ValueError: shapes, dtypes or devices that do not fit.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv)
+    check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_function("gather", gather)
     backend = backends.bind(backend, PREFILL_OPS)
     latent = kv_c_normed.shape[1]
@@ -141,7 +147,7 @@ def forward_prefill(
     state = run_prefill_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, backend=backend)
     del k_nope, v
     for chunk in metadata.context_chunks:
-        context = gather(kv_cache, metadata, chunk)
+        context = gather(kv_cache, metadata, chunk, cache_format=cache_format)
         k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv)
         piece = run_prefill_context_chunk(
             q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale, backend=backend

@@ -23,7 +23,7 @@ from ..interfaces import (
 )
 
 
-def _attend(
+def attend_one_request(
     q: Float[Tensor, "Sq N D"],
     k: Float[Tensor, "S N D"],
     v: Float[Tensor, "S N Dv"],
@@ -102,6 +102,6 @@ def flash_attn_varlen(
         visible = torch.ones(query_len, key_len, dtype=torch.bool, device=q.device)
         if causal:
             visible = visible.tril(diagonal=key_len - query_len)
-        state = _attend(q[rows], k[keys], v[keys], visible, softmax_scale)
+        state = attend_one_request(q[rows], k[keys], v[keys], visible, softmax_scale)
         out[rows], lse[:, rows] = state.out.to(out.dtype), state.lse
     return AttentionState(out, lse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Int64, Shaped
 from torch import Tensor
 
 from ..interfaces import (
@@ -17,7 +17,7 @@ from ..interfaces import (
 
 
 def copy_blocks(
-    kv_caches: list[Float[Tensor, "num_blocks block_size head_size"]], block_mapping: Int64[Tensor, "pairs 2"]
+    kv_caches: list[Shaped[Tensor, "num_blocks block_size columns"]], block_mapping: Int64[Tensor, "pairs 2"]
 ) -> None:
     """Copy whole blocks within each cache (copy on write); bit-exact.
 
@@ -41,8 +41,8 @@ def copy_blocks(
 
 
 def swap_blocks(
-    source: Float[Tensor, "source_blocks block_size head_size"],
-    target: Float[Tensor, "target_blocks block_size head_size"],
+    source: Shaped[Tensor, "source_blocks block_size columns"],
+    target: Shaped[Tensor, "target_blocks block_size columns"],
     block_mapping: Int64[Tensor, "pairs 2"],
 ) -> None:
     """Copy whole blocks from one cache into another, on the same or another device; bit-exact.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from ..interfaces import (
+    COMPUTE_FORMAT,
+    CacheFormat,
     check,
     check_blocks,
     check_cache_write,
@@ -28,7 +30,7 @@ def allocate_kv_cache(
     device: torch.device | str = "cpu",
     num_layers: int | None = None,
     layout: str = "layers_first",
-) -> Float[Tensor, "*layers num_blocks block_size head_size"]:
+) -> Shaped[Tensor, "*layers num_blocks block_size columns"]:
     """An empty cache; its bytes are undefined until written (they may be NaN and reach nothing).
 
     Args:
@@ -57,8 +59,9 @@ def allocate_kv_cache(
 def concat_and_cache_mla(
     kv_c_normed: Float[Tensor, "T Lkv"],
     k_pe: Float[Tensor, "T R"],
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     slot_mapping: Int64[Tensor, " slots"],
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> None:
     """Write each token's latent and rotated key into its slot; bit-exact. Slots past T are ignored.
 
@@ -67,11 +70,12 @@ def concat_and_cache_mla(
         k_pe: [T, R], rotated keys.
         kv_cache: written in place.
         slot_mapping: [>= T], -1 = padding.
+        cache_format: format of the cache.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; a slot outside the cache. Nothing is written then.
     """
-    check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping)
+    check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
     slots = slot_mapping[: kv_c_normed.shape[0]]
     num_blocks, block_size, _ = kv_cache.shape
     check_slots(slots, num_blocks * block_size)
@@ -81,11 +85,12 @@ def concat_and_cache_mla(
 
 
 def gather_and_maybe_dequant_cache(
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     block_table: Int32[Tensor, "B W"],
     cu_seq_lens: Int32[Tensor, " B+1"],
     starts: Int32[Tensor, " B"],
     num_tokens: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> Float[Tensor, "num_tokens head_size"]:
     """Copy a piece of each request's tokens out of the pages, packed one request after another; bit-exact.
 
@@ -97,6 +102,7 @@ def gather_and_maybe_dequant_cache(
         cu_seq_lens: [B + 1], prefix sum of the pieces' lengths.
         starts: [B], first token of each piece.
         num_tokens: cu_seq_lens[-1].
+        cache_format: format of the cache.
 
     Returns:
         [num_tokens, Lkv + R].
@@ -104,7 +110,7 @@ def gather_and_maybe_dequant_cache(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; offsets that fall; a block outside the cache.
     """
-    check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens)
+    check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format)
     check_offsets("cu_seq_lens", cu_seq_lens, num_tokens)
     lengths, first = cu_seq_lens.diff().tolist(), starts.tolist()
     check(all(start >= 0 for start in first), "starts", "values >= 0", first)

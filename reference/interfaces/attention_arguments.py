@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cache_arguments import check_block_size, check_cache, check_chunk
+from .cache_arguments import check_block_size, check_cache, check_chunk, check_formatted_cache
+from .cache_format import CacheFormat
 from .checks import (
     check,
     check_blocks,
@@ -69,13 +70,18 @@ def check_merge(prefix: AttentionState, suffix: AttentionState) -> None:
 
 
 def check_decode(
-    ql_nope: Tensor, q_pe: Tensor, kv_cache: Tensor, metadata: DecodeMetadata, schedule: DecodeSchedule | None = None
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor,
+    metadata: DecodeMetadata,
+    cache_format: CacheFormat,
+    schedule: DecodeSchedule | None = None,
 ) -> None:
     """Shapes, dtypes and devices of absorbed decode; reads no values."""
     check_tensor("ql_nope", ql_nope, ("T", "N", "Lkv"))
     tokens, heads, latent = ql_nope.shape
     check_tensor("q_pe", q_pe, (tokens, heads, "R"), (ql_nope.dtype,), ql_nope.device)
-    check_cache(kv_cache, latent + q_pe.shape[2], ql_nope.dtype, ql_nope.device)
+    check_formatted_cache(kv_cache, cache_format, latent, q_pe.shape[2], ql_nope.dtype, ql_nope.device)
     check_decode_plan(metadata, tokens, ql_nope.device)
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
     if schedule is not None:
@@ -138,7 +144,7 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
 
 
 def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata,
-                  w_uk: Tensor, w_uv: Tensor) -> None:  # fmt: skip
+                  w_uk: Tensor, w_uv: Tensor, cache_format: CacheFormat) -> None:  # fmt: skip
     """Shapes, dtypes and devices of a prefill; reads no values."""
     check_tensor("q", q, ("T", "N", "P + R"))
     tokens, heads, width = q.shape
@@ -148,7 +154,7 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
     latent = kv_c_normed.shape[1]
     check_tensor("w_uk", w_uk, (latent, heads, width - rope), (q.dtype,), q.device)
     check_tensor("w_uv", w_uv, (latent, heads, "V"), (q.dtype,), q.device)
-    check_cache(kv_cache, latent + rope, q.dtype, q.device)
+    check_formatted_cache(kv_cache, cache_format, latent, rope, q.dtype, q.device)
     check_prefill_plan(metadata, q.device)
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
 
@@ -191,8 +197,9 @@ def check_expanded(
     check_attention(q, k_nope, v, metadata.query_start_loc, ends, k_pe)
 
 
-def check_context(kv_cache: Tensor, metadata: PrefillMetadata, chunk: ContextChunk) -> None:
+def check_context(kv_cache: Tensor, metadata: PrefillMetadata, chunk: ContextChunk, cache_format: CacheFormat) -> None:
     """Shapes, dtypes and devices of one chunk of context and of the cache that holds it; reads no values."""
+    check_type("cache_format", cache_format, CacheFormat)
     check_cache(kv_cache)
     check_chunk(chunk, check_prefill_requests(metadata, kv_cache.device), kv_cache.device, "chunk")
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cache_format import CacheFormat
 from .checks import (
     FLOAT_DTYPES,
     check,
@@ -24,27 +25,60 @@ from .shares import SequenceShare, get_dcp_local_seq_lens
 CPU = torch.device("cpu")
 
 
-def check_cache(kv_cache: Tensor, head_size: int | str = "Lkv + R", dtype: torch.dtype | None = None,
+def check_cache(kv_cache: Tensor, columns: int | str = "columns", dtype: torch.dtype | None = None,
                 device: torch.device | None = None) -> None:  # fmt: skip
     """Check a paged latent cache's rank, entry width, dtype and device."""
-    check_tensor("kv_cache", kv_cache, ("num_blocks", "block_size", head_size),
+    check_tensor("kv_cache", kv_cache, ("num_blocks", "block_size", columns),
                  FLOAT_DTYPES if dtype is None else (dtype,), device)  # fmt: skip
     check(kv_cache.shape[1] >= 1, "kv_cache", "a block size of at least 1", kv_cache.shape[1])
 
 
-def check_cache_write(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def check_formatted_cache(
+    kv_cache: Tensor,
+    cache_format: CacheFormat,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    query_dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Check that a paged latent cache has the columns and the storage dtype of its format; reads no values.
+
+    Args:
+        kv_cache: the cache.
+        cache_format: its format.
+        kv_lora_rank: Lkv.
+        qk_rope_head_dim: R.
+        query_dtype: dtype of the queries that attend over it, or of the latents that are written.
+        device: device of those.
+    """
+    check_type("cache_format", cache_format, CacheFormat)
+    columns = cache_format.columns(kv_lora_rank, qk_rope_head_dim)
+    check_cache(kv_cache, columns, cache_format.dtype_for(query_dtype), device)
+
+
+def check_cache_write(
+    kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, cache_format: CacheFormat
+) -> None:
     """Shapes, dtypes and devices of a cache write; reads no values."""
     check_tensor("kv_c_normed", kv_c_normed, ("T", "Lkv"))
     device = kv_c_normed.device
     tokens, latent = kv_c_normed.shape
     check_tensor("k_pe", k_pe, (tokens, "R"), (kv_c_normed.dtype,), device)
-    check_cache(kv_cache, latent + k_pe.shape[1], kv_c_normed.dtype, device)
+    check_formatted_cache(kv_cache, cache_format, latent, k_pe.shape[1], kv_c_normed.dtype, device)
     check_tensor("slot_mapping", slot_mapping, ("slots",), (torch.int64,), device)
     check(slot_mapping.shape[0] >= tokens, "slot_mapping", f"at least {tokens} slots", slot_mapping.shape[0])
 
 
-def check_gather(kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, starts: Tensor, num_tokens: int) -> None:
+def check_gather(
+    kv_cache: Tensor,
+    block_table: Tensor,
+    cu_seq_lens: Tensor,
+    starts: Tensor,
+    num_tokens: int,
+    cache_format: CacheFormat,
+) -> None:
     """Shapes, dtypes and devices of a gather; reads no values."""
+    check_type("cache_format", cache_format, CacheFormat)
     check_cache(kv_cache)
     device = kv_cache.device
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,), device)

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .attention_arguments import check_decode_plan, check_decode_values, check_prefill_plan, check_schedule
-from .cache_arguments import check_block_size, check_cache
+from .cache_arguments import check_block_size, check_formatted_cache
+from .cache_format import CacheFormat
 from .checks import (
     check,
     check_blocks,
@@ -83,7 +84,14 @@ def latent_norm_eps(kv_a_layernorm: object, q_a_layernorm: object | None) -> flo
 
 
 def check_forward_attention(
-    config: MLAConfig, weight: Tensor, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, output: Tensor
+    config: MLAConfig,
+    weight: Tensor,
+    q: Tensor,
+    kv_c_normed: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    output: Tensor,
+    cache_format: CacheFormat,
 ) -> None:
     """Shapes, dtypes and devices of a layer's attention, all tied to its up-projection; reads no values."""
     dtypes, device = (weight.dtype,), weight.device
@@ -91,7 +99,8 @@ def check_forward_attention(
     tokens = q.shape[0]
     check_tensor("kv_c_normed", kv_c_normed, (tokens, config.kv_lora_rank), dtypes, device)
     check_tensor("k_pe", k_pe, (tokens, config.qk_rope_head_dim), dtypes, device)
-    check_cache(kv_cache, config.head_size, weight.dtype, device)
+    widths = config.kv_lora_rank, config.qk_rope_head_dim
+    check_formatted_cache(kv_cache, cache_format, *widths, weight.dtype, device)
     check_tensor("output", output, (tokens, config.num_heads, config.v_head_dim), dtypes, device)
 
 

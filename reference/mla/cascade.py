@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Shaped
 from torch import Tensor
 
 from ..attention.merge import merge_attn_states
 from ..interfaces import (
+    COMPUTE_FORMAT,
     FLOPS_PER_BYTE,
     AttentionState,
+    CacheFormat,
     CascadeMetadata,
     MLAConfig,
     check_config,
@@ -66,9 +68,10 @@ def use_cascade_attention(
 def cascade_attention(
     ql_nope: Float[Tensor, "T N Lkv"],
     q_pe: Float[Tensor, "T N R"],
-    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: CascadeMetadata,
     softmax_scale: float,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
     """`mla_decode` with the shared prefix attended once: equal to it, for attention over parts of the keys merges.
 
@@ -78,6 +81,7 @@ def cascade_attention(
         kv_cache: the cache; the new tokens are already in it.
         metadata: of `split_shared_prefix`.
         softmax_scale: (P + R)^-1/2, with YaRN's factor.
+        cache_format: format of the cache.
 
     Returns:
         out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
@@ -86,9 +90,13 @@ def cascade_attention(
         ValueError: as `mla_decode`.
     """
     check_type("metadata", metadata, CascadeMetadata)
-    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix)
+    check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)
     wide = wide_dtype(ql_nope.dtype)
-    prefix = mla_decode(ql_nope, q_pe, kv_cache, metadata.prefix, softmax_scale, out_dtype=wide)
-    suffix = mla_decode(ql_nope, q_pe, kv_cache, metadata.suffix, softmax_scale, out_dtype=wide)
+    prefix = mla_decode(
+        ql_nope, q_pe, kv_cache, metadata.prefix, softmax_scale, out_dtype=wide, cache_format=cache_format
+    )
+    suffix = mla_decode(
+        ql_nope, q_pe, kv_cache, metadata.suffix, softmax_scale, out_dtype=wide, cache_format=cache_format
+    )
     state = merge_attn_states(prefix, suffix)
     return AttentionState(state.out.to(ql_nope.dtype), state.lse)

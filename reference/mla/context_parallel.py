@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ..cache.latent import gather_and_maybe_dequant_cache
@@ -13,7 +13,9 @@ from ..distributed.groups import ContextParallel
 from ..distributed.merge import MERGE_OVER_RANKS
 from ..distributed.reorg import reorg_kvcache
 from ..interfaces import (
+    COMPUTE_FORMAT,
     AttentionState,
+    CacheFormat,
     ContextParallelChunk,
     DecodeMetadata,
     DecodeSchedule,
@@ -28,10 +30,11 @@ from .decode import mla_decode
 
 
 def dcp_gather_context(
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: PrefillMetadata,
     chunk: ContextParallelChunk,
     context_parallel: ContextParallel,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> Float[Tensor, "S head_size"]:
     """The cache entries of one chunk from all ranks, in the order of the tokens: the gather of a prefill.
 
@@ -40,6 +43,7 @@ def dcp_gather_context(
         metadata: the requests that prefill.
         chunk: the plan of the piece.
         context_parallel: the groups.
+        cache_format: format of the cache.
 
     Returns:
         [num_tokens, Lkv + R].
@@ -49,24 +53,27 @@ def dcp_gather_context(
             Nothing has been exchanged then.
         GroupError: the exchange failed.
     """
-    check_context(kv_cache, metadata, chunk)
+    check_context(kv_cache, metadata, chunk, cache_format)
     check_chunk_share(chunk, context_parallel)
     starts, offsets = chunk.held
     held = chunk.local_tokens
     handed_in = kv_cache.new_zeros(chunk.padded_tokens, kv_cache.shape[2])
-    handed_in[:held] = gather_and_maybe_dequant_cache(kv_cache, metadata.block_table, offsets, starts, held)
+    handed_in[:held] = gather_and_maybe_dequant_cache(
+        kv_cache, metadata.block_table, offsets, starts, held, cache_format
+    )
     return reorg_kvcache(context_parallel.cp_group.all_gather(handed_in), chunk)
 
 
 def dcp_decode(
     ql_nope: Float[Tensor, "T N Lkv"],
     q_pe: Float[Tensor, "T N R"],
-    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: DecodeMetadata,
     softmax_scale: float,
     context_parallel: ContextParallel,
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
     """Absorbed attention over keys that lie on D ranks.
 
@@ -79,6 +86,7 @@ def dcp_decode(
         context_parallel: the groups and the merge.
         schedule: of the decode of the gathered heads; it changes no value.
         out_dtype: dtype of `out`, on the wire too; that of `ql_nope` where None.
+        cache_format: format of the cache.
 
     Returns:
         out [T, N / TP, Lkv], lse [N / TP, T], over the keys of all ranks.
@@ -87,12 +95,14 @@ def dcp_decode(
         ValueError: as `mla_decode`.
         GroupError: an exchange failed.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
+    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_type("context_parallel", context_parallel, ContextParallel)
     check_number("softmax_scale", softmax_scale)
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
     q = rearrange(torch.cat((ql_nope, q_pe), dim=-1), "tokens heads width -> heads tokens width")
     q = rearrange(group.all_gather(q), "ranks heads tokens width -> tokens (ranks heads) width")
-    state = mla_decode(q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype)
+    state = mla_decode(
+        q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format
+    )
     return MERGE_OVER_RANKS[context_parallel.merge](state, group)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import torch
 from einops import repeat
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from ..attention.varlen import _attend
+from ..attention.varlen import attend_one_request
 from ..cache.latent import gather_and_maybe_dequant_cache
 from ..interfaces import (
+    COMPUTE_FORMAT,
     AttentionState,
+    CacheFormat,
     DecodeMetadata,
     DecodeSchedule,
     check_decode,
@@ -28,11 +30,12 @@ from ..interfaces import (
 def mla_decode(
     ql_nope: Float[Tensor, "T N Lkv"],
     q_pe: Float[Tensor, "T N R"],
-    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: DecodeMetadata,
     softmax_scale: float,
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
     """Absorbed attention of one or several query tokens a request over its cached latents.
 
@@ -44,6 +47,7 @@ def mla_decode(
         softmax_scale: (P + R)^-1/2, with YaRN's factor; never (Lkv + R)^-1/2.
         schedule: how a kernel cuts the work; it changes no value, so the specification does not look at it.
         out_dtype: dtype of `out`; that of `ql_nope` where None.
+        cache_format: format of the cache.
 
     Returns:
         out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T].
@@ -52,7 +56,7 @@ def mla_decode(
         ValueError: shapes, dtypes or devices that do not fit; a plan for another block size; offsets that fall;
             lengths above `max_seq_len`; rows that see more keys than their request has; a block outside the cache.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
+    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_number("softmax_scale", softmax_scale)
     out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
     check_dtype("out_dtype", out_dtype)
@@ -70,9 +74,10 @@ def mla_decode(
             torch.tensor([0, length], dtype=torch.int32, device=q.device),
             torch.zeros(1, dtype=torch.int32, device=q.device),
             length,
+            cache_format,
         )
         k = repeat(entries, "keys width -> keys heads width", heads=heads)
         visible = torch.arange(length, device=q.device) < metadata.visible_lens[rows, None]
-        state = _attend(q[rows], k, k[..., :latent], visible, softmax_scale)
+        state = attend_one_request(q[rows], k, k[..., :latent], visible, softmax_scale)
         out[rows], lse[:, rows] = state.out.to(out.dtype), state.lse
     return AttentionState(out, lse)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from ..attention.rope import apply_rope
@@ -16,11 +16,12 @@ from ..cache.latent import concat_and_cache_mla
 from ..distributed.arguments import check_output_projection, check_step_share
 from ..distributed.groups import ContextParallel
 from ..interfaces import (
+    COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
+    CacheFormat,
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
-    check,
     check_forward_attention,
     check_int,
     check_modules,
@@ -29,7 +30,7 @@ from ..interfaces import (
     check_projections,
     check_step,
     check_tensor,
-    is_positive_int,
+    check_type,
     latent_norm_eps,
     linear_output,
     wide_dtype,
@@ -76,6 +77,7 @@ class MLAAttention(nn.Module):
             builder takes by itself; pass the number of the builder where it is another one.
         context_parallel: the groups, where ranks share heads and sequences: the projections that have heads are then
             this rank's share of them (N / TP), `o_proj` without a bias; the config is that of all heads.
+        cache_format: format of the layer's cache.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class MLAAttention(nn.Module):
         q_b_proj: nn.Module | None = None,
         workspace_tokens: int = MOST_WORKSPACE_TOKENS,
         context_parallel: ContextParallel | None = None,
+        cache_format: CacheFormat = COMPUTE_FORMAT,
     ):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
@@ -100,6 +103,7 @@ class MLAAttention(nn.Module):
             q_a_proj=q_a_proj, q_b_proj=q_b_proj,
         )  # fmt: skip
         check_int("workspace_tokens", workspace_tokens)
+        check_type("cache_format", cache_format, CacheFormat)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
@@ -108,8 +112,7 @@ class MLAAttention(nn.Module):
         self.q_proj, self.q_a_proj, self.q_b_proj = q_proj, q_a_proj, q_b_proj
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
-        check(is_positive_int(workspace_tokens), "workspace_tokens", "a positive int", workspace_tokens)
-        self.workspace_tokens = workspace_tokens
+        self.workspace_tokens, self.cache_format = workspace_tokens, cache_format
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self.refresh_weights()
 
@@ -182,7 +185,7 @@ class MLAAttention(nn.Module):
         self,
         hidden_states: Float[Tensor, "T H"],
         positions: Int[Tensor, " T"],
-        kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+        kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
         metadata: MLAMetadata | None,
     ) -> Float[Tensor, "T H"]:
         """Attend one packed batch: decodes first, then prefills, then padding.
@@ -237,7 +240,7 @@ class MLAAttention(nn.Module):
         q: Float[Tensor, "T N D"],
         kv_c_normed: Float[Tensor, "T Lkv"],
         k_pe: Float[Tensor, "T R"],
-        kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+        kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
         metadata: MLAMetadata | None,
         output: Float[Tensor, "T N V"],
     ) -> None:
@@ -256,7 +259,7 @@ class MLAAttention(nn.Module):
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
-        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output)
+        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output, self.cache_format)
         if metadata is None:
             context = q.new_zeros(self.workspace_tokens, c.head_size)
             expand_kv(context[:, : c.kv_lora_rank], w_uk, w_uv)
@@ -266,26 +269,31 @@ class MLAAttention(nn.Module):
         check_step_share(metadata, self.context_parallel)
 
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
-        concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping)
+        concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format)
         if split > 0:
             w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
             q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
             ql_nope = query_to_latent(q_nope, w_uk_t)
             if metadata.cascade is not None:
-                state = cascade_attention(ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale)
+                state = cascade_attention(ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format)
             elif self.context_parallel is not None:
                 state = dcp_decode(
-                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel, metadata.schedule
-                )
+                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel,
+                    metadata.schedule, cache_format=self.cache_format,
+                )  # fmt: skip
             else:
-                state = mla_decode(ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule)
+                state = mla_decode(
+                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
+                    cache_format=self.cache_format,
+                )  # fmt: skip
             output[:split] = latent_to_value(state.out, w_uv_absorbed)
         if end > split:
             rows, gather = slice(split, end), gather_context
             if self.context_parallel is not None:
                 gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel)
             state = forward_prefill(
-                q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather
-            )
+                q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather,
+                self.cache_format,
+            )  # fmt: skip
             output[rows] = state.out
         output[end:] = 0

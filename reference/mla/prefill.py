@@ -9,14 +9,16 @@ from collections.abc import Callable
 
 import torch
 from einops import repeat
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ..attention.merge import merge_attn_states
 from ..attention.varlen import flash_attn_varlen
 from ..cache.latent import gather_and_maybe_dequant_cache
 from ..interfaces import (
+    COMPUTE_FORMAT,
     AttentionState,
+    CacheFormat,
     ContextChunk,
     PrefillMetadata,
     check_context,
@@ -75,16 +77,19 @@ def run_prefill_context_chunk(
 
 
 def gather_context(
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"], metadata: PrefillMetadata, chunk: ContextChunk
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
+    metadata: PrefillMetadata,
+    chunk: ContextChunk,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> Float[Tensor, "S head_size"]:
     """The cache entries of one chunk, in request order.
 
     Raises:
         ValueError: a plan for another block size; shapes, dtypes or devices that do not fit.
     """
-    check_context(kv_cache, metadata, chunk)
+    check_context(kv_cache, metadata, chunk, cache_format)
     return gather_and_maybe_dequant_cache(
-        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens
+        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format
     )
 
 
@@ -92,12 +97,13 @@ def forward_prefill(
     q: Float[Tensor, "T N D"],
     kv_c_normed: Float[Tensor, "T Lkv"],
     k_pe: Float[Tensor, "T R"],
-    kv_cache: Float[Tensor, "num_blocks block_size head_size"],
+    kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
     metadata: PrefillMetadata,
     w_uk: Float[Tensor, "Lkv N P"],
     w_uv: Float[Tensor, "Lkv N V"],
     softmax_scale: float,
     gather: Callable[..., Tensor] = gather_context,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
     """Attention of new tokens over their cached context and themselves, on the expanded path.
 
@@ -110,7 +116,8 @@ def forward_prefill(
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
         softmax_scale: (P + R)^-1/2, with YaRN's factor.
-        gather: `(kv_cache, metadata, chunk) -> [S, Lkv + R]`; context parallelism passes its own.
+        gather: `(kv_cache, metadata, chunk, cache_format=) -> [S, Lkv + R]`; context parallelism passes its own.
+        cache_format: format of the cache.
 
     Returns:
         out [T, N, V] in the dtype of `q`, lse [N, T].
@@ -118,14 +125,14 @@ def forward_prefill(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv)
+    check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_function("gather", gather)
     latent = kv_c_normed.shape[1]
     k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
     state = run_prefill_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale)
     del k_nope, v
     for chunk in metadata.context_chunks:
-        context = gather(kv_cache, metadata, chunk)
+        context = gather(kv_cache, metadata, chunk, cache_format=cache_format)
         k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv)
         piece = run_prefill_context_chunk(q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale)
         del k_nope, v, context  # before the next chunk is expanded: one chunk's expansion lives at a time

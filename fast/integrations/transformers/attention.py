@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Int64
+from jaxtyping import Bool, Float, Int, Int64, Shaped
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import find_packed_sequence_indices
@@ -70,7 +70,7 @@ class Step:
     metadata: MLAMetadata
     positions: Int[Tensor, " T"]
     tokens: Int64[Tensor, " T"] | None
-    kv_caches: Sequence[Float[Tensor, "num_blocks block_size head_size"]]
+    kv_caches: Sequence[Shaped[Tensor, "num_blocks block_size columns"]]
 
 
 class InferenceOnly(torch.autograd.Function):

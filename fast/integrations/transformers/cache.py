@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import ModuleType
 
 import torch
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Int32, Shaped
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
@@ -85,12 +85,12 @@ class LatentCacheLayer(CacheLayerMixin):
     def __init__(self, record: BatchRecord, leads: bool):
         super().__init__()
         self.record, self.leads = record, leads
-        self.kv_cache: Float[Tensor, "num_blocks block_size head_size"] | None = None
+        self.kv_cache: Shaped[Tensor, "num_blocks block_size columns"] | None = None
         self.rows = 0
 
     def reserve(
         self, ops: ModuleType, rows: int, width: int, head_size: int, dtype: torch.dtype, device: torch.device
-    ) -> Float[Tensor, "num_blocks block_size head_size"]:
+    ) -> Shaped[Tensor, "num_blocks block_size columns"]:
         """The pages of `rows` rows of `width` blocks, grown by a copy where they are too few.
 
         Raises:
