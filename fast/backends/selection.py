@@ -54,13 +54,13 @@ class KernelRequest:
     out_dtype: torch.dtype | None = None
 
 
-DECODES = ("mla_decode", "mla_decode_parts", "merge_decode_parts", "decode_programs")  # of one backend together
+DECODES = ("mla_decode", "decode_programs")  # of one backend together
 MESSAGES = ("pack_attn_state", "combine_attn_states")  # likewise
 CACHE_OPS = (  # whose requests have a block size, besides those of DECODES
     "concat_and_cache_mla", "copy_blocks", "gather_and_maybe_dequant_cache", "rope_norm_and_cache", "swap_blocks",
 )  # fmt: skip
 # op to the op that reads the buffers it writes: a backend serves the first only where it has the second
-_READER = {"mla_decode_parts": "merge_decode_parts", "pack_attn_state": "combine_attn_states"}
+_READER = {"pack_attn_state": "combine_attn_states"}
 
 
 class LazyKernels(Mapping):

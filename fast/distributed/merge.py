@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from reference.distributed.arguments import check_merge_over_group
 from reference.distributed.groups import Group
@@ -43,11 +42,7 @@ def cp_lse_ag_out_rs(
     """
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
-    return _share_and_scatter(state, group.all_gather(state.lse), group, backend)
-
-
-def _share_and_scatter(state: AttentionState, lses: Tensor, group: Group, backend: BackendChoice) -> AttentionState:
-    """What follows once the LSE of all ranks are here."""
+    lses = group.all_gather(state.lse)
     request = backends.KernelRequest("share_attn_out", state.out.device, state.out.dtype)
     chosen = backends.select(request, backend).name
     by_home, lse = torch.ops.mla_twins.share_attn_out(state.out, lses, group.rank, chosen)

@@ -18,7 +18,6 @@ from reference.interfaces import (
     check_context,
     check_decode,
     check_dtype,
-    check_flag,
     check_number,
     check_tensor,
     check_type,
@@ -27,9 +26,9 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 from ..cache.latent import gather_and_maybe_dequant_cache
-from ..distributed.merge import MERGE_OVER_RANKS, _share_and_scatter
+from ..distributed.merge import MERGE_OVER_RANKS
 from ..distributed.reorg import reorg_kvcache
-from .decode import decode_in_parts, mla_decode
+from .decode import mla_decode
 
 
 def dcp_gather_context(
@@ -81,7 +80,7 @@ def dcp_gather_context(
     return reorg_kvcache(gathered, chunk, backend=backend)
 
 
-DCP_DECODE_OPS = (*backends.DECODES[:3], "share_attn_out", *backends.MESSAGES)
+DCP_DECODE_OPS = ("mla_decode", "share_attn_out", *backends.MESSAGES)
 
 
 def dcp_decode(
@@ -94,7 +93,6 @@ def dcp_decode(
     schedule: DecodeSchedule | None = None,
     out_dtype: torch.dtype | None = None,
     *,
-    overlap: bool = True,
     backend: BackendChoice = None,
 ) -> AttentionState:
     """Absorbed attention over keys that lie on D ranks.
@@ -108,7 +106,6 @@ def dcp_decode(
         context_parallel: the groups and the merge.
         schedule: of the decode of the gathered heads.
         out_dtype: dtype of `out`, on the wire too; that of `ql_nope` where None.
-        overlap: with "ag_rs", send the LSE while the parts of the outputs are still being merged here.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
@@ -120,7 +117,6 @@ def dcp_decode(
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
-    check_flag("overlap", overlap)
     check_type("context_parallel", context_parallel, ContextParallel)
     check_number("softmax_scale", softmax_scale)
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
@@ -130,9 +126,4 @@ def dcp_decode(
     q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)
     q = group.all_gather(q).flatten(0, 1).transpose(0, 1)
     arguments = (q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype)
-    if context_parallel.merge == "ag_rs" and overlap:
-        decode = decode_in_parts(*arguments, backend=backend)
-        pending = group.all_gather_async(decode.lse)
-        state = decode.finish()
-        return _share_and_scatter(state, pending.wait(), group, backend)
     return MERGE_OVER_RANKS[context_parallel.merge](mla_decode(*arguments, backend=backend), group, backend=backend)

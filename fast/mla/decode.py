@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -104,53 +101,6 @@ def mla_decode(
     return AttentionState(*torch.ops.mla_twins.mla_decode(*arguments))
 
 
-@dataclass(frozen=True, eq=False)
-class DecodeInParts:
-    """A decode whose LSE stands while its outputs still lie in parts: time to send the LSE to other ranks.
-
-    Attributes:
-        lse: [N, T], final.
-        finish: merges the parts; returns the state.
-    """
-
-    lse: Tensor
-    finish: Callable[[], AttentionState]
-
-
-def decode_in_parts(
-    ql_nope: Float[Tensor, "T N Lkv"],
-    q_pe: Float[Tensor, "T N R"],
-    kv_cache: Float[Tensor, "num_blocks block_size Lkv+R"],
-    metadata: DecodeMetadata,
-    softmax_scale: float,
-    schedule: DecodeSchedule | None = None,
-    out_dtype: torch.dtype | None = None,
-    *,
-    backend: BackendChoice = None,
-) -> DecodeInParts:
-    """As `mla_decode`, in two steps: first all but the merge of the outputs, then that.
-
-    How many parts there are is the kernel's business, so fake tensors need a `ShapeEnv` here (`torch.compile` has one).
-
-    Raises:
-        ValueError: as `mla_decode`.
-        UnsupportedConfiguration: likewise.
-    """
-    arguments = _arguments(
-        "mla_decode_parts", ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend
-    )
-    out, lse, *parts = torch.ops.mla_twins.mla_decode_parts(*arguments)
-
-    def finish() -> AttentionState:
-        *cut, name = arguments[-4:]
-        torch.ops.mla_twins.merge_decode_parts(
-            out, lse, *parts, metadata.query_start_loc, metadata.max_query_len, *cut, name
-        )
-        return AttentionState(out, lse)
-
-    return DecodeInParts(lse, finish)
-
-
 def _arguments(op, ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, backend) -> tuple:
     """The checked arguments of the op, the name of the backend that serves it last."""
     check_decode(ql_nope, q_pe, kv_cache, metadata, schedule)
@@ -201,60 +151,3 @@ def _(
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
     return out, ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))
-
-
-@torch.library.custom_op(
-    "mla_twins::mla_decode_parts",
-    mutates_args=(),
-    schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
-    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
-    " float softmax_scale, ScalarType out_dtype,"
-    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, str backend)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _mla_decode_parts(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
-):  # fmt: skip
-    if ql_nope.device.type == "cpu":
-        metadata = DecodeMetadata(
-            block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1]
-        )
-        check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
-    return backends.kernel(backend, "mla_decode_parts")(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
-    )  # fmt: skip
-
-
-@_mla_decode_parts.register_fake
-def _(
-    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
-):  # fmt: skip
-    tokens, heads, _ = ql_nope.shape
-    wide, context = wide_dtype(out_dtype), torch.library.get_ctx()
-    out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
-    lse = ql_nope.new_empty(heads, tokens, dtype=wide)
-    # how many parts there are is the kernel's business
-    return out, lse, *(ql_nope.new_empty(context.new_dynamic_size(), dtype=wide) for _ in range(2))
-
-
-@torch.library.custom_op(
-    "mla_twins::merge_decode_parts",
-    mutates_args=("out",),
-    schema="(Tensor(a!) out, Tensor lse, Tensor part_out, Tensor part_lse, Tensor query_start_loc,"
-    " SymInt max_query_len, Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, str backend) -> ()",
-)
-def _merge_decode_parts(
-    out, lse, part_out, part_lse, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, backend
-):
-    backends.kernel(backend, "merge_decode_parts")(
-        out, lse, part_out, part_lse, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant
-    )
-
-
-@_merge_decode_parts.register_fake
-def _(out, lse, part_out, part_lse, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant,
-      backend):  # fmt: skip
-    return None

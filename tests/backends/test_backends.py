@@ -199,8 +199,7 @@ def test_a_compound_function_binds_what_a_backend_declares(launched):
         fast.simulate(
             2, 1, lambda ranks: fast.dcp_decode(q, k_pe, cache, plan, scale, ranks, backend="decoder"), merge=merge
         )
-        parts = {"mla_decode_parts", "merge_decode_parts"} if merge == "ag_rs" else {"mla_decode"}
-        assert launched == {("decoder", op) for op in parts} | {("cpu", op) for op in exchange}
+        assert launched == {("decoder", "mla_decode")} | {("cpu", op) for op in exchange}
 
 
 def test_a_compound_function_refuses_a_backend_that_declares_nothing_of_it(launched):
@@ -260,14 +259,13 @@ def test_what_nothing_has_is_refused_at_construction(backend, message, plain_err
 
 @pytest.mark.parametrize("name", ["cpu", "triton", "hopper"])
 def test_a_backend_declares_kernels_of_its_own(name):
-    """No launcher of another stands under its name, but for the combine that Hopper's decode launches itself."""
+    """No launcher of another stands under its name."""
     if name != "cpu":
         pytest.importorskip("triton")
     declared = next(backend for backend in backends.BACKENDS if backend.name == name).kernels
     assert set(declared) == set(importlib.import_module(f"fast.kernels.{name}").KERNELS)
     for op in declared:
-        owner = "triton" if op == "merge_decode_parts" and name == "hopper" else name
-        assert declared[op].__module__.startswith(f"fast.kernels.{owner}."), op
+        assert declared[op].__module__.startswith(f"fast.kernels.{name}."), op
 
 
 def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
@@ -297,10 +295,9 @@ def test_ops_with_private_buffers_between_them_stay_together(capability):
         for other in DECODES:
             assert backends.select(replace(ON_GPU, op=other), {op: "triton"}).name == "triton"
             assert backends.select(replace(ON_GPU, op=other), {"apply_rope": "triton"}).name == "hopper"
-    half = Backend("half", 1, "cpu", {"mla_decode_parts": print, "pack_attn_state": print})
-    for op, missing in (("mla_decode_parts", "merge_decode_parts"), ("pack_attn_state", "combine_attn_states")):
-        request = KernelRequest(op, CPU, torch.float32)
-        assert half.validate_configuration(request) == [f"half: has no kernel for {missing}"]
+    half = Backend("half", 1, "cpu", {"pack_attn_state": print})
+    request = KernelRequest("pack_attn_state", CPU, torch.float32)
+    assert half.validate_configuration(request) == ["half: has no kernel for combine_attn_states"]
 
 
 def test_ops_say_which_output_they_need(capability):
