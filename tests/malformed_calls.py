@@ -226,7 +226,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("cp_lse_ag_out_rs", state=state(), group=ranks.cp_group, **backend),
         call("cp_lse_a2a", state=state(), group=ranks.cp_group, **backend),
         call("dcp_decode", **absorbed, context_parallel=ranks, schedule=schedule, out_dtype=torch.float32,
-             **({"overlap": True} if is_fast else {}), **backend),
+             **backend),
         call("verify_group", context_parallel=ranks),
         call("simulate", context_parallel_size=1, interleave=1, program=lambda ranks: None, tensor_parallel_size=2,
              merge="a2a"),

@@ -37,8 +37,7 @@ def test_every_kernel_of_a_set_is_launched(monkeypatch, config):
     with_backends(monkeypatch, cpu_backend(kernels))
     settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2}
     assert fast.warmup(config, **settings) == []
-    between_ranks = {"combine_attn_states", "merge_decode_parts", "mla_decode_parts", "pack_attn_state",
-                     "reorg_kvcache", "share_attn_out"}  # fmt: skip
+    between_ranks = {"combine_attn_states", "pack_attn_state", "reorg_kvcache", "share_attn_out"}
     assert launched == set(cpu.KERNELS) - between_ranks
     config = replace(config, num_heads=2 * config.num_heads)
     ranks = fast.simulate(2, 8, lambda ranks: ranks)
@@ -207,7 +206,7 @@ def test_a_compiler_cannot_fuse_what_folds_round(launches):
     The factor of the other addend is 1, which the compiler must not know: it would fuse the product into the sum.
     """
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
-    folds = [launch for key, launch in launches.items() if key[0] == "_merge_folded_kernel" and launch[2]["OUT"]]
+    folds = [launch for key, launch in launches.items() if key[0] == "_merge_folded_kernel"]
     assert folds
     for kernel, kinds, constants in folds:
         ptx = compiled(kernel, kinds, constants, (9, 0)).asm["ptx"]

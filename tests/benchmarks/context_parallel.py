@@ -43,7 +43,7 @@ SCALE = 192**-0.5
 DTYPE = torch.bfloat16
 CHECKED_REQUESTS, CHECKED_HEADS = 2, 3
 REPLAYS, ROUNDS = 5, 9
-VARIANTS = ("a2a", "ag_rs", "ag_rs, no overlap")
+VARIANTS = ("a2a", "ag_rs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,13 +158,13 @@ def measure_row(row: Row, groups: ContextParallel) -> dict[str, Any]:
     low, gold = oracle(row, q, home, DTYPE), oracle(row, q, home, torch.float64)
     mine = q[:, home].contiguous()
 
-    def together(ranks: ContextParallel, overlap: bool) -> AttentionState:
+    def together(ranks: ContextParallel) -> AttentionState:
         q_parts = mine[..., :LATENT], mine[..., LATENT:]
-        return fast.dcp_decode(*q_parts, *paged, SCALE, ranks, schedule, overlap=overlap)
+        return fast.dcp_decode(*q_parts, *paged, SCALE, ranks, schedule)
 
     for variant in VARIANTS:
-        ranks = dataclasses.replace(groups, merge=variant.split(",")[0])
-        step = functools.partial(together, ranks, "no overlap" not in variant)
+        ranks = dataclasses.replace(groups, merge=variant)
+        step = functools.partial(together, ranks)
         before = ranks.cp_group.received.copy()
         state = step()
         result["received"][variant] = dict(ranks.cp_group.received - before)
@@ -195,8 +195,7 @@ def summarise(row: Row, size: int, ranks: list[dict[str, Any]]) -> dict[str, Any
         times[way] = dataclasses.asdict(Spread.of(slowest))
     one = times["one GPU"]["median_us"]
     formula = {
-        variant: fast.dcp_wire_bytes(row.B, row.N, LATENT, ROPE, size, variant.split(",")[0], DTYPE.itemsize)
-        for variant in VARIANTS
+        variant: fast.dcp_wire_bytes(row.B, row.N, LATENT, ROPE, size, variant, DTYPE.itemsize) for variant in VARIANTS
     }
     speedup = {way: one / found["median_us"] for way, found in times.items() if way != "one GPU"}
     best = max(speedup.values())

@@ -26,7 +26,6 @@ from ..support.decode_inputs import (
     SCALE,
     arguments,
     captured,
-    check_in_parts,
     differences,
     make_inputs,
     on_device,
@@ -137,19 +136,6 @@ def test_short_before_long(heads, batch_invariant):
         for _ in range(20):  # who is first differs
             state = launch(*inputs, schedule=schedule)
         verdict(state, *inputs)
-
-
-@pytest.mark.parametrize("heads", [16, 64])
-@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned"])
-def test_in_parts(cut, heads, monkeypatch):
-    inputs = make_inputs([1, 2, 0, 1], [2450, 1170, 0, 3], heads, BF16)
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: 2)
-    schedule = None
-    if cut not in ("whole", "split"):
-        schedule = schedule_of(inputs[3], heads, 0 if cut == "batch-invariant" else 3, cut != "scheduled", 1)
-    merge = backends.kernel("hopper", "merge_decode_parts")
-    assert check_in_parts(decode, merge, *inputs, schedule=schedule) == (cut != "whole")
 
 
 def one_request(inputs, request, more=0):

@@ -11,14 +11,12 @@ from functools import partial
 import pytest
 import torch
 
-from fast import backends
 from reference.interfaces import AttentionState
 
 from ..support import decode_inputs
 from ..support.decode_inputs import (
     arguments,
     captured,
-    check_in_parts,
     differences,
     make_inputs,
     on_device,
@@ -154,12 +152,6 @@ def test_nan_stays_with_its_owner():
         state.out[0, [2, 5]], state.lse[[2, 5], 0] = clean.out[0, [2, 5]], clean.lse[[2, 5], 0]
         assert_same_bits(state.out, clean.out)
         assert_same_bits(state.lse, clean.lse)
-
-
-def test_in_parts():
-    inputs = make_inputs([1, 2, 0, 1], [1450, 1170, 0, 3], 64, BF16)
-    assert check_in_parts(decode, backends.kernel("hopper", "merge_decode_parts"), *inputs, schedule=UNPLANNED)
-    assert len(taken) == 2
 
 
 @pytest.mark.parametrize("heads, lens", [(128, [8192]), (64, [900, 265, 0, 1501])])

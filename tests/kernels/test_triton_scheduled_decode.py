@@ -14,7 +14,7 @@ import torch
 
 import fast
 
-from ..support.decode_inputs import check_in_parts, rising_inputs, schedule_of, verdict
+from ..support.decode_inputs import rising_inputs, schedule_of, verdict
 from ..support.factories import assert_same_bits, integers, offsets
 from ..support.triton_decode_inputs import DTYPES, NARROW, WIDTH, WIDTHS, launch, make_inputs
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
@@ -160,19 +160,6 @@ def test_scheduled(programs, batch_invariant, dtype):
 def test_scheduled_shapes(widths, block_size):
     inputs = make_inputs([1, 2], [300, 131], 4, DTYPES[-1], widths, block_size=block_size)
     verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, 3, overhead=1)), *inputs)
-
-
-@runs
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned"])
-def test_in_parts(cut, dtype, monkeypatch):
-    inputs = make_inputs([1, 2, 0, 1], [1150, 570, 0, 3], 4, dtype)
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut in ("split", "batch-invariant") else 1)
-    schedule = None
-    if cut not in ("whole", "split"):
-        schedule = schedule_of(inputs[3], 4, 0 if cut == "batch-invariant" else 3, cut != "scheduled", 1)
-    merge = decode_merge.merge_decode_parts
-    assert check_in_parts(decode, merge, *inputs, schedule=schedule) == (cut != "whole")
 
 
 @runs

@@ -10,7 +10,7 @@ import reference
 from fast.parity import compare_states
 from reference.interfaces import AttentionState, DecodeMetadata, DecodeSchedule
 
-from .factories import assert_same_bits, make_batch, make_cache, make_entries
+from .factories import make_batch, make_cache, make_entries
 from .triton_mode import DEVICE
 
 SCALE = 0.13
@@ -77,22 +77,6 @@ def launch(kernels, *inputs, **options) -> AttentionState:
     out, lse = kernels.mla_decode(*arguments(*inputs, **options))
     assert out.is_contiguous() and lse.is_contiguous()
     return AttentionState(out.cpu(), lse.cpu())
-
-
-def check_in_parts(kernels, merge, *inputs, schedule=None) -> bool:
-    """In two steps the bits of one: the LSE stand after the first, and the second leaves them alone.
-
-    Returns:
-        Whether there were parts to merge.
-    """
-    wanted = launch(kernels, *inputs, schedule=schedule)
-    plan = on_device(inputs[3])
-    out, lse, *parts = kernels.mla_decode_parts(*arguments(*inputs, schedule=schedule))
-    assert_same_bits(lse.cpu(), wanted.lse)
-    merge(out, lse, *parts, plan.query_start_loc, plan.max_query_len, *cut_of(schedule))
-    assert_same_bits(out.cpu(), wanted.out)
-    assert_same_bits(lse.cpu(), wanted.lse)
-    return parts[0].numel() > 0
 
 
 def differences(decode, arguments, first, times) -> int:

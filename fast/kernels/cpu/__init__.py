@@ -3,7 +3,7 @@
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, rope_norm_and_cache, swap_blocks
 from .context_parallel import combine_attn_states, pack_attn_state, reorg_kvcache, share_attn_out
-from .decode import decode_programs, merge_decode_parts, mla_decode, mla_decode_parts
+from .decode import decode_programs, mla_decode
 from .merge import merge_attn_states
 from .rope import apply_rope
 from .schedule import plan_decode
@@ -17,9 +17,7 @@ KERNELS = {
     "flash_attn_varlen": flash_attn_varlen,
     "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache,
     "merge_attn_states": merge_attn_states,
-    "merge_decode_parts": merge_decode_parts,
     "mla_decode": mla_decode,
-    "mla_decode_parts": mla_decode_parts,
     "pack_attn_state": pack_attn_state,
     "plan_decode": plan_decode,
     "reorg_kvcache": reorg_kvcache,

@@ -84,26 +84,6 @@ def mla_decode(
     return out, lse
 
 
-def mla_decode_parts(*arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `mla_decode`; nothing is cut here, so no part is left to be merged."""
-    out, lse = mla_decode(*arguments)
-    return out, lse, out.new_empty(0, dtype=lse.dtype), lse.new_empty(0)
-
-
-def merge_decode_parts(
-    out: Tensor,
-    lse: Tensor,
-    part_out: Tensor,
-    part_lse: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    tile_ranges: Tensor | None,
-    split_offsets: Tensor | None,
-    batch_invariant: bool,
-) -> None:
-    """`out` is whole already."""
-
-
 def decode_programs(
     device: torch.device,
     dtype: torch.dtype,

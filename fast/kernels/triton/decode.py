@@ -149,37 +149,6 @@ def mla_decode(
     return out, lse
 
 
-def mla_decode_parts(
-    ql_nope: Tensor,
-    q_pe: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    visible_lens: Tensor,
-    max_query_len: int,
-    max_seq_len: int,
-    softmax_scale: float,
-    out_dtype: torch.dtype,
-    tile_ranges: Tensor | None,
-    split_offsets: Tensor | None,
-    batch_invariant: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `mla_decode`, but `out` is whole only after `merge_decode_parts`; `lse` is already.
-
-    Returns:
-        out [T, N, Lkv], lse [N, T], and the parts of both, float32 and flat, as `decode_merge` has them; those of out
-        have no element where none is to be merged and none was kept.
-    """
-    out, lse, *parts = _attend(
-        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
-    )  # fmt: skip
-    cut = (tile_ranges, split_offsets, batch_invariant)
-    merge_parts(*parts, query_start_loc, max_query_len, *cut, out, lse, write_out=False)
-    return out, lse, *parts
-
-
 def _attend(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,

@@ -44,7 +44,7 @@ FOR_PLANNED_FOLDS = (4, 512, 2, 4)
 @no_type_check  # the interpreter needs the source and globals of the kernels themselves
 def _merge_slots(
     part_out, part_lse, splits, first_slot, num_slots, slot_rows, part_row, real, columns,
-    LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr, OUT: tl.constexpr,
+    LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum and sum of values of ROWS rows over their parts from `first_slot` on, SPLITS at a time."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -58,14 +58,13 @@ def _merge_slots(
         held = used[:, None] & real[None, :]
         part = tl.load(part_lse + row, mask=held, other=float("-inf"))
         weight = tl.load(part_lse + num_slots.to(tl.int64) * slot_rows + row, mask=held, other=0.0)
-        if OUT:  # a part without keys was written too, as zeros, so that nothing here waits for its weight
-            where = (row * LATENT)[:, :, None] + columns[None, None, :]
-            piece = tl.load(part_out + where, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0)
+        # a part without keys was written too, as zeros, so that nothing here waits for its weight
+        where = (row * LATENT)[:, :, None] + columns[None, None, :]
+        piece = tl.load(part_out + where, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0)
         new_largest = tl.maximum(largest, tl.max(part, 0))
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         decay, share = tl.exp2(largest - shift), tl.exp2(part - shift[None, :])
-        if OUT:
-            values = values * decay[:, None] + tl.sum(piece * share[:, :, None], 0)
+        values = values * decay[:, None] + tl.sum(piece * share[:, :, None], 0)
         total = total * decay + tl.sum(weight * share, 0)
         largest = new_largest
     return largest, total, values
@@ -73,17 +72,13 @@ def _merge_slots(
 
 @triton.jit
 @no_type_check
-def load_part(
-    part_out, part_lse, slot, held, num_slots, slot_rows, part_row, columns, LATENT: tl.constexpr, OUT: tl.constexpr
-):
+def load_part(part_out, part_lse, slot, held, num_slots, slot_rows, part_row, columns, LATENT: tl.constexpr):
     """Maximum, sum and sum of values of ROWS rows in one slot; of rows that it does not hold, of nothing seen."""
     row = slot.to(tl.int64) * slot_rows + part_row
     largest = tl.load(part_lse + row, mask=held, other=float("-inf"))
     total = tl.load(part_lse + num_slots.to(tl.int64) * slot_rows + row, mask=held, other=0.0)
-    values = tl.zeros([part_row.shape[0], columns.shape[0]], tl.float32)
-    if OUT:
-        where = (row * LATENT)[:, None] + columns[None, :]
-        values = tl.load(part_out + where, mask=held[:, None] & (columns < LATENT)[None, :], other=0.0)
+    where = (row * LATENT)[:, None] + columns[None, :]
+    values = tl.load(part_out + where, mask=held[:, None] & (columns < LATENT)[None, :], other=0.0)
     return largest, total, values
 
 
@@ -143,16 +138,15 @@ def _rows_of_request(
 @no_type_check
 def _write_rows(
     largest, total, values, token, head, real, columns, column_tile, num_tokens, out, lse,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr,
+    HEADS: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
-    """OUT and LSE say which of both is written: another kernel writes the rest."""
+    """Write the output of ROWS rows by COLUMNS; the programs of the first columns also write the LSE."""
     divisor = tl.where(total == 0, 1.0, total)  # nothing seen at all: values 0, largest -inf
-    if OUT:
-        offsets = (token.to(tl.int64) * HEADS + head) * LATENT
-        merged = (values * (1.0 / divisor)[:, None]).to(out.dtype.element_ty)
-        held = real[:, None] & (columns < LATENT)[None, :]
-        tl.store(out + offsets[:, None] + columns[None, :], merged, mask=held)
-    if LSE and column_tile == 0:
+    offsets = (token.to(tl.int64) * HEADS + head) * LATENT
+    merged = (values * (1.0 / divisor)[:, None]).to(out.dtype.element_ty)
+    held = real[:, None] & (columns < LATENT)[None, :]
+    tl.store(out + offsets[:, None] + columns[None, :], merged, mask=held)
+    if column_tile == 0:
         lse_row = lse + head.to(tl.int64) * num_tokens + token
         tl.store(lse_row, (largest + tl.log2(divisor)) * LN_2, mask=real)
 
@@ -162,7 +156,7 @@ def _write_rows(
 def _merge_splits_kernel(
     part_out, part_lse, out, lse, num_tokens, num_splits,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge the equally many parts of ROWS rows of the batch by COLUMNS of their latents."""
     if DEPENDENT:
@@ -175,11 +169,11 @@ def _merge_splits_kernel(
     num_rows = num_tokens.to(tl.int64) * HEADS
     real = row < num_rows
     largest, total, values = _merge_slots(
-        part_out, part_lse, num_splits, 0, num_splits, num_rows, row, real, columns, LATENT, ROWS, COLUMNS, SPLITS, OUT
+        part_out, part_lse, num_splits, 0, num_splits, num_rows, row, real, columns, LATENT, ROWS, COLUMNS, SPLITS
     )  # fmt: skip
     _write_rows(
         largest, total, values, row // HEADS, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS,
-        LATENT, OUT, LSE,
+        LATENT,
     )  # fmt: skip
 
 
@@ -189,7 +183,7 @@ def _merge_scheduled_kernel(
     split_offsets, query_start_loc, part_out, part_lse, out, lse,
     num_tokens, request_rows, num_slots, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of a request, ROWS of its rows by COLUMNS; of one without keys, write the empty rows."""
     if DEPENDENT:
@@ -207,11 +201,10 @@ def _merge_scheduled_kernel(
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         largest, total, values = _merge_slots(
             part_out, part_lse, splits, first_slot, num_slots, request_rows, row, real, columns, LATENT, ROWS,
-            COLUMNS, SPLITS, OUT,
+            COLUMNS, SPLITS,
         )  # fmt: skip
         _write_rows(
             largest, total, values, token, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS, LATENT,
-            OUT, LSE,
         )  # fmt: skip
 
 
@@ -221,7 +214,7 @@ def _merge_folded_kernel(
     split_offsets, query_start_loc, part_out, part_lse, out, lse,
     num_tokens, request_rows, num_slots, num_requests, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    SCHEDULED: tl.constexpr, AHEAD: tl.constexpr, OUT: tl.constexpr, LSE: tl.constexpr, DEPENDENT: tl.constexpr,
+    SCHEDULED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Fold what is left of a request that is cut by its own length: its first slot, then split by split.
 
@@ -247,7 +240,7 @@ def _merge_folded_kernel(
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         first_slot = request * request_slots
         in_slots = row < request_rows if AHEAD else real & begun
-        state = load_part(part_out, part_lse, first_slot, in_slots, num_slots, request_rows, row, columns, LATENT, OUT)
+        state = load_part(part_out, part_lse, first_slot, in_slots, num_slots, request_rows, row, columns, LATENT)
         if begun:
             one = tl.where(num_requests > 0, 1.0, 0.0)  # as `_add_part` wants it
             first, end = (request * 0 + 1, request_slots) if AHEAD else (folded, splits)
@@ -257,7 +250,7 @@ def _merge_folded_kernel(
                 for place in tl.static_range(SPLITS):
                     part = load_part(
                         part_out, part_lse, first_slot + first + place, in_slots & (first + place < end), num_slots,
-                        request_rows, row, columns, LATENT, OUT,
+                        request_rows, row, columns, LATENT,
                     )  # fmt: skip
                     parts = parts + (part,)  # noqa: RUF005  the compiler knows no unpacking here
                 highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -273,7 +266,6 @@ def _merge_folded_kernel(
                     for split in range(tl.maximum(first, folded), tl.minimum(first + SPLITS, splits)):
                         part = load_part(
                             part_out, part_lse, first_slot + split, real, num_slots, request_rows, row, columns, LATENT,
-                            OUT,
                         )  # fmt: skip
                         state = fold_part(state, part)
                 first += SPLITS
@@ -281,24 +273,8 @@ def _merge_folded_kernel(
         largest, total, values = state
         _write_rows(
             largest, total, values, token, row % HEADS, real & left, columns, column_tile, num_tokens, out, lse, HEADS,
-            LATENT, OUT, LSE,
+            LATENT,
         )  # fmt: skip
-
-
-def merge_decode_parts(
-    out: Tensor,
-    lse: Tensor,
-    part_out: Tensor,
-    part_lse: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    tile_ranges: Tensor | None,
-    split_offsets: Tensor | None,
-    batch_invariant: bool,
-) -> None:
-    """Merge what `mla_decode_parts` left, into its `out`."""
-    cut = (tile_ranges, split_offsets, batch_invariant)
-    merge_parts(part_out, part_lse, query_start_loc, max_query_len, *cut, out, lse, write_lse=False)
 
 
 def merge_parts(
@@ -311,8 +287,6 @@ def merge_parts(
     batch_invariant: bool,
     out: Tensor,
     lse: Tensor,
-    write_out: bool = True,
-    write_lse: bool = True,
 ) -> None:
     """Merge the parts of a decode, where it has any.
 
@@ -326,21 +300,19 @@ def merge_parts(
         batch_invariant: requests are cut by their own length; else, without a schedule, into equally many parts.
         out: [T, N, Lkv], contiguous.
         lse: [N, T], contiguous.
-        write_out: whether.
-        write_lse: whether.
     """
     if part_out.numel() == 0:
         return
     tokens, heads, latent = out.shape
     requests = query_start_loc.shape[0] - 1
     following = device_facts(out.device).following
-    written = {"HEADS": heads, "LATENT": latent, "OUT": write_out, "LSE": write_lse}
+    written = {"HEADS": heads, "LATENT": latent}
     whole = triton.next_power_of_2(latent)
     # few rows have many parts each and leave most of the device idle: then small tiles, many parts at a time
     if tile_ranges is None and not batch_invariant:
         splits = part_out.numel() // out.numel()
         rows, columns, at_once, warps = _tile_for(splits, tokens * heads, heads, requests)
-        columns = min(columns, whole) if write_out else whole  # the lse takes one program, however wide the latent is
+        columns = min(columns, whole)
         with torch.cuda.device_of(out):
             _merge_splits_kernel[(triton.cdiv(tokens * heads, rows) * triton.cdiv(latent, columns),)](
                 part_out, part_lse, out, lse, tokens, splits,
@@ -361,7 +333,7 @@ def merge_parts(
     else:
         many = tile_ranges.shape[0] > MANY_PARTS * requests
         rows, columns, at_once, warps = FOR_MANY_PARTS if many else FOR_FEW_PARTS[heads >= MANY_HEADS]
-    columns = min(columns, whole) if write_out else whole
+    columns = min(columns, whole)
     row_tiles = triton.cdiv(request_rows, rows)
     grid = (requests * row_tiles * triton.cdiv(latent, columns),)
     tiles = {"COLUMNS": columns, "ROWS": rows, "SPLITS": at_once, "num_warps": warps}

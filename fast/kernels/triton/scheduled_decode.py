@@ -112,7 +112,7 @@ def _scheduled_decode_kernel(
                 if runs_on & (split > 0):
                     tl.debug_barrier()  # what any thread has written there
                     before = load_part(
-                        part_out, part_lse, slot, real, num_slots, request_rows, request_row, columns, LATENT, True
+                        part_out, part_lse, slot, real, num_slots, request_rows, request_row, columns, LATENT
                     )
                     largest, total, values = fold_part(before, (largest, total, values))
                     tl.debug_barrier()

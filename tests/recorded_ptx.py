@@ -1,0 +1,232 @@
+"""Record the PTX of every kernel variant that the compile tests reach, and compare it with a later tree.
+
+    python -m tests.recorded_ptx record FILE
+    python -m tests.recorded_ptx compare FILE --renamed few_heads=row_blocks_of_32 --gone merge_splits
+
+A change that moves or renames kernels without changing them leaves every hash the same. No GPU is needed: the launchers
+run on CPU tensors with the facts of an H200, their launches are recorded, and Triton compiles each for sm_90.
+A variant is known by the launch that reaches it: the scenario, the kernel's name, and its place among the launches
+of that kernel in the scenario. The hash leaves out debug information, comments and the kernel's own name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import JITFunction
+
+import fast
+from reference.interfaces import MLAConfig
+
+from . import memory_checks
+from .kernels import test_hopper_compilation as hopper_tests
+from .support.factories import CONFIGS, LOW_RANK
+from .test_compilation import Recorded
+
+BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid")
+SHAPES = (  # keys a page, Lkv and R, dtype
+    (64, (512, 64), BF16), (16, (512, 64), BF16), (32, (256, 32), FP16), (128, (512, 0), BF16), (64, (256, 64), BF16),
+)  # fmt: skip
+VARIANTS: dict[str, tuple] = {}  # key to kernel, kinds and constants; forked processes read it
+
+
+def kernel_modules() -> list:
+    """Every module of `fast.kernels`."""
+    package = importlib.import_module("fast.kernels")
+    return [importlib.import_module(name) for _, name, _ in pkgutil.walk_packages(package.__path__, "fast.kernels.")]
+
+
+@contextlib.contextmanager
+def recording(launches: dict, facts=None) -> Iterator[pytest.MonkeyPatch]:
+    """No kernel is launched: `launches` collects what each launch would compile, on a device with these facts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in kernel_modules():
+            for name, value in list(vars(module).items()):
+                if isinstance(value, JITFunction) and name.endswith("_kernel"):
+                    gluon = isinstance(value, GluonJITFunction)
+                    patch.setattr(module, name, (hopper_tests.RecordedGluon if gluon else Recorded)(value, launches))
+                elif name == "device_facts" and facts is not None:
+                    patch.setattr(module, name, lambda _: facts)
+        yield patch
+
+
+def hopper_decode(*arguments, **settings) -> dict:
+    """The one launch of the Hopper decode that a compile test asks for."""
+    with recording({}) as patch:
+        return {"": hopper_tests.recorded(patch, *arguments, **settings)}
+
+
+def memory_checked() -> dict:
+    """What `tests.memory_checks` launches on an H200."""
+    found: dict = {}
+    with recording(found, hopper_tests.H200):
+        decode = importlib.import_module("fast.kernels.hopper").KERNELS["mla_decode"]
+        for given in memory_checks.decodes():
+            decode(*given[:-1])
+    return found
+
+
+def warmed(sets, config, facts, **settings) -> dict:
+    """Launch what `fast.warmup` launches; kernel sets serve the CPU meanwhile, the later ones first."""
+    found: dict = {}
+    cpu = importlib.import_module("fast.kernels.cpu")
+    with recording(found, facts) as patch:
+        for name in sets:
+            for op, launch in importlib.import_module(f"fast.kernels.{name}").KERNELS.items():
+                patch.setitem(cpu.KERNELS, op, launch)
+        fast.warmup(config, device="cpu", **settings)
+    return found
+
+
+def scenarios() -> Iterator[tuple[str, Callable[[], dict]]]:
+    """Names of scenarios, and what gives the launches of each in order."""
+    for heads, cut, shape in product((16, 32, 128), hopper_tests.CUTS, SHAPES):
+        if cut in hopper_tests.ONLY_MANY and (heads <= 32 or shape[1][0] < 512):
+            continue
+        if shape is SHAPES[0] or cut in ("whole", hopper_tests.CUTS[-1]):
+            yield f"hopper {heads} heads, {cut}, {shape}", partial(hopper_decode, heads, cut, *shape)
+    for out_dtype in (F32, FP16):
+        yield f"hopper 128 heads, out {out_dtype}", partial(hopper_decode, 128, out_dtype=out_dtype)
+    yield "hopper memory checks", memory_checked
+    settings = {"block_size": 16, "decode_threshold": 2}
+    for (name, config), dtype in product(CONFIGS.items(), (BF16, F32)):
+        facts = hopper_tests.H200 if dtype == BF16 else None
+        yield f"triton {name}, {dtype}", partial(warmed, ["triton"], config, facts, dtype=dtype, **settings)
+    lite = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=16)
+    for name, config, kernel_sets, more in (
+        ("lite", lite, ["triton"], {"block_size": 64, "decode_threshold": 1}),
+        ("low-rank, batch-invariant", LOW_RANK, ["triton"], {"batch_invariant": True}),
+        ("20 heads on Hopper, batch-invariant",
+         replace(LOW_RANK, num_heads=20, kv_lora_rank=256, qk_rope_head_dim=32), ["triton", "hopper"],
+         {"batch_invariant": True}),
+        ("64 heads on Hopper",
+         replace(LOW_RANK, num_heads=64, kv_lora_rank=256, qk_rope_head_dim=32), ["triton", "hopper"], {}),
+    ):  # fmt: skip
+        given = {"dtype": BF16, **settings, **more}
+        yield f"triton {name}", partial(warmed, kernel_sets, config, hopper_tests.H200, **given)
+
+
+class _Done(Exception):
+    """Carry the PTX out of the compiler: nothing needs what the assembler makes of it."""
+
+
+def _stop(_backend, ptx, *_) -> None:
+    raise _Done(ptx)
+
+
+def ptx_of(kernel, kinds: dict, constants: dict) -> str:
+    """Compile a recorded launch for sm_90 as far as its PTX."""
+    options = {key: constants[key] for key in OPTIONS if key in constants}
+    values = {key: value for key, value in constants.items() if key not in options}
+    values |= {name: what for name, (kind, what) in kinds.items() if kind == "constexpr"}
+    names = [parameter.name for parameter in kernel.params]
+    signature = {name: "constexpr" if name in values else kinds[name][0] for name in names}
+    divided = {(names.index(n),): [["tt.divisibility", 16]] for n, (kind, what) in kinds.items()
+               if kind != "constexpr" and what}  # fmt: skip
+    if isinstance(kernel, GluonJITFunction):
+        source = GluonASTSource(kernel, signature, values, divided)
+    else:
+        source = ASTSource(kernel, signature, {(names.index(n),): value for n, value in values.items()}, divided)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CUDABackend, "make_cubin", _stop)
+        try:
+            return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        except _Done as done:
+            return done.args[0]
+
+
+def normalised(ptx: str, name: str) -> str:
+    """The PTX without debug information and comments; its kernel is called `kernel`."""
+    ptx = re.sub(r"\.section\s+\.debug_\w+\s*\{.*?^\s*\}", "", ptx, flags=re.DOTALL | re.MULTILINE)
+    lines = (re.sub(r"\s*//.*", "", line).strip() for line in ptx.splitlines())
+    kept = [line for line in lines if line and not re.match(r"\.(loc|file)\b|\$L__(tmp|info_string)\w*:", line)]
+    return "\n".join(kept).replace(name, "kernel")
+
+
+def variants(renamed: dict[str, str], only: str) -> dict[str, tuple]:
+    """Every launch of the scenarios that `only` matches by its key, under the kernels' names of the recorded file."""
+    back = {new: old for old, new in renamed.items()}
+    found, counts = {}, {}
+    for scenario, launch_all in scenarios():
+        for launch in launch_all().values() if re.search(only, scenario) else ():
+            name = launch[0].fn.__name__.strip("_").removesuffix("_kernel")
+            place = (scenario, back.get(name, name))
+            counts[place] = counts.get(place, 0) + 1
+            found[f"{scenario} | {place[1]} {counts[place]}"] = launch
+    return found
+
+
+def told(launch: tuple) -> str:
+    """A launch in words that tell two variants of a kernel apart."""
+    kernel, kinds, constants = launch
+    return f"{kernel.fn.__name__} {list(kinds.items())} {sorted((key, str(value)) for key, value in constants.items())}"
+
+
+def _hashed(key: str) -> str:
+    kernel = VARIANTS[key][0]
+    return hashlib.sha256(normalised(ptx_of(*VARIANTS[key]), kernel.fn.__name__).encode()).hexdigest()
+
+
+def hashes(found: dict[str, tuple], workers: int) -> dict[str, str]:
+    """The hash of every variant; launches that Triton would compile alike are compiled once."""
+    first: dict[str, str] = {}
+    for key, launch in found.items():
+        first.setdefault(told(launch), key)
+    keys = list(first.values())
+    VARIANTS.update({key: found[key] for key in keys})
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        done = dict(zip(keys, pool.map(_hashed, keys), strict=True))
+    print(f"{len(found)} variants, {len(keys)} compiled")
+    return {key: done[first[told(launch)]] for key, launch in found.items()}
+
+
+def main(argv: list[str]) -> int:
+    """Record or compare; 1 where a variant differs, or is missing without having been named as gone."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("record", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--renamed", nargs="*", default=[], metavar="OLD=NEW", help="kernels, without _ and _kernel")
+    parser.add_argument("--gone", nargs="*", default=[], help="parts of the keys of variants that were removed")
+    parser.add_argument("--only", default="", help="a regular expression: scenarios to take")
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args(argv)
+    found = variants(dict(pair.split("=") for pair in given.renamed), given.only)
+    if given.what == "record":
+        given.file.write_text(json.dumps(hashes(found, given.workers), indent=1) + "\n")
+        return 0
+    before = {key: value for key, value in json.loads(given.file.read_text()).items()
+              if re.search(given.only, key.split(" | ")[0])}  # fmt: skip
+    now = hashes(found, given.workers)
+    missing = [key for key in before.keys() - now.keys() if not any(part in key for part in given.gone)]
+    differing = [key for key in before.keys() & now.keys() if before[key] != now[key]]
+    for label, keys in (("differs", differing), ("missing", missing), ("new", now.keys() - before.keys())):
+        print("\n".join(f"{label}: {key}" for key in sorted(keys)), end="\n" if keys else "")
+    print(f"{len(before.keys() & now.keys()) - len(differing)} the same, {len(differing)} differ, "
+          f"{len(missing)} missing, {len(now.keys() - before.keys())} new")  # fmt: skip
+    return bool(differing or missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
