@@ -93,7 +93,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     ql_nope, q_pe = torch.randn(6, 3, 24), torch.randn(6, 3, 8)
     share = SequenceShare(2, 0, 2)
     ranks = ops.simulate(1, 1, lambda ranks: ranks)[0]
-    shared = ops.plan_context_chunks(integers(20, 0, 33), 128, 16, "packed", 2, 2)[0]
+    shared = ops.plan_context_chunks(integers(20, 0, 33), 128, 16, 2, 2)[0]
     shared = ops.share_chunk(shared, share)
     alone = ops.share_chunk(ops.plan_context_chunks(integers(31, 37), 128, 16)[0], SequenceShare(1, 0))
     weights = make_weights(DIRECT, torch.float32)
@@ -197,7 +197,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("plan_decode", seq_lens=integers(20, 0, 33), num_programs=2, num_heads=3, fixed_overhead=5,
              batch_invariant=False, **backend),
         call("choose_schedule", seq_lens=integers(20, 0, 3300), num_programs=2, num_heads=3, batch_invariant=False),
-        call("share_chunk", chunk=ops.plan_context_chunks(integers(20, 0, 33), 128, 16, "packed", 2, 2)[0],
+        call("share_chunk", chunk=ops.plan_context_chunks(integers(20, 0, 33), 128, 16, 2, 2)[0],
              share=share),
         call("chunked_prefill_workspace_size", max_model_len=4096, max_num_seqs=8, block_size=16,
              context_parallel_size=2, interleave=2),

@@ -184,7 +184,7 @@ def test_a_workspace_larger_than_needed(ops):
     """More rows than a chunk of context needs are no error, and what lies past the needed ones stays as it is."""
     if ops.__name__ == "reference":
         pytest.skip("the reference takes no workspace")
-    chunk = ops.plan_context_chunks(integers(50).cpu(), 64, 4, "packed", 2, 1)[0]
+    chunk = ops.plan_context_chunks(integers(50).cpu(), 64, 4, 2, 1)[0]
     cache, table = torch.randn(9, 4, 6), torch.arange(8, dtype=torch.int32)[None]
     plan = PrefillMetadata(table, offsets([1]), 1, (), 4)
 

@@ -81,7 +81,7 @@ def test_gather_in_a_workspace():
     config = CONFIGS["direct"]
     cache = torch.randn(30, 16, config.head_size)
     table = torch.arange(12, dtype=torch.int32)[None]
-    chunk = fast.plan_context_chunks(integers(700), 1024, 16, "packed", 4, 1)[0]
+    chunk = fast.plan_context_chunks(integers(700), 1024, 16, 4, 1)[0]
     prefill = reference.interfaces.PrefillMetadata(table, offsets([1]), 1, (), 16)
 
     def program(ranks):
