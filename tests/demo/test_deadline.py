@@ -11,7 +11,7 @@ import pytest
 SCRIPT = """
 import logging, os, sys, time
 from types import SimpleNamespace
-from fast.deadline import deadline
+from fast.demo.deadline import deadline
 
 group = SimpleNamespace(name="cp_group", rank=1, members=(0, 1), last_operation="all_gather", timeout_s=0.5,
                         fails_on_its_own=sys.argv[1] == "gloo")
