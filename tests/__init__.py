@@ -1,6 +1,9 @@
 """The tests: contract, identities, twins compared, mistakes planted, bad input, ops.
 
-Tiers of the comparison: 1 bit-exact (test_cache, the planners' files, test_differential), 2 float64 identities
+A folder of tests has the name of the folder of the packages that it tests; `twins`, `identities` and `mutations` test
+all of them, `gpu` the GPU suite and the benchmarks, `site` the pages. `support` has what several modules use.
+
+Tiers of the comparison: 1 bit-exact (test_cache, `planning`, test_differential), 2 float64 identities
 (test_identities, test_rope, test_weights), 3 and 4 computed budgets for outputs and LSE (test_differential, test_rope,
 test_weights), 5 planted mistakes (test_mutations). `HYPOTHESIS_PROFILE=deep` runs the properties much longer.
 
@@ -29,7 +32,7 @@ Pitfall and fault; below it the tests that hold it.
     cache, triton_memory, triton_decode, hopper_decode: test_offsets_beyond_32_bit; hopper_decode:
     test_parts_beyond_32_bit; batch: test_slot_mapping_is_64_bit
 9   reorg_kvcache wrong with more than one chunk
-    context_parallel: test_reorg, test_gather_equals_one_rank, padding_taken_for_tokens
+    context_gather: test_reorg, test_gather_equals_one_rank, padding_taken_for_tokens
 10  even-split chunks that are no multiple of D x I
     schedule: test_context_chunks_of_ranks
 11  an equal share of the workspace for a short context
@@ -60,6 +63,7 @@ Pitfall and fault; below it the tests that hold it.
 
 The GPU suite (gpu_suite) runs what is in memory_checks under compute-sanitizer.
 
-Ranks: test_context_parallel simulates them in one process, test_process_groups starts real ones (gloo here, NCCL where
-there are GPUs), kills them and makes them disagree; what both run is in `ranks`, how they start in `processes`.
+Ranks: test_context_parallel, test_context_gather and test_merge_over_ranks simulate them in one process.
+test_process_groups starts real ones (gloo here, NCCL where there are GPUs), kills them and makes them disagree. What
+both run is in `support.ranks`, how real ones start in `support.processes`.
 """

@@ -273,7 +273,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
 def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backend: dict, graph: Any) -> list[Call]:
     """Good calls of what `fast` has besides."""
     from fast import backends
-    from fast.demo.serving import BlockAllocator, ServingLoop
+    from fast.demo.blocks import BlockAllocator
+    from fast.demo.serving import ServingLoop
 
     def within(module: str, name: str, /, **arguments: Any) -> Call:
         return Call(
@@ -291,7 +292,7 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
         within("backends", "explain", **served, **backend),
         within("backends", "select", request=backends.KernelRequest("merge_attn_states", CPU, torch.float32),
                **backend),
-        within("demo.serving", "BlockAllocator", num_blocks=4, order=[3, 1, 0, 2]),
+        within("demo.blocks", "BlockAllocator", num_blocks=4, order=[3, 1, 0, 2]),
         method(allocator, "allocate", count=0),
         Call("BlockAllocator.free", lambda blocks: allocator.free(blocks), {"blocks": []}, {"blocks": "Iterable[int]"}),
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from .. import backends
 from ..compilation import warmup
 from .job import Job
 from .op_parity import run_parity
-from .serving import Request, StepReport
+from .requests import Request, StepReport
 
 PARITY_TOKENS = 512
 WARMUP_TOKENS = 2

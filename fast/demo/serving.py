@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
 
 import torch
@@ -34,163 +33,11 @@ from reference.interfaces import (
     context_unit,
 )
 
+from .blocks import BlockAllocator, check_order
 from .deadline import deadline
+from .requests import Request, StepLost, StepReport
 
 UNOWNED = torch.iinfo(torch.int32).max  # a block-table entry past a request's last block: no block has this id
-
-
-def check_order(argument: str, order: Sequence[int] | None, num_blocks: int) -> None:
-    """Check the order of first use of the blocks of a cache; None is the ascending one."""
-    wanted = f"a permutation of {num_blocks} blocks"
-    check_type(argument, order, (Sequence, type(None)), wanted)
-    known = order is None or all(type(block) is int for block in order)
-    fits = known and (order is None or sorted(order) == list(range(num_blocks)))
-    check(fits, argument, wanted, None if order is None else list(order[:8]))
-
-
-class BlockAllocator:
-    """Hands out the blocks of a paged cache from a free list.
-
-    Args:
-        num_blocks: how many there are, at least 1.
-        order: the ids in the order of first use; ascending where None.
-
-    Raises:
-        ValueError: `num_blocks` below 1, or an `order` that is no permutation of the ids.
-    """
-
-    def __init__(self, num_blocks: int, order: Sequence[int] | None = None):
-        check_int("num_blocks", num_blocks, 1, "at least 1")
-        check_order("order", order, num_blocks)
-        order = list(range(num_blocks) if order is None else order)
-        self.num_blocks = num_blocks
-        self._free = order[::-1]
-        self._is_free = [True] * num_blocks
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated."""
-        return len(self._free)
-
-    @property
-    def free_blocks(self) -> list[int]:
-        """Their ids; the cache's bytes there belong to nobody."""
-        return list(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks.
-
-        Raises:
-            ValueError: fewer are free; none is taken then.
-        """
-        check_int("count", count, 0)
-        check(0 <= count <= self.num_free, "count", f"at most the {self.num_free} free blocks", count)
-        blocks = [self._free.pop() for _ in range(count)]
-        for block in blocks:
-            self._is_free[block] = False
-        return blocks
-
-    def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back.
-
-        Raises:
-            ValueError: a block that does not exist, is free already or is named twice; none is given back then.
-        """
-        given = isinstance(blocks, Iterable) and not isinstance(blocks, Tensor)
-        check(given, "blocks", "ids of blocks", type(blocks).__name__)
-        blocks = list(blocks)
-        check(all(isinstance(block, int) for block in blocks), "blocks", "ids of blocks", blocks)
-        check(len(set(blocks)) == len(blocks), "blocks", "distinct blocks", blocks)
-        for block in blocks:
-            check(0 <= block < self.num_blocks, "blocks", f"ids in [0, {self.num_blocks})", block)
-            check(not self._is_free[block], "blocks", "blocks that are in use", f"block {block}, which is free")
-        for block in reversed(blocks):
-            self._is_free[block] = True
-            self._free.append(block)
-
-
-@dataclass(eq=False)
-class Request:
-    """One prompt and what has become of it.
-
-    Attributes:
-        request_id: position in the order of arrival; no other request of the loop ever has it.
-        prompt_ids: the prompt's tokens.
-        max_new_tokens: most tokens to generate.
-        generated_ids: tokens generated so far; an end-of-sequence token is kept.
-        num_computed: leading tokens whose cache entries stand.
-        blocks: the blocks that hold them, in order.
-        num_preemptions: how often the request lost its blocks.
-        finished: nothing more will be generated.
-    """
-
-    request_id: int
-    prompt_ids: list[int]
-    max_new_tokens: int
-    generated_ids: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    blocks: list[int] = field(default_factory=list)
-    num_preemptions: int = 0
-    finished: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens known: prompt and generated."""
-        return len(self.prompt_ids) + len(self.generated_ids)
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens known but not in the cache: 1 while decoding; after a preemption, all of them."""
-        return self.num_tokens - self.num_computed
-
-    def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens [start, end) of prompt and generated together."""
-        return (self.prompt_ids + self.generated_ids)[start:end]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step did.
-
-    Attributes:
-        num_tokens: tokens that ran through the model.
-        num_decodes: requests on the absorbed path.
-        num_prefills: requests on the expanded path.
-        num_context_chunks: pieces that the prefills' cached context was cut into.
-        num_generated: tokens sampled.
-        preempted: ids of requests that lost their blocks.
-        finished: ids of requests that finished.
-        num_running: requests running after the step.
-        num_waiting: requests waiting after the step.
-        cache_bytes: resident bytes of latent cache while the step ran.
-    """
-
-    num_tokens: int
-    num_decodes: int
-    num_prefills: int
-    num_context_chunks: int
-    num_generated: int
-    preempted: tuple[int, ...]
-    finished: tuple[int, ...]
-    num_running: int
-    num_waiting: int
-    cache_bytes: int
-
-
-class StepLost(GroupError):
-    """A step that another rank did not finish.
-
-    Args:
-        error: which group and operation failed, and how.
-        request_ids: of the step, in its order; their new tokens are not booked.
-    """
-
-    def __init__(self, error: GroupError, request_ids: tuple[int, ...]):
-        super().__init__(f"{error}; requests in flight: {', '.join(map(str, request_ids))}")
-        self.error, self.request_ids = error, request_ids
-
-    def __reduce__(self) -> tuple:
-        return type(self), (self.error, self.request_ids)
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
@@ -460,8 +307,11 @@ class ServingLoop:
             self._take(request, needed, taken)
             plan[request] = count
 
+        # Nobody is admitted after a preemption: the last preempted request waits in front, its first token is the next
+        # to compute, and it lacks more blocks than became free. The blocks that it gave back went in part to an older
+        # request, or they were too few for its own next tokens.
         admitted: list[Request] = []
-        while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
             if self._blocks_for(request, request.num_pending) > self.allocator.num_free:
                 break

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import reference
-from fast.demo.serving import BlockAllocator, ServingLoop
+from fast.demo.blocks import BlockAllocator
+from fast.demo.serving import ServingLoop
 from reference.interfaces import PathCosts
 
 transformers = pytest.importorskip("transformers", reason="the serving loop runs a transformers model")

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 import fast
 import reference
 from fast.backends import explain
-from fast.demo.serving import Request, ServingLoop
+from fast.demo.requests import Request
+from fast.demo.serving import ServingLoop
 from fast.integrations.transformers import restore, use_mla
 from fast.parity import Parity, compare
 
