@@ -210,12 +210,12 @@ def build_mla_metadata(
         return metadata
     if num_programs is None:
         device = common.block_table.device
-        num_programs = device_programs(config, device, dtype, block_size, metadata.decode.max_query_len, backend)
-    lens = decode_lens_here(common, decodes, share)
-    return with_schedule(metadata, lens, num_programs, config.num_heads, backend=backend)
+        num_programs = _device_programs(config, device, dtype, block_size, metadata.decode.max_query_len, backend)
+    lens = _decode_lens_here(common, decodes, share)
+    return _with_schedule(metadata, lens, num_programs, config.num_heads, backend=backend)
 
 
-def decode_lens_here(
+def _decode_lens_here(
     common: CommonAttentionMetadata, num_decodes: int, share: SequenceShare | None
 ) -> Int32[Tensor, " decodes"]:
     """The keys of each decode that lie here, on the CPU."""
@@ -223,7 +223,7 @@ def decode_lens_here(
     return lens if share is None else get_dcp_local_seq_lens(lens, share.size, share.rank, share.interleave)
 
 
-def device_programs(
+def _device_programs(
     config: MLAConfig, device: torch.device, dtype: torch.dtype, block_size: int, query_len: int, backend: BackendChoice
 ) -> int:
     """`decode_programs`, kept: every step of a builder asks for it."""
@@ -239,7 +239,7 @@ def _kept_programs(config, device, dtype, block_size, query_len, named) -> int:
     )  # fmt: skip
 
 
-def with_schedule(
+def _with_schedule(
     metadata: MLAMetadata,
     decode_lens: Int32[Tensor, " decodes"],
     num_programs: int,

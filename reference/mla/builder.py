@@ -41,7 +41,7 @@ from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
 from ..planning.shared_prefix import split_shared_prefix
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
-from .metadata import build_mla_metadata, decode_lens_here, with_schedule
+from .metadata import _decode_lens_here, _with_schedule, build_mla_metadata
 
 
 class MLAMetadataBuilder:
@@ -161,8 +161,8 @@ class MLAMetadataBuilder:
                 cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
                 return dataclasses.replace(metadata, cascade=cascade)
         programs = self._programs_for(metadata.decode.max_query_len, common.block_table.device)
-        lens = decode_lens_here(common, metadata.num_decodes, self.share)
-        return with_schedule(metadata, lens, programs, self._decode_heads, self.batch_invariant, captured)
+        lens = _decode_lens_here(common, metadata.num_decodes, self.share)
+        return _with_schedule(metadata, lens, programs, self._decode_heads, self.batch_invariant, captured)
 
     def _programs_for(self, query_len: int, device: torch.device) -> int:
         """Over how many programs a schedule cuts a decode, from its longest query; 0 leaves it to the kernel."""
@@ -224,7 +224,7 @@ class MLAMetadataBuilder:
         self._check_sizes(common)
         scheduled = captured.schedule is not None and captured.schedule.tile_ranges is not None
         bound = captured.decode.max_seq_len
-        longest = int(decode_lens_here(common, common.num_reqs, self.share).max())
+        longest = int(_decode_lens_here(common, common.num_reqs, self.share).max())
         check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
         plan = self._build(0, common, captured=scheduled)
         check_captured(captured, plan)

@@ -121,7 +121,7 @@ def build_mla_metadata(
         visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
     chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, size, interleave)
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
-    decode_lens = decode_lens_here(common, decodes, share)
+    decode_lens = _decode_lens_here(common, decodes, share)
     longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
     seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
     if share is not None:
@@ -155,10 +155,10 @@ def build_mla_metadata(
     )
     if config is None or decode_tokens == 0:
         return metadata
-    return with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, config.num_heads)
+    return _with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, config.num_heads)
 
 
-def decode_lens_here(
+def _decode_lens_here(
     common: CommonAttentionMetadata, num_decodes: int, share: SequenceShare | None
 ) -> Int32[Tensor, " decodes"]:
     """The keys of each decode that lie here, on the CPU."""
@@ -168,7 +168,7 @@ def decode_lens_here(
     return torch.tensor([share.count(length) for length in lens.tolist()], dtype=torch.int32, device="cpu")
 
 
-def with_schedule(
+def _with_schedule(
     metadata: MLAMetadata,
     decode_lens: Int32[Tensor, " decodes"],
     num_programs: int,

@@ -38,10 +38,10 @@ def eight_programs(monkeypatch):
         asked.append((config.num_heads, given))
         return 8
 
-    fast.mla.builder._kept_programs.cache_clear()
-    monkeypatch.setattr(fast.mla.builder, "decode_programs", decode_programs)
+    fast.mla.metadata._kept_programs.cache_clear()
+    monkeypatch.setattr(fast.mla.metadata, "decode_programs", decode_programs)
     yield asked
-    fast.mla.builder._kept_programs.cache_clear()
+    fast.mla.metadata._kept_programs.cache_clear()
 
 
 def batch_of(seq_lens, query_len=1, share=None):

@@ -326,14 +326,15 @@ def test_back_ends():
     """The table of kernel sets says what they declare: name, priority, least capability, dims, pages."""
     text = (ROOT / "docs" / "use" / "backends.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
-    assert rows.keys() == {backend.name for backend in fast.backends.BACKENDS}
-    for backend in fast.backends.BACKENDS:
+    assert rows.keys() == {backend.name for backend in fast.backends.registered()}
+    for backend in fast.backends.registered():
         row = rows[backend.name]
         assert row.startswith(f"{backend.priority} | ")
+        decode = backend.ops["mla_decode"]
         named = set(re.findall(r"\b(?:b?float\d+)\b", row))
-        assert named == {str(dtype).removeprefix("torch.") for dtype in backend.dtypes}
+        assert named == {str(dtype).removeprefix("torch.") for dtype in decode.dtypes}
         assert backend.capability is None or "{}.{}".format(*backend.capability) in row
-        for sizes in (*(backend.head_dims or {}).values(), backend.block_sizes or ()):
+        for sizes in (*(decode.head_dims or {}).values(), decode.block_sizes or ()):
             *most, last = map(str, sizes) if sizes else ("",)
             assert not sizes or f"{', '.join(most)} or {last}" in row
 
