@@ -126,7 +126,9 @@ def kernels_of(sets: Sequence[str]) -> set[str]:
 def never_launched(launched: Iterable[str], hopper: bool) -> list[str]:
     """Of kernels as the log names them: which are missing, and which variants of those for Hopper."""
     launched = list(launched)
-    missing = kernels_of(["triton", "hopper"] if hopper else ["triton"]) - {line.split()[0] for line in launched}
+    missing = kernels_of(["combine", "triton", *(["hopper"] if hopper else [])]) - {
+        line.split()[0] for line in launched
+    }
     for kernel, variants in VARIANTS.items() if hopper else ():
         mine = [f"{line.removesuffix(')')}," for line in launched if line.startswith(f"{kernel} ")]
         missing |= {f"{kernel} of {what.strip(',')}" for what in variants if not any(what in line for line in mine)}

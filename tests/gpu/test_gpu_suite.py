@@ -67,7 +67,7 @@ def test_kernels_of_a_set(folder):
 
 def test_what_a_memory_checker_must_have_seen():
     """Each share at its end, no error in any, every kernel and variant among the launches of all; else it fails."""
-    kernels = [f"{name} (fp32, ROWS 16)" for name in memory_checks.kernels_of(["triton"])]
+    kernels = [f"{name} (fp32, ROWS 16)" for name in memory_checks.kernels_of(["combine", "triton"])]
     clean, unclean = "========= ERROR SUMMARY: 0 errors", "========= ERROR SUMMARY: 3 errors"
     ended = "share {} of 2 came to its end"
 
@@ -157,7 +157,7 @@ def test_races():
 def test_what_racecheck_must_say():
     """No race but Triton's own in any share, and controls that tell an order from none; else the stage fails."""
     head, call = places(*TRITONS)
-    kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["triton"])]
+    kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["combine", "triton"])]
     launched = "\n".join(f"launched: {name}" for name in kernels)
 
     def share(number, said, status=0):

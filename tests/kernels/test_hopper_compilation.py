@@ -36,12 +36,12 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fast.kernels import hopper  # noqa: E402
 from fast.kernels import triton as portable  # noqa: E402
+from fast.kernels.combine import launch as combine_launch  # noqa: E402
 from fast.kernels.compile_log import describe  # noqa: E402
+from fast.kernels.device import DeviceFacts  # noqa: E402
 from fast.kernels.hopper import decode, few_heads, many_heads  # noqa: E402
 from fast.kernels.hopper.two_phases import kernel as two_phases_kernels  # noqa: E402
 from fast.kernels.hopper.two_phases import launch as two_phases_launch  # noqa: E402
-from fast.kernels.triton import decode_merge  # noqa: E402
-from fast.kernels.triton.device import DeviceFacts  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16 = torch.bfloat16
@@ -78,7 +78,7 @@ def recorded(
     """What one launch of `mla_decode` would compile: the kernel, its arguments' kinds, its constants."""
     launches = {}
     record(monkeypatch, launches)
-    monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
+    monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(decode, "SLICES", 2 if cut == "batch-invariant, sliced" else 1)
@@ -337,13 +337,13 @@ def test_slices_where_processors_are_idle(monkeypatch):
         assert launches[-1][1] == programs
 
 
-@pytest.mark.parametrize("heads, cut, runs, programs, slots, part_rows, kept", [
+@pytest.mark.parametrize("heads, cut, runs, programs, slots, partial_rows, kept", [
     (128, "whole", 1, 2, 1, 0, 0), (128, "split", 1, 6, 3, 3, 0), (128, "scheduled", 1, 6, 4, 4, 0),
     (128, "batch-invariant, planned", 1, 6, 3, 3, 64 * 512), (128, "batch-invariant", 1, 2, 0, 0, 64 * 512),
     (128, "batch-invariant", 3, 6, 3, 3, 64 * 512), (32, "batch-invariant, planned", 1, 3, 3, 3, 16 * 512),
     (16, "batch-invariant, planned", 1, 3, 10, 10, 0),
 ])  # fmt: skip
-def test_room_for_parts(heads, cut, runs, programs, slots, part_rows, kept, monkeypatch):
+def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, monkeypatch):
     """40 tiles, 3 splits of 16 tiles or 10 of 4: parts for every slot, and behind what programs keep between splits.
 
     A schedule of 3 programs leaves at most one request unfinished each. Rows of parts are counted in requests.
@@ -352,10 +352,10 @@ def test_room_for_parts(heads, cut, runs, programs, slots, part_rows, kept, monk
     monkeypatch.setattr(decode, "_num_runs", lambda *_: runs)
     recorded(monkeypatch, heads, cut)
     ((_, launched, given),) = launches
-    assert (launched, given["num_slots"]) == (programs, slots)
-    assert given["part_out"].numel() == part_rows * heads * 512 + programs * kept
+    assert (launched, given["num_partials"]) == (programs, slots)
+    assert given["partial_out"].numel() == partial_rows * heads * 512 + programs * kept
     progress = 2 if cut.startswith("batch-invariant") else 0
-    assert given["part_lse"].numel() == 2 * part_rows * heads + progress
+    assert given["partial_lse"].numel() == 2 * partial_rows * heads + progress
 
 
 def test_two_phases_where_processors_are_idle(monkeypatch):
@@ -395,7 +395,7 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
             assert given["row_values"].numel() == units * 256 and given["pairs"] == block_size * 20 // 64
             assert given["probabilities"].shape == given["probability_pairs"].base.shape == (units * 128, 64)
             slots = 3 if splits == 3 else 0  # what is one split is no part
-            assert given["num_slots"] == slots and given["part_out"].numel() == slots * heads * 512
+            assert given["num_partials"] == slots and given["partial_out"].numel() == slots * heads * 512
             assert given["splits_bound"] == splits
     # a table of no page
     assert decode._deal_by_length(3, 64, 64, 0, 64, 512, 132) == decode.Deal(6, 1, 0, 0, most_splits=1, slices=2)
@@ -405,7 +405,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     """What `tests.memory_checks` launches on an H200, as the launcher chooses there."""
     launches = {}
     record(monkeypatch, launches)
-    monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
+    monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
         decode.mla_decode(*given[:-1])  # but which set of kernels
@@ -465,7 +465,7 @@ def test_warmup_knows_a_request_alone(heads, query_len):
         blocks = triton.cdiv(rows, program_rows)
         splits = decode._num_splits(blocks, rows, length, program_rows, blocks, 132)
         return {(program_rows, splits > 1)} | (
-            {decode_merge._tile_for(splits, rows, heads, 1)} if splits > 1 else set()
+            {combine_launch._tile_for(splits, rows, heads, 1)} if splits > 1 else set()
         )
 
     ahead = set().union(*map(launched, compilation.ALONE))
@@ -479,7 +479,7 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
     """What steps of every kind launch was launched ahead; the launchers serve the CPU meanwhile."""
     found = {}
     for name in ROOMS:
-        module = importlib.import_module(f"fast.kernels.triton.{name}")
+        module = importlib.import_module(f"fast.kernels.{name}")
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
     record(monkeypatch, found)

@@ -29,7 +29,7 @@ def launch_two_phases(
 
     Args:
         inputs: queries, pages and lists, as `many_heads` has them.
-        results: out, lse, part_out, part_lse.
+        results: out, lse, partial_out, partial_lse.
         sizes: tokens, blocks of the cache, requests, most keys of a request, blocks of rows, rows of a request, slots.
         numbers: of `InvariantCut`, scale and strides, as `many_heads` has them.
         widths: N, Lkv, R, keys a page.
