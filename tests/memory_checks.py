@@ -47,8 +47,17 @@ PAGES = tuple(f"BLOCK_SIZE {size}," for size in (16, 32, 64, 128))
 ASKED_AHEAD = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH False, SCHEDULED False, SPLIT False"
 SLICED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH True, SCHEDULED False, SPLIT False, SLICES 2"
 VARIANTS = {  # of kernels for Hopper: what must be among the constants of some launch of theirs
-    "few_heads_kernel": ("ROWS 16,", "ROWS 32,", "LATENT 256,", "LATENT 512,", "ROPE 0,", "fp16", *PLANS, *PAGES),
-    "many_heads_kernel": ("LATENT 256,", "ROPE 0,", "fp16", ASKED_AHEAD, SLICED, *PLANS, *PAGES),
+    "row_blocks_16_32_kernel": (
+        "ROWS 16,",
+        "ROWS 32,",
+        "LATENT 256,",
+        "LATENT 512,",
+        "ROPE 0,",
+        "fp16",
+        *PLANS,
+        *PAGES,
+    ),
+    "row_blocks_64_kernel": ("LATENT 256,", "ROPE 0,", "fp16", ASKED_AHEAD, SLICED, *PLANS, *PAGES),
     "two_phases_kernel": ("HEADS 64,", "HEADS 128,", "ROPE 32,", "ROPE 64,", "BLOCK_SIZE 16,", "BLOCK_SIZE 64,"),
 }
 

@@ -19,7 +19,7 @@ from ..support.triton_mode import INTERPRETED, ON_HOPPER
 if INTERPRETED:
     pytest.skip("Gluon has no interpreter", allow_module_level=True)
 
-from fast.kernels.hopper import decode
+from fast.kernels.hopper.mla_decode import launch as decode
 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 launch = partial(decode_inputs.launch, decode)

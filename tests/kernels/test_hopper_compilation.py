@@ -39,9 +39,10 @@ from fast.kernels import triton as portable  # noqa: E402
 from fast.kernels.combine import launch as combine_launch  # noqa: E402
 from fast.kernels.compile_log import describe  # noqa: E402
 from fast.kernels.device import DeviceFacts  # noqa: E402
-from fast.kernels.hopper import decode, few_heads, many_heads  # noqa: E402
-from fast.kernels.hopper.two_phases import kernel as two_phases_kernels  # noqa: E402
-from fast.kernels.hopper.two_phases import launch as two_phases_launch  # noqa: E402
+from fast.kernels.hopper.mla_decode import launch as decode  # noqa: E402
+from fast.kernels.hopper.mla_decode.main_loops import row_blocks_16_32, row_blocks_64  # noqa: E402
+from fast.kernels.hopper.mla_decode.two_phases import kernel as two_phases_kernels  # noqa: E402
+from fast.kernels.hopper.mla_decode.two_phases import launch as two_phases_launch  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16 = torch.bfloat16
@@ -50,7 +51,7 @@ H200 = DeviceFacts(132, (9, 0), 232448)
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
 ONLY_MANY = CUTS[-2:]  # heads
-LAUNCHED_BY = {few_heads._few_heads_kernel: decode, many_heads._many_heads_kernel: decode,
+LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch}  # fmt: skip
 
@@ -282,7 +283,11 @@ def test_choice_of_rows():
 
 
 def test_which_kernel_takes_how_many_rows(monkeypatch):
-    for heads, name in ((1, "_few_heads_kernel"), (32, "_few_heads_kernel"), (33, "_many_heads_kernel")):
+    for heads, name in (
+        (1, "_row_blocks_16_32_kernel"),
+        (32, "_row_blocks_16_32_kernel"),
+        (33, "_row_blocks_64_kernel"),
+    ):
         kernel, _, constants = recorded(monkeypatch, heads)
         assert kernel.fn.__name__ == name and constants["HEADS"] == heads
 
@@ -319,7 +324,7 @@ def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
 def test_slices_where_processors_are_idle(monkeypatch):
     """Of requests that are cut by their own length, unplanned, if twice as many programs still fit; of 512 latents.
 
-    Slices are programs of their own; `few_heads` has none.
+    Slices are programs of their own; `row_blocks_16_32` has none.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(decode, "_num_runs", lambda *_: 3)  # 128 heads: by two blocks of rows
@@ -373,11 +378,11 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
         (40, 20, (512, 64), 64, unplanned, ("_two_phases_kernel", 20)),
         (40, 132, (512, 64), 16, unplanned, ("_two_phases_kernel", 8)),
         (40, 5, (512, 64), 16, unplanned, ("_two_phases_kernel", 5)),
-        (40, 19, (512, 64), 64, unplanned, ("_many_heads_kernel", 3)),
-        (128, 132, (256, 64), 64, unplanned, ("_many_heads_kernel", 6)),
-        (40, 132, (512, 64), 64, "batch-invariant, planned", ("_many_heads_kernel", 3)),
-        (40, 132, (512, 64), 64, "whole", ("_many_heads_kernel", 1)),
-        (32, 132, (512, 64), 64, unplanned, ("_few_heads_kernel", 3)),
+        (40, 19, (512, 64), 64, unplanned, ("_row_blocks_64_kernel", 3)),
+        (128, 132, (256, 64), 64, unplanned, ("_row_blocks_64_kernel", 6)),
+        (40, 132, (512, 64), 64, "batch-invariant, planned", ("_row_blocks_64_kernel", 3)),
+        (40, 132, (512, 64), 64, "whole", ("_row_blocks_64_kernel", 1)),
+        (32, 132, (512, 64), 64, unplanned, ("_row_blocks_16_32_kernel", 3)),
     ):  # fmt: skip
         launched.clear()
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
@@ -423,7 +428,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     (16, 1, 16), (16, 2, 32), (16, 5, 32), (4, 4, 16), (4, 5, 32), (20, 1, 32), (32, 8, 32), (33, 1, 64), (128, 4, 64),
 ])  # fmt: skip
 def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
-    """Up to 32 heads stay with `few_heads`, however many query tokens a neighbour has; more stay with `many_heads`."""
+    """Up to 32 heads stay with blocks of 16 or 32 rows, however many query tokens a neighbour has; more with 64."""
     asked = []
     monkeypatch.setattr(decode, "_num_runs", lambda *given: asked.append(given[4]) or 1)
     monkeypatch.setattr(decode, "rows_of_a_request", lambda *_: heads * query_len)
@@ -491,7 +496,7 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
         config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=batch_invariant
     )
     ahead = set(found)
-    assert {"_few_heads_kernel", "_many_heads_kernel"} & {key[0] for key in ahead}
+    assert {"_row_blocks_16_32_kernel", "_row_blocks_64_kernel"} & {key[0] for key in ahead}
     assert ("_two_phases_kernel" in {key[0] for key in ahead}) == (batch_invariant and (heads, latent) == (40, 512))
     serve(config, torch.bfloat16, 3, batch_invariant)
     assert set(found) == ahead

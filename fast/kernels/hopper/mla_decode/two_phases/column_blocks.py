@@ -18,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..arrivals import arrive
-from ..gluon_versions import partition_barrier
-from ..pieces import TILE, ceil_div, leave_word, lens_of, own_cut, rows_of, tiles_of
-from ..rows_and_pages import LEAST, LN_2, STAYS, load_columns, page_of, partial_rows_of, rows_at, zero_from
-from ..tile_pairs import ROWS
-from .units import ROW_VALUES, UNTOLD, fence_async_global
+from ...common.arrivals import arrive
+from ...common.gluon_versions import partition_barrier
+from ...common.loads import LEAST, LN_2, STAYS, load_columns, page_of, partial_rows_of, rows_at, zero_from
+from ...common.work_items import TILE, ceil_div, leave_word, lens_of, own_cut, rows_of, tiles_of
+from ..main_loops.tile_pairs import ROWS
+from .score_blocks import ROW_VALUES, UNTOLD, fence_async_global
 
 SHARES = gl.constexpr(8)  # of a split's latent columns
 STAGES = gl.constexpr(8)  # for a share's columns of a pair of tiles, on their way or there

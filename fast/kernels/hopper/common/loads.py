@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..combine.kernels import REFERENCE_GROWTH
-from .pieces import TILE, ceil_div, rows_of, tiles_of
+from ...combine.kernels import REFERENCE_GROWTH
+from .work_items import TILE, ceil_div, rows_of, tiles_of
 
 LN_2 = gl.constexpr(math.log(2))
 STAYS = gl.constexpr("evict_last")  # what is read again soon: in the L2, while the cache streams by

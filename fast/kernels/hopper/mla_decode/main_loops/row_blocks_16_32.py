@@ -19,24 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .arrivals import arrive
-from .gluon_versions import partition_barrier
-from .pieces import (
-    NOTED,
-    NOTES,
-    TILE,
-    first_piece,
-    follow_kernel,
-    next_piece,
-    partial_index_of,
-    read_note,
-    rows_of,
-    seek,
-    split_tiles_of,
-    tiles_of,
-    write_note,
-)
-from .rows_and_pages import (
+from ...common.arrivals import arrive
+from ...common.gluon_versions import partition_barrier
+from ...common.loads import (
     LEAST,
     LN_2,
     STAYS,
@@ -50,6 +35,21 @@ from .rows_and_pages import (
     seen_at,
     shift_of,
     zero_from,
+)
+from ...common.work_items import (
+    NOTED,
+    NOTES,
+    TILE,
+    first_piece,
+    follow_kernel,
+    next_piece,
+    partial_index_of,
+    read_note,
+    rows_of,
+    seek,
+    split_tiles_of,
+    tiles_of,
+    write_note,
 )
 
 STAGES = gl.constexpr(2)
@@ -485,7 +485,7 @@ def _produce(
     ],
 )  # fmt: skip
 @no_type_check
-def _few_heads_kernel(
+def _row_blocks_16_32_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, partial_out, partial_lse,
     num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,

@@ -16,11 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .ahead import ask_ahead
-from .arrivals import arrive
-from .gluon_versions import partition_barrier
-from .many_heads_results import ask, based_on_two, folded, keep, write_partial, write_whole
-from .pieces import (
+from ...common.arrivals import arrive
+from ...common.gluon_versions import partition_barrier
+from ...common.l2_prefetch import ask_ahead
+from ...common.loads import page_of, pages_held, seen_at
+from ...common.work_items import (
     NOTED,
     NOTES,
     TILE,
@@ -36,7 +36,7 @@ from .pieces import (
     tiles_of,
     write_note,
 )
-from .rows_and_pages import page_of, pages_held, seen_at
+from .epilogue_64 import ask, based_on_two, folded, keep, write_partial, write_whole
 from .tile_pairs import ROWS, attend_pairs, fetch_quarter
 
 LONG = gl.constexpr(8)  # tiles of a program's first piece, from which on its queries go before its tiles
@@ -240,7 +240,7 @@ def _produce(
     ],
 )  # fmt: skip
 @no_type_check
-def _many_heads_kernel(
+def _row_blocks_64_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, partial_out, partial_lse,
     num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,

@@ -26,14 +26,14 @@ from reference.interfaces import (
     most_invariant_splits,
 )
 
-from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
-from ..device import device_facts
-from .few_heads import SHARED_VALUES, _few_heads_kernel
-from .many_heads import _many_heads_kernel
-from .pieces import LAUNCH
-from .tile_pairs import ROWS
+from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
+from ...device import device_facts
+from ..common.work_items import LAUNCH
+from .main_loops.row_blocks_16_32 import SHARED_VALUES, _row_blocks_16_32_kernel
+from .main_loops.row_blocks_64 import _row_blocks_64_kernel
+from .main_loops.tile_pairs import ROWS
+from .two_phases.column_blocks import SHARES
 from .two_phases.launch import launch_two_phases
-from .two_phases.shares import SHARES
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
@@ -169,12 +169,12 @@ def decode_splits(
                 inputs, results, (*sizes, *blocks), numbers, widths, deal.programs, deal.pairs, deal.num_splits
             )
         elif program_rows < MANY_ROWS:
-            _few_heads_kernel[(deal.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
+            _row_blocks_16_32_kernel[(deal.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
             in_boxes = heads % MANY_ROWS == 0 and deal.slices == 1 and not constants["SPLIT"]  # rows of one token
             out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
-            _many_heads_kernel[(deal.programs,)](
+            _row_blocks_64_kernel[(deal.programs,)](
                 *arguments, out_rows, *cache, SLICES=deal.slices, **constants, **LAUNCH
             )
     return SplitDecode(out, lse, partial_out, partial_lse)

@@ -8,12 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..arrivals import arrive
-from ..pieces import TILE, follow_kernel
-from ..rows_and_pages import ask_queries
-from ..tile_pairs import ROWS
-from .shares import PLACES, SHARES, STAGES, fetch_shares, first_share, multiply_shares, seek_share
-from .units import QUARTERS, ROW_VALUES, UNTOLD, fetch_unit, flags_behind, score_unit, unit_of_program
+from ...common.arrivals import arrive
+from ...common.loads import ask_queries
+from ...common.work_items import TILE, follow_kernel
+from ..main_loops.tile_pairs import ROWS
+from .column_blocks import PLACES, SHARES, STAGES, fetch_shares, first_share, multiply_shares, seek_share
+from .score_blocks import QUARTERS, ROW_VALUES, UNTOLD, fetch_unit, flags_behind, score_unit, unit_of_program
 
 CLEARED = gl.constexpr(1024)  # words of a program
 

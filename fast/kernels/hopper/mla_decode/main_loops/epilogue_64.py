@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .gluon_versions import partition_barrier
-from .rows_and_pages import LN_2, STAYS, ask_queries, combine_weights, partial_rows_of, rows_at
+from ...common.gluon_versions import partition_barrier
+from ...common.loads import LN_2, STAYS, ask_queries, combine_weights, partial_rows_of, rows_at
 from .tile_pairs import ROWS, scaled, slice_of_program
 
 
