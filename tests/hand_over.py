@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from fast.kernels.hopper import arrivals
+from fast.kernels.hopper.common import arrivals
 
 ROUNDS = 64
 WIDTH = gl.constexpr(128)

@@ -47,8 +47,17 @@ PAGES = tuple(f"BLOCK_SIZE {size}," for size in (16, 32, 64, 128))
 ASKED_AHEAD = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH False, SCHEDULED False, SPLIT False"
 SLICED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH True, SCHEDULED False, SPLIT False, SLICES 2"
 VARIANTS = {  # of kernels for Hopper: what must be among the constants of some launch of theirs
-    "few_heads_kernel": ("ROWS 16,", "ROWS 32,", "LATENT 256,", "LATENT 512,", "ROPE 0,", "fp16", *PLANS, *PAGES),
-    "many_heads_kernel": ("LATENT 256,", "ROPE 0,", "fp16", ASKED_AHEAD, SLICED, *PLANS, *PAGES),
+    "row_blocks_16_32_kernel": (
+        "ROWS 16,",
+        "ROWS 32,",
+        "LATENT 256,",
+        "LATENT 512,",
+        "ROPE 0,",
+        "fp16",
+        *PLANS,
+        *PAGES,
+    ),
+    "row_blocks_64_kernel": ("LATENT 256,", "ROPE 0,", "fp16", ASKED_AHEAD, SLICED, *PLANS, *PAGES),
     "two_phases_kernel": ("HEADS 64,", "HEADS 128,", "ROPE 32,", "ROPE 64,", "BLOCK_SIZE 16,", "BLOCK_SIZE 64,"),
 }
 
@@ -126,7 +135,9 @@ def kernels_of(sets: Sequence[str]) -> set[str]:
 def never_launched(launched: Iterable[str], hopper: bool) -> list[str]:
     """Of kernels as the log names them: which are missing, and which variants of those for Hopper."""
     launched = list(launched)
-    missing = kernels_of(["triton", "hopper"] if hopper else ["triton"]) - {line.split()[0] for line in launched}
+    missing = kernels_of(["combine", "triton", *(["hopper"] if hopper else [])]) - {
+        line.split()[0] for line in launched
+    }
     for kernel, variants in VARIANTS.items() if hopper else ():
         mine = [f"{line.removesuffix(')')}," for line in launched if line.startswith(f"{kernel} ")]
         missing |= {f"{kernel} of {what.strip(',')}" for what in variants if not any(what in line for line in mine)}

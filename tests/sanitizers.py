@@ -2,7 +2,7 @@
 
 racecheck takes none but the arriving thread for ordered by an mbarrier, whatever barrier its warps met at before: where
 one thread arrives for all, it reports what the others have read and written. So it is given the kernels with every
-thread arriving (`fast.kernels.hopper.arrivals`), and three controls say each time what its reports are worth:
+thread arriving (`fast.kernels.hopper.common.arrivals`), and three controls say each time what its reports are worth:
 `tests.hand_over` in that form, with one thread arriving for all, and with nobody waiting. That the barrier is before
 each arrival `test_hopper_compilation` reads in the code that is served.
 

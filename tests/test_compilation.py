@@ -156,11 +156,14 @@ TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int32: "i32",
     torch.int64: "i64",
 }  # fmt: skip
-ROOMS = ("attention", "cache", "decode", "decode_merge", "merge", "rope", "schedule", "scheduled_decode")
+ROOMS = (
+    "combine.launch", "triton.attention", "triton.cache", "triton.decode", "triton.merge", "triton.rope",
+    "triton.schedule", "triton.scheduled_decode",
+)  # fmt: skip
 KERNELS = {
-    "_copy_blocks_kernel", "_decode_kernel", "_flash_attn_varlen_kernel", "_gather_kernel", "_merge_kernel",
-    "_merge_scheduled_kernel", "_merge_splits_kernel", "_plan_decode_kernel", "_rope_kernel", "_rope_norm_cache_kernel",
-    "_scheduled_decode_kernel", "_write_kernel",
+    "_combine_scheduled_kernel", "_combine_splits_kernel", "_copy_blocks_kernel", "_decode_kernel",
+    "_flash_attn_varlen_kernel", "_gather_kernel", "_merge_kernel", "_plan_decode_kernel", "_rope_kernel",
+    "_rope_norm_cache_kernel", "_scheduled_decode_kernel", "_write_kernel",
 }  # fmt: skip
 
 
@@ -174,7 +177,7 @@ def launches(monkeypatch):
 
     found = {}
     for name in ROOMS:
-        module = importlib.import_module(f"fast.kernels.triton.{name}")
+        module = importlib.import_module(f"fast.kernels.{name}")
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
     with_backends(monkeypatch, cpu_backend(kernels.KERNELS))
@@ -195,7 +198,7 @@ def test_warmup_specialises_for_batch_invariance(launches):
     """Planned and not: cut by their own length, with one program a request and with several."""
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     ahead = set(launches)
-    assert {"_plan_invariant_kernel", "_merge_folded_kernel"} <= {key[0] for key in ahead}
+    assert {"_plan_invariant_kernel", "_combine_invariant_kernel"} <= {key[0] for key in ahead}
     serve(LOW_RANK, torch.bfloat16, 3, batch_invariant=True)
     assert set(launches) == ahead
 
@@ -206,7 +209,7 @@ def test_a_compiler_cannot_fuse_what_folds_round(launches):
     The factor of the other addend is 1, which the compiler must not know: it would fuse the product into the sum.
     """
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
-    folds = [launch for key, launch in launches.items() if key[0] == "_merge_folded_kernel"]
+    folds = [launch for key, launch in launches.items() if key[0] == "_combine_invariant_kernel"]
     assert folds
     for kernel, kinds, constants in folds:
         ptx = compiled(kernel, kinds, constants, (9, 0)).asm["ptx"]
@@ -250,26 +253,27 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
     By default those that depend on the chip most: decode with its merges and attention, on the smallest chip and on
     Hopper, where plans and merges wait for the kernel before.
     """
-    from fast.kernels.triton import attention, decode, decode_merge, schedule
-    from fast.kernels.triton.device import DeviceFacts
+    from fast.kernels.combine import launch as combine_launch
+    from fast.kernels.device import DeviceFacts
+    from fast.kernels.triton import attention, decode, schedule
 
     facts = DeviceFacts(*CHIPS[chip])
     deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
     if not deep and (chip, heads) not in (("RTX 4090", 128), ("H200", 128)):
         pytest.skip("under HYPOTHESIS_PROFILE=deep")
-    for module in (attention, decode, decode_merge, schedule):
+    for module in (attention, decode, combine_launch, schedule):
         monkeypatch.setattr(module, "device_facts", lambda device: facts)
     config = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=heads)
     fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=64)
     wanted = {
         key: launch
         for key, launch in launches.items()
-        if deep or any(word in key[0] for word in ("decode", "attn", "merge_s"))
+        if deep or any(word in key[0] for word in ("decode", "attn", "combine_s"))
     }
     followers = {
-        key[0]: constants for key, (_, _, constants) in wanted.items() if {"merge", "plan"} & {*key[0].split("_")}
+        key[0]: constants for key, (_, _, constants) in wanted.items() if {"combine", "plan"} & {*key[0].split("_")}
     }
-    assert {"_merge_scheduled_kernel", "_merge_splits_kernel", "_plan_decode_kernel"} <= set(followers)
+    assert {"_combine_scheduled_kernel", "_combine_splits_kernel", "_plan_decode_kernel"} <= set(followers)
     assert all(found["DEPENDENT"] == facts.has_dependent_launch for found in followers.values())
     assert len(wanted) >= 3
     for launch in wanted.values():
@@ -280,9 +284,9 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
 def test_too_wide_for_a_chip():
     """Named before anything is launched, in one line."""
     pytest.importorskip("triton")
+    from fast.kernels.device import DeviceFacts
     from fast.kernels.triton.attention import _blocks
     from fast.kernels.triton.decode import launch_shape
-    from fast.kernels.triton.device import DeviceFacts
 
     small = DeviceFacts(1, (8, 6), 101376)
     wanted = "^triton: mla_decode has no tile of 2112 columns of torch.float32 for 101376 bytes of shared memory$"

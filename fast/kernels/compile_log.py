@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -35,6 +36,12 @@ def install() -> None:
     runtime = knobs.runtime
     runtime.jit_cache_hook = _chained(_before, runtime.jit_cache_hook)
     runtime.jit_post_compile_hook = _chained(_after, runtime.jit_post_compile_hook)
+
+
+@functools.cache
+def install_once() -> None:
+    """As `install`, for every package of kernels that may be the first one imported."""
+    install()
 
 
 def _chained(ours, theirs):

@@ -18,7 +18,8 @@ from ..support.factories import integers, offsets
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
 
 if ON_GPU or INTERPRETED:
-    from fast.kernels.triton import decode_merge, merge
+    from fast.kernels import combine
+    from fast.kernels.triton import merge
 
 NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # the LSE of the other ranks
 HEADS, TOKENS = 6, len(NEIGHBOURS) + 1
@@ -119,7 +120,7 @@ def test_of_any_split_in_triton(requests, cut, other):
     parts = torch.cat((largest.reshape(-1), total.reshape(-1), progress))
     tensors = (values.reshape(-1), parts, offsets([1] * requests), *schedule, out, lse)
     values, parts, starts, *schedule, out, lse = (x.to(DEVICE) for x in tensors)
-    decode_merge.merge_parts(
+    combine.combine_partial_outputs(
         values, parts, starts, 1, *(schedule if planned else (None, None)), cut.startswith("batch-invariant"), out, lse
     )
     wanted = torch.zeros(bad + 2, requests, dtype=torch.bool)

@@ -365,7 +365,7 @@ def test_rocm_is_refused_by_name(capability, monkeypatch):
 def test_an_mi300_is_no_hopper_for_the_launchers(monkeypatch):
     """The launchers of portable Triton give it neither tensor descriptors nor Hopper's tiles."""
     pytest.importorskip("triton")
-    from fast.kernels.triton.device import device_facts
+    from fast.kernels.device import device_facts
 
     card = SimpleNamespace(multi_processor_count=304, major=9, minor=4, shared_memory_per_block_optin=65536)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)

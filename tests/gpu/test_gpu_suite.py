@@ -67,7 +67,7 @@ def test_kernels_of_a_set(folder):
 
 def test_what_a_memory_checker_must_have_seen():
     """Each share at its end, no error in any, every kernel and variant among the launches of all; else it fails."""
-    kernels = [f"{name} (fp32, ROWS 16)" for name in memory_checks.kernels_of(["triton"])]
+    kernels = [f"{name} (fp32, ROWS 16)" for name in memory_checks.kernels_of(["combine", "triton"])]
     clean, unclean = "========= ERROR SUMMARY: 0 errors", "========= ERROR SUMMARY: 3 errors"
     ended = "share {} of 2 came to its end"
 
@@ -86,10 +86,13 @@ def test_what_a_memory_checker_must_have_seen():
     ):  # fmt: skip
         assert not sanitizers.shares_report(bad, hopper=False)["ok"]
     missing = memory_checks.never_launched(kernels, hopper=True)
-    assert "two_phases_kernel" in missing and "few_heads_kernel of ROWS 32" in missing
+    assert "two_phases_kernel" in missing and "row_blocks_16_32_kernel of ROWS 32" in missing
 
 
-KERNEL, TRITONS = "_few_heads_kernel", sorted(p for p in sanitizers.tritons_own() if p.kernel == "_few_heads_kernel")
+KERNEL, TRITONS = (
+    "_row_blocks_16_32_kernel",
+    sorted(p for p in sanitizers.tritons_own() if p.kernel == "_row_blocks_16_32_kernel"),
+)
 
 
 def reported(*pairs) -> str:
@@ -108,7 +111,7 @@ def places(*found) -> list[str]:
 def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
     """A report without a place is asked for again; what the first attempt said with places counts all the same."""
     head, call = places(*TRITONS)
-    nowhere = reported(("pieces.py:9", "pieces.py:7"), (head, call)).replace(f"{KERNEL}+0x140 in {head}", "").replace(
+    nowhere = reported(("work_items.py:9", "work_items.py:7"), (head, call)).replace(f"{KERNEL}+0x140 in {head}", "").replace(
         f"{KERNEL}+0x9a0 in {call}", " ")  # fmt: skip
     clean, ran = reported((head, call)), []
 
@@ -124,7 +127,7 @@ def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
         ran.clear()
         found = sanitizers.run_racecheck(SimpleNamespace(jobs=2, limit=9.0))
         assert ran == expected and len(found["races"]) == 1 + (not stops)
-        assert found["races"][-1].endswith(f" x pieces.py:9 ({KERNEL}), pieces.py:7 ({KERNEL})")
+        assert found["races"][-1].endswith(f" x work_items.py:9 ({KERNEL}), work_items.py:7 ({KERNEL})")
         assert any(line.startswith(f"{len(expected) - 1} shares again") for line in found["summary"])
 
 
@@ -132,22 +135,23 @@ def test_where_triton_specializes_warps():
     """Two lines of each kernel, and such lines as a reader would find there."""
     own = sanitizers.tritons_own()
     assert Counter(place.kernel for place in own) == dict.fromkeys(
-        ("_few_heads_kernel", "_many_heads_kernel", "_two_phases_kernel", "_hand_over_kernel"), 2)  # fmt: skip
-    lines = (commands.ROOT / "fast/kernels/hopper/few_heads.py").read_text().splitlines()
+        ("_row_blocks_16_32_kernel", "_row_blocks_64_kernel", "_two_phases_kernel", "_hand_over_kernel"), 2
+    )  # fmt: skip
+    lines = (commands.ROOT / "fast/kernels/hopper/mla_decode/main_loops/row_blocks_16_32.py").read_text().splitlines()
     assert [lines[place.line - 1].strip() for place in TRITONS] == [f"def {KERNEL}(", "gl.warp_specialize("]
 
 
 def test_races():
     """Every pair of places counts, one line among several too, and one that the parser does not know."""
     head, call = places(*TRITONS)
-    again = f"[4 hazards]\n=========     and Write access at {KERNEL}+0x10 in pieces.py:7 [1 hazards]"
-    found = sanitizers.races(reported((head, call), ("pieces.py:9", call)).replace("[4 hazards]", again, 1))
+    again = f"[4 hazards]\n=========     and Write access at {KERNEL}+0x10 in work_items.py:7 [1 hazards]"
+    found = sanitizers.races(reported((head, call), ("work_items.py:9", call)).replace("[4 hazards]", again, 1))
     assert found.total() == 3 and sanitizers.of_ours(found).total() == 2
-    assert str(next(iter(sanitizers.of_ours(found)))[1]) == f"pieces.py:7 ({KERNEL})"
+    assert str(next(iter(sanitizers.of_ours(found)))[1]) == f"work_items.py:7 ({KERNEL})"
     unknown = reported((head, call)).replace(f" in {call}", " in an unknown place")
     assert sanitizers.of_ours(sanitizers.races(unknown)).total() == 1
-    unread = reported((head, call), ("pieces.py:9", call)).replace(
-        f"Read access at {KERNEL}+0x140 in pieces.py:9", "it"
+    unread = reported((head, call), ("work_items.py:9", call)).replace(
+        f"Read access at {KERNEL}+0x140 in work_items.py:9", "it"
     )
     assert sanitizers.of_ours(sanitizers.races(unread)).total() == 1
     other = reported((head, call)).replace(f"{KERNEL}+0x9a0", "_other_kernel+0x9a0")
@@ -157,13 +161,13 @@ def test_races():
 def test_what_racecheck_must_say():
     """No race but Triton's own in any share, and controls that tell an order from none; else the stage fails."""
     head, call = places(*TRITONS)
-    kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["triton"])]
+    kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["combine", "triton"])]
     launched = "\n".join(f"launched: {name}" for name in kernels)
 
     def share(number, said, status=0):
         return status, f"{launched}\nshare {number} of 2 came to its end\n{said}"
 
-    own, race = reported((head, call)), reported((head, call), ("pieces.py:9", "pieces.py:7"))
+    own, race = reported((head, call)), reported((head, call), ("work_items.py:9", "work_items.py:7"))
     came, lost = "hand-over: every value came\n", "hand-over: 3 of 64 came\n"
     controls = {"every thread arrives": came + own, "one arrives for all": came + race, "nobody waits": lost + race}
     assert [*controls] == [*sanitizers.CONTROLS]
@@ -191,7 +195,7 @@ def test_what_racecheck_must_say():
     ):  # fmt: skip
         assert not sanitizers.races_report(bad, heard, hopper=False)["ok"]
     assert sanitizers.races_report([outcomes[0], share(2, race)], controls, hopper=False)["races"] == [
-        f"1 x pieces.py:9 ({KERNEL}), pieces.py:7 ({KERNEL})"
+        f"1 x work_items.py:9 ({KERNEL}), work_items.py:7 ({KERNEL})"
     ]
 
 

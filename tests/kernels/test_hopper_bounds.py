@@ -19,7 +19,7 @@ from ..support.triton_mode import INTERPRETED, ON_HOPPER
 if INTERPRETED:
     pytest.skip("Gluon has no interpreter", allow_module_level=True)
 
-from fast.kernels.hopper import decode
+from fast.kernels.hopper.mla_decode import launch as decode
 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 launch = partial(decode_inputs.launch, decode)
@@ -38,7 +38,7 @@ def test_one_short_request_is_cut_into_few_splits():
     for keys, splits in ((1024, 8), (2560 * 16, 64)):
         rows = decode._program_rows(False, False, 1, heads, heads, keys, processors)
         deal = decode._deal_evenly(1, heads, rows, heads // rows, keys, processors)
-        assert (deal.num_splits, deal.part_rows * latent * 4) == (splits, splits << 18)
+        assert (deal.num_splits, deal.partial_rows * latent * 4) == (splits, splits << 18)
 
 
 def test_choices_are_made_once_in_a_tile_of_steps():
@@ -57,9 +57,9 @@ def test_a_wide_table_costs_nothing(cut, heads):
     schedule = schedule_for(cut, plan, heads)
     tails = torch.full((1, 2544), GARBAGE, dtype=torch.int32)
     wide = replace(plan, block_table=torch.cat((plan.block_table, tails), 1))
-    *_, parts, part_lse = decode.mla_decode_parts(*arguments(ql, q_pe, cache, plan, schedule=schedule))
-    *_, wide_parts, wide_lse = decode.mla_decode_parts(*arguments(ql, q_pe, cache, wide, schedule=schedule))
-    assert (wide_parts.shape, wide_lse.shape) == (parts.shape, part_lse.shape)
+    found = decode.decode_splits(*arguments(ql, q_pe, cache, plan, schedule=schedule))
+    wider = decode.decode_splits(*arguments(ql, q_pe, cache, wide, schedule=schedule))
+    assert (wider.partial_out.shape, wider.partial_lse.shape) == (found.partial_out.shape, found.partial_lse.shape)
     states = [launch(ql, q_pe, cache, each, schedule=schedule) for each in (plan, wide)]
     assert_same_bits(states[0].out, states[1].out)
     assert_same_bits(states[0].lse, states[1].lse)

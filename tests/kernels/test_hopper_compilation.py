@@ -37,12 +37,13 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fast.kernels import hopper  # noqa: E402
 from fast.kernels import triton as portable  # noqa: E402
+from fast.kernels.combine import launch as combine_launch  # noqa: E402
 from fast.kernels.compile_log import describe  # noqa: E402
-from fast.kernels.hopper import decode, few_heads, many_heads  # noqa: E402
-from fast.kernels.hopper.two_phases import kernel as two_phases_kernels  # noqa: E402
-from fast.kernels.hopper.two_phases import launch as two_phases_launch  # noqa: E402
-from fast.kernels.triton import decode_merge  # noqa: E402
-from fast.kernels.triton.device import DeviceFacts  # noqa: E402
+from fast.kernels.device import DeviceFacts  # noqa: E402
+from fast.kernels.hopper.mla_decode import launch as decode  # noqa: E402
+from fast.kernels.hopper.mla_decode.main_loops import row_blocks_16_32, row_blocks_64  # noqa: E402
+from fast.kernels.hopper.mla_decode.two_phases import kernel as two_phases_kernels  # noqa: E402
+from fast.kernels.hopper.mla_decode.two_phases import launch as two_phases_launch  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16 = torch.bfloat16
@@ -51,7 +52,7 @@ H200 = DeviceFacts(132, (9, 0), 232448)
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
 ONLY_MANY = CUTS[-2:]  # heads
-LAUNCHED_BY = {few_heads._few_heads_kernel: decode, many_heads._many_heads_kernel: decode,
+LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch}  # fmt: skip
 
@@ -79,7 +80,7 @@ def recorded(
     """What one launch of `mla_decode` would compile: the kernel, its arguments' kinds, its constants."""
     launches = {}
     record(monkeypatch, launches)
-    monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
+    monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(decode, "SLICES", 2 if cut == "batch-invariant, sliced" else 1)
@@ -283,7 +284,11 @@ def test_choice_of_rows():
 
 
 def test_which_kernel_takes_how_many_rows(monkeypatch):
-    for heads, name in ((1, "_few_heads_kernel"), (32, "_few_heads_kernel"), (33, "_many_heads_kernel")):
+    for heads, name in (
+        (1, "_row_blocks_16_32_kernel"),
+        (32, "_row_blocks_16_32_kernel"),
+        (33, "_row_blocks_64_kernel"),
+    ):
         kernel, _, constants = recorded(monkeypatch, heads)
         assert kernel.fn.__name__ == name and constants["HEADS"] == heads
 
@@ -320,7 +325,7 @@ def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
 def test_slices_where_processors_are_idle(monkeypatch):
     """Of requests that are cut by their own length, unplanned, if twice as many programs still fit; of 512 latents.
 
-    Slices are programs of their own; `few_heads` has none.
+    Slices are programs of their own; `row_blocks_16_32` has none.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(decode, "_num_runs", lambda *_: 3)  # 128 heads: by two blocks of rows
@@ -338,13 +343,13 @@ def test_slices_where_processors_are_idle(monkeypatch):
         assert launches[-1][1] == programs
 
 
-@pytest.mark.parametrize("heads, cut, runs, programs, slots, part_rows, kept", [
+@pytest.mark.parametrize("heads, cut, runs, programs, slots, partial_rows, kept", [
     (128, "whole", 1, 2, 1, 0, 0), (128, "split", 1, 6, 3, 3, 0), (128, "scheduled", 1, 6, 4, 4, 0),
     (128, "batch-invariant, planned", 1, 6, 3, 3, 64 * 512), (128, "batch-invariant", 1, 2, 0, 0, 64 * 512),
     (128, "batch-invariant", 3, 6, 3, 3, 64 * 512), (32, "batch-invariant, planned", 1, 3, 3, 3, 16 * 512),
     (16, "batch-invariant, planned", 1, 3, 10, 10, 0),
 ])  # fmt: skip
-def test_room_for_parts(heads, cut, runs, programs, slots, part_rows, kept, monkeypatch):
+def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, monkeypatch):
     """40 tiles, 3 splits of 16 tiles or 10 of 4: parts for every slot, and behind what programs keep between splits.
 
     A schedule of 3 programs leaves at most one request unfinished each. Rows of parts are counted in requests.
@@ -353,10 +358,10 @@ def test_room_for_parts(heads, cut, runs, programs, slots, part_rows, kept, monk
     monkeypatch.setattr(decode, "_num_runs", lambda *_: runs)
     recorded(monkeypatch, heads, cut)
     ((_, launched, given),) = launches
-    assert (launched, given["num_slots"]) == (programs, slots)
-    assert given["part_out"].numel() == part_rows * heads * 512 + programs * kept
+    assert (launched, given["num_partials"]) == (programs, slots)
+    assert given["partial_out"].numel() == partial_rows * heads * 512 + programs * kept
     progress = 2 if cut.startswith("batch-invariant") else 0
-    assert given["part_lse"].numel() == 2 * part_rows * heads + progress
+    assert given["partial_lse"].numel() == 2 * partial_rows * heads + progress
 
 
 def test_two_phases_where_processors_are_idle(monkeypatch):
@@ -374,11 +379,11 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
         (40, 20, (512, 64), 64, unplanned, ("_two_phases_kernel", 20)),
         (40, 132, (512, 64), 16, unplanned, ("_two_phases_kernel", 8)),
         (40, 5, (512, 64), 16, unplanned, ("_two_phases_kernel", 5)),
-        (40, 19, (512, 64), 64, unplanned, ("_many_heads_kernel", 3)),
-        (128, 132, (256, 64), 64, unplanned, ("_many_heads_kernel", 6)),
-        (40, 132, (512, 64), 64, "batch-invariant, planned", ("_many_heads_kernel", 3)),
-        (40, 132, (512, 64), 64, "whole", ("_many_heads_kernel", 1)),
-        (32, 132, (512, 64), 64, unplanned, ("_few_heads_kernel", 3)),
+        (40, 19, (512, 64), 64, unplanned, ("_row_blocks_64_kernel", 3)),
+        (128, 132, (256, 64), 64, unplanned, ("_row_blocks_64_kernel", 6)),
+        (40, 132, (512, 64), 64, "batch-invariant, planned", ("_row_blocks_64_kernel", 3)),
+        (40, 132, (512, 64), 64, "whole", ("_row_blocks_64_kernel", 1)),
+        (32, 132, (512, 64), 64, unplanned, ("_row_blocks_16_32_kernel", 3)),
     ):  # fmt: skip
         launched.clear()
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
@@ -396,7 +401,7 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
             assert given["row_values"].numel() == units * 256 and given["pairs"] == block_size * 20 // 64
             assert given["probabilities"].shape == given["probability_pairs"].base.shape == (units * 128, 64)
             slots = 3 if splits == 3 else 0  # what is one split is no part
-            assert given["num_slots"] == slots and given["part_out"].numel() == slots * heads * 512
+            assert given["num_partials"] == slots and given["partial_out"].numel() == slots * heads * 512
             assert given["splits_bound"] == splits
     # a table of no page
     assert decode._deal_by_length(3, 64, 64, 0, 64, 512, 132) == decode.Deal(6, 1, 0, 0, most_splits=1, slices=2)
@@ -406,7 +411,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     """What `tests.memory_checks` launches on an H200, as the launcher chooses there."""
     launches = {}
     record(monkeypatch, launches)
-    monkeypatch.setattr(decode, "merge_parts", lambda *_, **__: None)
+    monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
         decode.mla_decode(*given[:-1])  # but which set of kernels
@@ -424,7 +429,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     (16, 1, 16), (16, 2, 32), (16, 5, 32), (4, 4, 16), (4, 5, 32), (20, 1, 32), (32, 8, 32), (33, 1, 64), (128, 4, 64),
 ])  # fmt: skip
 def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
-    """Up to 32 heads stay with `few_heads`, however many query tokens a neighbour has; more stay with `many_heads`."""
+    """Up to 32 heads stay with blocks of 16 or 32 rows, however many query tokens a neighbour has; more with 64."""
     asked = []
     monkeypatch.setattr(decode, "_num_runs", lambda *given: asked.append(given[4]) or 1)
     monkeypatch.setattr(decode, "rows_of_a_request", lambda *_: heads * query_len)
@@ -466,7 +471,7 @@ def test_warmup_knows_a_request_alone(heads, query_len):
         blocks = triton.cdiv(rows, program_rows)
         splits = decode._num_splits(blocks, rows, length, program_rows, blocks, 132)
         return {(program_rows, splits > 1)} | (
-            {decode_merge._tile_for(splits, rows, heads, 1)} if splits > 1 else set()
+            {combine_launch._tile_for(splits, rows, heads, 1)} if splits > 1 else set()
         )
 
     ahead = set().union(*map(launched, compilation.ALONE))
@@ -480,7 +485,7 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
     """What steps of every kind launch was launched ahead; the launchers serve the CPU meanwhile."""
     found = {}
     for name in ROOMS:
-        module = importlib.import_module(f"fast.kernels.triton.{name}")
+        module = importlib.import_module(f"fast.kernels.{name}")
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
     record(monkeypatch, found)
@@ -490,7 +495,7 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
         config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=batch_invariant
     )
     ahead = set(found)
-    assert {"_few_heads_kernel", "_many_heads_kernel"} & {key[0] for key in ahead}
+    assert {"_row_blocks_16_32_kernel", "_row_blocks_64_kernel"} & {key[0] for key in ahead}
     assert ("_two_phases_kernel" in {key[0] for key in ahead}) == (batch_invariant and (heads, latent) == (40, 512))
     serve(config, torch.bfloat16, 3, batch_invariant)
     assert set(found) == ahead

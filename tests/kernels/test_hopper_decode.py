@@ -39,7 +39,7 @@ from ..support.triton_mode import DEVICE, ON_HOPPER
 if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from fast.kernels.hopper import decode
+from fast.kernels.hopper.mla_decode import launch as decode
 
 DTYPES = [torch.bfloat16, torch.float16]
 BF16, FP16 = DTYPES
@@ -61,7 +61,7 @@ rows_where_alone, scored_at_once = decode._rows_where_alone, decode._scored_at_o
 
 @pytest.fixture(autouse=True)
 def rows_as_of_many_requests(monkeypatch):
-    """Requests of these tests are so short that `few_heads` would take every one that stands alone.
+    """Requests of these tests are so short that `row_blocks_16_32` would take every one that stands alone.
 
     And so few that `two_phases` would take what is batch-invariant and not planned: `test_hopper_two_phases` has that.
     """
@@ -93,7 +93,7 @@ def test_splits(heads, splits, monkeypatch):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("heads", [20, 64, 128])
 def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
-    """Requests of more rows than `few_heads` takes at a time: some blocks lie across two tokens, some beyond all."""
+    """Requests of more rows than `row_blocks_16_32` takes at a time: some blocks lie across two tokens, some beyond all."""
     monkeypatch.setattr(decode, "_rows_where_alone", lambda *_: rows)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: splits)
     for dtype, block_size, widths in ((BF16, 64, (512, 64)), (torch.float16, 16, (256, 32))):

@@ -14,7 +14,7 @@ from ..support.triton_mode import ON_HOPPER
 if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
-from fast.kernels.hopper import decode
+from fast.kernels.hopper.mla_decode import launch as decode
 
 BF16, FP16 = torch.bfloat16, torch.float16
 WIDTHS = [(latent, rope) for latent in (512, 256) for rope in (64, 32, 0)]

@@ -30,7 +30,7 @@ from ..support.triton_mode import ON_HOPPER
 if not ON_HOPPER or torch.cuda.get_device_properties(0).multi_processor_count < 132:
     pytest.skip("needs a Hopper GPU of 132 multiprocessors", allow_module_level=True)
 
-from fast.kernels.hopper import decode
+from fast.kernels.hopper.mla_decode import launch as decode
 
 BF16, FP16 = torch.bfloat16, torch.float16
 UNPLANNED = schedule_of(None, 0, 0, True)

@@ -47,9 +47,9 @@ def test_a_wide_table_costs_nothing(cut):
     schedule = schedule_for(cut, plan, 16)
     wide = widened(plan, 2544)
     assert plan.max_seq_len == wide.max_seq_len == KEYS
-    *_, parts, part_lse = decode.mla_decode_parts(*arguments(ql, q_pe, cache, plan, schedule=schedule))
-    *_, wide_parts, wide_lse = decode.mla_decode_parts(*arguments(ql, q_pe, cache, wide, schedule=schedule))
-    assert (wide_parts.shape, wide_lse.shape) == (parts.shape, part_lse.shape)
+    found = decode.decode_splits(*arguments(ql, q_pe, cache, plan, schedule=schedule))
+    wider = decode.decode_splits(*arguments(ql, q_pe, cache, wide, schedule=schedule))
+    assert (wider.partial_out.shape, wider.partial_lse.shape) == (found.partial_out.shape, found.partial_lse.shape)
     assert_same_bits(
         launch(ql, q_pe, cache, wide, schedule=schedule).out, launch(ql, q_pe, cache, plan, schedule=schedule).out
     )

@@ -20,7 +20,8 @@ from ..support.triton_decode_inputs import DTYPES, NARROW, WIDTH, WIDTHS, launch
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
 
 if ON_GPU or INTERPRETED:
-    from fast.kernels.triton import decode, decode_merge
+    from fast.kernels.combine import launch as combine_launch
+    from fast.kernels.triton import decode
 
 
 @starts_interpreter
@@ -41,7 +42,7 @@ def test_many_parts(requests, heads, splits):
     values[1], largest[1], totals[1] = 0, -torch.inf, 0  # a part that found nothing
     out, lse = torch.empty(requests, heads, latent, device=DEVICE), torch.empty(heads, requests, device=DEVICE)
     parts = values.flatten().to(DEVICE), torch.stack((largest, totals)).flatten().to(DEVICE)
-    decode_merge.merge_parts(*parts, offsets([1] * requests).to(DEVICE), 1, None, None, False, out, lse)
+    combine_launch.combine_partial_outputs(*parts, offsets([1] * requests).to(DEVICE), 1, None, None, False, out, lse)
     highest = largest.double().amax(0)
     weights = torch.exp2(largest.double() - highest)
     total = (totals * weights).sum(0)
@@ -68,10 +69,10 @@ def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
     parts = torch.cat((largest.flatten(), totals.flatten(), integers(1, splits).cpu().view(torch.float32)))
     found = []
     for at_once in (1, 4, 16, 32):
-        monkeypatch.setattr(decode_merge, "FOR_ONE_FOLD", ((1, 32, at_once, 1),) * 2)
+        monkeypatch.setattr(combine_launch, "FOR_ONE_INVARIANT", (combine_launch.CombineTile(1, 32, at_once, 1),) * 2)
         out, lse = torch.empty(1, heads, latent, device=DEVICE), torch.empty(heads, 1, device=DEVICE)
         tensors = values.flatten().to(DEVICE), parts.to(DEVICE), offsets([1]).to(DEVICE)
-        decode_merge.merge_parts(*tensors, 1, None, None, True, out, lse)
+        combine_launch.combine_partial_outputs(*tensors, 1, None, None, True, out, lse)
         found.append((out, lse))
     for out, lse in found[1:]:
         assert_same_bits(out, found[0][0])
@@ -100,19 +101,19 @@ def test_folded_parts(requests, heads, splits, folded, planned):
         weights = torch.exp2(largest[begin:end].double() - highest)
         return (values[begin:end] * weights[..., None]).sum(0), highest, (totals[begin:end] * weights).sum(0)
 
-    part_out = torch.full((requests, slots, heads, latent), torch.nan)
-    part_lse = torch.full((2, requests, slots, heads), torch.nan)
+    partial_out = torch.full((requests, slots, heads, latent), torch.nan)
+    partial_lse = torch.full((2, requests, slots, heads), torch.nan)
     first, *rest = summed(0, folded)
-    part_out[:, 0], part_lse[0, :, 0], part_lse[1, :, 0] = first.float(), rest[0].float(), rest[1].float()
+    partial_out[:, 0], partial_lse[0, :, 0], partial_lse[1, :, 0] = first.float(), rest[0].float(), rest[1].float()
     for split in range(folded, splits):
-        part_out[:, split], part_lse[0, :, split] = values[split], largest[split]
-        part_lse[1, :, split] = totals[split]
+        partial_out[:, split], partial_lse[0, :, split] = values[split], largest[split]
+        partial_lse[1, :, split] = totals[split]
     progress = integers(*(folded, splits) * requests).cpu().view(torch.float32)
     out = torch.full((requests, heads, latent), torch.nan, device=DEVICE)
     lse = torch.full((heads, requests), torch.nan, device=DEVICE)
     cut = (torch.zeros(1, 5, dtype=torch.int32, device=DEVICE), offsets([splits] * requests).to(DEVICE))
-    decode_merge.merge_parts(
-        part_out.flatten().to(DEVICE), torch.cat((part_lse.flatten(), progress)).to(DEVICE),
+    combine_launch.combine_partial_outputs(
+        partial_out.flatten().to(DEVICE), torch.cat((partial_lse.flatten(), progress)).to(DEVICE),
         offsets([1] * requests).to(DEVICE), 1, *(cut if planned else (None, None)), True, out, lse,
     )  # fmt: skip
     if folded == splits:
@@ -237,5 +238,5 @@ def test_merge_of_query_offsets_out_of_range(starts, splits, batch_invariant):
         arguments = [
             x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in (*parts, integers(*starts), tokens, *cut)
         ]
-        decode_merge.merge_parts(*arguments, batch_invariant, out, lse.view(heads, tokens))
+        combine_launch.combine_partial_outputs(*arguments, batch_invariant, out, lse.view(heads, tokens))
         assert whole[out.numel() :].isnan().all() and own_lse[lse.numel() :].isnan().all()

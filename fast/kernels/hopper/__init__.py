@@ -1,10 +1,9 @@
-"""Hopper (sm_90a): decode in Gluon with the chip's own means.
+"""Hopper (sm_90a): kernels in Gluon with the chip's own means. `common` has what they share, a folder has each op."""
 
-The partial outputs of these kernels lie as those of portable Triton do, so one combine kernel of
-`fast.kernels.triton.decode_merge` serves both. `mla_decode` launches it too: it belongs to this decode.
-"""
+from .. import compile_log
+from .mla_decode.launch import decode_programs, mla_decode
 
-from .decode import decode_programs, mla_decode
+compile_log.install_once()
 
 KERNELS = {
     "decode_programs": decode_programs,

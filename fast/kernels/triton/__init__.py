@@ -27,4 +27,4 @@ KERNELS = {
     "swap_blocks": swap_blocks,
 }
 
-compile_log.install()
+compile_log.install_once()

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reference.interfaces import UnsupportedConfiguration
 
-from .device import DeviceFacts, device_facts
+from ..device import DeviceFacts, device_facts
 
 LOG2_E = 1.4426950408889634
 SMALLEST_DOT = 16  # columns; narrower pieces are padded with zeros in registers, never in memory

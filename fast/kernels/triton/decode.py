@@ -1,7 +1,7 @@
 """Absorbed decode over the pages themselves: keys split among programs (flash-decoding), then one merge of the parts.
 
 Every request is cut into equally many parts here; `scheduled_decode` cuts as a schedule says, or each request by its
-own length. `decode_merge` merges.
+own length. `fast.kernels.combine` merges.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reference.interfaces import DECODE_TILE, UnsupportedConfiguration, check, most_invariant_splits
 
-from .decode_merge import merge_parts, readable_keys, rows_of_a_request, whole_tiles
+from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
+from ..device import device_facts
 from .decode_tiles import LN_2, attend_tiles, load_queries
-from .device import device_facts
 from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PROGRAM_COST = 256  # what a program costs besides its keys, in keys: its start, its queries, its results
-ROWS_MERGED_PER_KEY = 64  # rows of splits that merge in the time that one key takes
+ROWS_COMBINED_PER_KEY = 64  # rows of splits that merge in the time that one key takes
 FLOAT32_PIECE_COLUMNS = 16  # of a float32 product that are summed one after another
 TURN_COST = 0.35  # of a whole decode: what each further turn of programs adds in starts and parts to merge
 MOST_TURNS = 4
@@ -84,9 +84,9 @@ def _decode_kernel(
         columns = tl.arange(0, LATENT_PAD)
         split_row = split.to(tl.int64) * num_tokens * HEADS
         if SPLIT:  # the parts of the sum themselves: a log-sum-exp would round, and the merge would raise that by exp
-            part_row = lse + split_row + token.to(tl.int64) * HEADS + head
-            tl.store(part_row, largest, mask=real)
-            tl.store(part_row + num_splits.to(tl.int64) * num_tokens * HEADS, total, mask=real)
+            partial_row = lse + split_row + token.to(tl.int64) * HEADS + head
+            tl.store(partial_row, largest, mask=real)
+            tl.store(partial_row + num_splits.to(tl.int64) * num_tokens * HEADS, total, mask=real)
         else:
             divisor = tl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0, largest -inf
             values = values / divisor[:, None]
@@ -141,19 +141,22 @@ def mla_decode(
         ValueError: another dtype.
         UnsupportedConfiguration: entries too wide for the device's shared memory.
     """
-    out, lse, *parts = _attend(
+    found = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
-    merge_parts(*parts, query_start_loc, max_query_len, tile_ranges, split_offsets, batch_invariant, out, lse)
-    return out, lse
+    combine_partial_outputs(
+        found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
+        batch_invariant, found.out, found.lse,
+    )  # fmt: skip
+    return found.out, found.lse
 
 
-def _attend(
+def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attend, into out and lse or into parts of them: out, lse, part_out, part_lse (empty where there are none)."""
+) -> SplitDecode:  # fmt: skip
+    """Do all of `mla_decode` but the combine."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
     check(out_dtype in DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     tokens, heads, latent = ql_nope.shape
@@ -165,7 +168,7 @@ def _attend(
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=ql_nope.device)
     none = torch.empty(0, dtype=torch.float32, device=ql_nope.device)
     if tokens == 0 or requests == 0 or heads == 0:
-        return out, lse, none, none.clone()
+        return SplitDecode(out, lse, none, none.clone())
 
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     latent_pad = max(16, triton.next_power_of_2(latent))
@@ -195,11 +198,11 @@ def _attend(
         else:
             most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), heads)
             num_runs = min(most_splits, _num_splits(pieces, rows, whole_tiles(max_keys), facts.processors))
-        parts = launch_scheduled(
+        partials = launch_scheduled(
             inputs, strides, constants, *cut, batch_invariant, out, lse, request_rows, row_blocks, num_runs,
             max_keys, softmax_scale,
         )  # fmt: skip
-        return out, lse, *parts
+        return SplitDecode(out, lse, *partials)
     num_splits = _num_splits(pieces, rows, whole_tiles(max_keys), facts.processors)
     split_out, split_lse = out, lse
     if num_splits > 1:
@@ -211,8 +214,8 @@ def _attend(
             softmax_scale / math.log(2), *strides, **constants, SPLIT=num_splits > 1,
         )  # fmt: skip
     if num_splits == 1:
-        return out, lse, none, none.clone()
-    return out, lse, split_out.view(-1), split_lse.view(-1)
+        return SplitDecode(out, lse, none, none.clone())
+    return SplitDecode(out, lse, split_out.view(-1), split_lse.view(-1))
 
 
 def decode_programs(
@@ -288,7 +291,7 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
 
     def cost(splits: int) -> int:
         waves = -(-programs * splits // processors)
-        merge = splits * rows // ROWS_MERGED_PER_KEY if splits > 1 else 0
+        merge = splits * rows // ROWS_COMBINED_PER_KEY if splits > 1 else 0
         return waves * (-(-keys // splits) + PROGRAM_COST) + merge
 
     return min(range(1, max(1, min(keys // 64, 2 * processors)) + 1), key=cost)

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from reference.interfaces import DECODE_TILE, fold_overhead, invariant_cut
 
-from .device import device_facts
+from ..device import device_facts
 
 PROGRAMS = 4  # of the decode, that one program of this kernel places
 SHAPES = ((256, 1), (1024, 4))  # requests at a time, and warps

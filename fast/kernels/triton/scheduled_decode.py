@@ -1,7 +1,7 @@
 """Absorbed decode as a schedule cuts it: programs of equal work take tile after tile, request after request.
 
-A request that one program takes whole is finished there. The others leave parts in float32 for `decode_merge`. Requests
-that are cut by their own length are attended here without a schedule too.
+A request that one program takes whole is finished there. The others leave partial outputs in float32 for
+`fast.kernels.combine`. Requests that are split by their own length are attended here without a schedule too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from reference.interfaces import DECODE_TILE, invariant_cut, most_invariant_splits
 
-from .decode_merge import fold_part, load_part
+from ..combine.kernels import Partials, RowState, add_partial, load_partial
 from .decode_tiles import LN_2, attend_tiles, load_queries
 from .schedule import invariant_split_tiles
 
@@ -24,7 +24,7 @@ from .schedule import invariant_split_tiles
 @triton.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "max_keys", "num_runs", "row_blocks", "request_rows",
-        "num_slots", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
+        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=[
         "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
@@ -33,8 +33,8 @@ from .schedule import invariant_split_tiles
 @no_type_check
 def _scheduled_decode_kernel(
     ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, out, lse, part_out, part_lse,
-    num_tokens, num_blocks, num_requests, max_keys, num_runs, row_blocks, request_rows, num_slots,
+    tile_ranges, split_offsets, out, lse, partial_out, partial_lse,
+    num_tokens, num_blocks, num_requests, max_keys, num_runs, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, latent_element_stride,
     rope_token_stride, rope_head_stride, rope_element_stride,
@@ -44,7 +44,7 @@ def _scheduled_decode_kernel(
     PIECE_COLUMNS: tl.constexpr, PAGED_COPY: tl.constexpr, SCHEDULE_TILE: tl.constexpr, BY_LENGTH: tl.constexpr,
     SCHEDULED: tl.constexpr,
 ):  # fmt: skip
-    """The range of one program of the schedule, for ROWS of each request's rows; parts as `decode_merge` has them.
+    """Attend the range of one program of the schedule, for ROWS of each request's rows; write whole or partial outputs.
 
     Without a schedule, requests are cut by their own length, and each one's splits are spread over `num_runs` programs.
     """
@@ -106,18 +106,18 @@ def _scheduled_decode_kernel(
                 LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY,
             )  # fmt: skip
             if BY_LENGTH:
-                # a program that has a request's splits from the first one on folds them in the first slot
-                slot = request * (num_slots // num_requests) + tl.where(runs_on, 0, split)
+                # a program that has a request's splits from the first one on combines them at the first partial index
+                index = request * (num_partials // num_requests) + tl.where(runs_on, 0, split)
                 whole = runs_on & (split + 1 >= splits)
                 if runs_on & (split > 0):
                     tl.debug_barrier()  # what any thread has written there
-                    before = load_part(
-                        part_out, part_lse, slot, real, num_slots, request_rows, request_row, columns, LATENT
-                    )
-                    largest, total, values = fold_part(before, (largest, total, values))
+                    partials = Partials(partial_out, partial_lse, num_partials, request_rows)
+                    before = load_partial(partials, index, real, request_row, columns, LATENT)
+                    combined = add_partial(before, RowState(largest, total, values))
+                    largest, total, values = combined.largest, combined.total, combined.weighted
                     tl.debug_barrier()
                 told = runs_on & (row_block == 0)
-                progress = part_lse + 2 * num_slots.to(tl.int64) * request_rows + 2 * request
+                progress = partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
                 progress = progress.to(tl.pointer_type(tl.int32), bitcast=True)
                 tl.store(progress, split + 1, mask=told)
                 tl.store(progress + 1, splits, mask=told)
@@ -125,7 +125,7 @@ def _scheduled_decode_kernel(
                 first_split = tl.load(split_offsets + request)
                 whole = tl.load(split_offsets + request + 1) - first_split <= 1
                 # offsets and splits that nobody planned may lie anywhere
-                slot = tl.minimum(tl.maximum(first_split + split, 0), num_slots - 1)
+                index = tl.minimum(tl.maximum(first_split + split, 0), num_partials - 1)
             if whole:
                 divisor = tl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0, largest -inf
                 values = values * (1.0 / divisor)[:, None]
@@ -138,11 +138,11 @@ def _scheduled_decode_kernel(
                     mask=real[:, None] & (columns < LATENT)[None, :],
                 )
             else:
-                part_row = slot.to(tl.int64) * request_rows + request_row
-                tl.store(part_lse + part_row, largest, mask=real)
-                tl.store(part_lse + num_slots.to(tl.int64) * request_rows + part_row, total, mask=real)
+                partial_row = index.to(tl.int64) * request_rows + request_row
+                tl.store(partial_lse + partial_row, largest, mask=real)
+                tl.store(partial_lse + num_partials.to(tl.int64) * request_rows + partial_row, total, mask=real)
                 tl.store(
-                    part_out + (part_row * LATENT)[:, None] + columns[None, :],
+                    partial_out + (partial_row * LATENT)[:, None] + columns[None, :],
                     values,
                     mask=real[:, None] & (columns < LATENT)[None, :],
                 )
@@ -208,7 +208,7 @@ def launch_scheduled(
         softmax_scale: multiplies the scores.
 
     Returns:
-        The parts, flat, as `decode_merge` has them.
+        The parts, flat, as `fast.kernels.combine` has them.
     """
     _, _, kv_cache, _, _, block_table, seq_lens, _, _ = inputs
     tokens, heads, latent = out.shape
@@ -220,14 +220,14 @@ def launch_scheduled(
         most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), heads)
         slots = requests * (most_splits if scheduled or num_runs > 1 else 1)
         progress = 2 * requests
-    part_out = torch.empty(slots * request_rows * latent, dtype=torch.float32, device=out.device)
-    part_lse = torch.empty(2 * slots * request_rows + progress, dtype=torch.float32, device=out.device)
+    partial_out = torch.empty(slots * request_rows * latent, dtype=torch.float32, device=out.device)
+    partial_lse = torch.empty(2 * slots * request_rows + progress, dtype=torch.float32, device=out.device)
     with torch.cuda.device_of(out):
         _scheduled_decode_kernel[(programs * row_blocks,)](
             *inputs, tile_ranges if scheduled else seq_lens, split_offsets if scheduled else seq_lens,
-            out, lse, part_out, part_lse,
+            out, lse, partial_out, partial_lse,
             tokens, kv_cache.shape[0], requests, max_keys, num_runs, row_blocks, request_rows, slots,
             *invariant_cut(heads), softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
             BY_LENGTH=batch_invariant, SCHEDULED=scheduled,
         )  # fmt: skip
-    return part_out, part_lse
+    return partial_out, partial_lse

@@ -18,12 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..arrivals import arrive
-from ..gluon_versions import partition_barrier
-from ..pieces import TILE, ceil_div, leave_word, lens_of, own_cut, rows_of, tiles_of
-from ..rows_and_pages import LEAST, LN_2, STAYS, load_columns, page_of, part_rows, rows_at, zero_from
-from ..tile_pairs import ROWS
-from .units import ROW_VALUES, UNTOLD, fence_async_global
+from ...common.arrivals import arrive
+from ...common.gluon_versions import partition_barrier
+from ...common.loads import LEAST, LN_2, STAYS, load_columns, page_of, partial_rows_of, rows_at, zero_from
+from ...common.work_items import TILE, ceil_div, leave_word, lens_of, own_cut, rows_of, tiles_of
+from ..main_loops.tile_pairs import ROWS
+from .score_blocks import ROW_VALUES, UNTOLD, fence_async_global
 
 SHARES = gl.constexpr(8)  # of a split's latent columns
 STAGES = gl.constexpr(8)  # for a share's columns of a pair of tiles, on their way or there
@@ -228,16 +228,16 @@ def _rescaled(values, moved, before, after, scale_log2):
 
 @gluon.jit
 @no_type_check
-def _write_part(state, where, results, slot, num_slots, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
+def _write_partial(state, where, results, slot, num_partials, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
     """A part of rows for the merge: a share's columns, and one of largest and total."""
     largest, total, values = state
-    _, _, part_out, part_lse = results
+    _, _, partial_out, partial_lse = results
     WIDTH: gl.constexpr = LATENT // SHARES
-    row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, VALUES), True)
-    gl.store(part_lse + row, largest, mask=real & (first_column == 0))
-    gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real & (first_column == 0))
+    row, partial_rows, real = partial_rows_of(slot, where, ROWS, gl.SliceLayout(1, VALUES), True)
+    gl.store(partial_lse + row, largest, mask=real & (first_column == 0))
+    gl.store(partial_lse + num_partials.to(gl.int64) * partial_rows + row, total, mask=real & (first_column == 0))
     columns = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
-    place = part_out + (row * LATENT)[:, None] + columns[None, :]
+    place = partial_out + (row * LATENT)[:, None] + columns[None, :]
     gl.store(place, values, mask=real[:, None], eviction_policy=STAYS)
 
 
@@ -271,7 +271,7 @@ def multiply_shares(
     _, _, num_requests, _, row_blocks, _, scale_log2 = sizes
     row_places, probability_places, tiles = shared[4], shared[5], shared[6]
     _, _, arrived, released, found_bars = bars
-    num_slots, lens = cut[3], (seq_lens, query_start_loc)
+    num_partials, lens = cut[3], (seq_lens, query_start_loc)
     WIDTH: gl.constexpr = LATENT // SHARES
     BUFFERS: gl.constexpr = tiles.shape[0] // (2 * STAGES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -325,7 +325,7 @@ def multiply_shares(
         state = (gl.where(total == 0, float("-inf"), largest * scale_log2), total, values)
         where = rows_of(what, sizes, HEADS)
         if slot >= 0:
-            _write_part(state, where, results, slot, num_slots, first_column, LATENT, VALUES)
+            _write_partial(state, where, results, slot, num_partials, first_column, LATENT, VALUES)
         else:
             _write_whole(state, where, results, first_column, HEADS, LATENT, VALUES)
         share, what = seek_share(share + gl.num_programs(0), cut, lens, sizes, splits_bound, HEADS)

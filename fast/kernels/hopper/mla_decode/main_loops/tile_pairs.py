@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .arrivals import arrive
-from .gluon_versions import partition_barrier
-from .pieces import TILE
-from .rows_and_pages import LEAST, load_columns, shift_of, zero_from
+from ...common.arrivals import arrive
+from ...common.gluon_versions import partition_barrier
+from ...common.loads import LEAST, load_columns, shift_of, zero_from
+from ...common.work_items import TILE
 
 ROWS = gl.constexpr(64)
 MOST_GROWTH = gl.constexpr(8.0)  # binary orders of magnitude

@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from ..triton.decode_merge import FOLD_GROWTH
-from .pieces import TILE, ceil_div, rows_of, tiles_of
+from ...combine.kernels import REFERENCE_GROWTH
+from .work_items import TILE, ceil_div, rows_of, tiles_of
 
 LN_2 = gl.constexpr(math.log(2))
 STAYS = gl.constexpr("evict_last")  # what is read again soon: in the L2, while the cache streams by
@@ -84,25 +84,25 @@ def _copy_rows(
 
 @gluon.jit
 @no_type_check
-def part_rows(slot, where, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_REQUEST: gl.constexpr):
+def partial_rows_of(slot, where, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_REQUEST: gl.constexpr):
     """Where a part's rows lie among those of all parts, how many a slot has (a request's, or all), which are real."""
     request_rows, num_tokens, num_heads = where[3], where[4], where[5]
     row, token, head, real = rows_at(where, ROWS, LAYOUT)
     if OF_REQUEST:
-        slot_rows = request_rows
+        partial_rows = request_rows
     else:
-        row, slot_rows = token * num_heads + head, num_tokens * num_heads
-    return slot.to(gl.int64) * slot_rows + row, slot_rows, real
+        row, partial_rows = token * num_heads + head, num_tokens * num_heads
+    return slot.to(gl.int64) * partial_rows + row, partial_rows, real
 
 
 @gluon.jit
 @no_type_check
-def fold_shares(before, largest):
+def combine_weights(before, largest):
     """Of two parts of rows, one after the other: the new reference (base 2), and what the values of each are scaled by.
 
-    Step for step as `fold_part` of `fast.kernels.triton.decode_merge`: the bits must not tell which of both folded.
+    Step for step as `add_partial` of `fast.kernels.combine`: the bits must not tell which of both folded.
     """
-    grown = largest > before + FOLD_GROWTH
+    grown = largest > before + REFERENCE_GROWTH
     reference = gl.where(grown, largest, before)
     old = gl.where(grown, gl.exp2(before - gl.where(grown, largest, 0.0)), 1.0)
     new = gl.where(grown, 1.0, gl.exp2(largest - gl.where(before == float("-inf"), 0.0, before)))

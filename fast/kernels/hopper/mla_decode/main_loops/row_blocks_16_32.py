@@ -19,37 +19,37 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .arrivals import arrive
-from .gluon_versions import partition_barrier
-from .pieces import (
+from ...common.arrivals import arrive
+from ...common.gluon_versions import partition_barrier
+from ...common.loads import (
+    LEAST,
+    LN_2,
+    STAYS,
+    ask_queries,
+    combine_weights,
+    load_columns,
+    page_of,
+    pages_held,
+    partial_rows_of,
+    rows_at,
+    seen_at,
+    shift_of,
+    zero_from,
+)
+from ...common.work_items import (
     NOTED,
     NOTES,
     TILE,
     first_piece,
     follow_kernel,
     next_piece,
+    partial_index_of,
     read_note,
     rows_of,
     seek,
-    slot_of,
     split_tiles_of,
     tiles_of,
     write_note,
-)
-from .rows_and_pages import (
-    LEAST,
-    LN_2,
-    STAYS,
-    ask_queries,
-    fold_shares,
-    load_columns,
-    page_of,
-    pages_held,
-    part_rows,
-    rows_at,
-    seen_at,
-    shift_of,
-    zero_from,
 )
 
 STAGES = gl.constexpr(2)
@@ -102,18 +102,18 @@ def _write_whole(
 
 @gluon.jit
 @no_type_check
-def _write_part(
-    state, where, results, scale_log2, slot, num_slots, ROWS: gl.constexpr, LATENT: gl.constexpr,
+def _write_partial(
+    state, where, results, scale_log2, slot, num_partials, ROWS: gl.constexpr, LATENT: gl.constexpr,
     TRANSPOSED: gl.constexpr, OF_REQUEST: gl.constexpr,
 ):  # fmt: skip
     """Parts of rows for the merge."""
     largest, total, values = state
-    _, _, part_out, part_lse = results
-    row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(0, TRANSPOSED), OF_REQUEST)
-    gl.store(part_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
-    gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real)
+    _, _, partial_out, partial_lse = results
+    row, partial_rows, real = partial_rows_of(slot, where, ROWS, gl.SliceLayout(0, TRANSPOSED), OF_REQUEST)
+    gl.store(partial_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
+    gl.store(partial_lse + num_partials.to(gl.int64) * partial_rows + row, total, mask=real)
     columns = gl.arange(0, LATENT, gl.SliceLayout(1, TRANSPOSED))
-    place = part_out + (row * LATENT)[None, :] + columns[:, None]
+    place = partial_out + (row * LATENT)[None, :] + columns[:, None]
     gl.store(place, values, mask=real[None, :], eviction_policy=STAYS)
 
 
@@ -199,7 +199,7 @@ def _folded(
     largest, total, values = state
     rows_kept, values_shared, _ = kept
     ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
-    largest, old, new = fold_shares(rows_kept.index(0).load(ROW), largest)
+    largest, old, new = combine_weights(rows_kept.index(0).load(ROW), largest)
     total = gl.fma(rows_kept.index(1).load(ROW), old, total * new)
     if ROWS * LATENT <= SHARED_VALUES:
         values = gl.fma(values_shared.load(TRANSPOSED), old[None, :], values * new[None, :])
@@ -300,7 +300,7 @@ def _consume(
 ):  # fmt: skip
     """The one warp group that computes."""
     ql_nope, q_pe, block_table, _, _, visible_lens = inputs
-    num_slots = cut[3]
+    num_partials = cut[3]
     num_blocks, scale_log2 = sizes[1], sizes[6]
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
         strides
@@ -345,7 +345,7 @@ def _consume(
                     step, scale_log2, ROWS, LATENT, ROPE, BLOCK_SIZE, TRANSPOSED,
                 )  # fmt: skip
                 state = _based_on_two(state, scale_log2)
-                kept_values = results[2] + num_slots.to(gl.int64) * sizes[5] * LATENT  # behind all parts
+                kept_values = results[2] + num_partials.to(gl.int64) * sizes[5] * LATENT  # behind all parts
                 if (begin == 0) & (split_begin > 0):
                     largest, total, values, step = _folded(
                         state, kept, k_latent, step, full, free, ROWS, LATENT, TRANSPOSED
@@ -358,14 +358,14 @@ def _consume(
                 # the next piece's is not there before the last split, and nothing is asked for before
                 following = read_note(notes, piece + gl.where(running, 0, 1))
                 asked = (split_stop >= stop) & (following[0] >= 0)
-                where, slot = rows_of(written, sizes, HEADS), slot_of(written)
+                where, slot = rows_of(written, sizes, HEADS), partial_index_of(written)
                 if running & (begin == 0):
                     _keep(state, kept, kept_values, ROWS, LATENT, TRANSPOSED)
                 elif running | (slot >= 0):
                     _ask(following, asked, queries, sizes, ROWS, HEADS, ROPE)
                     # of a run that folds the first slot, else each split's own
                     slot += gl.where(begin == 0, 0, (split_begin - begin) // split_tiles_of(written))
-                    _write_part(state, where, results, 1.0, slot, num_slots, ROWS, LATENT, TRANSPOSED, True)
+                    _write_partial(state, where, results, 1.0, slot, num_partials, ROWS, LATENT, TRANSPOSED, True)
                 else:
                     _write_whole(
                         state, where, results, 1.0, following, asked, queries, sizes, ROWS, HEADS, LATENT, ROPE,
@@ -385,7 +385,7 @@ def _consume(
             asked = note[0] >= 0
             visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
             written = read_note(notes, piece)
-            where, slot = rows_of(written, sizes, HEADS), slot_of(written)
+            where, slot = rows_of(written, sizes, HEADS), partial_index_of(written)
             if SCHEDULED:
                 if slot < 0:
                     _write_whole(
@@ -394,10 +394,12 @@ def _consume(
                     )  # fmt: skip
                 else:
                     _ask(note, asked, queries, sizes, ROWS, HEADS, ROPE)
-                    _write_part(state, where, results, scale_log2, slot, num_slots, ROWS, LATENT, TRANSPOSED, True)
+                    _write_partial(
+                        state, where, results, scale_log2, slot, num_partials, ROWS, LATENT, TRANSPOSED, True
+                    )
             elif SPLIT:
                 _ask(note, asked, queries, sizes, ROWS, HEADS, ROPE)
-                _write_part(state, where, results, scale_log2, slot, num_slots, ROWS, LATENT, TRANSPOSED, False)
+                _write_partial(state, where, results, scale_log2, slot, num_partials, ROWS, LATENT, TRANSPOSED, False)
             else:
                 _write_whole(
                     state, where, results, scale_log2, note, asked, queries, sizes, ROWS, HEADS, LATENT, ROPE,
@@ -476,23 +478,23 @@ def _produce(
 @gluon.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
-        "num_slots", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
+        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=[
         "block_table", "seq_lens", "query_start_loc", "visible_lens", "tile_ranges", "split_offsets"
     ],
 )  # fmt: skip
 @no_type_check
-def _few_heads_kernel(
+def _row_blocks_16_32_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, out, lse, part_out, part_lse,
-    num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_slots,
+    tile_ranges, split_offsets, out, lse, partial_out, partial_lse,
+    num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """A program's pieces for ROWS of each request's rows; parts as `fast.kernels.triton.decode_merge` has them."""
+    """A program's pieces for ROWS of each request's rows; parts as `fast.kernels.combine` has them."""
     dtype: gl.constexpr = latent_pages.dtype
     BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
     BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
@@ -533,10 +535,10 @@ def _few_heads_kernel(
     follow_kernel()
 
     inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
-    progress = (part_lse + 2 * num_slots.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
+    progress = (partial_lse + 2 * num_partials.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
     own = (small_tiles, small_splits, large_tiles, max_splits)
-    cut = (tile_ranges, split_offsets, num_splits, num_slots, progress, own)
-    results = (out, lse, part_out, part_lse)
+    cut = (tile_ranges, split_offsets, num_splits, num_partials, progress, own)
+    results = (out, lse, partial_out, partial_lse)
     sizes = (num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride

@@ -16,11 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .ahead import ask_ahead
-from .arrivals import arrive
-from .gluon_versions import partition_barrier
-from .many_heads_results import ask, based_on_two, folded, keep, write_part, write_whole
-from .pieces import (
+from ...common.arrivals import arrive
+from ...common.gluon_versions import partition_barrier
+from ...common.l2_prefetch import ask_ahead
+from ...common.loads import page_of, pages_held, seen_at
+from ...common.work_items import (
     NOTED,
     NOTES,
     TILE,
@@ -28,15 +28,15 @@ from .pieces import (
     first_piece,
     launch_next,
     next_piece,
+    partial_index_of,
     read_note,
     rows_of,
     seek,
-    slot_of,
     split_tiles_of,
     tiles_of,
     write_note,
 )
-from .rows_and_pages import page_of, pages_held, seen_at
+from .epilogue_64 import ask, based_on_two, folded, keep, write_partial, write_whole
 from .tile_pairs import ROWS, attend_pairs, fetch_quarter
 
 LONG = gl.constexpr(8)  # tiles of a program's first piece, from which on its queries go before its tiles
@@ -51,7 +51,7 @@ def _consume(
 ):  # fmt: skip
     """One warp group: scores tile OWN of each pair, and holds half OWN of the output's columns."""
     ql_nope, q_pe, block_table, _, _, visible_lens = inputs
-    num_slots = cut[3]
+    num_partials = cut[3]
     num_blocks, scale_log2 = sizes[1], sizes[6]
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
         strides
@@ -100,7 +100,7 @@ def _consume(
                     scale_log2, OWN, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES,
                 )  # fmt: skip
                 state = based_on_two(state, scale_log2)
-                kept_values = results[2] + num_slots.to(gl.int64) * sizes[5] * LATENT  # behind all parts
+                kept_values = results[2] + num_partials.to(gl.int64) * sizes[5] * LATENT  # behind all parts
                 if (begin == 0) & (split_begin > 0):
                     state = folded(state, kept, kept_values, OWN, LATENT, SCORES, VALUES)
                 if not running:
@@ -110,13 +110,13 @@ def _consume(
                 # the next piece's is not there before the last split, and nothing is asked for before
                 following = read_note(notes, piece + gl.where(running, 0, 1))
                 asked = (split_stop >= stop) & (following[0] >= 0)
-                where, slot = rows_of(written, sizes, HEADS), slot_of(written)
+                where, slot = rows_of(written, sizes, HEADS), partial_index_of(written)
                 if running & (begin == 0):
                     keep(state, kept, kept_values, OWN, LATENT, VALUES)
                 elif running | (slot >= 0):
                     # of a run that folds the first slot, else each split's own
                     slot += gl.where(begin == 0, 0, (split_begin - begin) // split_tiles_of(written))
-                    write_part(state, where, results, 1.0, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
+                    write_partial(state, where, results, 1.0, slot, num_partials, OWN, LATENT, SCORES, VALUES, True)
                 else:
                     write_whole(
                         state, where, results, 1.0, following, False, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES,
@@ -137,7 +137,7 @@ def _consume(
             asked = note[0] >= 0
             visible, pages = seen_at(note, block_table, visible_lens, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
             written = read_note(notes, piece)
-            where, slot = rows_of(written, sizes, HEADS), slot_of(written)
+            where, slot = rows_of(written, sizes, HEADS), partial_index_of(written)
             if SCHEDULED:
                 if slot < 0:
                     write_whole(
@@ -146,10 +146,12 @@ def _consume(
                     )  # fmt: skip
                 else:
                     ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
-                    write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, True)
+                    write_partial(
+                        state, where, results, scale_log2, slot, num_partials, OWN, LATENT, SCORES, VALUES, True
+                    )
             elif SPLIT:
                 ask(note, asked, queries, sizes, OWN, HEADS, ROPE)
-                write_part(state, where, results, scale_log2, slot, num_slots, OWN, LATENT, SCORES, VALUES, False)
+                write_partial(state, where, results, scale_log2, slot, num_partials, OWN, LATENT, SCORES, VALUES, False)
             else:
                 write_whole(
                     state, where, results, scale_log2, note, asked, queries, sizes, OWN, HEADS, LATENT, ROPE, SCORES,
@@ -230,7 +232,7 @@ def _produce(
 @gluon.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
-        "num_slots", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "page_stride",
+        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "page_stride",
         "key_stride",
     ],
     do_not_specialize_on_alignment=[
@@ -238,17 +240,17 @@ def _produce(
     ],
 )  # fmt: skip
 @no_type_check
-def _many_heads_kernel(
+def _row_blocks_64_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, out, lse, part_out, part_lse,
-    num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_slots,
+    tile_ranges, split_offsets, out, lse, partial_out, partial_lse,
+    num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     out_rows, kv_cache, page_stride, key_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
-    """A program's pieces for 64 of each request's rows; parts as `fast.kernels.triton.decode_merge` has them.
+    """A program's pieces for 64 of each request's rows; parts as `fast.kernels.combine` has them.
 
     `out_rows` is None, or how the copy engine writes whole outputs, whose rows are then all of one token.
     """
@@ -289,10 +291,10 @@ def _many_heads_kernel(
     launch_next()
 
     inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
-    progress = (part_lse + 2 * num_slots.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
+    progress = (partial_lse + 2 * num_partials.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
     own = (small_tiles, small_splits, large_tiles, max_splits)
-    cut = (tile_ranges, split_offsets, num_splits, num_slots, progress, own)
-    results = (out, lse, part_out, part_lse, out_rows)
+    cut = (tile_ranges, split_offsets, num_splits, num_partials, progress, own)
+    results = (out, lse, partial_out, partial_lse, out_rows)
     sizes = (num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride

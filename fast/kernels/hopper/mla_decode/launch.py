@@ -26,14 +26,14 @@ from reference.interfaces import (
     most_invariant_splits,
 )
 
-from ..triton.decode_merge import merge_parts, readable_keys, rows_of_a_request, whole_tiles
-from ..triton.device import device_facts
-from .few_heads import SHARED_VALUES, _few_heads_kernel
-from .many_heads import _many_heads_kernel
-from .pieces import LAUNCH
-from .tile_pairs import ROWS
+from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
+from ...device import device_facts
+from ..common.work_items import LAUNCH
+from .main_loops.row_blocks_16_32 import SHARED_VALUES, _row_blocks_16_32_kernel
+from .main_loops.row_blocks_64 import _row_blocks_64_kernel
+from .main_loops.tile_pairs import ROWS
+from .two_phases.column_blocks import SHARES
 from .two_phases.launch import launch_two_phases
-from .two_phases.shares import SHARES
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
@@ -47,7 +47,7 @@ LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multi
 # time, a program besides; a tile's bytes over the bandwidth of the whole device; a merge, and a row of it
 COSTS_NS = {"few": (1500, 1, 5000), "many": (2000, 4, 6500)}
 MEMORY_TILE_NS = 17
-MERGE_NS, MERGED_ROW_NS = 3000, 1.5
+COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5
 
 
 def mla_decode(
@@ -91,20 +91,22 @@ def mla_decode(
     Raises:
         ValueError: another dtype; a cache that does not begin at a 16-byte word.
     """
-    out, lse, *parts = _attend(
+    found = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
     )  # fmt: skip
-    cut = (tile_ranges, split_offsets, batch_invariant)
-    merge_parts(*parts, query_start_loc, max_query_len, *cut, out, lse)
-    return out, lse
+    combine_partial_outputs(
+        found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
+        batch_invariant, found.out, found.lse,
+    )  # fmt: skip
+    return found.out, found.lse
 
 
-def _attend(
+def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Attend, into out and lse or into parts of them: out, lse, part_out, part_lse (empty where there are none)."""
+) -> SplitDecode:  # fmt: skip
+    """Do all of `mla_decode` but the combine."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
     check(out_dtype in OUT_DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     check(kv_cache.data_ptr() % 16 == 0, "kv_cache", "aligned to 16 bytes", f"address {kv_cache.data_ptr():#x}")
@@ -118,7 +120,7 @@ def _attend(
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=device)
     none = torch.empty(0, dtype=torch.float32, device=device)
     if tokens == 0 or requests == 0 or heads == 0:
-        return out, lse, none, none.clone()
+        return SplitDecode(out, lse, none, none.clone())
     if softmax_scale < 0:  # the kernels take the largest score before they scale
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
     ql_nope, latent_strides = _in_words(ql_nope)
@@ -138,21 +140,21 @@ def _attend(
         deal = _deal_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors)
     kept_values = deal.programs * _kept_values(program_rows, latent) if deal.most_splits > 1 else 0
     progress = 2 * requests if batch_invariant else 0
-    part_out = torch.empty(deal.part_rows * latent + kept_values, dtype=torch.float32, device=device)
-    part_lse = torch.empty(2 * deal.part_rows + progress, dtype=torch.float32, device=device)
+    partial_out = torch.empty(deal.partial_rows * latent + kept_values, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(2 * deal.partial_rows + progress, dtype=torch.float32, device=device)
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope)
     inputs = (
         ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
         visible_lens.contiguous(),
     )  # fmt: skip
-    results = (out, lse, part_out, part_lse)
+    results = (out, lse, partial_out, partial_lse)
     numbers = (
         *invariant_cut(heads), max(softmax_scale, LEAST_SCALE) / math.log(2), *latent_strides, *rope_strides,
         *block_table.stride(),
     )  # fmt: skip
     widths = {"HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size}
     sizes = (tokens, num_blocks, requests, max_keys)
-    blocks = (row_blocks, request_rows, deal.num_slots)
+    blocks = (row_blocks, request_rows, deal.num_partials)
     constants = {
         **widths, "BY_LENGTH": batch_invariant, "SCHEDULED": planned,
         "SPLIT": deal.num_splits > 1 and not batch_invariant,
@@ -167,15 +169,15 @@ def _attend(
                 inputs, results, (*sizes, *blocks), numbers, widths, deal.programs, deal.pairs, deal.num_splits
             )
         elif program_rows < MANY_ROWS:
-            _few_heads_kernel[(deal.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
+            _row_blocks_16_32_kernel[(deal.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
             in_boxes = heads % MANY_ROWS == 0 and deal.slices == 1 and not constants["SPLIT"]  # rows of one token
             out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
-            _many_heads_kernel[(deal.programs,)](
+            _row_blocks_64_kernel[(deal.programs,)](
                 *arguments, out_rows, *cache, SLICES=deal.slices, **constants, **LAUNCH
             )
-    return out, lse, part_out, part_lse
+    return SplitDecode(out, lse, partial_out, partial_lse)
 
 
 class Deal(NamedTuple):
@@ -184,8 +186,8 @@ class Deal(NamedTuple):
     Attributes:
         programs: how many.
         num_splits: of each request; where its own length cuts it runs of splits, and in two phases no less than splits.
-        num_slots: of parts.
-        part_rows: of all parts.
+        num_partials: of parts.
+        partial_rows: of all parts.
         most_splits: of a request whose own length cuts it and whose splits a program folds; else 0.
         slices: programs that share a split, each with some columns of the output.
         pairs: of tiles of a request, each scored by a program of its own before any is multiplied; 0: in one phase.
@@ -193,8 +195,8 @@ class Deal(NamedTuple):
 
     programs: int
     num_splits: int
-    num_slots: int
-    part_rows: int
+    num_partials: int
+    partial_rows: int
     most_splits: int = 0
     slices: int = 1
     pairs: int = 0
@@ -205,8 +207,8 @@ def _deal_planned(
 ) -> Deal:
     """As a schedule says; every program of it leaves at most one request unfinished."""
     most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads) if batch_invariant else 0
-    num_slots = requests * most_splits if batch_invariant else requests + ranges
-    return Deal(ranges * row_blocks, 1, num_slots, num_slots * request_rows, most_splits)
+    num_partials = requests * most_splits if batch_invariant else requests + ranges
+    return Deal(ranges * row_blocks, 1, num_partials, num_partials * request_rows, most_splits)
 
 
 def _deal_by_length(
@@ -221,14 +223,14 @@ def _deal_by_length(
     num_splits = most_splits
     if not in_two_phases:
         num_splits = _num_runs(pieces, requests * request_rows, whole_tiles(keys), heads, program_rows, processors)
-    num_slots = requests * most_splits if num_splits > 1 else 0
-    part_rows = num_slots * request_rows
+    num_partials = requests * most_splits if num_splits > 1 else 0
+    partial_rows = num_partials * request_rows
     if in_two_phases:
         programs = min(processors, pieces * max(pairs, most_splits * SHARES.value))
-        return Deal(programs, num_splits, num_slots, part_rows, pairs=pairs)
+        return Deal(programs, num_splits, num_partials, partial_rows, pairs=pairs)
     slices = SLICES if spreads and SLICES * pieces * num_splits <= processors else 1
     programs = min(processors, slices * pieces * num_splits)
-    return Deal(programs, num_splits, num_slots, part_rows, most_splits, slices)
+    return Deal(programs, num_splits, num_partials, partial_rows, most_splits, slices)
 
 
 def _deal_evenly(requests: int, rows: int, program_rows: int, row_blocks: int, keys: int, processors: int) -> Deal:
@@ -336,7 +338,7 @@ def _num_splits(pieces: int, rows: int, keys: int, program_rows: int, row_blocks
         turns = triton.cdiv(pieces * splits, processors)
         split_tiles = max(least, step * triton.cdiv(tiles, step * splits))
         memory_ns = 0 if many else MEMORY_TILE_NS * min(pieces * splits, processors) / row_blocks
-        merge_ns = MERGE_NS + MERGED_ROW_NS * splits * rows if splits > 1 else 0
+        merge_ns = COMBINE_NS + COMBINED_ROW_NS * splits * rows if splits > 1 else 0
         return turns * (piece_ns + split_tiles * max(tile_ns, memory_ns)) + merge_ns
 
     return min(range(1, max(1, min(triton.cdiv(tiles, step), 2 * processors)) + 1), key=cost)
@@ -362,7 +364,7 @@ def _num_runs(pieces: int, rows: int, keys: int, heads: int, program_rows: int, 
 
     def cost(runs: int) -> int | float:
         taken = triton.cdiv(splits, runs)
-        merge_ns = MERGE_NS + MERGED_ROW_NS * (splits - taken + 1) * rows if taken < splits else 0
+        merge_ns = COMBINE_NS + COMBINED_ROW_NS * (splits - taken + 1) * rows if taken < splits else 0
         return triton.cdiv(pieces * runs, processors) * (piece_ns + taken * split_ns) + merge_ns
 
     return min(range(1, splits + 1), key=cost)

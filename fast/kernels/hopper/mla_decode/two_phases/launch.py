@@ -8,11 +8,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..pieces import LAUNCH, TILE
-from ..tile_pairs import ROWS
+from ...common.work_items import LAUNCH, TILE
+from ..main_loops.tile_pairs import ROWS
+from .column_blocks import SHARES
 from .kernel import CLEARED, _clear_kernel, _two_phases_kernel
-from .shares import SHARES
-from .units import ROW_VALUES, TOPS
+from .score_blocks import ROW_VALUES, TOPS
 
 
 def launch_two_phases(
@@ -29,7 +29,7 @@ def launch_two_phases(
 
     Args:
         inputs: queries, pages and lists, as `many_heads` has them.
-        results: out, lse, part_out, part_lse.
+        results: out, lse, partial_out, partial_lse.
         sizes: tokens, blocks of the cache, requests, most keys of a request, blocks of rows, rows of a request, slots.
         numbers: of `InvariantCut`, scale and strides, as `many_heads` has them.
         widths: N, Lkv, R, keys a page.

@@ -8,12 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..arrivals import arrive
-from ..pieces import TILE, follow_kernel
-from ..rows_and_pages import ask_queries
-from ..tile_pairs import ROWS
-from .shares import PLACES, SHARES, STAGES, fetch_shares, first_share, multiply_shares, seek_share
-from .units import QUARTERS, ROW_VALUES, UNTOLD, fetch_unit, flags_behind, score_unit, unit_of_program
+from ...common.arrivals import arrive
+from ...common.loads import ask_queries
+from ...common.work_items import TILE, follow_kernel
+from ..main_loops.tile_pairs import ROWS
+from .column_blocks import PLACES, SHARES, STAGES, fetch_shares, first_share, multiply_shares, seek_share
+from .score_blocks import QUARTERS, ROW_VALUES, UNTOLD, fetch_unit, flags_behind, score_unit, unit_of_program
 
 CLEARED = gl.constexpr(1024)  # words of a program
 
@@ -74,7 +74,7 @@ def _produce(
 
 @gluon.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "max_keys", "row_blocks", "request_rows", "num_slots",
+        "num_tokens", "num_blocks", "num_requests", "max_keys", "row_blocks", "request_rows", "num_partials",
         "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "pairs", "splits_bound",
     ],
     do_not_specialize_on_alignment=["block_table", "seq_lens", "query_start_loc", "visible_lens"],
@@ -82,15 +82,15 @@ def _produce(
 @no_type_check
 def _two_phases_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    out, lse, part_out, part_lse, value_pages, probability_pairs, words, row_values, probabilities,
-    num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, num_slots, pairs, splits_bound,
+    out, lse, partial_out, partial_lse, value_pages, probability_pairs, words, row_values, probabilities,
+    num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, num_partials, pairs, splits_bound,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """A unit, then shares, of requests that are cut by their own length; each split of several is a part by itself.
 
-    Parts as `fast.kernels.triton.decode_merge` has them. There are as many programs as units at least, `words` are
+    Parts as `fast.kernels.combine` has them. There are as many programs as units at least, `words` are
     UNTOLD, and `splits_bound` is no less than the splits of any request, as `pairs` of its tiles.
     """
     dtype: gl.constexpr = latent_pages.dtype
@@ -127,10 +127,10 @@ def _two_phases_kernel(
     follow_kernel()
 
     inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
-    progress = (part_lse + 2 * num_slots.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
+    progress = (partial_lse + 2 * num_partials.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
     own = (small_tiles, small_splits, large_tiles, max_splits)
-    cut = (seq_lens, seq_lens, splits_bound, num_slots, progress, own)
-    results = (out, lse, part_out, part_lse)
+    cut = (seq_lens, seq_lens, splits_bound, num_partials, progress, own)
+    results = (out, lse, partial_out, partial_lse)
     sizes = (num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = (
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride

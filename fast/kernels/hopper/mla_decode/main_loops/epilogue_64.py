@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .gluon_versions import partition_barrier
-from .rows_and_pages import LN_2, STAYS, ask_queries, fold_shares, part_rows, rows_at
+from ...common.gluon_versions import partition_barrier
+from ...common.loads import LN_2, STAYS, ask_queries, combine_weights, partial_rows_of, rows_at
 from .tile_pairs import ROWS, scaled, slice_of_program
 
 
@@ -100,26 +100,26 @@ def write_whole(
 
 @gluon.jit
 @no_type_check
-def write_part(
-    state, where, results, scale_log2, slot, num_slots, OWN: gl.constexpr, LATENT: gl.constexpr,
+def write_partial(
+    state, where, results, scale_log2, slot, num_partials, OWN: gl.constexpr, LATENT: gl.constexpr,
     SCORES: gl.constexpr, VALUES: gl.constexpr, OF_REQUEST: gl.constexpr,
 ):  # fmt: skip
     """Parts of rows for the merge: half OWN of the columns, and one of largest and total."""
     largest, total, left, right = state
-    _, _, part_out, part_lse, _ = results
+    _, _, partial_out, partial_lse, _ = results
     HALF: gl.constexpr = LATENT // 2
     WIDTH: gl.constexpr = LATENT // 4
     SPAN: gl.constexpr = left.shape[1]
     number = slice_of_program(WIDTH // SPAN)
-    row, slot_rows, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, SCORES), OF_REQUEST)
+    row, partial_rows, real = partial_rows_of(slot, where, ROWS, gl.SliceLayout(1, SCORES), OF_REQUEST)
     real = real & (number == 0)
     if OWN == 0:
-        gl.store(part_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
+        gl.store(partial_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
     else:
-        gl.store(part_lse + num_slots.to(gl.int64) * slot_rows + row, total, mask=real)
-    row, _, real = part_rows(slot, where, ROWS, gl.SliceLayout(1, VALUES), OF_REQUEST)
+        gl.store(partial_lse + num_partials.to(gl.int64) * partial_rows + row, total, mask=real)
+    row, _, real = partial_rows_of(slot, where, ROWS, gl.SliceLayout(1, VALUES), OF_REQUEST)
     columns = OWN * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
-    place = part_out + (row * LATENT)[:, None] + columns[None, :]
+    place = partial_out + (row * LATENT)[:, None] + columns[None, :]
     gl.store(place, left, mask=real[:, None], eviction_policy=STAYS)
     gl.store(place + WIDTH, right, mask=real[:, None], eviction_policy=STAYS)
 
@@ -153,7 +153,7 @@ def folded(
     """What the group kept of the splits before, and a state, as one: half OWN of the columns."""
     largest, total, left, right = state
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    largest, old, new = fold_shares(kept.index(2 * OWN).load(ROW), largest)
+    largest, old, new = combine_weights(kept.index(2 * OWN).load(ROW), largest)
     total = gl.fma(kept.index(2 * OWN + 1).load(ROW), old, total * new)
     place = _kept_at(kept_values, OWN, LATENT, VALUES)
     old = gl.convert_layout(old, gl.SliceLayout(1, VALUES))[:, None]

@@ -13,11 +13,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from ..arrivals import arrive
-from ..gluon_versions import partition_barrier
-from ..pieces import TILE, ceil_div, lens_of, own_cut, tiles_of
-from ..rows_and_pages import LEAST, pages_held, seen_at, shift_of
-from ..tile_pairs import ROWS, fetch_quarter, masked, reference_of, score_quarter
+from ...common.arrivals import arrive
+from ...common.gluon_versions import partition_barrier
+from ...common.loads import LEAST, pages_held, seen_at, shift_of
+from ...common.work_items import TILE, ceil_div, lens_of, own_cut, tiles_of
+from ..main_loops.tile_pairs import ROWS, fetch_quarter, masked, reference_of, score_quarter
 
 QUARTERS = gl.constexpr(4)  # of a tile's latent columns, scored one by one
 BEFORE = gl.constexpr(8)  # pairs whose largest scores are asked for at a time

@@ -134,7 +134,7 @@ def piece_at(walk, cut, lens, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.con
         request, row_block = place // row_blocks // num_splits, place % row_blocks
         split = place // row_blocks % num_splits
     if not BY_LENGTH:  # here, so that its loads wait with the others
-        slot = _slot_of(request, split, cut, SCHEDULED)
+        slot = _partial_index_of(request, split, cut, SCHEDULED)
     query_start, query_end, length, readable = lens_of(request, lens, num_tokens, max_keys)
     there = request >= 0
     split_tiles = request * 0
@@ -256,7 +256,7 @@ def rows_of(note, sizes, HEADS: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def slot_of(note):
+def partial_index_of(note):
     """Where the part of a piece goes; -1: its rows are whole."""
     return note[7]
 
@@ -297,26 +297,26 @@ def leave_word(request, row_block, begin, end, there, split_tiles, splits, cut, 
 
     That is the request's first slot for those, -1 if there are no others, and else the slot of the first split.
     """
-    num_slots, progress = cut[3], cut[4]
+    num_partials, progress = cut[3], cut[4]
     ended = ceil_div(end, split_tiles)
     told = there & (begin == 0) & (row_block == 0)
     gl.store(progress + 2 * request, ended, mask=told)
     gl.store(progress + 2 * request + 1, splits, mask=told)
-    slot = request * (num_slots // num_requests) + begin // split_tiles
+    slot = request * (num_partials // num_requests) + begin // split_tiles
     return gl.where((begin == 0) & (ended >= splits), -1, slot)
 
 
 @gluon.jit
 @no_type_check
-def _slot_of(request, split, cut, SCHEDULED: gl.constexpr):
-    """Where the part of a piece lies for the merge (`fast.kernels.triton.decode_merge`); -1: its rows are whole."""
-    split_offsets, num_splits, num_slots = cut[1], cut[2], cut[3]
+def _partial_index_of(request, split, cut, SCHEDULED: gl.constexpr):
+    """Where the part of a piece lies for the merge (`fast.kernels.combine`); -1: its rows are whole."""
+    split_offsets, num_splits, num_partials = cut[1], cut[2], cut[3]
     if SCHEDULED:
         first_split = gl.load(split_offsets + request)
         slot = first_split + split
         splits = gl.load(split_offsets + request + 1) - first_split
         # offsets and splits that nobody planned may lie anywhere
-        slot = gl.where(splits <= 1, -1, gl.minimum(gl.maximum(slot, 0), num_slots - 1))
+        slot = gl.where(splits <= 1, -1, gl.minimum(gl.maximum(slot, 0), num_partials - 1))
     else:
         slot = gl.where(num_splits <= 1, -1, split)
     return slot
