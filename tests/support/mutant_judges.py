@@ -119,6 +119,7 @@ TABLE = {
     "fast/integrations/transformers/__init__.py": ADAPTER,
     "fast/integrations/transformers/attention.py": ADAPTER,
     "fast/integrations/transformers/cache.py": ADAPTER,
+    "fast/integrations/transformers/padding.py": ADAPTER,
 }  # fmt: skip
 SUBJECTS = {  # of a file, by the first of these that its path has
     "fast/kernels/cpu/schedule": "planning",

@@ -32,6 +32,7 @@ from reference.interfaces import (
 )
 
 from .cache import BatchRecord, LatentCacheLayer, latent_layers
+from .padding import read_mask, read_positions
 
 ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
 OTHER_BATCHES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "cache", "block_table")
@@ -308,39 +309,6 @@ def entry_of(module: nn.Module) -> tuple[int, torch.dtype, torch.device]:
     """Width, dtype and device of a cache entry of one attention module."""
     weight = module.kv_a_layernorm.weight
     return module.kv_lora_rank + module.qk_rope_head_dim, weight.dtype, weight.device
-
-
-def read_mask(attention_mask: Any, rows: int, queries: int, record: BatchRecord) -> Bool[Tensor, "B S"] | None:
-    """The padding mask on the CPU, or None where nothing is padded.
-
-    Raises:
-        ValueError: not a [B, cached + Q] mask, or one that contradicts what is cached.
-    """
-    wanted = f"a padding mask [{rows}, {record.length + queries}]"
-    if attention_mask is None:
-        check(record.mask is None, "attention_mask", f"{wanted}, for past_key_values holds padding", None)
-        return None
-    check(isinstance(attention_mask, Tensor), "attention_mask", f"{wanted} or None", type(attention_mask).__name__)
-    shape = list(attention_mask.shape)
-    check(shape == [rows, record.length + queries], "attention_mask", f"{wanted} or None", f"shape {shape}")
-    mask = attention_mask.to(torch.bool).cpu()
-    if record.mask is None:
-        if mask.all():
-            return None
-        check(bool(mask[:, : record.length].all()), "attention_mask", "every cached token visible", "a hidden one")
-    else:
-        same = torch.equal(mask[:, : record.length], record.mask)
-        check(same, "attention_mask", "the padding that past_key_values was filled with", "another")
-    return mask
-
-
-def read_positions(position_ids: Any, rows: int, queries: int, length: int, device: torch.device) -> Int[Tensor, "B Q"]:
-    """Positions of every padded token, [B, Q]; counted from the cached length where none are given."""
-    if position_ids is None:
-        position_ids = torch.arange(length, length + queries, device=device)[None]
-    check_tensor("position_ids", position_ids, ("1 or B", queries), (torch.int64, torch.int32), device)
-    check(position_ids.shape[0] in (1, rows), "position_ids", f"shape [{rows}, {queries}]", list(position_ids.shape))
-    return position_ids.expand(rows, queries)
 
 
 def base_of(model: Any) -> PreTrainedModel:

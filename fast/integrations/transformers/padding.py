@@ -1,0 +1,46 @@
+"""Read the padding mask and the positions of a padded batch, and refuse those that contradict the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from reference.interfaces import check, check_tensor
+
+from .cache import BatchRecord
+
+
+def read_mask(attention_mask: Any, rows: int, queries: int, record: BatchRecord) -> Bool[Tensor, "B S"] | None:
+    """The padding mask on the CPU, or None where nothing is padded.
+
+    Raises:
+        ValueError: not a [B, cached + Q] mask, or one that contradicts what is cached.
+    """
+    wanted = f"a padding mask [{rows}, {record.length + queries}]"
+    if attention_mask is None:
+        check(record.mask is None, "attention_mask", f"{wanted}, for past_key_values holds padding", None)
+        return None
+    check(isinstance(attention_mask, Tensor), "attention_mask", f"{wanted} or None", type(attention_mask).__name__)
+    shape = list(attention_mask.shape)
+    check(shape == [rows, record.length + queries], "attention_mask", f"{wanted} or None", f"shape {shape}")
+    mask = attention_mask.to(torch.bool).cpu()
+    if record.mask is None:
+        if mask.all():
+            return None
+        check(bool(mask[:, : record.length].all()), "attention_mask", "every cached token visible", "a hidden one")
+    else:
+        same = torch.equal(mask[:, : record.length], record.mask)
+        check(same, "attention_mask", "the padding that past_key_values was filled with", "another")
+    return mask
+
+
+def read_positions(position_ids: Any, rows: int, queries: int, length: int, device: torch.device) -> Int[Tensor, "B Q"]:
+    """Positions of every padded token, [B, Q]; counted from the cached length where none are given."""
+    if position_ids is None:
+        position_ids = torch.arange(length, length + queries, device=device)[None]
+    check_tensor("position_ids", position_ids, ("1 or B", queries), (torch.int64, torch.int32), device)
+    check(position_ids.shape[0] in (1, rows), "position_ids", f"shape [{rows}, {queries}]", list(position_ids.shape))
+    return position_ids.expand(rows, queries)
