@@ -11,6 +11,7 @@ Inputs are drawn from a seed of each case. Bits depend on the machine: both file
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import hashlib
 import itertools
@@ -89,6 +90,7 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
         with device:
             found = test_ops.samples(dtype)
         for name, many in found.items():
+            many = copy.deepcopy(many)  # some samples share a cache, and some ops write to it
             for index, arguments in enumerate(many):
                 yield f"{name} {dtype} {index}", partial(outcome, test_ops.overload(name), arguments)
 
