@@ -118,8 +118,9 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(autouse=True)
 def fixed_seed(request):
-    """Each test its own seed, whatever ran before it."""
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    """Each test its own seed, whatever ran before it and in whatever folder its file lies."""
+    name = request.node.nodeid.partition("::")[2]
+    torch.manual_seed(zlib.crc32(f"tests/{request.node.path.name}::{name}".encode()))
 
 
 @pytest.fixture(params=["reference", "fast"])

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     AttentionState,
     DecodeMetadata,
     MLAConfig,
@@ -136,7 +137,12 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         target: Any = ops
         for part in name.split("."):
             target = getattr(target, part)
-        return Call(name, target, arguments, hidden or {})
+        return Call(name, target, with_format(target, arguments), hidden or {})
+
+    def with_format(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        takes_one = inspect.isfunction(function) or inspect.isclass(function)
+        takes_one = takes_one and "cache_format" in inspect.signature(function).parameters
+        return arguments | ({"cache_format": COMPUTE_FORMAT} if takes_one else {})
 
     def method(owner: Any, name: str, /, **arguments: Any) -> Call:
         return Call(f"{type(owner).__name__}.{name}", getattr(owner, name), arguments)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import FLOAT_DTYPES, check, check_int
+from .checks import FLOAT_DTYPES, check, check_int, check_type
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,17 @@ class CacheFormat:
     alignment: int = 1
     poison: int = 0xFF
     dims: tuple[int, int] | None = None
+
+    def __post_init__(self):
+        check_type("name", self.name, str)
+        check_type("storage_dtype", self.storage_dtype, (torch.dtype, type(None)), "a dtype or None")
+        check_type("query_dtypes", self.query_dtypes, tuple, "a tuple of dtypes")
+        for dtype in self.query_dtypes:
+            check_type("query_dtypes", dtype, torch.dtype, "a tuple of dtypes")
+        check_int("alignment", self.alignment)
+        check_int("poison", self.poison, 0)
+        check(self.poison < 256, "poison", "a byte", self.poison)
+        check_type("dims", self.dims, (tuple, type(None)), "(Lkv, R) or None")
 
     def dtype_for(self, query_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of a cache that queries of a dtype attend over.

@@ -254,7 +254,6 @@ BAD = [
     ("plan_context_chunks", "context_lens", meta, "context_lens"),
     ("plan_context_chunks", "context_lens", put(1, -1), "context_lens"),
     ("plan_context_chunks", "workspace_tokens", lambda n: 15, "workspace_tokens"),
-    ("plan_context_chunks", "workspace_tokens", lambda n: 31, "workspace_tokens"),
     ("plan_context_chunks", "block_size", lambda n: 0, "block_size"),
     ("split_decodes_and_prefills", "common", lambda c: c, None),
     ("build_mla_metadata", "workspace_tokens", lambda n: 15, "workspace_tokens"),

@@ -318,7 +318,7 @@ def test_staging_waits_before_it_writes_again(without_a_gpu):
 
 def test_plans_go_to_a_device_in_one_copy(without_a_gpu):
     """Pieces of any shape come back in their order and shapes, through a buffer of one's own or a fresh one."""
-    from fast.mla.builder import _to_device
+    from fast.mla.staging import to_device
 
     pieces = [integers(1, 2, 3), integers(4), torch.arange(6, dtype=torch.int32).view(2, 3), integers()]
     sent = []
@@ -329,11 +329,13 @@ def test_plans_go_to_a_device_in_one_copy(without_a_gpu):
             return torch.cat(flat)
 
     elsewhere = torch.device("meta")  # any device that is not the CPU
-    found = _to_device(pieces, elsewhere, Staging())
-    assert [piece.tolist() for piece in found] == [piece.tolist() for piece in pieces] and sent == [elsewhere]
-    found = _to_device(pieces, elsewhere, None)
-    assert [piece.shape for piece in found] == [piece.shape for piece in pieces]
-    assert all(piece.device == elsewhere and piece.dtype == torch.int32 for piece in found)
+    pieces = dict(zip("abcd", pieces, strict=True))
+    found = to_device(pieces, elsewhere, Staging())
+    assert [*found] == [*pieces] and sent == [elsewhere]
+    assert [piece.tolist() for piece in found.values()] == [piece.tolist() for piece in pieces.values()]
+    found = to_device(pieces, elsewhere, None)
+    assert [piece.shape for piece in found.values()] == [piece.shape for piece in pieces.values()]
+    assert all(piece.device == elsewhere and piece.dtype == torch.int32 for piece in found.values())
     assert [memory.tolist() for memory in without_a_gpu.pinned] == [[1, 2, 3, 4, 0, 1, 2, 3, 4, 5]]
-    assert _to_device(pieces, torch.device("cpu"), None) is pieces
-    assert _to_device([], elsewhere, None) == []
+    assert to_device(pieces, torch.device("cpu"), None) is pieces
+    assert to_device({}, elsewhere, None) == {}

@@ -297,24 +297,24 @@ def other_pairs(function):
 
 
 def last_token_unwritten(function):
-    def wrong(kv_c_normed, k_pe, kv_cache, slot_mapping, **kwargs):
+    def wrong(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs):
         kept = slot_mapping.clone()
         kept[(kept[: len(kv_c_normed)] >= 0).nonzero()[-1:]] = -1
-        return function(kv_c_normed, k_pe, kv_cache, kept, **kwargs)
+        return function(kv_c_normed, k_pe, kv_cache, kept, *args, **kwargs)
 
     return wrong
 
 
 def padding_written(function):
-    def wrong(kv_c_normed, k_pe, kv_cache, slot_mapping, **kwargs):
-        return function(kv_c_normed, k_pe, kv_cache, slot_mapping.clamp(min=0), **kwargs)
+    def wrong(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs):
+        return function(kv_c_normed, k_pe, kv_cache, slot_mapping.clamp(min=0), *args, **kwargs)
 
     return wrong
 
 
 def rope_before_latent(function):
-    def wrong(kv_c_normed, k_pe, kv_cache, slot_mapping, **kwargs):
-        return function(k_pe, kv_c_normed, kv_cache, slot_mapping, **kwargs)
+    def wrong(kv_c_normed, k_pe, kv_cache, slot_mapping, *args, **kwargs):
+        return function(k_pe, kv_c_normed, kv_cache, slot_mapping, *args, **kwargs)
 
     return wrong
 

@@ -266,7 +266,7 @@ def test_prefill_through_a_gather_of_ones_own(ops):
     """`gather` is the only way to the cache: context parallelism passes its own."""
     seen = []
 
-    def gather(kv_cache, metadata, chunk):
+    def gather(kv_cache, metadata, chunk, cache_format):
         seen.append(chunk.num_tokens)
         return torch.ones(chunk.num_tokens, DIRECT.head_size, dtype=torch.float64)
 
