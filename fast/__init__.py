@@ -31,7 +31,7 @@ from reference.interfaces import (
     QueryLenSupport,
     RopeConfig,
     ScheduleChoice,
-    SequenceShare,
+    TokenOwnership,
     UnsupportedConfiguration,
     YarnConfig,
     choose_schedule,
@@ -73,7 +73,7 @@ from .mla.weights import (
     split_kv_b_proj,
 )
 from .planning.batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
-from .planning.context_chunks import plan_context_chunks, share_chunk
+from .planning.context_chunks import plan_context_chunks, rank_local_chunk
 from .planning.decode_schedule import plan_decode
 from .planning.local_attention import make_local_attention_virtual_batches
 from .planning.shared_prefix import common_prefix_len, split_shared_prefix
@@ -102,7 +102,7 @@ __all__ = [
     "QueryLenSupport",
     "RopeConfig",
     "ScheduleChoice",
-    "SequenceShare",
+    "TokenOwnership",
     "UnsupportedConfiguration",
     "YarnConfig",
     "absorb",
@@ -140,6 +140,7 @@ __all__ = [
     "plan_context_chunks",
     "plan_decode",
     "query_to_latent",
+    "rank_local_chunk",
     "reorder_batch_threshold",
     "reorder_batch_to_split_decodes_and_prefills",
     "reorg_kvcache",
@@ -149,7 +150,6 @@ __all__ = [
     "rotate",
     "run_prefill_context_chunk",
     "run_prefill_new_tokens",
-    "share_chunk",
     "simulate",
     "slot_mapping",
     "split_decodes_and_prefills",

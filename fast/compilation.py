@@ -108,19 +108,19 @@ def _launch_all(
     """Steps of every kind, by one rank or by this one among others."""
     num_blocks = -(-LONG_CONTEXT // block_size) + 2
     kv_cache = allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, device).zero_()
-    share, heads, local = None, config.num_heads, config
+    ownership, heads, local = None, config.num_heads, config
     if ranks is not None:
-        share, heads, local = ranks.share, ranks.gathered_heads(heads), ranks.local_config(config)
+        ownership, heads, local = ranks.ownership, ranks.gathered_heads(heads), ranks.local_config(config)
     projections = _projections_of_zeros(local, dtype, device)
     layer = MLAAttention(config, **projections, context_parallel=ranks, backend=backend)
-    size = 1 if share is None else share.size
+    size = 1 if ownership is None else ownership.size
 
     def step(
         query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold, scheduled: bool = True
     ) -> None:
         common = _batch(query_lens, seq_lens, -(-max(seq_lens) // block_size), num_blocks, device)
         workspace = 4 * block_size * size * len(query_lens)
-        plan = build_mla_metadata(common, block_size, workspace, threshold, share=share)
+        plan = build_mla_metadata(common, block_size, workspace, threshold, ownership=ownership)
         tokens = sum(query_lens)
         hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)

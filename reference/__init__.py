@@ -31,7 +31,7 @@ from .interfaces import (
     QueryLenSupport,
     RopeConfig,
     ScheduleChoice,
-    SequenceShare,
+    TokenOwnership,
     UnsupportedConfiguration,
     YarnConfig,
     choose_schedule,
@@ -62,7 +62,7 @@ from .mla.weights import (
     split_kv_b_proj,
 )
 from .planning.batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
-from .planning.context_chunks import plan_context_chunks, share_chunk
+from .planning.context_chunks import plan_context_chunks, rank_local_chunk
 from .planning.decode_schedule import plan_decode
 from .planning.local_attention import make_local_attention_virtual_batches
 from .planning.shared_prefix import common_prefix_len, split_shared_prefix
@@ -91,7 +91,7 @@ __all__ = [
     "QueryLenSupport",
     "RopeConfig",
     "ScheduleChoice",
-    "SequenceShare",
+    "TokenOwnership",
     "UnsupportedConfiguration",
     "YarnConfig",
     "absorb",
@@ -129,6 +129,7 @@ __all__ = [
     "plan_context_chunks",
     "plan_decode",
     "query_to_latent",
+    "rank_local_chunk",
     "reorder_batch_threshold",
     "reorder_batch_to_split_decodes_and_prefills",
     "reorg_kvcache",
@@ -138,7 +139,6 @@ __all__ = [
     "rotate",
     "run_prefill_context_chunk",
     "run_prefill_new_tokens",
-    "share_chunk",
     "simulate",
     "slot_mapping",
     "split_decodes_and_prefills",

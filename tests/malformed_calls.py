@@ -34,7 +34,7 @@ from reference.interfaces import (
     PathCosts,
     QueryLenSupport,
     RopeConfig,
-    SequenceShare,
+    TokenOwnership,
 )
 
 from .support.factories import (
@@ -92,11 +92,11 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     prefill_cache = torch.randn(8, 16, DIRECT.head_size)
     w_uk, w_uv = make_up_projections(DIRECT, torch.float32)
     ql_nope, q_pe = torch.randn(6, 3, 24), torch.randn(6, 3, 8)
-    share = SequenceShare(2, 0, 2)
+    ownership = TokenOwnership(2, 0, 2)
     ranks = ops.simulate(1, 1, lambda ranks: ranks)[0]
     shared = ops.plan_context_chunks(integers(20, 0, 33), 128, 16, 2, 2)[0]
-    shared = ops.share_chunk(shared, share)
-    alone = ops.share_chunk(ops.plan_context_chunks(integers(31, 37), 128, 16)[0], SequenceShare(1, 0))
+    shared = ops.rank_local_chunk(shared, ownership)
+    alone = ops.rank_local_chunk(ops.plan_context_chunks(integers(31, 37), 128, 16)[0], TokenOwnership(1, 0))
     weights = make_weights(DIRECT, torch.float32)
     modules = {name: linear(x) if x.dim() == 2 else norm(x) for name, x in weights.items()}
     layer = make_layer(ops, DIRECT, weights, torch.float32)
@@ -203,8 +203,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("plan_decode", seq_lens=integers(20, 0, 33), num_programs=2, num_heads=3, fixed_overhead=5,
              batch_invariant=False, **backend),
         call("choose_schedule", seq_lens=integers(20, 0, 3300), num_programs=2, num_heads=3, batch_invariant=False),
-        call("share_chunk", chunk=ops.plan_context_chunks(integers(20, 0, 33), 128, 16, 2, 2)[0],
-             share=share),
+        call("rank_local_chunk", chunk=ops.plan_context_chunks(integers(20, 0, 33), 128, 16, 2, 2)[0],
+             ownership=ownership),
         call("chunked_prefill_workspace_size", max_model_len=4096, max_num_seqs=8, block_size=16,
              context_parallel_size=2, interleave=2),
         call("reorder_batch_threshold", query_len_support=QueryLenSupport.VARLEN, num_speculative_tokens=2),
@@ -214,12 +214,12 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("split_shared_prefix", metadata=prefix_plan, common_prefix_len=32, block_size=16, row=1),
         call("build_mla_metadata", common=step.common, block_size=16, workspace_tokens=64, decode_threshold=2,
              config=DIRECT, costs=PathCosts(), query_len_support=QueryLenSupport.VARLEN,
-             require_order=False, share=None, num_programs=2,
+             require_order=False, ownership=None, num_programs=2,
              **({"staging": None, "dtype": torch.float32, **backend} if is_fast else {})),
         call("CommonAttentionMetadata.make", query_start_loc_cpu=integers(0, 1, 3), seq_lens_cpu=integers(4, 2),
              block_table=torch.zeros(2, 1, dtype=torch.int32), slot_mapping=torch.arange(3), block_size=16),
         call("CommonAttentionMetadata.from_lens", query_lens=[1, 2], seq_lens=integers(4, 2),
-             block_table=torch.zeros(2, 1, dtype=torch.int32), block_size=16, share=share),
+             block_table=torch.zeros(2, 1, dtype=torch.int32), block_size=16, ownership=ownership),
         # context parallelism
         call("get_dcp_local_seq_lens", seq_lens=integers(20, 0, 33), context_parallel_size=2, rank=1, interleave=2),
         call("dcp_slot_mapping", **slots, context_parallel_size=2, rank=1, interleave=2),
@@ -266,8 +266,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              mscale=0.7, mscale_all_dim=1.0),
         call("PathCosts", absorbed_request=1.0, expanded_request=1.0, expanded_context=1.0, absorbed_flop=1.0,
              expanded_flop=1.0, projection_flop=1.0, byte=200.0),
-        call("SequenceShare", size=2, rank=1, interleave=2),
-        method(share, "count", num_tokens=33),
+        call("TokenOwnership", size=2, rank=1, interleave=2),
+        method(ownership, "count", num_tokens=33),
         call("ContextParallel", cp_group=ranks.cp_group, tp_group=ranks.tp_group, interleave=1, merge="a2a"),
         method(ranks, "local_heads", num_heads=3),
         method(ranks, "local_config", config=DIRECT),
@@ -407,7 +407,7 @@ def scalars() -> dict[str, Any]:
         "a 0-d tensor": torch.tensor(3),
         "a vector": torch.arange(3.0),
         "a config": DIRECT,
-        "a share": SequenceShare(1, 0),
+        "a share": TokenOwnership(1, 0),
         "a decode plan": DecodeMetadata(*(integers(1) for _ in dataclasses.fields(DecodeMetadata))),
         "a dtype of ints": torch.int8,
     }
@@ -469,7 +469,7 @@ def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]
     """
     for label, value in scalars().items():
         if not (
-            isinstance(good, bool | int | SequenceShare | MLAConfig) and type(value) is type(good) and value == good
+            isinstance(good, bool | int | TokenOwnership | MLAConfig) and type(value) is type(good) and value == good
         ):
             yield "", label, value, admits(annotation, value)
     if isinstance(good, Tensor):

@@ -116,8 +116,8 @@ class ServingLoop:
         check_int("max_num_seqs", max_num_seqs, 1, "at least 1")
         check_int("token_budget", token_budget, max_num_seqs, f"at least max_num_seqs, {max_num_seqs}")
         check_int("decode_threshold", decode_threshold, 1, "at least 1")
-        self.share = None if context_parallel is None else context_parallel.share
-        size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
+        self.ownership = None if context_parallel is None else context_parallel.ownership
+        size, interleave = (1, 1) if self.ownership is None else (self.ownership.size, self.ownership.interleave)
         check_interleave(interleave, block_size)
         unit = context_unit(block_size, size, interleave)
         check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
@@ -347,17 +347,17 @@ class ServingLoop:
         seq_lens = torch.tensor([r.num_computed + count for r, count in plan.items()], dtype=torch.int32)
         table = torch.tensor([r.blocks + [UNOWNED] * (width - len(r.blocks)) for r in plan], dtype=torch.int32)
         batch = (query_start_loc, seq_lens, table, self.block_size, starts[-1])
-        if self.share is None:
+        if self.ownership is None:
             slots = self.ops.slot_mapping(*batch)
         else:
-            share = self.share
-            slots = self.ops.dcp_slot_mapping(*batch, share.size, share.rank, share.interleave)
+            ownership = self.ownership
+            slots = self.ops.dcp_slot_mapping(*batch, ownership.size, ownership.rank, ownership.interleave)
         common = CommonAttentionMetadata.make(
             query_start_loc, seq_lens, table.to(self.device), slots.to(self.device), self.block_size
         )
         return self.ops.build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.decode_threshold, self.config, self.costs,
-            share=self.share, **self._planning,
+            ownership=self.ownership, **self._planning,
         )  # fmt: skip
 
     @torch.inference_mode()

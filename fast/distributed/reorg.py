@@ -50,7 +50,7 @@ def reorg_kvcache(
         out = gathered.new_empty(chunk.num_tokens, gathered.shape[2])
     check_tensor("out", out, (chunk.num_tokens, gathered.shape[2]), (gathered.dtype,), gathered.device)
     torch.ops.mla_twins.reorg_kvcache(
-        gathered, chunk.cu_seq_lens, chunk.local_cu_seq_lens, chunk.share.interleave, out,
+        gathered, chunk.cu_seq_lens, chunk.local_cu_seq_lens, chunk.ownership.interleave, out,
         backends.select(request, backend).name,
     )  # fmt: skip
     return out

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from reference.distributed.arguments import check_chunk_share
+from reference.distributed.arguments import check_chunk_ownership
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
@@ -58,13 +58,13 @@ def dcp_gather_context(
         [num_tokens, Lkv + R].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a piece of another share; on a CPU a block outside the
-            cache. Nothing has been exchanged then.
+        ValueError: shapes, dtypes or devices that do not fit; a chunk that was planned for another rank;
+            on a CPU a block outside the cache. Nothing has been exchanged then.
         GroupError: the exchange failed.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_context(kv_cache, metadata, chunk, cache_format)
-    check_chunk_share(chunk, context_parallel)
+    check_chunk_ownership(chunk, context_parallel)
     backend = backends.bind(backend, ("gather_and_maybe_dequant_cache", "reorg_kvcache"))
     group, padded, width = context_parallel.cp_group, chunk.padded_tokens, kv_cache.shape[2]
     rows = (group.size + 1) * padded

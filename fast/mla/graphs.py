@@ -20,7 +20,7 @@ from reference.interfaces import (
     MLAMetadata,
     PrefillMetadata,
     ScheduleChoice,
-    SequenceShare,
+    TokenOwnership,
     check,
     check_config,
     check_device,
@@ -95,7 +95,7 @@ class DecodeGraph:
     ):
         check_groups(context_parallel)
         backend = bind(backend, ("decode_programs", "plan_decode"))
-        self.share = SequenceShare(1, 0) if context_parallel is None else context_parallel.share
+        self.ownership = TokenOwnership(1, 0) if context_parallel is None else context_parallel.ownership
         self.context_parallel = context_parallel
         check_invariant_merge(context_parallel, batch_invariant)
         check_function("step", step)
@@ -110,7 +110,7 @@ class DecodeGraph:
                 query_len=query_len, backend=backend,
             )  # fmt: skip
         check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs)
-        check_interleave(self.share.interleave, block_size)
+        check_interleave(self.ownership.interleave, block_size)
         self.step, self.config, self.backend = step, config, backend
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.block_size, self.max_blocks, self.query_len = block_size, max_blocks, query_len
@@ -154,10 +154,12 @@ class DecodeGraph:
             visible_lens = (seq_lens[:, None] + self._new_tokens).clamp_(min=0).flatten()
         kind, which = MLAMetadata, {}
         if self.context_parallel is not None:
-            kind, which, share = ContextParallelMetadata, {"share": self.share}, self.share
-            local_lens = get_dcp_local_seq_lens(seq_lens, share.size, share.rank, share.interleave)
+            kind, which, ownership = ContextParallelMetadata, {"ownership": self.ownership}, self.ownership
+            local_lens = get_dcp_local_seq_lens(seq_lens, ownership.size, ownership.rank, ownership.interleave)
             if self.query_len > 1:
-                visible_lens = get_dcp_local_seq_lens(visible_lens, share.size, share.rank, share.interleave)
+                visible_lens = get_dcp_local_seq_lens(
+                    visible_lens, ownership.size, ownership.rank, ownership.interleave
+                )
             else:
                 visible_lens = local_lens
             seq_lens = local_lens

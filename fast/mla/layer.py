@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from reference.distributed.arguments import check_output_projection, check_step_share
+from reference.distributed.arguments import check_output_projection, check_step_ownership
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
@@ -232,7 +232,7 @@ class MLAAttention(nn.Module):
             self._touch_largest(q, w_uk, w_uv)
             return self._project_out(output.zero_())
         check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
-        check_step_share(metadata, self.context_parallel)
+        check_step_ownership(metadata, self.context_parallel)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
             positions, q_pe, kv_c, k_pe, kv_cache, metadata.slot_mapping[: metadata.num_actual_tokens],
@@ -319,7 +319,7 @@ class MLAAttention(nn.Module):
             output.zero_()
             return
         check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
-        check_step_share(metadata, self.context_parallel)
+        check_step_ownership(metadata, self.context_parallel)
         end = metadata.num_actual_tokens
         concat_and_cache_mla(
             kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format, backend=self.backend

@@ -23,7 +23,7 @@ from reference.interfaces import (
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
-    SequenceShare,
+    TokenOwnership,
     check,
     check_batch_block_size,
     check_chunking,
@@ -34,8 +34,8 @@ from reference.interfaces import (
     check_int,
     check_interleave,
     check_no_prefill_padding,
-    check_sequence_share,
-    check_slots_of_share,
+    check_ownership,
+    check_rank_local_slots,
     check_table_width,
     check_threshold,
     check_type,
@@ -46,7 +46,7 @@ from reference.interfaces import (
 
 from ..backends import BackendChoice, bind
 from ..planning.batch import split_decodes_and_prefills
-from ..planning.context_chunks import plan_context_chunks, share_chunk
+from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from .choose_path import choose_path, choose_paths
 from .decode import decode_programs
@@ -64,7 +64,7 @@ def build_mla_metadata(
     costs: PathCosts | None = None,
     query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
     require_order: bool = False,
-    share: SequenceShare | None = None,
+    ownership: TokenOwnership | None = None,
     num_programs: int | None = None,
     *,
     staging: StagingBuffer | None = None,
@@ -87,7 +87,7 @@ def build_mla_metadata(
         costs: of `choose_path`.
         query_len_support: of the decode kernel.
         require_order: an absorbed request behind an expanded one is an error.
-        share: of a rank under context parallelism: `common` has whole lengths and this rank's slots
+        ownership: of a rank under context parallelism: `common` has whole lengths and this rank's slots
             (`dcp_slot_mapping`). Requests choose their path as on one rank.
         num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
             device (`decode_programs`) where a `config` is given, and never plans without one. Whether the decode gets a
@@ -98,7 +98,7 @@ def build_mla_metadata(
             declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
-        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where a `share` is given.
+        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where an `ownership` is given.
 
     Raises:
         ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; `num_programs` without a `config`; slots
@@ -115,14 +115,14 @@ def build_mla_metadata(
     check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
     check_costs(costs)
     check_flag("require_order", require_order)
-    check_sequence_share(share)
+    check_ownership(ownership)
     check_type("staging", staging, (StagingBuffer, type(None)), "a StagingBuffer or None")
-    size, interleave = (1, 1) if share is None else (share.size, share.interleave)
+    size, interleave = (1, 1) if ownership is None else (ownership.size, ownership.interleave)
     check_interleave(interleave, block_size)
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size * size)
-    if share is not None and common.slot_mapping.device.type == "cpu":
-        check_slots_of_share(common, share)
+    if ownership is not None and common.slot_mapping.device.type == "cpu":
+        check_rank_local_slots(common, ownership)
     requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
     check_chunking(workspace_tokens, context_unit(block_size, size, interleave))
     decodes, query_lens = requests, None
@@ -148,19 +148,19 @@ def build_mla_metadata(
         rows = torch.arange(1, decode_tokens + 1, dtype=torch.int32, device="cpu")
         visible = torch.repeat_interleave(before, query_lens[:decodes], output_size=decode_tokens)
         visible = visible.add_(rows).clamp_(min=0)  # S - Sq + i + 1; below 1 where S = 0
-        if share is not None:
-            visible = get_dcp_local_seq_lens(visible, size, share.rank, interleave)
+        if ownership is not None:
+            visible = get_dcp_local_seq_lens(visible, size, ownership.rank, interleave)
         made["visible_lens"] = visible
-    if share is not None:
-        made["seq_lens"] = get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, share.rank, interleave)
+    if ownership is not None:
+        made["seq_lens"] = get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, ownership.rank, interleave)
     chunks: tuple[ContextChunk, ...] = ()
     if decodes < requests:
         check_no_prefill_padding(common, decodes)
         made["prefill_starts"] = starts_cpu[decodes:] - decode_tokens
         contexts = (common.seq_lens_cpu[decodes:] - query_lens[decodes:]).clamp_(min=0)
         chunks = plan_context_chunks(contexts, workspace_tokens, block_size, size, interleave)
-        if share is not None:
-            chunks = tuple(share_chunk(chunk, share) for chunk in chunks)
+        if ownership is not None:
+            chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
         made |= {f"chunk {number}: {name}": tensor for number, chunk in enumerate(chunks)
                  for name, tensor in chunk.tensors().items()}  # fmt: skip
     sent = to_device(made, common.block_table.device, staging)
@@ -179,9 +179,9 @@ def build_mla_metadata(
     longest = common.max_seq_len
     if decodes < requests:
         longest = int(common.seq_lens_cpu[:decodes].max()) if decodes else 0
-    if share is not None:  # the first rank owns the most
-        longest = SequenceShare(size, 0, interleave).count(longest)
-    kind, which = (MLAMetadata, {}) if share is None else (ContextParallelMetadata, {"share": share})
+    if ownership is not None:  # the first rank owns the most
+        longest = TokenOwnership(size, 0, interleave).count(longest)
+    kind, which = (MLAMetadata, {}) if ownership is None else (ContextParallelMetadata, {"ownership": ownership})
     metadata = kind(
         **which,
         slot_mapping=common.slot_mapping,
@@ -211,16 +211,20 @@ def build_mla_metadata(
     if num_programs is None:
         device = common.block_table.device
         num_programs = _device_programs(config, device, dtype, block_size, metadata.decode.max_query_len, backend)
-    lens = _decode_lens_here(common, decodes, share)
+    lens = _decode_lens_here(common, decodes, ownership)
     return _with_schedule(metadata, lens, num_programs, config.num_heads, backend=backend)
 
 
 def _decode_lens_here(
-    common: CommonAttentionMetadata, num_decodes: int, share: SequenceShare | None
+    common: CommonAttentionMetadata, num_decodes: int, ownership: TokenOwnership | None
 ) -> Int32[Tensor, " decodes"]:
     """The keys of each decode that lie here, on the CPU."""
     lens = common.seq_lens_cpu[:num_decodes]
-    return lens if share is None else get_dcp_local_seq_lens(lens, share.size, share.rank, share.interleave)
+    return (
+        lens
+        if ownership is None
+        else get_dcp_local_seq_lens(lens, ownership.size, ownership.rank, ownership.interleave)
+    )
 
 
 def _device_programs(

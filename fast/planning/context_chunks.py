@@ -9,7 +9,7 @@ from torch import Tensor
 from reference.interfaces import (
     ContextChunk,
     ContextParallelChunk,
-    SequenceShare,
+    TokenOwnership,
     check,
     check_chunk,
     check_chunking,
@@ -79,12 +79,12 @@ def _pack(context_lens: Tensor, ends: Tensor, room: int, unit: int) -> tuple[Ten
     return (first * (pieces > 0)).to(torch.int32), pieces.to(torch.int32)
 
 
-def share_chunk(chunk: ContextChunk, share: SequenceShare) -> ContextParallelChunk:
+def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
     """Where the tokens of a piece of context lie on the ranks that share it.
 
     Args:
         chunk: of `plan_context_chunks` for as many ranks, so that its pieces begin with the first rank's turn.
-        share: of this rank.
+        ownership: of this rank.
 
     Returns:
         The piece with each rank's part of it, on the same device.
@@ -92,26 +92,26 @@ def share_chunk(chunk: ContextChunk, share: SequenceShare) -> ContextParallelChu
     Raises:
         ValueError: a piece that begins within a turn of the ranks.
     """
-    check_type("share", share, SequenceShare)
+    check_type("ownership", ownership, TokenOwnership)
     check_type("chunk", chunk, ContextChunk)
     check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,))
     check_chunk(chunk, chunk.starts.shape[0], chunk.starts.device)
-    turn = share.size * share.interleave
+    turn = ownership.size * ownership.interleave
     within = (chunk.starts % turn).nonzero() if chunk.starts.device.type == "cpu" else chunk.starts[:0]
     if within.numel():
         request = int(within[0])
         check(False, "chunk.starts", f"multiples of {turn}", f"{int(chunk.starts[request])} at request {request}")
-    lengths = get_dcp_local_seq_lens(chunk.cu_seq_lens.diff(), share.size, None, share.interleave)
-    offsets = torch.zeros(share.size, lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+    lengths = get_dcp_local_seq_lens(chunk.cu_seq_lens.diff(), ownership.size, None, ownership.interleave)
+    offsets = torch.zeros(ownership.size, lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
     torch.cumsum(lengths.T, 1, dtype=torch.int32, out=offsets[:, 1:])
     return ContextParallelChunk(
         starts=chunk.starts,
         cu_seq_lens=chunk.cu_seq_lens,
         num_tokens=chunk.num_tokens,
         max_seq_len=chunk.max_seq_len,
-        local_starts=chunk.starts.div(share.size, rounding_mode="floor"),
+        local_starts=chunk.starts.div(ownership.size, rounding_mode="floor"),
         local_cu_seq_lens=offsets,
-        local_tokens=int(offsets[share.rank, -1]),
+        local_tokens=int(offsets[ownership.rank, -1]),
         padded_tokens=int(offsets[0, -1]),
-        share=share,
+        ownership=ownership,
     )

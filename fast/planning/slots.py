@@ -7,13 +7,13 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from reference.interfaces import (
-    SequenceShare,
+    TokenOwnership,
     check,
     check_blocks,
     check_int,
     check_interleave,
     check_lengths,
-    check_share,
+    check_rank,
     check_tensor,
     slots_of_tokens,
 )
@@ -84,7 +84,7 @@ def dcp_slot_mapping(
         ValueError: numbers out of range; shapes or dtypes that do not fit; offsets that fall; 0 < S < Sq; too few
             columns or tokens.
     """
-    check_share(context_parallel_size, rank, interleave)
+    check_rank(context_parallel_size, rank, interleave)
     check_interleave(interleave, block_size)
     check_int("rank", rank, 0, f"an int in [0, {context_parallel_size})")
     check_int("num_tokens", num_tokens, 0)
@@ -97,5 +97,5 @@ def dcp_slot_mapping(
         total = int(query_start_loc[-1])
         check(num_tokens >= total, "num_tokens", f"at least {total}", num_tokens)
         check_blocks(block_table, seq_lens.tolist(), block_size * context_parallel_size, num_blocks=2**31)
-    share = SequenceShare(context_parallel_size, rank, interleave)
-    return slots_of_tokens(query_start_loc, seq_lens, block_table, block_size, num_tokens, share)
+    ownership = TokenOwnership(context_parallel_size, rank, interleave)
+    return slots_of_tokens(query_start_loc, seq_lens, block_table, block_size, num_tokens, ownership)

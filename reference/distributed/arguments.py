@@ -35,27 +35,30 @@ def check_output_projection(o_proj: object, context_parallel: ContextParallel | 
           "no bias where heads are shared (each rank would add it)", "one with a bias")  # fmt: skip
 
 
-def check_step_share(metadata: MLAMetadata, context_parallel: ContextParallel | None) -> None:
-    """Check that a step was planned for the very share of the sequences that a layer's rank holds."""
-    share = metadata.share if isinstance(metadata, ContextParallelMetadata) else None
-    wanted = None if context_parallel is None else context_parallel.share
-    if share != wanted:
+def check_step_ownership(metadata: MLAMetadata, context_parallel: ContextParallel | None) -> None:
+    """Check that a step was planned for the tokens that the rank of a layer owns."""
+    ownership = metadata.ownership if isinstance(metadata, ContextParallelMetadata) else None
+    wanted = None if context_parallel is None else context_parallel.ownership
+    if ownership != wanted:
         check(False, "metadata", f"a plan for {wanted or 'one rank (no context_parallel)'}",
-              f"one for {share or 'one rank (no share)'}")  # fmt: skip
-    if share is None:
+              f"one for {ownership or 'one rank (no ownership)'}")  # fmt: skip
+    if ownership is None:
         return
     check(metadata.cascade is None, "metadata.cascade", "None where ranks share sequences", "a cascade")
     for chunk in metadata.prefill.context_chunks:
-        check_chunk_share(chunk, context_parallel, "metadata.prefill.context_chunks")
+        check_chunk_ownership(chunk, context_parallel, "metadata.prefill.context_chunks")
 
 
-def check_chunk_share(chunk: ContextChunk, context_parallel: ContextParallel, argument: str = "chunk") -> None:
-    """Check that a piece of context was planned for a rank's share."""
+def check_chunk_ownership(chunk: ContextChunk, context_parallel: ContextParallel, argument: str = "chunk") -> None:
+    """Check that a chunk of context was planned for the tokens that a rank owns."""
     check_type("context_parallel", context_parallel, ContextParallel)
     is_shared = isinstance(chunk, ContextParallelChunk)
-    check(is_shared, argument, "a ContextParallelChunk (`share_chunk`)", type(chunk).__name__)
+    check(is_shared, argument, "a ContextParallelChunk (`rank_local_chunk`)", type(chunk).__name__)
     check(
-        chunk.share == context_parallel.share, argument, f"one for {context_parallel.share}", f"one for {chunk.share}"
+        chunk.ownership == context_parallel.ownership,
+        argument,
+        f"one for {context_parallel.ownership}",
+        f"one for {chunk.ownership}",
     )
 
 

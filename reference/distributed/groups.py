@@ -16,7 +16,7 @@ from ..interfaces import (
     MERGES,
     GroupError,
     MLAConfig,
-    SequenceShare,
+    TokenOwnership,
     UnsupportedConfiguration,
     check,
     check_tensor,
@@ -242,7 +242,7 @@ class ContextParallel:
         tp_group: likewise; ranks that share heads, all of `cp_group` among them.
         interleave: I, tokens of a sequence in a row on one rank.
         merge: "a2a" (`cp_lse_a2a`) or "ag_rs" (`cp_lse_ag_out_rs`).
-        share: which tokens lie here.
+        ownership: which tokens lie here.
 
     Raises:
         TypeError: no groups.
@@ -253,14 +253,14 @@ class ContextParallel:
     tp_group: Any
     interleave: int = 1
     merge: str = "a2a"
-    share: SequenceShare = field(init=False)
+    ownership: TokenOwnership = field(init=False)
 
     def __post_init__(self):
         for name in ("cp_group", "tp_group"):
             group = getattr(self, name)
             object.__setattr__(self, name, group if isinstance(group, Group) else ProcessRanks(group, name))
         cp, tp = self.cp_group, self.tp_group
-        object.__setattr__(self, "share", SequenceShare(cp.size, cp.rank, self.interleave))
+        object.__setattr__(self, "ownership", TokenOwnership(cp.size, cp.rank, self.interleave))
         check(self.merge in MERGES, "merge", f"one of {', '.join(MERGES)}", repr(self.merge))
         check(set(cp.members) <= set(tp.members), "cp_group", f"a subgroup of tp_group, ranks {list(tp.members)}",
               list(cp.members))  # fmt: skip
@@ -308,7 +308,7 @@ class ContextParallel:
             UnsupportedConfiguration: a wrapped, hooked or quantised linear, or one with a bias.
             ValueError: TP does not divide N, or N the weight.
         """
-        share = self.local_heads(num_heads)
+        ownership = self.local_heads(num_heads)
         if self.tp_group.size == 1:
             return linear
         traits = {
@@ -323,7 +323,7 @@ class ContextParallel:
             raise UnsupportedConfiguration([f"{name}: expected a plain linear without bias to share heads, got {got}"])
         check(linear.weight.shape[dim] % num_heads == 0, name, f"a weight of {num_heads} heads in dimension {dim}",
               list(linear.weight.shape))  # fmt: skip
-        width = linear.weight.shape[dim] // num_heads * share
+        width = linear.weight.shape[dim] // num_heads * ownership
         weight = linear.weight.detach().narrow(dim, self.tp_group.rank * width, width)
         sharded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
         sharded.weight = nn.Parameter(weight, requires_grad=False)

@@ -33,9 +33,9 @@ def reorg_kvcache(
         ValueError: shapes, dtypes or devices that do not fit; offsets that are not those of the pieces.
     """
     check_reorg(gathered, chunk)
-    local, interleave = chunk.local_cu_seq_lens, chunk.share.interleave
+    local, interleave = chunk.local_cu_seq_lens, chunk.ownership.interleave
     check_rank_offsets(chunk.cu_seq_lens, local, interleave, chunk.num_tokens, chunk.padded_tokens)
-    offsets, size = local.tolist(), chunk.share.size
+    offsets, size = local.tolist(), chunk.ownership.size
     rows = [gathered.new_empty(0, gathered.shape[2])]
     for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()):
         unread = [offsets[rank][request] for rank in range(size)]

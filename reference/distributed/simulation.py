@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..interfaces import check, check_function, check_share, is_positive_int
+from ..interfaces import check, check_function, check_rank, is_positive_int
 from .groups import ContextParallel, Group, GroupError, Pending
 
 MOST_RANKS = 64
@@ -154,7 +154,7 @@ def simulate(
     """
     size = context_parallel_size
     total = size if tensor_parallel_size is None else tensor_parallel_size
-    check_share(size, None, interleave)
+    check_rank(size, None, interleave)
     check_function("program", program)
     check(is_positive_int(total) and total % size == 0, "tensor_parallel_size", f"a multiple of {size}", total)
     check(total <= MOST_RANKS, "tensor_parallel_size", f"at most {MOST_RANKS} ranks in one process", total)

@@ -41,10 +41,10 @@ from .cache_arguments import (
     check_chunk,
     check_formatted_cache,
     check_gather,
+    check_ownership,
+    check_rank_local_slots,
     check_rank_offsets,
     check_reorg,
-    check_sequence_share,
-    check_slots_of_share,
     check_swap,
 )
 from .cache_format import CACHE_FORMATS, COMPUTE_FORMAT, CacheFormat
@@ -94,9 +94,9 @@ from .metadata import (
     MLAMetadata,
     PrefillMetadata,
 )
+from .ownership import MERGES, TokenOwnership, check_interleave, check_rank, dcp_wire_bytes, get_dcp_local_seq_lens
 from .presets import PRESETS
 from .rope_config import RopeConfig, YarnConfig, yarn_mscale
-from .shares import MERGES, SequenceShare, check_interleave, check_share, dcp_wire_bytes, get_dcp_local_seq_lens
 from .sizes import (
     DECODE_TILE,
     MOST_WORKSPACE_TOKENS,
@@ -149,7 +149,7 @@ __all__ = [
     "QueryLenSupport",
     "RopeConfig",
     "ScheduleChoice",
-    "SequenceShare",
+    "TokenOwnership",
     "UnsupportedConfiguration",
     "YarnConfig",
     "check",
@@ -192,16 +192,16 @@ __all__ = [
     "check_not_negative",
     "check_number",
     "check_offsets",
+    "check_ownership",
     "check_prefill",
     "check_projections",
+    "check_rank",
+    "check_rank_local_slots",
     "check_rank_offsets",
     "check_readable",
     "check_reorg",
     "check_schedule",
-    "check_sequence_share",
-    "check_share",
     "check_slots",
-    "check_slots_of_share",
     "check_state",
     "check_step",
     "check_swap",

@@ -147,7 +147,7 @@ def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, comm
     check_batch_block_size(common, graph.block_size)
     width = common.block_table.shape[1]
     check(width <= graph.max_blocks, "common.block_table", f"at most {graph.max_blocks} columns, as captured", width)
-    check_table_width(common, graph.block_size * graph.share.size)
+    check_table_width(common, graph.block_size * graph.ownership.size)
     check_tensor("hidden_states", hidden_states, (tokens, graph.config.hidden_size), (graph.dtype,), graph.device)
     check_tensor("positions", positions, (tokens,), (torch.int64,), graph.device)
     check_tensor("common.block_table", common.block_table, (requests, "W"), (torch.int32,), graph.device)

@@ -20,7 +20,7 @@ from .metadata import (
     ContextChunk,
     ContextParallelChunk,
 )
-from .shares import SequenceShare, get_dcp_local_seq_lens
+from .ownership import TokenOwnership, get_dcp_local_seq_lens
 
 CPU = torch.device("cpu")
 
@@ -127,11 +127,11 @@ def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: 
     check_tensor(f"{name}.starts", chunk.starts, (requests,), int32, device)
     check_tensor(f"{name}.cu_seq_lens", chunk.cu_seq_lens, (requests + 1,), int32, device)
     if isinstance(chunk, ContextParallelChunk):
-        check_type(f"{name}.share", chunk.share, SequenceShare)
+        check_type(f"{name}.ownership", chunk.ownership, TokenOwnership)
         check_int(f"{name}.padded_tokens", chunk.padded_tokens, 0)
         check_int(f"{name}.local_tokens", chunk.local_tokens, 0)
         check_tensor(f"{name}.local_starts", chunk.local_starts, (requests,), int32, device)
-        shape = (chunk.share.size, requests + 1)
+        shape = (chunk.ownership.size, requests + 1)
         check_tensor(f"{name}.local_cu_seq_lens", chunk.local_cu_seq_lens, shape, int32, device)
 
 
@@ -141,7 +141,7 @@ def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
     check_tensor("gathered", gathered, ("ranks", "padded_tokens", "head_size"))
     check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,), gathered.device)
     check_chunk(chunk, chunk.starts.shape[0], gathered.device)
-    check_tensor("gathered", gathered, (chunk.share.size, chunk.padded_tokens, "head_size"))
+    check_tensor("gathered", gathered, (chunk.ownership.size, chunk.padded_tokens, "head_size"))
 
 
 def check_rank_offsets(
@@ -157,16 +157,16 @@ def check_rank_offsets(
     check(most <= padded_tokens, "chunk.padded_tokens", f"at least {most}", padded_tokens)
 
 
-def check_sequence_share(share: SequenceShare | None) -> None:
-    """Check that the share of a rank is one, or None where one rank serves."""
-    if share is not None:
-        check_type("share", share, SequenceShare, "a SequenceShare or None")
+def check_ownership(ownership: TokenOwnership | None) -> None:
+    """Check that the ownership of a rank is one, or None where one rank serves."""
+    if ownership is not None:
+        check_type("ownership", ownership, TokenOwnership, "a TokenOwnership or None")
 
 
-def check_slots_of_share(common: CommonAttentionMetadata, share: SequenceShare) -> None:
+def check_rank_local_slots(common: CommonAttentionMetadata, ownership: TokenOwnership) -> None:
     """Check on the CPU that a batch has no more slots than a rank has new tokens: those of one rank are too many."""
     starts, tokens = common.num_computed_tokens_cpu, common.num_actual_tokens
-    own = (get_dcp_local_seq_lens(lens, share.size, share.rank, share.interleave).sum() for lens in
+    own = (get_dcp_local_seq_lens(lens, ownership.size, ownership.rank, ownership.interleave).sum() for lens in
            (common.seq_lens_cpu, starts))  # fmt: skip
     most = int(next(own)) - int(next(own))
     got = int((common.slot_mapping[:tokens] >= 0).sum())

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from .checks import check, check_blocks, check_lengths, check_not_negative, check_tensor, is_positive_int, lens_on_cpu
-from .shares import SequenceShare, check_interleave
+from .ownership import TokenOwnership, check_interleave
 from .sizes import NEVER_PLANNED, ScheduleChoice
 from .slots import slots_of_tokens
 
@@ -143,7 +143,7 @@ class CommonAttentionMetadata:
         seq_lens: Sequence[SupportsIndex] | Tensor,
         block_table: Int32[Tensor, "B W"],
         block_size: int,
-        share: SequenceShare | None = None,
+        ownership: TokenOwnership | None = None,
     ) -> CommonAttentionMetadata:
         """Make a batch from lengths: compute the offsets and the cache slot of every new token.
 
@@ -152,8 +152,8 @@ class CommonAttentionMetadata:
             seq_lens: [B], tokens of each request after this step, likewise; 0 is a padding row, whose slots are -1.
             block_table: [B, W]; the batch lies on its device.
             block_size: tokens a block.
-            share: the tokens that a context-parallel rank owns; tokens of other ranks get slot -1. None: one rank owns
-                all tokens.
+            ownership: the tokens that a context-parallel rank owns; tokens of other ranks get slot -1. None: one rank
+                owns all tokens.
 
         Returns:
             The batch, with sum(query_lens) tokens and no padding tokens.
@@ -161,7 +161,7 @@ class CommonAttentionMetadata:
         Raises:
             TypeError: lengths that are no ints, or a block table that is no tensor.
             ValueError: wrong shapes; a negative length; 0 < S < Sq; a block table with too few columns; on a CPU a
-                negative block of a request; a block size that `share` does not fit.
+                negative block of a request; a block size that `ownership` does not fit.
         """
         check(is_positive_int(block_size), "block_size", "a positive int", block_size)
         check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
@@ -169,9 +169,9 @@ class CommonAttentionMetadata:
         query_lens_cpu = lens_on_cpu("query_lens", query_lens, requests)
         seq_lens_cpu = lens_on_cpu("seq_lens", seq_lens, requests)
         check_not_negative("query_lens", query_lens_cpu)
-        check(share is None or isinstance(share, SequenceShare), "share", "a SequenceShare or None",
-              type(share).__name__)  # fmt: skip
-        size, interleave = (1, 1) if share is None else (share.size, share.interleave)
+        check(ownership is None or isinstance(ownership, TokenOwnership), "ownership", "a TokenOwnership or None",
+              type(ownership).__name__)  # fmt: skip
+        size, interleave = (1, 1) if ownership is None else (ownership.size, ownership.interleave)
         check_interleave(interleave, block_size)
         num_tokens = sum(query_lens_cpu.tolist())
         check(num_tokens < 2**31, "query_lens", "fewer than 2^31 tokens in all", num_tokens)
@@ -187,7 +187,7 @@ class CommonAttentionMetadata:
             seq_lens_cpu=seq_lens_cpu,
             query_start_loc_cpu=starts_cpu,
             block_table=block_table,
-            slot_mapping=slots_of_tokens(starts, lens, block_table, block_size, num_tokens, share),
+            slot_mapping=slots_of_tokens(starts, lens, block_table, block_size, num_tokens, ownership),
             max_query_len=int(query_lens_cpu.max()) if requests else 0,
             num_actual_tokens=num_tokens,
             max_seq_len=longest,
@@ -238,19 +238,19 @@ class ContextParallelChunk(ContextChunk):
         local_cu_seq_lens: [D, B + 1], for each rank the prefix sum of its tokens of the pieces.
         local_tokens: of the pieces' tokens, how many lie here.
         padded_tokens: rows that each rank hands in: as many as the first rank holds, which has the most.
-        share: which tokens lie here.
+        ownership: which tokens lie here.
     """
 
     local_starts: Int32[Tensor, " B"]
     local_cu_seq_lens: Int32[Tensor, "D B+1"]
     local_tokens: int
     padded_tokens: int
-    share: SequenceShare
+    ownership: TokenOwnership
 
     @property
     def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
         """First token and offsets of the pieces as the cache of this rank holds them."""
-        return self.local_starts, self.local_cu_seq_lens[self.share.rank]
+        return self.local_starts, self.local_cu_seq_lens[self.ownership.rank]
 
 
 @dataclass(frozen=True, eq=False)
@@ -378,7 +378,7 @@ class ContextParallelMetadata(MLAMetadata):
     of the keys that a row sees; the chunks of `prefill` are `ContextParallelChunk`s.
 
     Attributes:
-        share: which tokens lie here.
+        ownership: which tokens lie here.
     """
 
-    share: SequenceShare
+    ownership: TokenOwnership

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from .shares import SequenceShare
+from .ownership import TokenOwnership
 
 
 def slots_of_tokens(
@@ -15,7 +15,7 @@ def slots_of_tokens(
     block_table: Int32[Tensor, "B W"],
     block_size: int,
     num_tokens: int,
-    share: SequenceShare | None = None,
+    ownership: TokenOwnership | None = None,
 ) -> Int64[Tensor, " num_tokens"]:
     """Compute the cache slot of every new token; read no value on the host.
 
@@ -29,7 +29,7 @@ def slots_of_tokens(
         block_table: [B, W].
         block_size: tokens a block, a multiple of I.
         num_tokens: length of the result.
-        share: the tokens that a context-parallel rank owns; None: one rank owns all tokens.
+        ownership: the tokens that a context-parallel rank owns; None: one rank owns all tokens.
 
     Returns:
         [num_tokens]; -1 for tokens of padding rows, tokens of other ranks, tokens past the last request, and tokens
@@ -39,7 +39,7 @@ def slots_of_tokens(
     tokens = torch.arange(num_tokens, device=block_table.device)
     if requests == 0 or width == 0 or num_tokens == 0:
         return torch.full_like(tokens, -1)
-    size, rank, interleave = (1, 0, 1) if share is None else (share.size, share.rank, share.interleave)
+    size, rank, interleave = (1, 0, 1) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
     request = torch.searchsorted(query_start_loc[1:].long(), tokens, right=True)
     inside = request < requests
     request = request.clamp_(max=requests - 1)

@@ -87,8 +87,8 @@ class MLAMetadataBuilder:
         check_invariant_merge(context_parallel, batch_invariant)
         check_config(config)
         check_costs(costs)
-        self.share = None if context_parallel is None else context_parallel.share
-        size, interleave = (1, 1) if self.share is None else (self.share.size, self.share.interleave)
+        self.ownership = None if context_parallel is None else context_parallel.ownership
+        size, interleave = (1, 1) if self.ownership is None else (self.ownership.size, self.ownership.interleave)
         check_interleave(interleave, block_size)
         smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, size, interleave)
         unit = context_unit(block_size, size, interleave)
@@ -142,7 +142,7 @@ class MLAMetadataBuilder:
         """The plan of one step; where a graph captures it, its lengths decide nothing, for others will follow."""
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
-            self.costs, self.query_len_support, require_order=True, share=self.share, num_programs=0,
+            self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
         )  # fmt: skip
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
@@ -152,7 +152,7 @@ class MLAMetadataBuilder:
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata, captured: bool
     ) -> MLAMetadata:
         """The plan with the cascade or the schedule of its decode."""
-        if common_prefix_len > 0 and not self.batch_invariant and self.share is None:
+        if common_prefix_len > 0 and not self.batch_invariant and self.ownership is None:
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
             query_lens = common.query_start_loc_cpu.diff()[: metadata.num_decodes]
@@ -161,7 +161,7 @@ class MLAMetadataBuilder:
                 cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
                 return dataclasses.replace(metadata, cascade=cascade)
         programs = self._programs_for(metadata.decode.max_query_len, common.block_table.device)
-        lens = _decode_lens_here(common, metadata.num_decodes, self.share)
+        lens = _decode_lens_here(common, metadata.num_decodes, self.ownership)
         return _with_schedule(metadata, lens, programs, self._decode_heads, self.batch_invariant, captured)
 
     def _programs_for(self, query_len: int, device: torch.device) -> int:
@@ -188,7 +188,9 @@ class MLAMetadataBuilder:
               f"decodes of one query length up to {self.reorder_batch_threshold}",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
               )  # fmt: skip
-        table_keys = common.block_table.shape[1] * self.block_size * (1 if self.share is None else self.share.size)
+        table_keys = (
+            common.block_table.shape[1] * self.block_size * (1 if self.ownership is None else self.ownership.size)
+        )
         bound = min(self.max_model_len, table_keys)
         self._check_sizes(common)
         return self._build(0, dataclasses.replace(common, max_seq_len=bound), captured=True)
@@ -224,13 +226,13 @@ class MLAMetadataBuilder:
         self._check_sizes(common)
         scheduled = captured.schedule is not None and captured.schedule.tile_ranges is not None
         bound = captured.decode.max_seq_len
-        longest = int(_decode_lens_here(common, common.num_reqs, self.share).max())
+        longest = int(_decode_lens_here(common, common.num_reqs, self.ownership).max())
         check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
         plan = self._build(0, common, captured=scheduled)
         check_captured(captured, plan)
-        if self.share is not None:
+        if self.ownership is not None:
             captured.decode.seq_lens.copy_(plan.decode.seq_lens)
-        if shape[1] > 1 or self.share is not None:
+        if shape[1] > 1 or self.ownership is not None:
             captured.decode.visible_lens.copy_(plan.decode.visible_lens)
         if scheduled:
             captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
@@ -265,7 +267,7 @@ class MLAMetadataBuilder:
         Raises:
             ValueError: as the function.
         """
-        if self.batch_invariant or self.share is not None:
+        if self.batch_invariant or self.ownership is not None:
             return False
         return use_cascade_attention(common_prefix_len, query_lens, seq_lens, self.config)
 

@@ -8,7 +8,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from ..cache.latent import gather_and_maybe_dequant_cache
-from ..distributed.arguments import check_chunk_share
+from ..distributed.arguments import check_chunk_ownership
 from ..distributed.groups import ContextParallel
 from ..distributed.merge import MERGE_OVER_RANKS
 from ..distributed.reorg import reorg_kvcache
@@ -49,12 +49,12 @@ def dcp_gather_context(
         [num_tokens, Lkv + R].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a piece of another share; a block outside the cache.
-            Nothing has been exchanged then.
+        ValueError: shapes, dtypes or devices that do not fit; a chunk that was planned for another rank;
+            a block outside the cache. Nothing has been exchanged then.
         GroupError: the exchange failed.
     """
     check_context(kv_cache, metadata, chunk, cache_format)
-    check_chunk_share(chunk, context_parallel)
+    check_chunk_ownership(chunk, context_parallel)
     starts, offsets = chunk.held
     held = chunk.local_tokens
     handed_in = kv_cache.new_zeros(chunk.padded_tokens, kv_cache.shape[2])

@@ -19,7 +19,7 @@ from ..interfaces import (
     MLAMetadata,
     PrefillMetadata,
     ScheduleChoice,
-    SequenceShare,
+    TokenOwnership,
     check_config,
     check_device,
     check_dtype,
@@ -74,7 +74,7 @@ class DecodeGraph:
         context_parallel: ContextParallel | None = None,
     ):
         check_groups(context_parallel)
-        self.share = SequenceShare(1, 0) if context_parallel is None else context_parallel.share
+        self.ownership = TokenOwnership(1, 0) if context_parallel is None else context_parallel.ownership
         check_invariant_merge(context_parallel, batch_invariant)
         check_function("step", step)
         check_config(config)
@@ -84,7 +84,7 @@ class DecodeGraph:
         self._decode_heads = heads
         num_programs = 1 if num_programs is None else num_programs
         check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs)
-        check_interleave(self.share.interleave, block_size)
+        check_interleave(self.ownership.interleave, block_size)
         self.step, self.config, self.context_parallel = step, config, context_parallel
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
         self.block_size, self.max_blocks, self.query_len = block_size, max_blocks, query_len
@@ -130,9 +130,9 @@ class DecodeGraph:
         visible = [max(0, length - q + i + 1) for length in seq_lens.tolist() for i in range(q)]
         kind, which = MLAMetadata, {}
         if self.context_parallel is not None:
-            kind, which = ContextParallelMetadata, {"share": self.share}
-            seq_lens = torch.tensor(list(map(self.share.count, seq_lens.tolist())), dtype=torch.int32)
-            seq_lens, visible = seq_lens.to(self.device), list(map(self.share.count, visible))
+            kind, which = ContextParallelMetadata, {"ownership": self.ownership}
+            seq_lens = torch.tensor(list(map(self.ownership.count, seq_lens.tolist())), dtype=torch.int32)
+            seq_lens, visible = seq_lens.to(self.device), list(map(self.ownership.count, visible))
 
         schedule = None
         if self.num_programs > 0:

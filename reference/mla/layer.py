@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..attention.rope import apply_rope
 from ..cache.latent import concat_and_cache_mla
-from ..distributed.arguments import check_output_projection, check_step_share
+from ..distributed.arguments import check_output_projection, check_step_ownership
 from ..distributed.groups import ContextParallel
 from ..interfaces import (
     COMPUTE_FORMAT,
@@ -266,7 +266,7 @@ class MLAAttention(nn.Module):
             output.zero_()
             return
         check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
-        check_step_share(metadata, self.context_parallel)
+        check_step_ownership(metadata, self.context_parallel)
 
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
         concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format)

@@ -19,7 +19,7 @@ from ..interfaces import (
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
-    SequenceShare,
+    TokenOwnership,
     check,
     check_batch_block_size,
     check_config,
@@ -28,14 +28,14 @@ from ..interfaces import (
     check_int,
     check_interleave,
     check_no_prefill_padding,
-    check_sequence_share,
-    check_slots_of_share,
+    check_ownership,
+    check_rank_local_slots,
     check_table_width,
     check_threshold,
     choose_schedule,
 )
 from ..planning.batch import split_decodes_and_prefills
-from ..planning.context_chunks import plan_context_chunks, share_chunk
+from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from .choose_path import choose_paths
 
@@ -49,7 +49,7 @@ def build_mla_metadata(
     costs: PathCosts | None = None,
     query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
     require_order: bool = False,
-    share: SequenceShare | None = None,
+    ownership: TokenOwnership | None = None,
     num_programs: int | None = None,
 ) -> MLAMetadata:
     """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
@@ -68,14 +68,14 @@ def build_mla_metadata(
         costs: of `choose_path`.
         query_len_support: of the decode kernel.
         require_order: an absorbed request behind an expanded one is an error.
-        share: of a rank under context parallelism: `common` has whole lengths and this rank's slots
+        ownership: of a rank under context parallelism: `common` has whole lengths and this rank's slots
             (`dcp_slot_mapping`). Requests choose their path as on one rank.
         num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
             device (1) where a `config` is given, and never plans without one. Whether the decode gets a
             schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
 
     Returns:
-        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where a `share` is given.
+        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where an `ownership` is given.
 
     Raises:
         ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; `num_programs` without a `config`; slots
@@ -90,13 +90,13 @@ def build_mla_metadata(
     check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
     check_costs(costs)
     check_flag("require_order", require_order)
-    check_sequence_share(share)
-    size, interleave = (share.size, share.interleave) if share is not None else (1, 1)
+    check_ownership(ownership)
+    size, interleave = (ownership.size, ownership.interleave) if ownership is not None else (1, 1)
     check_interleave(interleave, block_size)
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size * size)
-    if share is not None and common.slot_mapping.device.type == "cpu":
-        check_slots_of_share(common, share)
+    if ownership is not None and common.slot_mapping.device.type == "cpu":
+        check_rank_local_slots(common, ownership)
     starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
     query_lens = [end - start for start, end in itertools.pairwise(starts)]
     contexts = common.num_computed_tokens_cpu
@@ -121,14 +121,17 @@ def build_mla_metadata(
         visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
     chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, size, interleave)
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
-    decode_lens = _decode_lens_here(common, decodes, share)
+    decode_lens = _decode_lens_here(common, decodes, ownership)
     longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
     seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
-    if share is not None:
-        seq_lens, longest = decode_lens.to(device), SequenceShare(share.size, 0, share.interleave).count(longest)
-        visible = [share.count(keys) for keys in visible]
-        chunks = tuple(share_chunk(chunk, share) for chunk in chunks)
-        kind, which = ContextParallelMetadata, {"share": share}
+    if ownership is not None:
+        seq_lens, longest = (
+            decode_lens.to(device),
+            TokenOwnership(ownership.size, 0, ownership.interleave).count(longest),
+        )
+        visible = [ownership.count(keys) for keys in visible]
+        chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
+        kind, which = ContextParallelMetadata, {"ownership": ownership}
     metadata = kind(
         **which,
         slot_mapping=common.slot_mapping,
@@ -159,13 +162,13 @@ def build_mla_metadata(
 
 
 def _decode_lens_here(
-    common: CommonAttentionMetadata, num_decodes: int, share: SequenceShare | None
+    common: CommonAttentionMetadata, num_decodes: int, ownership: TokenOwnership | None
 ) -> Int32[Tensor, " decodes"]:
     """The keys of each decode that lie here, on the CPU."""
     lens = common.seq_lens_cpu[:num_decodes]
-    if share is None:
+    if ownership is None:
         return lens
-    return torch.tensor([share.count(length) for length in lens.tolist()], dtype=torch.int32, device="cpu")
+    return torch.tensor([ownership.count(length) for length in lens.tolist()], dtype=torch.int32, device="cpu")
 
 
 def _with_schedule(

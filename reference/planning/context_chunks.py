@@ -11,7 +11,7 @@ from torch import Tensor
 from ..interfaces import (
     ContextChunk,
     ContextParallelChunk,
-    SequenceShare,
+    TokenOwnership,
     check,
     check_chunk,
     check_chunking,
@@ -87,12 +87,12 @@ def _chunk(pieces: dict[int, tuple[int, int]], num_requests: int) -> ContextChun
     )
 
 
-def share_chunk(chunk: ContextChunk, share: SequenceShare) -> ContextParallelChunk:
+def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
     """Where the tokens of a piece of context lie on the ranks that share it.
 
     Args:
         chunk: of `plan_context_chunks` for as many ranks, so that its pieces begin with the first rank's turn.
-        share: of this rank.
+        ownership: of this rank.
 
     Returns:
         The piece with each rank's part of it, on the same device.
@@ -100,15 +100,15 @@ def share_chunk(chunk: ContextChunk, share: SequenceShare) -> ContextParallelChu
     Raises:
         ValueError: a piece that begins within a turn of the ranks.
     """
-    check_type("share", share, SequenceShare)
+    check_type("ownership", ownership, TokenOwnership)
     check_type("chunk", chunk, ContextChunk)
     check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,))
     check_chunk(chunk, chunk.starts.shape[0], chunk.starts.device)
-    turn = share.size * share.interleave
+    turn = ownership.size * ownership.interleave
     starts, lengths = chunk.starts.tolist(), chunk.cu_seq_lens.diff().tolist()
     for request, start in enumerate(starts):
         check(start % turn == 0, "chunk.starts", f"multiples of {turn}", f"{start} at request {request}")
-    ranks = [SequenceShare(share.size, rank, share.interleave) for rank in range(share.size)]
+    ranks = [TokenOwnership(ownership.size, rank, ownership.interleave) for rank in range(ownership.size)]
     local = [[0, *itertools.accumulate(map(rank.count, lengths))] for rank in ranks]
     device = chunk.starts.device
     return ContextParallelChunk(
@@ -116,9 +116,9 @@ def share_chunk(chunk: ContextChunk, share: SequenceShare) -> ContextParallelChu
         cu_seq_lens=chunk.cu_seq_lens,
         num_tokens=chunk.num_tokens,
         max_seq_len=chunk.max_seq_len,
-        local_starts=torch.tensor([start // share.size for start in starts], dtype=torch.int32, device=device),
+        local_starts=torch.tensor([start // ownership.size for start in starts], dtype=torch.int32, device=device),
         local_cu_seq_lens=torch.tensor(local, dtype=torch.int32, device=device),
-        local_tokens=local[share.rank][-1],
+        local_tokens=local[ownership.rank][-1],
         padded_tokens=local[0][-1],
-        share=share,
+        ownership=ownership,
     )

@@ -7,13 +7,13 @@ from jaxtyping import Int32, Int64
 from torch import Tensor
 
 from ..interfaces import (
-    SequenceShare,
+    TokenOwnership,
     check,
     check_blocks,
     check_int,
     check_interleave,
     check_lengths,
-    check_share,
+    check_rank,
     check_tensor,
 )
 
@@ -88,8 +88,8 @@ def dcp_slot_mapping(
         ValueError: numbers out of range; shapes or dtypes that do not fit; offsets that fall; 0 < S < Sq; too few
             columns or tokens.
     """
-    check_share(context_parallel_size, rank, interleave)
-    share = SequenceShare(context_parallel_size, rank, interleave)
+    check_rank(context_parallel_size, rank, interleave)
+    ownership = TokenOwnership(context_parallel_size, rank, interleave)
     check_interleave(interleave, block_size)
     check_int("rank", rank, 0, f"an int in [0, {context_parallel_size})")
     check_int("num_tokens", num_tokens, 0)
@@ -100,14 +100,14 @@ def dcp_slot_mapping(
     check_lengths(query_start_loc, seq_lens)
     starts, lengths, tables = query_start_loc.tolist(), seq_lens.tolist(), block_table.tolist()
     check(num_tokens >= starts[-1], "num_tokens", f"at least {starts[-1]}", num_tokens)
-    check_blocks(block_table, lengths, block_size * share.size, num_blocks=2**31)
+    check_blocks(block_table, lengths, block_size * ownership.size, num_blocks=2**31)
     slots = [-1] * num_tokens
     for request, length in enumerate(lengths):
         for token in range(starts[request], starts[request + 1]):
             position = length - (starts[request + 1] - token)
             if length == 0:
                 continue
-            if share.count(position + 1) > share.count(position):  # one more lies here than before this token
-                column, offset = divmod(share.count(position), block_size)
+            if ownership.count(position + 1) > ownership.count(position):  # one more lies here than before this token
+                column, offset = divmod(ownership.count(position), block_size)
                 slots[token] = tables[request][column] * block_size + offset
     return torch.tensor(slots, dtype=torch.int64, device=block_table.device)

@@ -20,7 +20,7 @@ from torch import Tensor
 import fast
 import reference
 from fast.parity import Parity, compare_exact, compare_states
-from reference.interfaces import AttentionState, ContextChunk, SequenceShare
+from reference.interfaces import AttentionState, ContextChunk, TokenOwnership
 
 from .contest import OURS, Case, Contender, finite, run_benchmark
 from .timing import input_sets
@@ -151,7 +151,7 @@ def reorg(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[C
     gathered = [torch.randn(RANKS, row.tokens // RANKS, WIDTH, dtype=DTYPE, device=device) for _ in range(sets)]
     lens = each * torch.arange(REQUESTS + 1, dtype=torch.int32)
     chunk = ContextChunk(torch.zeros(REQUESTS, dtype=torch.int32), lens, row.tokens, each)
-    chunk = fast.share_chunk(chunk, SequenceShare(RANKS, 0, interleave)).to(torch.device(device))
+    chunk = fast.rank_local_chunk(chunk, TokenOwnership(RANKS, 0, interleave)).to(torch.device(device))
     outs = [torch.full((row.tokens, WIDTH), torch.nan, dtype=DTYPE, device=device) for _ in range(sets)]
     calls = [
         lambda x=x, out=out: fast.reorg_kvcache(x, chunk, out=out, backend=backend)

@@ -73,8 +73,10 @@ def entries_of(row: Row, request: int) -> Tensor:
 
 def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tensor, Any, Any]:
     """The cache of this rank, or of all, behind a random block table; the decode's plan and schedule."""
-    share = None if ranks is None else ranks.share
-    size, rank, interleave = (1, 0, BLOCK_SIZE) if share is None else (share.size, share.rank, share.interleave)
+    ownership = None if ranks is None else ranks.ownership
+    size, rank, interleave = (
+        (1, 0, BLOCK_SIZE) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
+    )
     local = row.S // size  # whole turns: S is a multiple of D I
     blocks = -(-local // BLOCK_SIZE)
     table = torch.randperm(row.B * blocks, generator=torch.Generator().manual_seed(1)).view(row.B, blocks).int().cuda()
@@ -86,7 +88,7 @@ def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tens
     starts = torch.arange(row.B + 1, dtype=torch.int32)
     slots = torch.full((row.B,), -1, dtype=torch.int64, device="cuda")
     common = CommonAttentionMetadata.make(starts, lens, table, slots)
-    plan = fast.build_mla_metadata(common, BLOCK_SIZE, 65536, share=share).decode
+    plan = fast.build_mla_metadata(common, BLOCK_SIZE, 65536, ownership=ownership).decode
     config = dataclasses.replace(MLAConfig.from_preset("deepseek-v3"), num_heads=heads)
     programs = fast.decode_programs(config, device="cuda", dtype=DTYPE, block_size=BLOCK_SIZE)
     return cache, plan, fast.plan_decode(plan.seq_lens, programs, heads)

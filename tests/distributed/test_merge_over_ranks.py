@@ -105,8 +105,8 @@ def test_bytes_received(ops, size, dtype, merge):
     cache = torch.zeros(batch.num_blocks, 16, latent + rope, dtype=dtype)
 
     def program(ranks):
-        common = of_rank(batch.common, 16, ranks.share)
-        plan = ops.build_mla_metadata(common, 16, 4096, share=ranks.share).decode
+        common = of_rank(batch.common, 16, ranks.ownership)
+        plan = ops.build_mla_metadata(common, 16, 4096, ownership=ranks.ownership).decode
         own = HEADS // size
         q = torch.randn(tokens, own, latent + rope).to(dtype)
         ops.dcp_decode(q[..., :latent], q[..., latent:], cache, plan, 0.1, ranks)

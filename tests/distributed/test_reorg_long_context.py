@@ -7,7 +7,7 @@ import torch
 
 import reference
 from fast.kernels.cpu import context_parallel as cpu_kernels
-from reference.interfaces import ContextChunk, SequenceShare
+from reference.interfaces import ContextChunk, TokenOwnership
 
 from ..support.context_parallel import dealt_pieces
 from ..support.factories import assert_same_bits, integers, offsets
@@ -22,7 +22,7 @@ def test_reorg_of_several_thousand_tokens(ops, size, interleave, rows):
     assert sum(LENS) > 2 * cpu_kernels.PIECE_TOKENS, "otherwise there is no second piece, and no third"
     entries = [torch.randn(length, 3) for length in LENS]
     chunk = ContextChunk(integers(*[0] * len(LENS)), offsets(LENS), sum(LENS), max(LENS))
-    chunk = reference.share_chunk(chunk, SequenceShare(size, 0, interleave))
+    chunk = reference.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
     gathered = dealt_pieces(entries, [0] * len(LENS), size, interleave, chunk.padded_tokens)
     if rows == "with gaps":
         gathered = torch.cat((gathered, gathered), -1)[..., :3]

@@ -8,7 +8,7 @@ import torch
 import fast
 import reference
 from fast.parity import compare, compare_states
-from reference.interfaces import AttentionState, ContextChunk, SequenceShare
+from reference.interfaces import AttentionState, ContextChunk, TokenOwnership
 
 from ..support.factories import assert_same_bits, integers, offsets
 from ..support.ranks import RANK_CONFIG, STEPS, Steps, serve
@@ -28,7 +28,7 @@ def test_in_the_interpreter():
 def pieces(size, interleave, lens, width, dtype):
     """A piece of context as ranks handed it in, with NaN behind each rank's rows, and its plan."""
     chunk = ContextChunk(integers(*[0] * len(lens)).cpu(), offsets(lens).cpu(), sum(lens), max(lens))
-    chunk = reference.share_chunk(chunk, SequenceShare(size, 0, interleave))
+    chunk = reference.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
     gathered = torch.randn(size, chunk.padded_tokens, width).to(dtype)
     for rank in range(size):
         gathered[rank, int(chunk.local_cu_seq_lens[rank, -1]) :] = torch.nan

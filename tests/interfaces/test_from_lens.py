@@ -8,7 +8,7 @@ import torch
 
 import fast
 import reference
-from reference.interfaces import CommonAttentionMetadata, SequenceShare, slots_of_tokens
+from reference.interfaces import CommonAttentionMetadata, TokenOwnership, slots_of_tokens
 
 from ..support.factories import assert_same_bits, integers, offsets
 from ..support.properties import given, st
@@ -49,8 +49,8 @@ def test_rank_local_slots(size, interleave):
     table = table_for(seq_lens, 16)
     found = []
     for rank in range(size):
-        share = SequenceShare(size, rank, interleave)
-        common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, 16, share)
+        ownership = TokenOwnership(size, rank, interleave)
+        common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, 16, ownership)
         for ops in (reference, fast):
             wanted = ops.dcp_slot_mapping(
                 offsets(query_lens), integers(*seq_lens), table, 16, sum(query_lens), size, rank, interleave
@@ -120,8 +120,8 @@ def test_from_lens_refuses_tables_and_sizes(plain_errors):
         ((TABLE.long(), 16), "block_table: expected dtype torch.int32, got torch.int64"),
         (([[1]], 16), "block_table: expected a tensor, got list"),
         ((TABLE, 0), "block_size: expected a positive int, got 0"),
-        ((TABLE, 16, 2), "share: expected a SequenceShare or None, got int"),
-        ((TABLE, 16, SequenceShare(2, 0, 3)), "interleave: expected a divisor of the block size 16, got 3"),
+        ((TABLE, 16, 2), "ownership: expected a TokenOwnership or None, got int"),
+        ((TABLE, 16, TokenOwnership(2, 0, 3)), "interleave: expected a divisor of the block size 16, got 3"),
     ):
         with pytest.raises((TypeError, ValueError)) as error:
             CommonAttentionMetadata.from_lens([1, 1], [20, 9], *rest)
@@ -130,7 +130,7 @@ def test_from_lens_refuses_tables_and_sizes(plain_errors):
 
 def test_shares_reach_further(plain_errors):
     """Under context parallelism a column holds the tokens of D blocks."""
-    common = CommonAttentionMetadata.from_lens([1, 1], [20, 65], TABLE, 16, SequenceShare(2, 0))
+    common = CommonAttentionMetadata.from_lens([1, 1], [20, 65], TABLE, 16, TokenOwnership(2, 0))
     assert common.slot_mapping.tolist() == [-1, 6 * 16 + 0]
 
 
@@ -138,7 +138,7 @@ def test_shares_reach_further(plain_errors):
 def test_padding_rows_have_no_slot(size):
     """A row of length 0 with a query token, beside columns that it does not own; by every function that makes slots."""
     for rank in range(size):
-        common = CommonAttentionMetadata.from_lens([1, 1], [5, 0], TABLE, 16, SequenceShare(size, rank))
+        common = CommonAttentionMetadata.from_lens([1, 1], [5, 0], TABLE, 16, TokenOwnership(size, rank))
         for ops in (reference, fast):
             starts, lens = offsets([1, 1]).to(TABLE.device), integers(5, 0).to(TABLE.device)
             found = ops.dcp_slot_mapping(starts, lens, TABLE, 16, 2, size, rank)

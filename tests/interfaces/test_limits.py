@@ -18,7 +18,7 @@ from reference.interfaces import (
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
-    SequenceShare,
+    TokenOwnership,
     check_interleave,
 )
 
@@ -71,8 +71,8 @@ def wire(ops, tokens=0, heads=4, rope=0, size=4, merge="a2a", **sizes):
     return ops.dcp_wire_bytes(tokens, heads, 8, rope, size, merge, **{"element_size": 2} | sizes)
 
 
-def share(_, size=1, rank=0, interleave=1):
-    return SequenceShare(size, rank, interleave).count(5)
+def ownership(_, size=1, rank=0, interleave=1):
+    return TokenOwnership(size, rank, interleave).count(5)
 
 
 # (call, what it gives exactly on the bounds)
@@ -100,8 +100,8 @@ ACCEPTED = {
         lambda ops: wire(ops, 1, 2, 0, 2, "ag_rs", element_size=1, lse_size=1),
         {"all_gather": 8 + 2, "reduce_scatter": 8},
     ),
-    "the first of one rank": (share, 5),
-    "the last rank": (lambda ops: share(ops, 4, 3), 1),
+    "the first of one rank": (ownership, 5),
+    "the last rank": (lambda ops: ownership(ops, 4, 3), 1),
     "a block of one turn": (lambda ops: check_interleave(4, 4), None),
     "no tokens and no context": (lambda ops: ops.choose_path(0, 0, V3), "absorbed"),
 }  # fmt: skip
@@ -112,10 +112,10 @@ REFUSED = {
     "fewer slots of a rank": (lambda ops: slots(ops, tokens=1, ranks=(1, 0, 4)),
                               "num_tokens: expected at least 2, got 1"),
     "a rank too many": (lambda ops: slots(ops, ranks=(2, 2)), r"rank: expected an int in \[0, 2\), got 2"),
-    "a rank below 0": (lambda ops: share(ops, 2, -1), r"rank: expected an int in \[0, 2\), got -1"),
-    "a rank that is a bool": (lambda ops: share(ops, 2, True), r"rank: expected an int in \[0, 2\), got True"),
-    "no rank": (lambda ops: share(ops, 0), "size: expected a positive int, got 0"),
-    "a turn of no token": (lambda ops: share(ops, 2, 1, 0), "interleave: expected a positive int, got 0"),
+    "a rank below 0": (lambda ops: ownership(ops, 2, -1), r"rank: expected an int in \[0, 2\), got -1"),
+    "a rank that is a bool": (lambda ops: ownership(ops, 2, True), r"rank: expected an int in \[0, 2\), got True"),
+    "no rank": (lambda ops: ownership(ops, 0), "size: expected a positive int, got 0"),
+    "a turn of no token": (lambda ops: ownership(ops, 2, 1, 0), "interleave: expected a positive int, got 0"),
     "a block of no turn": (lambda ops: check_interleave(1, 0), "block_size: expected a positive int, got 0"),
     "half a turn": (lambda ops: check_interleave(8, 4), "interleave: expected a divisor of the block size 4, got 8"),
     "a turn and a half": (lambda ops: check_interleave(4, 6), "interleave: expected a divisor of the block size 6"),
@@ -189,7 +189,7 @@ def test_a_workspace_larger_than_needed(ops):
     plan = PrefillMetadata(table, offsets([1]), 1, (), 4)
 
     def program(ranks):
-        piece = ops.share_chunk(chunk, ranks.share)
+        piece = ops.rank_local_chunk(chunk, ranks.ownership)
         workspace = torch.full((3 * piece.padded_tokens + 5, 6), 7.0)
         found = ops.dcp_gather_context(cache, plan, piece, ranks, workspace=workspace)
         plain = ops.dcp_gather_context(cache, plan, piece, ranks)
@@ -248,20 +248,20 @@ def test_every_small_batch(ops, threshold, chosen):
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 4)])
 def test_pieces_begin_with_a_turn(ops, size, interleave):
     """A chunk whose second piece begins anywhere: dealt on a whole turn of the ranks, and refused within one."""
-    turn, share = size * interleave, SequenceShare(size, 0, interleave)
+    turn, ownership = size * interleave, TokenOwnership(size, 0, interleave)
     for start in range(3 * turn + 1):
         chunk = ContextChunk(integers(0, start, turn), offsets([3, 2, 5]), 10, 5)
         if start % turn == 0:
             dealt = [[sum(token // interleave % size == rank for token in range(n)) for n in (3, 2, 5)]
                      for rank in range(size)]  # fmt: skip
             for rank in range(size):
-                piece = ops.share_chunk(chunk, SequenceShare(size, rank, interleave))
+                piece = ops.rank_local_chunk(chunk, TokenOwnership(size, rank, interleave))
                 assert piece.local_starts.tolist() == [0, start // size, interleave]
                 assert piece.local_cu_seq_lens.tolist() == [offsets(own).tolist() for own in dealt]
                 assert (piece.local_tokens, piece.padded_tokens) == (sum(dealt[rank]), sum(dealt[0]))
         else:
             with pytest.raises(ValueError, match=f"^chunk.starts: expected multiples of {turn}, got {start} at reque"):
-                ops.share_chunk(chunk, share)
+                ops.rank_local_chunk(chunk, ownership)
 
 
 # The pinned memory through which plans go to a GPU: its order of reads and writes, without a GPU.

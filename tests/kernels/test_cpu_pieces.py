@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fast
 import reference
-from reference.interfaces import ContextChunk, SequenceShare
+from reference.interfaces import ContextChunk, TokenOwnership
 
 from ..support.factories import (
     assert_same_bits,
@@ -121,7 +121,7 @@ def test_reorg_in_pieces(monkeypatch, piece, apart):
     monkeypatch.setattr(room("context_parallel"), "PIECE_TOKENS", piece)
     size, interleave, lens = 3, 2, (5, 0, 23, 1)
     chunk = ContextChunk(integers(*[0] * 4), offsets(lens), sum(lens), max(lens))
-    chunk = fast.share_chunk(chunk, SequenceShare(size, 0, interleave))
+    chunk = fast.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
     entries = torch.randn(sum(lens), 4)
     gathered = torch.full((size, chunk.padded_tokens, 8 if apart else 4), torch.nan)[..., :4]
     held = [0] * size

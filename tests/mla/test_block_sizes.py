@@ -81,7 +81,7 @@ def test_ops_refuse_a_plan_for_another_block_size(ops, plain_errors):
     refuses(lambda: ops.gather_context(other_blocks(cache), prefill, chunk), "metadata.block_size", cache)
 
     def program(ranks):
-        part = ops.share_chunk(ContextChunk(integers(0, 0), integers(0, 5, 7), 7, 5), ranks.share)
+        part = ops.rank_local_chunk(ContextChunk(integers(0, 0), integers(0, 5, 7), 7, 5), ranks.ownership)
         refuses(lambda: ops.dcp_gather_context(other_blocks(cache), prefill, part, ranks), "metadata.block_size", cache)
 
     ops.simulate(2, 1, program)

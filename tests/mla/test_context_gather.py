@@ -12,7 +12,7 @@ import torch
 
 import fast
 import reference
-from reference.interfaces import ContextChunk, SequenceShare
+from reference.interfaces import ContextChunk, TokenOwnership
 
 from ..support.context_parallel import CONFIGS, dealt_pieces
 from ..support.even_chunks import even_chunks
@@ -30,7 +30,7 @@ def test_reorg(ops, size, interleave, dtype):
     ends = [start + length for start, length in zip(starts, lens, strict=True)]
     entries = [torch.randn(end, 6, dtype=torch.float64).to(dtype) for end in ends]
     chunk = ContextChunk(integers(*starts), offsets(lens), sum(lens), max(lens))
-    chunk = ops.share_chunk(chunk, SequenceShare(size, 0, interleave))
+    chunk = ops.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
     gathered = dealt_pieces(entries, starts, size, interleave, chunk.padded_tokens)
     wanted = torch.cat([own[start:] for own, start in zip(entries, starts, strict=True)])
     assert_same_bits(ops.reorg_kvcache(gathered, chunk), wanted)
@@ -56,8 +56,8 @@ def test_gather_equals_one_rank(ops, size, interleave, cut):
     assert len(chunks) > 1 or size == 8
 
     def program(ranks):
-        share = ranks.share
-        columns = [-(-share.count(length) // block_size) for length in contexts]
+        ownership = ranks.ownership
+        columns = [-(-ownership.count(length) // block_size) for length in contexts]
         cache = torch.full((sum(columns) + 1, block_size, width), torch.nan)
         table = torch.full((len(contexts), max(columns) + 1), GARBAGE, dtype=torch.int32)
         blocks = itertools.count(1)
@@ -67,7 +67,7 @@ def test_gather_equals_one_rank(ops, size, interleave, cut):
             for at, entry in enumerate(mine):
                 cache[table[request, at // block_size], at % block_size] = entry
         plan = reference.interfaces.PrefillMetadata(table, offsets([1] * len(contexts)), 1, (), block_size)
-        return [ops.dcp_gather_context(cache, plan, ops.share_chunk(chunk, share), ranks) for chunk in chunks]
+        return [ops.dcp_gather_context(cache, plan, ops.rank_local_chunk(chunk, ownership), ranks) for chunk in chunks]
 
     for gathered in ops.simulate(size, interleave, program):
         for found, chunk in zip(gathered, chunks, strict=True):
@@ -85,7 +85,7 @@ def test_gather_in_a_workspace():
     prefill = reference.interfaces.PrefillMetadata(table, offsets([1]), 1, (), 16)
 
     def program(ranks):
-        piece = fast.share_chunk(chunk, ranks.share)
+        piece = fast.rank_local_chunk(chunk, ranks.ownership)
         rows = 5 * piece.padded_tokens
         assert rows == 5 * 175 <= 1024 // 4 * 5
         workspace = torch.full((rows, config.head_size), torch.nan)
@@ -116,7 +116,7 @@ def padding_taken_for_tokens(patch):
     """Pieces read at one offset on all ranks, as if all held as much as the first (vLLM #28526)."""
 
     def wrong(gathered, chunk):
-        rows, size, interleave = [], chunk.share.size, chunk.share.interleave
+        rows, size, interleave = [], chunk.ownership.size, chunk.ownership.interleave
         for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()):
             first = int(chunk.local_cu_seq_lens[0, request])
             for token in range(length):

@@ -18,7 +18,7 @@ import fast
 import reference
 from fast.parity import compare_states
 from reference.distributed import simulation
-from reference.interfaces import AttentionState, SequenceShare
+from reference.interfaces import AttentionState, TokenOwnership
 
 from ..support.context_parallel import CONFIGS, HEADS, INTERLEAVES, MERGES, SIZES, of_rank
 from ..support.factories import DIRECT, assert_close64, integers, make_batch, make_weights
@@ -88,11 +88,11 @@ def test_low_precision(merge):
 
     def decoded(ops, dtype, size):
         def program(ranks):
-            share, heads = ranks.share, slice(ranks.rank * HEADS // size, (ranks.rank + 1) * HEADS // size)
-            plan = ops.build_mla_metadata(of_rank(batch.common, 16, share), 16, 4096, 2, share=share).decode
+            ownership, heads = ranks.ownership, slice(ranks.rank * HEADS // size, (ranks.rank + 1) * HEADS // size)
+            plan = ops.build_mla_metadata(of_rank(batch.common, 16, ownership), 16, 4096, 2, ownership=ownership).decode
             cache = torch.full((batch.num_blocks, 16, config.head_size), torch.nan, dtype=dtype)
             for request, own in enumerate(entries):
-                mine = [own[t] for t, owner in enumerate(owners(len(own), size, 4)) if owner == share.rank]
+                mine = [own[t] for t, owner in enumerate(owners(len(own), size, 4)) if owner == ownership.rank]
                 for at, entry in enumerate(mine):
                     cache[batch.common.block_table[request, at // 16], at % 16] = entry.to(dtype)
             latent = config.kv_lora_rank
@@ -137,7 +137,7 @@ def test_graphs(ops, query_len):
         cache = torch.randn(batch.num_blocks, 16, config.head_size, dtype=torch.float64)
         hidden = torch.randn(3 * query_len, config.hidden_size, dtype=torch.float64)
         positions = torch.cat([torch.arange(s - query_len, s) for s in lens])
-        plan = ops.build_mla_metadata(common, 16, 4096, query_len, share=ranks.share)
+        plan = ops.build_mla_metadata(common, 16, 4096, query_len, ownership=ranks.ownership)
         wanted = layer(hidden, positions, cache.clone(), plan)
         graph = ops.DecodeGraph(
             lambda *step: layer(*step[:2], cache, step[2]), config, [1, 4], 16, 8, torch.float64, "cpu", query_len,
@@ -198,8 +198,8 @@ def ranks_in_the_wrong_order(patch):
 def causal_bound_of_the_local_position(patch):
     """The last token of a query sees all keys that lie here, the one before it one fewer (vLLM #50391)."""
 
-    def wrong(common, *args, share, build=reference.build_mla_metadata, **kwargs):
-        plan = build(common, *args, share=share, **kwargs)
+    def wrong(common, *args, ownership, build=reference.build_mla_metadata, **kwargs):
+        plan = build(common, *args, ownership=ownership, **kwargs)
         query_lens, lens = plan.decode.query_start_loc.diff().tolist(), plan.decode.seq_lens.tolist()
         seen = [max(0, s - q + i + 1) for q, s in zip(query_lens, lens, strict=True) for i in range(q)]
         return replace(plan, decode=replace(plan.decode, visible_lens=integers(*seen)))
@@ -236,9 +236,9 @@ def a_rank_is_left_out(patch):
 def owner_without_interleave(patch):
     """Masks as if tokens were dealt one by one, over a cache that holds runs of them."""
 
-    def wrong(common, *args, share, build=reference.build_mla_metadata, **kwargs):
-        plan = build(common, *args, share=share, **kwargs)
-        other = SequenceShare(share.size, share.rank, 1)
+    def wrong(common, *args, ownership, build=reference.build_mla_metadata, **kwargs):
+        plan = build(common, *args, ownership=ownership, **kwargs)
+        other = TokenOwnership(ownership.size, ownership.rank, 1)
         lens, starts = common.seq_lens.tolist(), plan.decode.query_start_loc.tolist()
         pairs = list(itertools.pairwise(starts))
         seen = [other.count(s - (b - a) + i + 1) for s, (a, b) in zip(lens, pairs, strict=False) for i in range(b - a)]

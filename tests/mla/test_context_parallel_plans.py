@@ -6,7 +6,7 @@ import pytest
 
 import fast
 import reference
-from reference.interfaces import SequenceShare
+from reference.interfaces import TokenOwnership
 
 from ..support.context_parallel import CONFIGS, HEADS, MERGES, of_rank
 from ..support.factories import make_batch
@@ -26,21 +26,22 @@ def test_plans(batch, size, interleave, units, threshold):
     batch, block_size = make_batch(query_lens, seq_lens, 16), 16
     workspace = units * reference.interfaces.context_unit(block_size, size, interleave)
     for rank in range(size):
-        share = SequenceShare(size, rank, interleave)
-        common = of_rank(batch.common, block_size, share)
+        ownership = TokenOwnership(size, rank, interleave)
+        common = of_rank(batch.common, block_size, ownership)
         plans = [
-            ops.build_mla_metadata(common, block_size, workspace, threshold, share=share) for ops in (reference, fast)
+            ops.build_mla_metadata(common, block_size, workspace, threshold, ownership=ownership)
+            for ops in (reference, fast)
         ]
         same(*plans)
-        check_rank_plan(batch, plans[0], share, workspace)
+        check_rank_plan(batch, plans[0], ownership, workspace)
 
 
-def check_rank_plan(batch, plan, share, workspace):
+def check_rank_plan(batch, plan, ownership, workspace):
     def held(length):
-        return owners(length, share.size, share.interleave).count(share.rank)
+        return owners(length, ownership.size, ownership.interleave).count(ownership.rank)
 
     decodes = plan.num_decodes
-    assert plan.share == share and plan.decode.seq_lens.tolist() == [held(s) for s in batch.seq_lens[:decodes]]
+    assert plan.ownership == ownership and plan.decode.seq_lens.tolist() == [held(s) for s in batch.seq_lens[:decodes]]
     seen = [
         held(max(0, length - query_len + i + 1)) if length else 0
         for query_len, length in zip(batch.query_lens[:decodes], batch.seq_lens[:decodes], strict=True)
@@ -49,12 +50,12 @@ def check_rank_plan(batch, plan, share, workspace):
     assert plan.decode.visible_lens.tolist() == seen
     covered = [0] * (len(batch.seq_lens) - decodes)
     for chunk in plan.prefill.context_chunks:
-        assert (share.size + 1) * chunk.padded_tokens <= workspace + workspace // share.size
+        assert (ownership.size + 1) * chunk.padded_tokens <= workspace + workspace // ownership.size
         assert chunk.padded_tokens >= chunk.local_tokens == int(chunk.held[1][-1])
         for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()):
             start = int(chunk.starts[request])
-            dealt = owners(start + length, share.size, share.interleave)
-            for rank in range(share.size):
+            dealt = owners(start + length, ownership.size, ownership.interleave)
+            for rank in range(ownership.size):
                 pieces = chunk.local_cu_seq_lens[rank].diff()
                 assert int(pieces[request]) == dealt[start:].count(rank)
                 assert length == 0 or dealt[:start].count(rank) == int(chunk.local_starts[request])
@@ -72,12 +73,12 @@ def test_builder(ops, merge):
         options = dict(block_size=16, max_model_len=8192, max_num_seqs=4, num_programs=3, context_parallel=ranks)
         builder = ops.MLAMetadataBuilder(config, **options)
         assert builder.workspace_tokens % (16 * ranks.size) == 0
-        return builder.build(64, of_rank(batch.common, 16, ranks.share))
+        return builder.build(64, of_rank(batch.common, 16, ranks.ownership))
 
     for rank, plan in enumerate(ops.simulate(2, 4, program, 4, merge)):
-        assert plan.share == SequenceShare(2, rank % 2, 4) and plan.cascade is None
+        assert plan.ownership == TokenOwnership(2, rank % 2, 4) and plan.cascade is None
         same(plan.schedule, ops.plan_decode(plan.decode.seq_lens, 3, HEADS // 2))
-        assert plan.prefill.context_chunks[0].share == plan.share
+        assert plan.prefill.context_chunks[0].ownership == plan.ownership
 
 
 @pytest.mark.parametrize("query_len", [1, 3])
@@ -89,7 +90,7 @@ def test_captured_plans(ops, query_len):
         builder = ops.MLAMetadataBuilder(CONFIGS["direct"], 16, 256, 4, num_speculative_tokens=query_len - 1,
                                          num_programs=3, context_parallel=ranks)  # fmt: skip
         batches = [
-            of_rank(make_batch(*zip(*lens, strict=True), 16).common, 16, ranks.share) for lens in (first, second)
+            of_rank(make_batch(*zip(*lens, strict=True), 16).common, 16, ranks.ownership) for lens in (first, second)
         ]
         captured = builder.build_for_cudagraph_capture(batches[0])
         held = captured.decode.seq_lens, captured.decode.visible_lens, captured.schedule.tile_ranges

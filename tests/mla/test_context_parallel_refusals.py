@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import reference
-from reference.interfaces import AttentionState, ContextChunk, SequenceShare
+from reference.interfaces import AttentionState, ContextChunk, TokenOwnership
 
 from ..support.context_parallel import CONFIGS, of_rank
 from ..support.factories import integers, linear, make_batch, make_weights, offsets
@@ -26,7 +26,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match="^context_parallel_size: expected a positive int, got 0$"):
             ops.get_dcp_local_seq_lens(lens, 0)
         with pytest.raises(ValueError, match="^interleave: expected a positive int, got 0$"):
-            ops.SequenceShare(2, 1, 0)
+            ops.TokenOwnership(2, 1, 0)
         with pytest.raises(ValueError, match="^interleave: expected a divisor of the block size 16, got 3$"):
             ops.dcp_slot_mapping(offsets([1]), lens, integers(0)[None], 16, 1, 2, 0, 3)
         with pytest.raises(ValueError, match="^block_table: expected at least 2 columns for request 0, got 1$"):
@@ -42,15 +42,15 @@ class TestBadInput:
 
     def test_plans(self, ops):
         batch = make_batch([1, 20], [20, 40], 16)
-        share = SequenceShare(2, 0, 8)
-        build = functools.partial(ops.build_mla_metadata, of_rank(batch.common, 16, share), share=share)
+        ownership = TokenOwnership(2, 0, 8)
+        build = functools.partial(ops.build_mla_metadata, of_rank(batch.common, 16, ownership), ownership=ownership)
         with pytest.raises(ValueError, match="^interleave: expected a divisor of the block size 4, got 8$"):
             build(4, 4096)
         with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 8$"):
             build(8, 8)
         chunk = ContextChunk(integers(8), offsets([5]), 5, 5)
         with pytest.raises(ValueError, match="^chunk.starts: expected multiples of 16, got 8 at request 0$"):
-            ops.share_chunk(chunk, share)
+            ops.rank_local_chunk(chunk, ownership)
 
     def test_groups(self, ops):
         with pytest.raises(TypeError, match="^cp_group: expected a process group or a device mesh, got NoneType$"):
@@ -90,7 +90,7 @@ class TestBadInput:
         """A piece of another share, or of none, before anything is exchanged."""
         plain = ContextChunk(integers(0), offsets([5]), 5, 5)
         plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, (), 16)
-        chunk = ops.share_chunk(plain, SequenceShare(2, 0))
+        chunk = ops.rank_local_chunk(plain, TokenOwnership(2, 0))
 
         def program(ranks, chunk):
             with pytest.raises(ValueError) as error:
@@ -98,20 +98,23 @@ class TestBadInput:
             return str(error.value), sum(ranks.cp_group.received.values())
 
         said = ops.simulate(2, 16, functools.partial(program, chunk=chunk))
-        share = "SequenceShare(size=2, rank={}, interleave={})"
-        assert said[1] == (f"chunk: expected one for {share.format(1, 16)}, got one for {share.format(0, 1)}", 0)
+        ownership = "TokenOwnership(size=2, rank={}, interleave={})"
+        assert said[1] == (
+            f"chunk: expected one for {ownership.format(1, 16)}, got one for {ownership.format(0, 1)}",
+            0,
+        )
         said = ops.simulate(1, 1, functools.partial(program, chunk=plain))
-        assert said == [("chunk: expected a ContextParallelChunk (`share_chunk`), got ContextChunk", 0)]
+        assert said == [("chunk: expected a ContextParallelChunk (`rank_local_chunk`), got ContextChunk", 0)]
 
     def test_reorg(self, ops):
-        chunk = ops.share_chunk(ContextChunk(integers(0), offsets([5]), 5, 5), SequenceShare(2, 0))
+        chunk = ops.rank_local_chunk(ContextChunk(integers(0), offsets([5]), 5, 5), TokenOwnership(2, 0))
         with pytest.raises(ValueError, match=r"^gathered: expected shape \[2, 3, head_size\], got \[2, 4, 6\]$"):
             ops.reorg_kvcache(torch.zeros(2, 4, 6), chunk)
         falling = replace(chunk, local_cu_seq_lens=integers(0, 3, 0, -2).view(2, 2))
         wanted = "^chunk.local_cu_seq_lens: expected the prefix sums of each rank's tokens of the pieces, got"
         with pytest.raises(ValueError, match=wanted):
             ops.reorg_kvcache(torch.zeros(2, 3, 6), falling)
-        two = ops.share_chunk(ContextChunk(integers(0, 0), offsets([5, 4]), 9, 5), SequenceShare(2, 0))
+        two = ops.rank_local_chunk(ContextChunk(integers(0, 0), offsets([5, 4]), 9, 5), TokenOwnership(2, 0))
         for local in ([[0, 1, 5], [0, 1, 4]], [[0, 5, 5], [0, 4, 4]], [[1, 4, 6], [1, 3, 5]]):
             with pytest.raises(ValueError, match=wanted):
                 ops.reorg_kvcache(torch.zeros(2, 5, 6), replace(two, local_cu_seq_lens=torch.tensor(local).int()))
@@ -133,12 +136,14 @@ class TestBadInput:
                 ops.MLAAttention(config, **modules, o_proj=biased, context_parallel=ranks)
             plan = ops.build_mla_metadata(batch.common, 16, 4096)
             if cascade:
-                shared = ops.build_mla_metadata(of_rank(batch.common, 16, ranks.share), 16, 4096, share=ranks.share)
+                shared = ops.build_mla_metadata(
+                    of_rank(batch.common, 16, ranks.ownership), 16, 4096, ownership=ranks.ownership
+                )
                 plan = replace(shared, cascade=ops.split_shared_prefix(shared.decode, 16, 16))
             hidden = torch.zeros(21, config.hidden_size, dtype=torch.float64)
             layer(hidden, torch.arange(21), cache, plan)
 
-        wanted = r"^metadata: expected a plan for SequenceShare\(size=2, rank=0, interleave=1\), got one for one rank"
+        wanted = r"^metadata: expected a plan for TokenOwnership\(size=2, rank=0, interleave=1\), got one for one rank"
         with pytest.raises(ValueError, match=wanted):
             ops.simulate(2, 1, program)
         with pytest.raises(ValueError, match="^num_heads: expected a multiple of the 5 ranks of tp_group, got 24$"):
@@ -152,7 +157,7 @@ class TestBadInput:
         with pytest.raises(
             ValueError, match=r"^common.slot_mapping: expected slots for at most the \d+ new tokens of this"
         ):
-            ops.build_mla_metadata(batch.common, 16, 4096, share=SequenceShare(2, 0))
+            ops.build_mla_metadata(batch.common, 16, 4096, ownership=TokenOwnership(2, 0))
         assert cache.eq(0).all()
 
     def test_shares_of_projections(self, ops):

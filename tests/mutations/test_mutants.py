@@ -24,7 +24,7 @@ def test_table():
     transport = {ROOT / "reference" / "distributed" / f"{name}.py" for name in ("groups", "simulation", "arguments")}
     subjects = set(subjects) - transport
     assert set(TABLE) == {str(path.relative_to(ROOT)) for path in subjects} | {
-        f"reference/interfaces/{room}.py" for room in ("shares", "sizes", "slots")
+        f"reference/interfaces/{room}.py" for room in ("ownership", "sizes", "slots")
     }
     for file, judge in TABLE.items():
         assert (ROOT / file).is_file(), file

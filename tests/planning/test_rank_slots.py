@@ -7,7 +7,7 @@ import torch
 
 import fast
 import reference
-from reference.interfaces import SequenceShare
+from reference.interfaces import TokenOwnership
 
 from ..support.factories import integers, make_batch
 from ..support.planning import batches
@@ -27,7 +27,7 @@ def test_local_lengths(ops, size, interleave):
         dealt = [owners(length, size, interleave).count(rank) for length in LENGTHS]
         assert ops.get_dcp_local_seq_lens(lens, size, rank, interleave).tolist() == dealt
         assert together[:, rank].tolist() == dealt
-        assert [SequenceShare(size, rank, interleave).count(length) for length in LENGTHS] == dealt
+        assert [TokenOwnership(size, rank, interleave).count(length) for length in LENGTHS] == dealt
     assert together.sum(1).equal(lens)
 
 

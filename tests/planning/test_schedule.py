@@ -133,11 +133,11 @@ def check_schedule(ops, lens, programs, overhead):
     everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
     assert [item for own, _ in ranges for item in own] == everything
     length = sum(count + overhead for count in tiles if count)
-    share = max(1, -(-length // programs))
+    ownership = max(1, -(-length // programs))
     parts = [0] * len(lens)
     for own, split in ranges:
         requests = list(dict.fromkeys(request for request, _ in own))
-        assert len(own) + overhead * len(requests) <= share + overhead
+        assert len(own) + overhead * len(requests) <= ownership + overhead
         if own:
             assert split == parts[requests[0]]
         for request in requests:
@@ -185,8 +185,8 @@ def test_folds_weigh_by_heads(heads, each, sizes, ops):
             starts.append((place, request, tile))
             place += each + min(size, count - tile)
     for programs in range(1, 12):
-        share = -(-place // programs)
-        firsts = [next(s for s in starts if s[0] // share == p)[1:] for p in range(programs)]
+        ownership = -(-place // programs)
+        firsts = [next(s for s in starts if s[0] // ownership == p)[1:] for p in range(programs)]
         ranges = ops.plan_decode(integers(*(64 * count for count in tiles)), programs, heads, 5, True).tile_ranges
         assert [(first, tile) for first, _, tile, _, _ in ranges.tolist()] == firsts
 
@@ -224,7 +224,7 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
     assert schedule.split_offsets.tolist() == [sum(parts[:request]) for request in range(len(lens) + 1)]
     each = min(overhead, 1 if heads <= 16 else 4)
     length = sum(count + each * own + (overhead - each) * (own > 0) for count, own in zip(tiles, parts, strict=True))
-    share = max(1, -(-length // programs))
+    ownership = max(1, -(-length // programs))
     for own, split in ranges:
         if own:
             (request, tile), (last, last_tile) = own[0], own[-1]
@@ -235,7 +235,7 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
             splits = {(request, tile // sizes[request]) for request, tile in own}
             begun = {request for request, tile in own[1:] if tile == 0}
             carried = len(own) + each * len(splits) + (overhead - each) * len(begun)
-            assert carried <= share - 1 + each + last_split
+            assert carried <= ownership - 1 + each + last_split
     for request, length in enumerate(lens):
         alone = ops.plan_decode(integers(length), 3, heads, overhead, True)
         assert alone.split_offsets.tolist() == [0, parts[request]]

@@ -44,10 +44,10 @@ def eight_programs(monkeypatch):
     fast.mla.metadata._kept_programs.cache_clear()
 
 
-def batch_of(seq_lens, query_len=1, share=None):
+def batch_of(seq_lens, query_len=1, ownership=None):
     width = -(-max([1, *seq_lens]) // 64)
     table = torch.arange(len(seq_lens) * width, dtype=torch.int32).view(len(seq_lens), width)
-    return CommonAttentionMetadata.from_lens([query_len] * len(seq_lens), seq_lens, table, 64, share)
+    return CommonAttentionMetadata.from_lens([query_len] * len(seq_lens), seq_lens, table, 64, ownership)
 
 
 @given(st.lists(st.integers(0, 9000), max_size=8), st.integers(0, 9), st.sampled_from(sorted(OVERHEAD)), st.booleans())
@@ -125,10 +125,10 @@ def test_both_make_the_same_choice(lens, programs, size):
     """With the same number the same choice, from the rank-local lengths, and the same plan."""
     plans = []
     for ops in (reference, fast):
-        share = None if size == 1 else ops.SequenceShare(size, 1)
-        common = batch_of(lens, share=share)
-        plan = ops.build_mla_metadata(common, 64, 4096, config=CONFIG, num_programs=programs, share=share)
-        lens_here = [length if share is None else share.count(length) for length in lens]
+        ownership = None if size == 1 else ops.TokenOwnership(size, 1)
+        common = batch_of(lens, ownership=ownership)
+        plan = ops.build_mla_metadata(common, 64, 4096, config=CONFIG, num_programs=programs, ownership=ownership)
+        lens_here = [length if ownership is None else ownership.count(length) for length in lens]
         assert plan.decode.seq_lens.tolist() == lens_here
         if lens:
             assert plan.schedule_choice == choose_schedule(integers(*lens_here).cpu(), programs, CONFIG.num_heads)
@@ -168,8 +168,10 @@ def test_bounds_of_a_plan(ops, plain_errors):
     assert (common.max_seq_len, plan.decode.max_seq_len, plan.num_decodes) == (400, 33, 2)
     loose = replace(make_batch([1, 1], [20, 33]).common, max_seq_len=999)
     assert ops.build_mla_metadata(loose, 16, 512).decode.max_seq_len == 999  # an engine's bound, as inside a graph
-    share = ops.SequenceShare(2, 1)
-    plan = ops.build_mla_metadata(replace(common, slot_mapping=common.slot_mapping * 0 - 1), 16, 512, share=share)
+    ownership = ops.TokenOwnership(2, 1)
+    plan = ops.build_mla_metadata(
+        replace(common, slot_mapping=common.slot_mapping * 0 - 1), 16, 512, ownership=ownership
+    )
     assert plan.decode.max_seq_len == 17 and plan.decode.seq_lens.tolist() == [10, 16]  # the first rank owns 17
     with pytest.raises(ValueError, match="^common.max_seq_len: expected at least the longest request, 400, got 399$"):
         ops.build_mla_metadata(replace(common, max_seq_len=399), 16, 512)

@@ -21,11 +21,11 @@ CONFIGS = {
 SIZES, INTERLEAVES, MERGES = (1, 2, 3, 4, 8), (1, 16, 64), ("a2a", "ag_rs")
 
 
-def of_rank(common, block_size, share):
+def of_rank(common, block_size, ownership):
     """The same batch with a rank's slots instead of one rank's."""
     slots = reference.dcp_slot_mapping(
         common.query_start_loc, common.seq_lens, common.block_table, block_size, common.slot_mapping.shape[0],
-        share.size, share.rank, share.interleave,
+        ownership.size, ownership.rank, ownership.interleave,
     )  # fmt: skip
     return replace(common, slot_mapping=slots)
 

@@ -60,7 +60,7 @@ CONTEXT_PARALLEL = Judge(
 )
 # slots of one rank, and of ranks that share a sequence
 SLOT_MAPPING = Judge((*BATCH.modules, "planning/test_rank_slots"))
-SHARES = Judge(
+OWNERSHIP = Judge(
     ("interfaces/test_interfaces", "planning/test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection
 )
 SIZES = Judge(
@@ -104,7 +104,7 @@ TABLE = {
         "mla/context_parallel": CONTEXT_PARALLEL, "distributed/merge": CONTEXT_PARALLEL,
         "distributed/reorg": CONTEXT_PARALLEL,
     }.items()},
-    "reference/interfaces/shares.py": SHARES,
+    "reference/interfaces/ownership.py": OWNERSHIP,
     "reference/interfaces/sizes.py": SIZES,
     "reference/interfaces/slots.py": SLOTS,
     "fast/kernels/cpu/__init__.py": KERNELS,
@@ -127,6 +127,6 @@ SUBJECTS = {  # of a file, by the first of these that its path has
     "integrations/": "transformers adapter",
     "context_parallel": "context parallelism",
     "distributed/": "context parallelism",
-    "shares": "context parallelism",
+    "ownership": "context parallelism",
     "": "planning",
 }

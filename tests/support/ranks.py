@@ -82,8 +82,8 @@ def serve(
 ) -> list[Tensor]:
     """The layer's output in each step, [T, H], over a cache whose unowned bytes are NaN."""
     cp = context_parallel
-    share = None if cp is None else cp.share
-    size, rank, interleave = (1, 0, 1) if share is None else (share.size, share.rank, share.interleave)
+    ownership = None if cp is None else cp.ownership
+    size, rank, interleave = (1, 0, 1) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
     torch.manual_seed(seed)
     with torch.device("cpu"):
         weights = make_weights(config, torch.float64)
@@ -116,7 +116,7 @@ def serve(
             starts, lengths, table.to(device), torch.tensor(slots, dtype=torch.int64, device=device)
         )
         plan = ops.build_mla_metadata(
-            common, steps.block_size, steps.workspace_tokens, steps.decode_threshold, share=share
+            common, steps.block_size, steps.workspace_tokens, steps.decode_threshold, ownership=ownership
         )
         positions = torch.cat([torch.arange(s - q, s, device=device) for q, s in step])
         new = torch.cat([hidden[request][s - q : s] for request, (q, s) in enumerate(step)]).to(device)
@@ -247,7 +247,7 @@ def replay_decodes(
     import fast
 
     ranks = make_groups(size, 16, merge)
-    share, tokens = ranks.share, 200
+    ownership, tokens = ranks.ownership, 200
     torch.manual_seed(3)
     with torch.device("cpu"):
         weights = make_weights(RANK_CONFIG, torch.float32)
@@ -265,11 +265,11 @@ def replay_decodes(
         requests = len(lens)
         starts = offsets([query_len] * requests)
         slots = fast.dcp_slot_mapping(starts, integers(*lens), table[:requests], 16, requests * query_len, size,
-                                      share.rank, share.interleave)  # fmt: skip
+                                      ownership.rank, ownership.interleave)  # fmt: skip
         common = CommonAttentionMetadata.make(starts, integers(*lens), table[:requests].to(device), slots.to(device))
         hidden = torch.randn(requests * query_len, RANK_CONFIG.hidden_size).to(dtype).to(device)
         positions = torch.cat([torch.arange(s - query_len, s) for s in lens]).to(device)
-        plan = fast.build_mla_metadata(common, 16, 4096, query_len, share=share)
+        plan = fast.build_mla_metadata(common, 16, 4096, query_len, ownership=ownership)
         eager = layer(hidden, positions, cache, plan)
         captured = graph.run(hidden, positions, common).clone()
         for _ in range(3):

@@ -356,7 +356,7 @@ def use_mla(
         costs: by which longer ones choose their path (`ops.choose_path`); None counts.
         context_parallel: the groups, where ranks share heads and sequences: every rank has the whole model and attends
             with its share of the heads' weights, views of the model's: move or load it before. Packed batches only,
-            planned with `context_parallel.share`.
+            planned with `context_parallel.ownership`.
         options: keyword arguments for `ops.MLAAttention.from_hf` (`backend` of `fast`).
 
     Returns:

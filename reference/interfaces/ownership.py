@@ -13,7 +13,7 @@ from .checks import check, check_int, check_tensor
 MERGES = ("ag_rs", "a2a")  # how ranks merge: cp_lse_ag_out_rs, cp_lse_a2a
 
 
-def check_share(size: int, rank: int | None, interleave: int, argument: str = "context_parallel_size") -> None:
+def check_rank(size: int, rank: int | None, interleave: int, argument: str = "context_parallel_size") -> None:
     """Check D (which the caller calls `argument`), a rank of it (None for all) and I."""
     check_int(argument, size)
     inside = rank is None or (isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < size)
@@ -29,7 +29,7 @@ def check_interleave(interleave: int, block_size: int) -> None:
 
 
 @dataclass(frozen=True)
-class SequenceShare:
+class TokenOwnership:
     """Which tokens of every sequence a rank holds: token i lies on rank (i // I) mod D, in order.
 
     Attributes:
@@ -46,7 +46,7 @@ class SequenceShare:
     interleave: int = 1
 
     def __post_init__(self):
-        check_share(self.size, self.rank, self.interleave, "size")
+        check_rank(self.size, self.rank, self.interleave, "size")
         check_int("rank", self.rank, 0, f"an int in [0, {self.size})")
 
     def count(self, num_tokens: int) -> int:
@@ -75,7 +75,7 @@ def get_dcp_local_seq_lens(
     Raises:
         ValueError: a number out of range.
     """
-    check_share(context_parallel_size, rank, interleave)
+    check_rank(context_parallel_size, rank, interleave)
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     turn = context_parallel_size * interleave
     whole = seq_lens.div(turn, rounding_mode="floor")
@@ -119,7 +119,7 @@ def dcp_wire_bytes(
         ValueError: another merge, or heads that D does not divide.
     """
     size = context_parallel_size
-    check_share(size, None, 1)
+    check_rank(size, None, 1)
     check(merge in MERGES, "merge", f"one of {', '.join(MERGES)}", repr(merge))
     sizes = {"num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "element_size": element_size, "lse_size": lse_size}
     for name, value in sizes.items():
