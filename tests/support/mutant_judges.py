@@ -100,10 +100,12 @@ TABLE = {
     **{f"{package}/{module}.py": judge for package in ("fast", "reference") for module, judge in {
         "planning/batch": BATCH, "planning/local_attention": BATCH, "planning/slots": SLOT_MAPPING,
         "planning/context_chunks": SCHEDULE, "planning/decode_schedule": SCHEDULE, "planning/shared_prefix": CASCADE,
-        "mla/choose_path": PATH, "mla/cascade": CASCADE, "mla/builder": BUILDER, "mla/graphs": GRAPHS,
+        "mla/choose_path": PATH, "mla/cascade": CASCADE, "mla/metadata": BUILDER, "mla/builder": BUILDER,
+        "mla/graphs": GRAPHS,
         "mla/context_parallel": CONTEXT_PARALLEL, "distributed/merge": CONTEXT_PARALLEL,
         "distributed/reorg": CONTEXT_PARALLEL,
     }.items()},
+    "fast/mla/staging.py": BUILDER,
     "reference/interfaces/ownership.py": OWNERSHIP,
     "reference/interfaces/sizes.py": SIZES,
     "reference/interfaces/slots.py": SLOTS,
