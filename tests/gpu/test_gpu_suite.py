@@ -111,8 +111,8 @@ def places(*found) -> list[str]:
 def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
     """A report without a place is asked for again; what the first attempt said with places counts all the same."""
     head, call = places(*TRITONS)
-    nowhere = reported(("work_items.py:9", "work_items.py:7"), (head, call)).replace(f"{KERNEL}+0x140 in {head}", "").replace(
-        f"{KERNEL}+0x9a0 in {call}", " ")  # fmt: skip
+    nowhere = reported(("work_items.py:9", "work_items.py:7"), (head, call))
+    nowhere = nowhere.replace(f"{KERNEL}+0x140 in {head}", "").replace(f"{KERNEL}+0x9a0 in {call}", " ")
     clean, ran = reported((head, call)), []
 
     def shares(tool, args, given, *options, shares=()):
