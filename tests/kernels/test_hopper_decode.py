@@ -93,7 +93,7 @@ def test_splits(heads, splits, monkeypatch):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("heads", [20, 64, 128])
 def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
-    """Requests of more rows than `row_blocks_16_32` takes at once: some blocks lie across two tokens, some beyond."""
+    """Requests of more rows than a block of 16 or 32: some blocks lie across two tokens, some beyond all."""
     monkeypatch.setattr(decode, "_rows_where_alone", lambda *_: rows)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: splits)
     for dtype, block_size, widths in ((BF16, 64, (512, 64)), (torch.float16, 16, (256, 32))):

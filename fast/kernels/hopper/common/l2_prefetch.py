@@ -1,7 +1,7 @@
-"""What a program asks for while the kernel before may still run: queries and first tile of its first request.
+"""Prefetch a program's first queries and tile into the L2 while the kernel before may still run.
 
-Only into the L2, where a prefetch changes no result: what the kernel before has yet to write it writes there too. What
-is read of lengths and tables may be old, so it is read past the L1, which would keep it, and bounded like any garbage.
+A prefetch into the L2 changes no result: the kernel before writes there too. Lengths and tables that are read here may
+be old, so they are read past the L1, which would keep them, and bounded like any garbage.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ THREADS = gl.constexpr(128)  # two for each row and each key
 @gluon.jit
 @no_type_check
 def _prefetch(pointers, there, BYTES: gl.constexpr):
-    """Ask for BYTES from each pointer on, a multiple of 16, where `there`."""
+    """Prefetch BYTES, a multiple of 16, from each pointer on, where `there`."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
         "=r,l,r", [pointers.to(gl.int64), there.to(gl.int32) * BYTES], gl.int32, is_pure=False, pack=1,
@@ -26,39 +26,34 @@ def _prefetch(pointers, there, BYTES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _now(pointer):
-    """What stands in memory, whatever the L1 has kept."""
+def _load_past_l1(pointer):
+    """Load from the L2, whatever the L1 has kept."""
     return gl.load(pointer, cache_modifier=".cg")
 
 
 @gluon.jit
 @no_type_check
-def ask_ahead(
-    inputs, cache, sizes, strides, ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
+def prefetch_first_item(
+    inputs, kv_cache, page_stride, key_stride, sizes, strides, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the program's first 64 rows and first 64 keys, where requests are whole."""
-    ql_nope, q_pe, block_table, seq_lens, query_start_loc, _ = inputs
-    kv_cache, page_stride, key_stride = cache
-    num_tokens, num_blocks, _, max_keys, row_blocks, request_rows, _ = sizes
-    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride = (
-        strides
-    )
-    number = gl.arange(0, THREADS, gl.BlockedLayout([1], [32], [THREADS // 32], [0]))
-    half = number % 2
-    request = gl.program_id(0) // row_blocks
-    row = gl.program_id(0) % row_blocks * ROWS + number // 2
-    query_start = gl.minimum(gl.maximum(_now(query_start_loc + request), 0), num_tokens)
-    query_end = gl.minimum(_now(query_start_loc + request + 1), num_tokens)
+    """Prefetch the program's first 64 rows and first 64 keys, where programs take whole requests."""
+    thread = gl.arange(0, THREADS, gl.BlockedLayout([1], [32], [THREADS // 32], [0]))
+    half = thread % 2
+    request = gl.program_id(0) // sizes.row_blocks
+    row = gl.program_id(0) % sizes.row_blocks * ROWS + thread // 2
+    query_start = gl.minimum(gl.maximum(_load_past_l1(inputs.query_start_loc + request), 0), sizes.num_tokens)
+    query_end = gl.minimum(_load_past_l1(inputs.query_start_loc + request + 1), sizes.num_tokens)
     token, head = (query_start + row // HEADS).to(gl.int64), (row % HEADS).to(gl.int64)
-    real = (token < query_end) & (row < request_rows)
-    place = ql_nope + token * latent_token_stride + head * latent_head_stride
+    real = (token < query_end) & (row < sizes.request_rows)
+    place = inputs.ql_nope + token * strides.latent_token + head * strides.latent_head
     _prefetch(place + half * (LATENT // 2), real, LATENT)
     if ROPE > 0:
-        _prefetch(q_pe + token * rope_token_stride + head * rope_head_stride, real & (half == 0), 2 * ROPE)
-    key = number // 2
-    length = gl.minimum(_now(seq_lens + request), max_keys)
-    entry = block_table + request.to(gl.int64) * table_row_stride + (key // BLOCK_SIZE).to(gl.int64) * table_stride
+        _prefetch(inputs.q_pe + token * strides.rope_token + head * strides.rope_head, real & (half == 0), 2 * ROPE)
+    key = thread // 2
+    length = gl.minimum(_load_past_l1(inputs.seq_lens + request), sizes.max_keys)
+    table_row = inputs.block_table + request.to(gl.int64) * strides.table_row
+    entry = table_row + (key // BLOCK_SIZE).to(gl.int64) * strides.table_entry
     page = gl.load(entry, mask=key < length, other=-1, cache_modifier=".cg")
     place = kv_cache + page.to(gl.int64) * page_stride + (key % BLOCK_SIZE).to(gl.int64) * key_stride
-    _prefetch(place + half * ((LATENT + ROPE) // 2), (page >= 0) & (page < num_blocks), LATENT + ROPE)
+    _prefetch(place + half * ((LATENT + ROPE) // 2), (page >= 0) & (page < sizes.num_blocks), LATENT + ROPE)

@@ -1,10 +1,11 @@
-"""Which tiles of which request a program takes.
+"""Work items: which tiles of which request a program takes, one item after the other.
 
-The fetching warp walks the pieces, and notes each for the warp groups that compute, before they need it.
+The producer walks the work items and writes each to shared memory before the consumers need it.
 
-Of a request that is cut by its own length a piece is a run of splits. One that begins with the request's first split
-folds each split into those before. Of any other run each split is a part by itself, for none but the program with the
-splits before may fold it in: the order of the sums must not tell how many programs there were.
+An item of a request that is split by its own length is a run of splits. If the item begins with the request's first
+split, its program combines each split with those before. Of any other item each split is a partial output by itself:
+only the program with the splits before may combine it with them. So the order of the sums does not depend on how many
+programs there are.
 """
 
 from __future__ import annotations
@@ -15,308 +16,205 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .arrivals import arrive
+from .own_length import TILE, ceil_div, own_splits, planned_tiles, record_progress
+from .records import FoundItem, RequestLens, RowBlock, Walk, WorkItem
 
-TILE = gl.constexpr(64)  # keys
-NOTES = gl.constexpr(2)  # this piece and the next
-NOTED = gl.constexpr(9)  # numbers of a note
-LAUNCH = {"num_warps": 4, "launch_pdl": True}  # to begin while the kernel before ends: `follow_kernel`
-
-
-@gluon.jit
-@no_type_check
-def ceil_div(a, b):
-    """The quotient, rounded up."""
-    return (a + b - 1) // b
+ITEMS_HELD = gl.constexpr(2)  # in shared memory: this item and the next
+ITEM_FIELDS = gl.constexpr(9)
 
 
 @gluon.jit
 @no_type_check
-def launch_next():
-    """Let the next kernel be launched already."""
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1
-    )
+def start_walk(plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
+    """Return where a program begins.
 
-
-@gluon.jit
-@no_type_check
-def await_before():
-    """Wait for the kernel before, whose launch let this one begin."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-@no_type_check
-def follow_kernel():
-    """Both: what comes after may read what the kernel before has written."""
-    launch_next()
-    await_before()
-
-
-@gluon.jit
-@no_type_check
-def first_piece(cut, num_requests, row_blocks, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
-    """Where a program begins: place, first tile, split, and whether there is anything at all.
-
-    A place is a request where a schedule says what each program takes. Else every request is shared among equally many
-    programs, a place is one share of one block of rows, and programs take them in turn, SLICES of them each.
+    With a schedule, a place is a request. Otherwise every request has equally many splits, a place is one split of one
+    row block, and programs take places in turn, SLICES programs each.
     """
-    tile_ranges = cut[0]
     place = gl.program_id(0) // SLICES
     first_tile, split = place * 0, place * 0
     if SCHEDULED:
-        row = tile_ranges + place // row_blocks * 5
+        row = plan.tile_ranges + place // sizes.row_blocks * 5
         place = gl.maximum(gl.load(row), 0)
         first_tile = gl.maximum(gl.load(row + 2), 0)
         split = gl.maximum(gl.load(row + 4), 0)
-    return place, first_tile, split, place <= _last_place(cut, num_requests, row_blocks, SCHEDULED)
+    return Walk(place, first_tile, split, place <= _last_place(plan, sizes, SCHEDULED))
 
 
 @gluon.jit
 @no_type_check
-def _last_place(cut, num_requests, row_blocks, SCHEDULED: gl.constexpr):
-    """Of the program, or of all; asked anew for each piece, as a register that is held through one is dear."""
-    tile_ranges, num_splits = cut[0], cut[2]
+def _last_place(plan, sizes, SCHEDULED: gl.constexpr):
+    """Return the last place of this program (scheduled) or of the grid.
+
+    Reloaded for every work item: keeping it would cost a register.
+    """
     if SCHEDULED:
-        last_place = gl.minimum(gl.load(tile_ranges + gl.program_id(0) // row_blocks * 5 + 1), num_requests - 1)
+        row = plan.tile_ranges + gl.program_id(0) // sizes.row_blocks * 5
+        last_place = gl.minimum(gl.load(row + 1), sizes.num_requests - 1)
     else:
-        last_place = num_requests * num_splits * row_blocks - 1
+        last_place = sizes.num_requests * plan.num_splits * sizes.row_blocks - 1
     return last_place
 
 
 @gluon.jit
 @no_type_check
-def _planned_end(place, length, cut, num_requests, row_blocks):
-    """The tile at which the program's part of a request ends, as it was planned."""
-    tiles = _planned_tiles(length)
-    if place == _last_place(cut, num_requests, row_blocks, True):
-        tiles = gl.minimum(gl.load(cut[0] + gl.program_id(0) // row_blocks * 5 + 3), tiles)
+def _planned_end(place, length, plan, sizes):
+    """Return the tile at which the program's tiles of a request end, as the schedule has them."""
+    tiles = planned_tiles(length)
+    if place == _last_place(plan, sizes, True):
+        tiles = gl.minimum(gl.load(plan.tile_ranges + gl.program_id(0) // sizes.row_blocks * 5 + 3), tiles)
     return tiles
 
 
 @gluon.jit
 @no_type_check
-def lens_of(request, lens, num_tokens, max_keys):
-    """A request's query tokens [start, end), its length, and how many of its keys are readable."""
-    seq_lens, query_start_loc = lens
-    query_start = gl.minimum(gl.maximum(gl.load(query_start_loc + request), 0), num_tokens)
-    query_end = gl.minimum(gl.load(query_start_loc + request + 1), num_tokens)
-    length = gl.maximum(gl.load(seq_lens + request), 0)
-    return query_start, query_end, length, gl.minimum(length, max_keys)
+def lens_of(request, inputs, sizes):
+    """Load the lengths of a request."""
+    query_start = gl.minimum(gl.maximum(gl.load(inputs.query_start_loc + request), 0), sizes.num_tokens)
+    query_end = gl.minimum(gl.load(inputs.query_start_loc + request + 1), sizes.num_tokens)
+    length = gl.maximum(gl.load(inputs.seq_lens + request), 0)
+    return RequestLens(query_start, query_end, length, gl.minimum(length, sizes.max_keys))
 
 
 @gluon.jit
 @no_type_check
-def piece_at(walk, cut, lens, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr):
-    """A run of tiles of one request.
+def item_at(walk, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr):
+    """Return the work item at a place, and whether it is one at all: an item may have no tiles and then writes zeros.
 
     Args:
-        walk: place, first tile, split, and whether there is more.
-        cut: tile ranges, split offsets, number of splits (of runs, where requests are cut by their own length), all
-            slots, progress of requests, numbers of `InvariantCut`.
-        lens: seq_lens and query_start_loc.
-        sizes: tokens, requests, keys of a request at most, blocks of rows.
-        EVEN_TILES: cuts lie at multiples of so many tiles; not those by a request's own length.
-        BY_LENGTH: whether requests are cut by their own length.
-        SCHEDULED: whether a schedule cuts.
-
-    Returns:
-        Request, block of rows, slot of its part or -1 where its rows are whole, its query tokens [start, end), its
-        readable keys, tiles [begin, end), tiles of a split, and whether the piece is one at all: such a one may still
-        have no tiles, and writes that it found nothing.
+        walk: the place.
+        plan: how requests are split.
+        inputs: for the lengths of requests.
+        sizes: of the batch.
+        EVEN_TILES: splits begin at multiples of so many tiles; not those by a request's own length.
+        BY_LENGTH: whether requests are split by their own length.
+        SCHEDULED: whether a schedule splits them.
     """
-    place, first_tile, split, _ = walk
-    num_splits = cut[2]
-    num_tokens, num_requests, max_keys, row_blocks = sizes
+    split = walk.split
     if SCHEDULED:
-        request, row_block = place, gl.program_id(0) % row_blocks
+        request, row_block = walk.place, gl.program_id(0) % sizes.row_blocks
     else:
-        request, row_block = place // row_blocks // num_splits, place % row_blocks
-        split = place // row_blocks % num_splits
-    if not BY_LENGTH:  # here, so that its loads wait with the others
-        slot = _partial_index_of(request, split, cut, SCHEDULED)
-    query_start, query_end, length, readable = lens_of(request, lens, num_tokens, max_keys)
+        request, row_block = walk.place // sizes.row_blocks // plan.num_splits, walk.place % sizes.row_blocks
+        split = walk.place // sizes.row_blocks % plan.num_splits
+    if not BY_LENGTH:  # here, so that its loads wait together with the others
+        partial = _partial_index(request, split, plan, SCHEDULED)
+    lens = lens_of(request, inputs, sizes)
     there = request >= 0
     split_tiles = request * 0
     if BY_LENGTH:
-        split_tiles, splits = own_cut(length, readable, cut)
+        split_tiles, splits = own_splits(lens, plan)
         if SCHEDULED:
-            begin = first_tile
-            end = gl.minimum(_planned_end(place, length, cut, num_requests, row_blocks), splits * split_tiles)
+            begin = walk.first_tile
+            end = gl.minimum(_planned_end(walk.place, lens.length, plan, sizes), splits * split_tiles)
             there = begin < end
         else:
-            run_tiles = ceil_div(splits, num_splits) * split_tiles
-            begin, end = split * run_tiles, gl.minimum((split + 1) * run_tiles, splits * split_tiles)
+            item_tiles = ceil_div(splits, plan.num_splits) * split_tiles
+            begin, end = split * item_tiles, gl.minimum((split + 1) * item_tiles, splits * split_tiles)
             there = begin < end
-        slot = leave_word(request, row_block, begin, end, there, split_tiles, splits, cut, num_requests)
+        partial = record_progress(request, row_block, begin, end, there, split_tiles, splits, plan, sizes.num_requests)
     elif SCHEDULED:
-        begin = first_tile
-        end = _planned_end(place, length, cut, num_requests, row_blocks)
+        begin = walk.first_tile
+        end = _planned_end(walk.place, lens.length, plan, sizes)
         there = begin < end
-        # those on both sides of a cut move it alike
+        # programs on both sides of a boundary move it alike
         begin = begin // EVEN_TILES * EVEN_TILES
-        end = gl.where(end < _planned_tiles(length), end // EVEN_TILES * EVEN_TILES, end)
+        end = gl.where(end < planned_tiles(lens.length), end // EVEN_TILES * EVEN_TILES, end)
     else:
-        tiles = ceil_div(readable, TILE)
-        split_tiles = EVEN_TILES * ceil_div(tiles, EVEN_TILES * num_splits)
+        tiles = ceil_div(lens.readable, TILE)
+        split_tiles = EVEN_TILES * ceil_div(tiles, EVEN_TILES * plan.num_splits)
         begin = gl.minimum(split * split_tiles, tiles)
         end = gl.minimum(begin + split_tiles, tiles)
-    return request, row_block, slot, query_start, query_end, readable, begin, end, split_tiles, there
+    return FoundItem(
+        WorkItem(request, row_block, lens.query_start, lens.query_end, lens.readable, begin, end, partial, split_tiles),
+        there,
+    )
 
 
 @gluon.jit
 @no_type_check
-def next_piece(walk, cut, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
-    """The walk after a piece."""
-    place, first_tile, split, _ = walk
-    _, num_requests, _, row_blocks = sizes
+def _partial_index(request, split, plan, SCHEDULED: gl.constexpr):
+    """Return the partial index of a work item; -1 where its rows are whole."""
+    if SCHEDULED:
+        first_split = gl.load(plan.split_offsets + request)
+        partial = first_split + split
+        splits = gl.load(plan.split_offsets + request + 1) - first_split
+        # offsets and splits that nobody planned may lie anywhere
+        partial = gl.where(splits <= 1, -1, gl.minimum(gl.maximum(partial, 0), plan.num_partials - 1))
+    else:
+        partial = gl.where(plan.num_splits <= 1, -1, split)
+    return partial
+
+
+@gluon.jit
+@no_type_check
+def next_place(walk, plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
+    """Return the walk after a place."""
+    place, first_tile, split = walk.place, walk.first_tile, walk.split
     if SCHEDULED:
         first_tile, split = first_tile * 0, split * 0
         place += 1
     else:
         place += gl.num_programs(0) // SLICES
-    return place, first_tile, split, place <= _last_place(cut, num_requests, row_blocks, SCHEDULED)
+    return Walk(place, first_tile, split, place <= _last_place(plan, sizes, SCHEDULED))
 
 
 @gluon.jit
 @no_type_check
-def seek(
-    walk, cut, lens, sizes, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+def seek_item(
+    walk, plan, inputs, sizes, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
-    """The first piece from a walk on: the walk there, and what is noted of it.
-
-    A note is request, block of rows, query tokens [start, end), readable keys, tiles [begin, stop), the slot of its
-    part, or -1 where its rows are whole, and tiles of a split. Without another piece the request is -1 and all else 0.
-    """
-    none = walk[0] * 0  # no query tokens and no tiles, so that nothing is read for it
-    noted_request, noted_block, noted_start, noted_end, noted_length = none - 1, none, none, none, none
-    noted_begin, noted_stop, noted_slot, noted_split = none, none, none, none
-    searching = walk[3]
+    """Return the first work item from a place on, and the walk there."""
+    none = walk.place * 0  # no query tokens and no tiles, so that nothing is read for it
+    item = WorkItem(none - 1, none, none, none, none, none, none, none, none)
+    searching = walk.more
     while searching:
-        request, row_block, slot, query_start, query_end, length, begin, end, split_tiles, there = piece_at(
-            walk, cut, lens, sizes, EVEN_TILES, BY_LENGTH, SCHEDULED
-        )
-        if there & (query_start + row_block * ROWS // HEADS < query_end):
-            noted_request, noted_block, noted_start, noted_end = request, row_block, query_start, query_end
-            noted_length, noted_begin, noted_split = length, begin, split_tiles
-            noted_stop = gl.minimum(end, ceil_div(length, TILE))  # a planned length may lie beyond `max_keys`
-            noted_slot = slot
-            searching = request < 0
+        found = item_at(walk, plan, inputs, sizes, EVEN_TILES, BY_LENGTH, SCHEDULED)
+        new = found.item
+        if found.there & (new.query_start + new.row_block * ROWS // HEADS < new.query_end):
+            stop = gl.minimum(new.stop, ceil_div(new.length, TILE))  # a planned length may lie beyond `max_keys`
+            item = WorkItem(
+                new.request, new.row_block, new.query_start, new.query_end, new.length, new.begin, stop, new.partial,
+                new.split_tiles,
+            )  # fmt: skip
+            searching = new.request < 0
         else:
-            walk = next_piece(walk, cut, sizes, SCHEDULED, SLICES)
-            searching = walk[3]
-    note = (
-        noted_request, noted_block, noted_start, noted_end, noted_length, noted_begin, noted_stop, noted_slot,
-        noted_split,
-    )  # fmt: skip
-    return walk, note
+            walk = next_place(walk, plan, sizes, SCHEDULED, SLICES)
+            searching = walk.more
+    return walk, item
 
 
 @gluon.jit
 @no_type_check
-def write_note(notes, number, note, noted):
-    """Hand a note to the warp groups that compute; `number` counts pieces."""
+def write_item(items, number, item, item_written):
+    """Hand work item `number` to the consumers."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    for i in gl.static_range(NOTED):
-        notes.index(number % NOTES * NOTED + i).store(gl.full([1], note[i], gl.int32, layout))
-    arrive(noted)
+    for i in gl.static_range(ITEM_FIELDS):
+        items.index(number % ITEMS_HELD * ITEM_FIELDS + i).store(gl.full([1], item[i], gl.int32, layout))
+    arrive(item_written)
 
 
 @gluon.jit
 @no_type_check
-def read_note(notes, number):
-    """What is noted of piece `number`."""
-    return (
-        _number_at(notes, number, 0), _number_at(notes, number, 1), _number_at(notes, number, 2),
-        _number_at(notes, number, 3), _number_at(notes, number, 4), _number_at(notes, number, 5),
-        _number_at(notes, number, 6), _number_at(notes, number, 7), _number_at(notes, number, 8),
+def read_item(items, number):
+    """Return work item `number` in the consumers."""
+    return WorkItem(
+        _field(items, number, 0), _field(items, number, 1), _field(items, number, 2), _field(items, number, 3),
+        _field(items, number, 4), _field(items, number, 5), _field(items, number, 6), _field(items, number, 7),
+        _field(items, number, 8),
     )  # fmt: skip
 
 
 @gluon.jit
 @no_type_check
-def _number_at(notes, number, PLACE: gl.constexpr):
-    return gl.max(notes.index(number % NOTES * NOTED + PLACE).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def _field(items, number, FIELD: gl.constexpr):
+    place = number % ITEMS_HELD * ITEM_FIELDS + FIELD
+    return gl.max(items.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 @no_type_check
-def tiles_of(note):
-    """A piece's request, that one's readable keys, and its tiles [begin, stop)."""
-    return note[0], note[4], note[5], note[6]
-
-
-@gluon.jit
-@no_type_check
-def rows_of(note, sizes, HEADS: gl.constexpr):
-    """What `rows_at` wants to know of a piece."""
-    return note[2], note[3], note[1], sizes[5], sizes[0], HEADS
-
-
-@gluon.jit
-@no_type_check
-def partial_index_of(note):
-    """Where the part of a piece goes; -1: its rows are whole."""
-    return note[7]
-
-
-@gluon.jit
-@no_type_check
-def split_tiles_of(note):
-    """Tiles of a split, in a piece that is a run of splits."""
-    return note[8]
-
-
-@gluon.jit
-@no_type_check
-def _planned_tiles(length):
-    """As `plan_decode` counts them; the longest length does not overflow."""
-    return (gl.maximum(length, 1) - 1) // TILE + (length > 0).to(gl.int32)
-
-
-@gluon.jit
-@no_type_check
-def own_cut(length, readable, cut):
-    """How a request is cut by its own length: tiles of a split, as `invariant_split_tiles` counts them, and splits.
-
-    What lies beyond `max_keys` is none; a request without keys has one split all the same.
-    """
-    tiles = _planned_tiles(length)
-    small_tiles, small_splits, large_tiles, max_splits = cut[5]
-    split_tiles = gl.maximum(gl.minimum(ceil_div(tiles, small_splits), large_tiles), small_tiles)
-    split_tiles = gl.maximum(split_tiles, ceil_div(tiles, max_splits))
-    split_tiles += split_tiles % 2
-    return split_tiles, gl.maximum(ceil_div(_planned_tiles(readable), split_tiles), 1)
-
-
-@gluon.jit
-@no_type_check
-def leave_word(request, row_block, begin, end, there, split_tiles, splits, cut, num_requests):
-    """Tell the merge how many splits the program with the first ones folds, and of how many; the slot of a run.
-
-    That is the request's first slot for those, -1 if there are no others, and else the slot of the first split.
-    """
-    num_partials, progress = cut[3], cut[4]
-    ended = ceil_div(end, split_tiles)
-    told = there & (begin == 0) & (row_block == 0)
-    gl.store(progress + 2 * request, ended, mask=told)
-    gl.store(progress + 2 * request + 1, splits, mask=told)
-    slot = request * (num_partials // num_requests) + begin // split_tiles
-    return gl.where((begin == 0) & (ended >= splits), -1, slot)
-
-
-@gluon.jit
-@no_type_check
-def _partial_index_of(request, split, cut, SCHEDULED: gl.constexpr):
-    """Where the part of a piece lies for the merge (`fast.kernels.combine`); -1: its rows are whole."""
-    split_offsets, num_splits, num_partials = cut[1], cut[2], cut[3]
-    if SCHEDULED:
-        first_split = gl.load(split_offsets + request)
-        slot = first_split + split
-        splits = gl.load(split_offsets + request + 1) - first_split
-        # offsets and splits that nobody planned may lie anywhere
-        slot = gl.where(splits <= 1, -1, gl.minimum(gl.maximum(slot, 0), num_partials - 1))
-    else:
-        slot = gl.where(num_splits <= 1, -1, split)
-    return slot
+def row_block_of(item, sizes, HEADS: gl.constexpr):
+    """Return what `rows_at` needs to find the rows of a work item."""
+    num_heads = gl.to_tensor(HEADS)
+    return RowBlock(item.query_start, item.query_end, item.row_block, sizes.request_rows, sizes.num_tokens, num_heads)

@@ -28,11 +28,12 @@ from reference.interfaces import (
 
 from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
 from ...device import device_facts
-from ..common.work_items import LAUNCH
-from .main_loops.row_blocks_16_32 import SHARED_VALUES, _row_blocks_16_32_kernel
+from ..common.dependent_launch import LAUNCH
+from .main_loops.epilogue_16_32 import SHARED_VALUES
+from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
-from .main_loops.tile_pairs import ROWS
-from .two_phases.column_blocks import SHARES
+from .main_loops.tile_scores import ROWS
+from .two_phases.column_blocks import COLUMN_BLOCKS
 from .two_phases.launch import launch_two_phases
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -226,7 +227,7 @@ def _deal_by_length(
     num_partials = requests * most_splits if num_splits > 1 else 0
     partial_rows = num_partials * request_rows
     if in_two_phases:
-        programs = min(processors, pieces * max(pairs, most_splits * SHARES.value))
+        programs = min(processors, pieces * max(pairs, most_splits * COLUMN_BLOCKS.value))
         return Deal(programs, num_splits, num_partials, partial_rows, pairs=pairs)
     slices = SLICES if spreads and SLICES * pieces * num_splits <= processors else 1
     programs = min(processors, slices * pieces * num_splits)

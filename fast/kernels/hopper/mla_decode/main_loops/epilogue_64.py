@@ -1,4 +1,4 @@
-"""What a group of `many_heads` does with what it found: outputs, parts for the merge, or kept for the next split."""
+"""Epilogue of `row_blocks_64`: write outputs, write a partial output, or keep a state for the next split."""
 
 from __future__ import annotations
 
@@ -8,36 +8,41 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ...common.epilogue import LN_2, STAYS, combine_weights, in_base_two, partial_rows
 from ...common.gluon_versions import partition_barrier
-from ...common.loads import LN_2, STAYS, ask_queries, combine_weights, partial_rows_of, rows_at
-from .tile_pairs import ROWS, scaled, slice_of_program
+from ...common.loads import prefetch_queries, rows_at
+from ...common.records import HalfState
+from .tile_pairs import scaled, slice_of_program
+from .tile_scores import ROWS
 
 
 @gluon.jit
 @no_type_check
-def ask(note, asked, queries, sizes, OWN: gl.constexpr, HEADS: gl.constexpr, ROPE: gl.constexpr):
-    """Ask for a piece's queries, those of half OWN of the columns, unless they are not wanted."""
-    HALF: gl.constexpr = queries[2].shape[2] // 2
-    if asked:
-        ask_queries(note, queries, sizes, ROWS, HEADS, OWN * HALF, HALF, ROPE if OWN == 1 else 0)
+def prefetch_next(item, wanted, ctx, c):
+    """Prefetch a work item's queries, those of this consumer's half of the columns, if they are wanted."""
+    HALF: gl.constexpr = c.LATENT // 2
+    if wanted:
+        prefetch_queries(
+            item, ctx.shared.queries, ctx.sizes, ROWS, c.HEADS, c.GROUP * HALF, HALF, c.ROPE if c.GROUP == 1 else 0
+        )
 
 
 @gluon.jit
 @no_type_check
-def _send_rows(left, right, where, out_rows, q_latent, OWN: gl.constexpr):
-    """Write rows that are all of one token, by way of the queries' memory: half OWN of the columns.
+def _send_rows(left, right, block, out_rows, q_latent, GROUP: gl.constexpr):
+    """Write rows that are all of one token, by way of the queries' memory: this consumer's half of the columns.
 
-    Nobody multiplies by the queries any more, and each half of them is one group's. The first row of a piece is
-    somebody's (`seek`), and so are all of its token.
+    The queries are multiplied no more, and each half of them belongs to one consumer. The first row of a work item is
+    real (`seek_item`), and so are all of its token.
     """
-    first_row = where[0] * where[5] + where[2] * ROWS
+    first_row = block.query_start * block.num_heads + block.number * ROWS
     WIDTH: gl.constexpr = left.shape[1]
     quarters = q_latent._reinterpret(q_latent.dtype, [4, ROWS, WIDTH], out_rows.layout)
-    quarters.index(2 * OWN).store(left.to(q_latent.dtype))
-    quarters.index(2 * OWN + 1).store(right.to(q_latent.dtype))
+    quarters.index(2 * GROUP).store(left.to(q_latent.dtype))
+    quarters.index(2 * GROUP + 1).store(right.to(q_latent.dtype))
     fence_async_shared()
     partition_barrier()
-    for quarter in gl.static_range(2 * OWN, 2 * OWN + 2):
+    for quarter in gl.static_range(2 * GROUP, 2 * GROUP + 2):
         tma.async_copy_shared_to_global(out_rows, [first_row, quarter * WIDTH], quarters.index(quarter))
     tma.store_wait(0)
     partition_barrier()
@@ -45,10 +50,10 @@ def _send_rows(left, right, where, out_rows, q_latent, OWN: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _lines_of(left, right, q_latent, OWN: gl.constexpr, WIDE: gl.constexpr):
-    """Both quarters as whole lines, by way of the queries' memory, which nobody multiplies by any more."""
+def _lines_of(left, right, q_latent, GROUP: gl.constexpr, WIDE: gl.constexpr):
+    """Return both quarters as whole lines, by way of the queries' memory, which is multiplied no more."""
     WIDTH: gl.constexpr = left.shape[1]
-    staged = q_latent.index(0).slice(2 * OWN * WIDTH, 2 * WIDTH, dim=1)
+    staged = q_latent.index(0).slice(2 * GROUP * WIDTH, 2 * WIDTH, dim=1)
     staged.slice(0, WIDTH, dim=1).store(left.to(q_latent.dtype))
     staged.slice(WIDTH, WIDTH, dim=1).store(right.to(q_latent.dtype))
     lines = staged.load(WIDE)
@@ -58,118 +63,118 @@ def _lines_of(left, right, q_latent, OWN: gl.constexpr, WIDE: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def write_whole(
-    state, where, results, scale_log2, following, asked, queries, sizes, OWN: gl.constexpr, HEADS: gl.constexpr,
-    LATENT: gl.constexpr, ROPE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """Outputs of rows that one program saw whole: half OWN of the columns. The following queries are asked for."""
-    largest, total, left, right = state
-    out, lse, _, _, out_rows = results
-    q_latent = queries[2]
-    num_tokens, num_heads = where[4], where[5]
-    HALF: gl.constexpr = LATENT // 2
-    WIDTH: gl.constexpr = LATENT // 4
-    SPAN: gl.constexpr = left.shape[1]
+def write_whole(state, block, scale_log2, following, wanted, ctx, c):
+    """Write the outputs of rows that one program saw whole: half of the columns. Prefetch the next queries."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
+    GROUP: gl.constexpr = c.GROUP
+    HALF: gl.constexpr = c.LATENT // 2
+    WIDTH: gl.constexpr = c.LATENT // 4
+    SPAN: gl.constexpr = state.left.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
+    out, q_latent = ctx.results.out, ctx.shared.queries.q_latent
     number = slice_of_program(WIDTH // SPAN)
-    divisor = gl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0
-    left, right = scaled(left, right, 1.0 / divisor, VALUES)
-    if OWN == 0:
-        _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, SCORES))
-        log = gl.where(total == 0, float("-inf"), largest * scale_log2 + gl.log2(divisor))
-        gl.store(lse + head.to(gl.int64) * num_tokens + token, log * LN_2, mask=real & (number == 0))
-    if out_rows is not None:
-        _send_rows(left, right, where, out_rows, q_latent, OWN)
-        ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
+    divisor = gl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0
+    left, right = scaled(state.left, state.right, 1.0 / divisor, VALUES)
+    if GROUP == 0:
+        rows = rows_at(block, ROWS, gl.SliceLayout(1, SCORES))
+        log = gl.where(state.total == 0, float("-inf"), state.largest * scale_log2 + gl.log2(divisor))
+        gl.store(
+            ctx.results.lse + rows.head.to(gl.int64) * block.num_tokens + rows.token,
+            log * LN_2,
+            mask=rows.real & (number == 0),
+        )
+    if ctx.results.out_rows is not None:
+        _send_rows(left, right, block, ctx.results.out_rows, q_latent, GROUP)
+        prefetch_next(following, wanted, ctx, c)
     elif out.dtype.element_ty == q_latent.dtype and SPAN == WIDTH:
-        _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, WIDE))
-        lines = _lines_of(left, right, q_latent, OWN, WIDE)
-        ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
-        columns = OWN * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
-        offsets = (token.to(gl.int64) * num_heads + head) * LATENT
-        gl.store(out + offsets[:, None] + columns[None, :], lines, mask=real[:, None])
+        rows = rows_at(block, ROWS, gl.SliceLayout(1, WIDE))
+        lines = _lines_of(left, right, q_latent, GROUP, WIDE)
+        prefetch_next(following, wanted, ctx, c)
+        columns = GROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
+        offsets = (rows.token.to(gl.int64) * block.num_heads + rows.head) * c.LATENT
+        gl.store(out + offsets[:, None] + columns[None, :], lines, mask=rows.real[:, None])
     else:
-        ask(following, asked, queries, sizes, OWN, HEADS, ROPE)
-        _, token, head, real = rows_at(where, ROWS, gl.SliceLayout(1, VALUES))
-        columns = OWN * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
-        offsets = (token.to(gl.int64) * num_heads + head) * LATENT
+        prefetch_next(following, wanted, ctx, c)
+        rows = rows_at(block, ROWS, gl.SliceLayout(1, VALUES))
+        columns = GROUP * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
+        offsets = (rows.token.to(gl.int64) * block.num_heads + rows.head) * c.LATENT
         place = out + offsets[:, None] + columns[None, :]
-        gl.store(place, left.to(out.dtype.element_ty), mask=real[:, None])
-        gl.store(place + WIDTH, right.to(out.dtype.element_ty), mask=real[:, None])
+        gl.store(place, left.to(out.dtype.element_ty), mask=rows.real[:, None])
+        gl.store(place + WIDTH, right.to(out.dtype.element_ty), mask=rows.real[:, None])
 
 
 @gluon.jit
 @no_type_check
-def write_partial(
-    state, where, results, scale_log2, slot, num_partials, OWN: gl.constexpr, LATENT: gl.constexpr,
-    SCORES: gl.constexpr, VALUES: gl.constexpr, OF_REQUEST: gl.constexpr,
-):  # fmt: skip
-    """Parts of rows for the merge: half OWN of the columns, and one of largest and total."""
-    largest, total, left, right = state
-    _, _, partial_out, partial_lse, _ = results
-    HALF: gl.constexpr = LATENT // 2
-    WIDTH: gl.constexpr = LATENT // 4
-    SPAN: gl.constexpr = left.shape[1]
+def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.constexpr):
+    """Write the partial output of rows: half of the columns, and either the largest scores or the sums."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
+    HALF: gl.constexpr = c.LATENT // 2
+    WIDTH: gl.constexpr = c.LATENT // 4
+    SPAN: gl.constexpr = state.left.shape[1]
+    partial_lse = ctx.results.partial_lse
     number = slice_of_program(WIDTH // SPAN)
-    row, partial_rows, real = partial_rows_of(slot, where, ROWS, gl.SliceLayout(1, SCORES), OF_REQUEST)
-    real = real & (number == 0)
-    if OWN == 0:
-        gl.store(partial_lse + row, gl.where(total == 0, float("-inf"), largest * scale_log2), mask=real)
+    rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, SCORES), OF_REQUEST)
+    real = rows.real & (number == 0)
+    if c.GROUP == 0:
+        gl.store(partial_lse + rows.place, in_base_two(state, scale_log2), mask=real)
     else:
-        gl.store(partial_lse + num_partials.to(gl.int64) * partial_rows + row, total, mask=real)
-    row, _, real = partial_rows_of(slot, where, ROWS, gl.SliceLayout(1, VALUES), OF_REQUEST)
-    columns = OWN * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
-    place = partial_out + (row * LATENT)[:, None] + columns[None, :]
-    gl.store(place, left, mask=real[:, None], eviction_policy=STAYS)
-    gl.store(place + WIDTH, right, mask=real[:, None], eviction_policy=STAYS)
+        totals = partial_lse + ctx.plan.num_partials.to(gl.int64) * rows.index_rows
+        gl.store(totals + rows.place, state.total, mask=real)
+    rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, VALUES), OF_REQUEST)
+    columns = c.GROUP * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
+    place = ctx.results.partial_out + (rows.place * c.LATENT)[:, None] + columns[None, :]
+    gl.store(place, state.left, mask=rows.real[:, None], eviction_policy=STAYS)
+    gl.store(place + WIDTH, state.right, mask=rows.real[:, None], eviction_policy=STAYS)
 
 
 @gluon.jit
 @no_type_check
-def based_on_two(state, scale_log2):
-    """A state with its largest scores in base 2, -inf where nothing was seen."""
-    largest, total, left, right = state
-    return gl.where(total == 0, float("-inf"), largest * scale_log2), total, left, right
+def to_base_two(state, scale_log2):
+    """Return a state with its largest scores in base 2, -inf where no key was seen."""
+    return HalfState(in_base_two(state, scale_log2), state.total, state.left, state.right)
 
 
 @gluon.jit
 @no_type_check
-def _kept_at(kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Where a group keeps the first quarter of its values; the second lies LATENT // 4 * ROWS elements further.
+def _kept_at(kept_values, GROUP: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
+    """Return where a consumer keeps its first quarter; the second lies LATENT // 4 * ROWS elements further.
 
     In squares of 8 by 8, as the matrix unit deals them to the threads, so that a warp's accesses fill whole lines.
     """
     row = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
     column = gl.arange(0, VALUES.instr_shape[1], gl.SliceLayout(0, VALUES))
-    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENT) + OWN * (LATENT // 2) * ROWS
+    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENT) + GROUP * (LATENT // 2) * ROWS
     return place + (row * 8)[:, None] + (column // 8 * (8 * ROWS) + column % 8)[None, :]
 
 
 @gluon.jit
 @no_type_check
-def folded(
-    state, kept, kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr
-):
-    """What the group kept of the splits before, and a state, as one: half OWN of the columns."""
-    largest, total, left, right = state
+def with_kept(state, kept_values, ctx, counters, c):
+    """Combine the state that this consumer kept with the one that it has."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    largest, old, new = combine_weights(kept.index(2 * OWN).load(ROW), largest)
-    total = gl.fma(kept.index(2 * OWN + 1).load(ROW), old, total * new)
-    place = _kept_at(kept_values, OWN, LATENT, VALUES)
-    old = gl.convert_layout(old, gl.SliceLayout(1, VALUES))[:, None]
-    left, right = scaled(left, right, new, VALUES)
+    kept = ctx.shared.kept
+    weights = combine_weights(kept.index(2 * c.GROUP).load(ROW), state.largest)
+    total = gl.fma(kept.index(2 * c.GROUP + 1).load(ROW), weights.old, state.total * weights.new)
+    place = _kept_at(kept_values, c.GROUP, c.LATENT, VALUES)
+    old = gl.convert_layout(weights.old, gl.SliceLayout(1, VALUES))[:, None]
+    left, right = scaled(state.left, state.right, weights.new, VALUES)
     left = gl.fma(gl.load(place), old, left)
-    right = gl.fma(gl.load(place + LATENT // 4 * ROWS), old, right)
-    return largest, total, left, right
+    right = gl.fma(gl.load(place + c.LATENT // 4 * ROWS), old, right)
+    return HalfState(weights.reference, total, left, right), counters
 
 
 @gluon.jit
 @no_type_check
-def keep(state, kept, kept_values, OWN: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Keep a state for the next split of the run: half OWN of the columns."""
-    largest, total, left, right = state
-    kept.index(2 * OWN).store(largest)
-    kept.index(2 * OWN + 1).store(total)
-    place = _kept_at(kept_values, OWN, LATENT, VALUES)
-    gl.store(place, left, eviction_policy=STAYS)
-    gl.store(place + LATENT // 4 * ROWS, right, eviction_policy=STAYS)
+def keep(state, kept_values, ctx, c):
+    """Keep a state for the next split of the work item: half of the columns."""
+    VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
+    kept = ctx.shared.kept
+    kept.index(2 * c.GROUP).store(state.largest)
+    kept.index(2 * c.GROUP + 1).store(state.total)
+    place = _kept_at(kept_values, c.GROUP, c.LATENT, VALUES)
+    gl.store(place, state.left, eviction_policy=STAYS)
+    gl.store(place + c.LATENT // 4 * ROWS, state.right, eviction_policy=STAYS)

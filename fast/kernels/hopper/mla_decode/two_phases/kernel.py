@@ -9,11 +9,32 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...common.arrivals import arrive
-from ...common.loads import ask_queries
-from ...common.work_items import TILE, follow_kernel
-from ..main_loops.tile_pairs import ROWS
-from .column_blocks import PLACES, SHARES, STAGES, fetch_shares, first_share, multiply_shares, seek_share
-from .score_blocks import QUARTERS, ROW_VALUES, UNTOLD, fetch_unit, flags_behind, score_unit, unit_of_program
+from ...common.dependent_launch import follow_kernel
+from ...common.loads import prefetch_queries
+from ...common.own_length import TILE
+from ...common.records import Inputs, Queries, Results, Sizes, SplitPlan, SplitRule, Strides
+from ..main_loops.tile_scores import ROWS
+from .column_blocks import (
+    COLUMN_BLOCKS,
+    PLACES,
+    STAGES,
+    first_column_block,
+    load_column_blocks,
+    multiply_column_blocks,
+    seek_column_block,
+)
+from .score_blocks import (
+    NOT_WRITTEN,
+    QUARTERS,
+    ROW_VALUES,
+    Bars,
+    PhaseOne,
+    Shared,
+    compute_score_block,
+    flags_behind,
+    load_score_block,
+    score_block_of_program,
+)
 
 CLEARED = gl.constexpr(1024)  # words of a program
 
@@ -21,54 +42,47 @@ CLEARED = gl.constexpr(1024)  # words of a program
 @gluon.jit(do_not_specialize=["num_words"])
 @no_type_check
 def _clear_kernel(words, num_words):
-    """Fill words with UNTOLD."""
+    """Fill words with NOT_WRITTEN."""
     follow_kernel()
     word = gl.program_id(0) * CLEARED + gl.arange(0, CLEARED, gl.BlockedLayout([4], [32], [4], [0]))
-    gl.store(words + word, gl.full([CLEARED], UNTOLD, gl.int32, word.type.layout), mask=word < num_words)
+    gl.store(words + word, gl.full([CLEARED], NOT_WRITTEN, gl.int32, word.type.layout), mask=word < num_words)
 
 
 @gluon.jit
 @no_type_check
 def _consume(
-    inputs, cut, words, findings, results, sizes, strides, shared, bars, pairs, splits_bound,
+    inputs, plan, words, phase_one, results, sizes, strides, shared, bars, pairs, splits_bound,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """The warp group that computes."""
-    ql_nope, q_pe, _, seq_lens, query_start_loc, _ = inputs
-    lens = (seq_lens, query_start_loc)
-    full, scored, _, _, _ = bars
-    note, there = unit_of_program(cut, lens, sizes, pairs, HEADS)
+    """Multiply, in both phases: the one consumer."""
+    item, there = score_block_of_program(plan, inputs, sizes, pairs, HEADS)
     if there:
-        queries = (ql_nope, q_pe, shared[0], shared[1], strides[0], strides[1], strides[2], strides[3])
-        ask_queries(note, queries, sizes, ROWS, HEADS, 0, LATENT, ROPE)
-    share, what = seek_share(first_share(), cut, lens, sizes, splits_bound, HEADS)
+        prefetch_queries(item, shared.queries, sizes, ROWS, HEADS, 0, LATENT, ROPE)
+    block = seek_column_block(first_column_block(), plan, inputs, sizes, splits_bound, HEADS)
     if there:
-        score_unit(
-            note, inputs, words, findings, sizes, strides, shared, full, scored, pairs, HEADS, LATENT, ROPE, BLOCK_SIZE
+        compute_score_block(
+            item, inputs, words, phase_one, sizes, strides, shared, bars, pairs, HEADS, LATENT, ROPE, BLOCK_SIZE
         )
     else:
-        arrive(scored)
-    multiply_shares(share, what, inputs, cut, results, sizes, shared, bars, splits_bound, HEADS, LATENT, BLOCK_SIZE)
+        arrive(bars.scored)
+    multiply_column_blocks(block, inputs, plan, results, sizes, shared, bars, splits_bound, HEADS, LATENT, BLOCK_SIZE)
 
 
 @gluon.jit
 @no_type_check
 def _produce(
-    inputs, cut, words, row_values, sizes, strides, descriptors, shared, bars, pairs, splits_bound,
-    HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    inputs, plan, words, row_values, sizes, strides, latent_pages, rope_pages, value_pages, probability_pairs, shared,
+    bars, pairs, splits_bound, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """The warp that fetches."""
-    _, _, block_table, seq_lens, query_start_loc, _ = inputs
-    _, _, latents, tails, _, _, _ = shared
-    latent_pages, rope_pages, value_pages, probability_pairs = descriptors
-    lens, flags = (seq_lens, query_start_loc), flags_behind(words, sizes, pairs)
-    fetch_unit(
-        cut, lens, block_table, latent_pages, rope_pages, sizes, strides, (latents, tails), bars[0], pairs, HEADS,
+    """Load, in both phases: one warp."""
+    flags = flags_behind(words, sizes, pairs)
+    load_score_block(
+        plan, inputs, latent_pages, rope_pages, sizes, strides, (shared.latents, shared.tails), bars.full, pairs, HEADS,
         LATENT, ROPE, BLOCK_SIZE,
     )  # fmt: skip
-    fetch_shares(
-        cut, lens, block_table, value_pages, (row_values, probability_pairs), sizes, strides, shared, bars, flags,
-        pairs, splits_bound, HEADS, LATENT, BLOCK_SIZE,
+    load_column_blocks(
+        plan, inputs, value_pages, row_values, probability_pairs, sizes, strides, shared, bars, flags, pairs,
+        splits_bound, HEADS, LATENT, BLOCK_SIZE,
     )  # fmt: skip
 
 
@@ -88,10 +102,11 @@ def _two_phases_kernel(
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """A unit, then shares, of requests that are cut by their own length; each split of several is a part by itself.
+    """Compute a score block, then column blocks, of requests that are split by their own length.
 
-    Parts as `fast.kernels.combine` has them. There are as many programs as units at least, `words` are
-    UNTOLD, and `splits_bound` is no less than the splits of any request, as `pairs` of its tiles.
+    Each split of several is a partial output for `fast.kernels.combine`. There are as many programs as score blocks at
+    least, `words` are NOT_WRITTEN, and `splits_bound` is no less than the splits of any request, as `pairs` of its
+    tiles.
     """
     dtype: gl.constexpr = latent_pages.dtype
     BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
@@ -100,7 +115,7 @@ def _two_phases_kernel(
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (LATENT // BOX_COLUMNS)
-    # both tiles of a pair, then a share's columns of STAGES pairs
+    # both tiles of a pair, then a column block's columns of STAGES pairs
     latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout)
     # then the probabilities of PLACES pairs
     q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
@@ -112,44 +127,44 @@ def _two_phases_kernel(
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [2 * QUARTERS, 1], BAR)
     scored = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    arrived = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    released = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    found_bars = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
+    stage_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    stage_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    probabilities_full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], BAR)
     for i in gl.static_range(2 * QUARTERS):
         mbarrier.init(full.index(i), 1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(arrived.index(i), 1)
-        mbarrier.init(released.index(i), 1)
+        mbarrier.init(stage_full.index(i), 1)
+        mbarrier.init(stage_empty.index(i), 1)
     for i in gl.static_range(PLACES):
-        mbarrier.init(found_bars.index(i), 1)
+        mbarrier.init(probabilities_full.index(i), 1)
     mbarrier.init(scored, 1)
     fence_async_shared()
     follow_kernel()
 
-    inputs = (ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
+    inputs = Inputs(ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
     progress = (partial_lse + 2 * num_partials.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
-    own = (small_tiles, small_splits, large_tiles, max_splits)
-    cut = (seq_lens, seq_lens, splits_bound, num_partials, progress, own)
-    results = (out, lse, partial_out, partial_lse)
-    sizes = (num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
-    strides = (
+    rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
+    plan = SplitPlan(seq_lens, seq_lens, splits_bound, num_partials, progress, rule)
+    results = Results(out, lse, partial_out, partial_lse, None)
+    sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
+    strides = Strides(
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
-    )  # fmt: skip
-    findings = (row_values, probabilities)  # of units, for shares
+    )
     VALUE_KEYS: gl.constexpr = value_pages.block_shape[1]
     tiles = latents._reinterpret(
-        dtype, [2 * STAGES * (TILE // VALUE_KEYS), 1, VALUE_KEYS, LATENT // SHARES], value_pages.layout
+        dtype, [2 * STAGES * (TILE // VALUE_KEYS), 1, VALUE_KEYS, LATENT // COLUMN_BLOCKS], value_pages.layout
     )
     probability_places = q_latent._reinterpret(dtype, [PLACES, 2 * ROWS, TILE], probability_pairs.layout)
-    shared = (q_latent, q_rope, latents, tails, row_places, probability_places, tiles)
-    bars = (full, scored, arrived, released, found_bars)
-    descriptors = (latent_pages, rope_pages, value_pages, probability_pairs)
+    queries = Queries(ql_nope, q_pe, q_latent, q_rope, strides)
+    shared = Shared(queries, latents, tails, row_places, probability_places, tiles)
+    bars = Bars(full, scored, stage_full, stage_empty, probabilities_full)
+    phase_one = PhaseOne(row_values, probabilities)
     gl.warp_specialize(
         [
-            (_consume, (inputs, cut, words, findings, results, sizes, strides, shared, bars, pairs, splits_bound, HEADS,
-                        LATENT, ROPE, BLOCK_SIZE)),
-            (_produce, (inputs, cut, words, row_values, sizes, strides, descriptors, shared, bars, pairs, splits_bound,
+            (_consume, (inputs, plan, words, phase_one, results, sizes, strides, shared, bars, pairs, splits_bound,
                         HEADS, LATENT, ROPE, BLOCK_SIZE)),
+            (_produce, (inputs, plan, words, row_values, sizes, strides, latent_pages, rope_pages, value_pages,
+                        probability_pairs, shared, bars, pairs, splits_bound, HEADS, LATENT, ROPE, BLOCK_SIZE)),
         ],
         [1],
         [96],

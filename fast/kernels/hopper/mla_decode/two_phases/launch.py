@@ -8,9 +8,10 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...common.work_items import LAUNCH, TILE
-from ..main_loops.tile_pairs import ROWS
-from .column_blocks import SHARES
+from ...common.dependent_launch import LAUNCH
+from ...common.own_length import TILE
+from ..main_loops.tile_scores import ROWS
+from .column_blocks import COLUMN_BLOCKS
 from .kernel import CLEARED, _clear_kernel, _two_phases_kernel
 from .score_blocks import ROW_VALUES, TOPS
 
@@ -39,15 +40,16 @@ def launch_two_phases(
     """
     latent_pages, device = inputs[2], results[0].device
     _, _, requests, _, row_blocks, _, _ = sizes
-    units = requests * pairs * row_blocks
-    words = torch.empty(units * (TOPS.value + 1), dtype=torch.int32, device=device)
-    row_values = torch.empty(units * ROW_VALUES.value, dtype=torch.float32, device=device)
-    box = [2 * ROWS.value, TILE.value]  # of a unit
-    probabilities = torch.empty(units * box[0], box[1], dtype=latent_pages.base.dtype, device=device)
+    score_blocks = requests * pairs * row_blocks
+    words = torch.empty(score_blocks * (TOPS.value + 1), dtype=torch.int32, device=device)
+    row_values = torch.empty(score_blocks * ROW_VALUES.value, dtype=torch.float32, device=device)
+    box = [2 * ROWS.value, TILE.value]  # of a score block
+    probabilities = torch.empty(score_blocks * box[0], box[1], dtype=latent_pages.base.dtype, device=device)
     probability_pairs = TensorDescriptor.from_tensor(probabilities, box, gl.NVMMASharedLayout(128, 16, rank=2))
     value_pages = TensorDescriptor(
         latent_pages.base, latent_pages.shape, latent_pages.strides,
-        [1, latent_pages.block_shape[1], widths["LATENT"] // SHARES.value], gl.NVMMASharedLayout(128, 16, rank=3),
+        [1, latent_pages.block_shape[1], widths["LATENT"] // COLUMN_BLOCKS.value],
+        gl.NVMMASharedLayout(128, 16, rank=3),
     )  # fmt: skip
     _clear_kernel[(triton.cdiv(words.numel(), CLEARED.value),)](words, words.numel(), **LAUNCH)
     _two_phases_kernel[(programs,)](

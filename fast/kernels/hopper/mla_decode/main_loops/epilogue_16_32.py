@@ -1,0 +1,213 @@
+"""Epilogue of `row_blocks_16_32`: write outputs, write a partial output, or keep a state for the next split."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, no_type_check
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ...common.arrivals import arrive
+from ...common.epilogue import LN_2, STAYS, combine_weights, in_base_two, partial_rows
+from ...common.gluon_versions import partition_barrier
+from ...common.loads import prefetch_queries, rows_at
+from ...common.records import RowState
+
+STAGES = gl.constexpr(2)
+SHARED_VALUES = gl.constexpr(8192)  # that shared memory keeps between splits, of all rows of a program
+
+
+class Kept(NamedTuple):
+    """What a program keeps between splits: two values for each row, weighted sums, and the barrier `stored`."""
+
+    row_values: Any
+    weighted: Any
+    stored: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory of a program."""
+
+    queries: Any
+    k_latent: Any
+    k_rope: Any
+    weights: Any
+    kept: Any
+    items: Any
+
+
+class Bars(NamedTuple):
+    """Barriers of a program; README.md has a table of them."""
+
+    full: Any
+    empty: Any
+    item_begun: Any
+    item_written: Any
+
+
+@gluon.jit
+@no_type_check
+def prefetch_next(item, wanted, ctx, c):
+    """Prefetch a work item's queries, if they are wanted."""
+    if wanted:
+        prefetch_queries(item, ctx.shared.queries, ctx.sizes, c.ROWS, c.HEADS, 0, c.LATENT, c.ROPE)
+
+
+@gluon.jit
+@no_type_check
+def write_whole(state, block, scale_log2, following, wanted, ctx, c):
+    """Write the outputs of rows that one program saw whole, and prefetch the next queries."""
+    TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    out, q_latent = ctx.results.out, ctx.shared.queries.q_latent
+    rows = rows_at(block, c.ROWS, gl.SliceLayout(0, TRANSPOSED))
+    divisor = gl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0
+    weighted = state.weighted * (1.0 / divisor)[None, :]
+    log = gl.where(state.total == 0, float("-inf"), state.largest * scale_log2 + gl.log2(divisor))
+    gl.store(ctx.results.lse + rows.head.to(gl.int64) * block.num_tokens + rows.token, log * LN_2, mask=rows.real)
+    if out.dtype.element_ty == q_latent.dtype:
+        # by way of the queries' memory, which is multiplied no more, so that whole lines are written
+        staged = q_latent.index(0)
+        staged.permute([1, 0]).store(weighted.to(q_latent.dtype))
+        rows = rows_at(block, c.ROWS, gl.SliceLayout(1, WIDE))
+        lines = staged.load(WIDE)
+        partition_barrier()
+        prefetch_next(following, wanted, ctx, c)
+        columns = gl.arange(0, c.LATENT, gl.SliceLayout(0, WIDE))
+        offsets = (rows.token.to(gl.int64) * block.num_heads + rows.head) * c.LATENT
+        gl.store(out + offsets[:, None] + columns[None, :], lines, mask=rows.real[:, None])
+    else:
+        prefetch_next(following, wanted, ctx, c)
+        columns = gl.arange(0, c.LATENT, gl.SliceLayout(1, TRANSPOSED))
+        offsets = (rows.token.to(gl.int64) * block.num_heads + rows.head) * c.LATENT
+        gl.store(out + offsets[None, :] + columns[:, None], weighted.to(out.dtype.element_ty), mask=rows.real[None, :])
+
+
+@gluon.jit
+@no_type_check
+def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.constexpr):
+    """Write the partial output of rows."""
+    TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
+    partial_lse = ctx.results.partial_lse
+    rows = partial_rows(partial, block, c.ROWS, gl.SliceLayout(0, TRANSPOSED), OF_REQUEST)
+    gl.store(partial_lse + rows.place, in_base_two(state, scale_log2), mask=rows.real)
+    totals = partial_lse + ctx.plan.num_partials.to(gl.int64) * rows.index_rows
+    gl.store(totals + rows.place, state.total, mask=rows.real)
+    columns = gl.arange(0, c.LATENT, gl.SliceLayout(1, TRANSPOSED))
+    place = ctx.results.partial_out + (rows.place * c.LATENT)[None, :] + columns[:, None]
+    gl.store(place, state.weighted, mask=rows.real[None, :], eviction_policy=STAYS)
+
+
+@gluon.jit
+@no_type_check
+def to_base_two(state, scale_log2):
+    """Return a state with its largest scores in base 2, -inf where no key was seen."""
+    return RowState(in_base_two(state, scale_log2), state.total, state.weighted)
+
+
+@gluon.jit
+@no_type_check
+def _place_of_half(kept_values, half):
+    """Return where memory keeps half of the values, in squares of 8 by 8, as threads have them."""
+    LATENTS: gl.constexpr = half.shape[0]
+    ROWS: gl.constexpr = half.shape[1]
+    LAYOUT: gl.constexpr = half.type.layout
+    row = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+    column = gl.arange(0, LATENTS, gl.SliceLayout(1, LAYOUT))
+    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENTS)
+    return place + (column * 8)[:, None] + (row // 8 * (8 * LATENTS) + row % 8)[None, :]
+
+
+@gluon.jit
+@no_type_check
+def _halves(weighted):
+    """Return both halves of the latents; no value moves to another thread."""
+    LATENT: gl.constexpr = weighted.shape[0]
+    ROWS: gl.constexpr = weighted.shape[1]
+    return gl.split(gl.permute(gl.reshape(weighted, [2, LATENT // 2, ROWS]), [1, 2, 0]))
+
+
+@gluon.jit
+@no_type_check
+def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, LATENT: gl.constexpr):
+    """Load, in the producer, what memory keeps, in the place of a tile: it is there when the tiles before are done."""
+    CHUNK: gl.constexpr = 1024  # elements
+    NUMBER: gl.constexpr = ROWS * LATENT // 2 // CHUNK
+    BUFFERS: gl.constexpr = shared.k_latent.shape[0] // STAGES
+    stage = step % STAGES
+    mbarrier.wait(bars.empty.index(stage), ((step // STAGES) & 1) ^ 1)
+    mbarrier.wait(shared.kept.stored, number & 1)
+    tile = shared.k_latent.index(stage * BUFFERS)._reinterpret(
+        gl.float32, [NUMBER, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    element = gl.arange(0, CHUNK, gl.BlockedLayout([4], [32], [1], [0]))
+    place = kept_values + gl.program_id(0).to(gl.int64) * (NUMBER * CHUNK)
+    for chunk in range(NUMBER):
+        async_copy.async_copy_global_to_shared(tile.index(chunk), place + chunk * CHUNK + element)
+    async_copy.mbarrier_arrive(bars.full.index(stage))  # each thread, when its copies are there; then the counted one
+    mbarrier.arrive(bars.full.index(stage))
+
+
+@gluon.jit
+@no_type_check
+def _take_kept(half, shared, bars, step):
+    """Return what `prefetch_kept` loaded, in the layout of `half`, and release its place."""
+    LATENTS: gl.constexpr = half.shape[0]
+    ROWS: gl.constexpr = half.shape[1]
+    HALF: gl.constexpr = half.type.layout
+    BUFFERS: gl.constexpr = shared.k_latent.shape[0] // STAGES
+    squares = gl.permute(gl.reshape(half, [LATENTS, ROWS // 8, 8]), [1, 0, 2])
+    SQUARES: gl.constexpr = squares.type.layout
+    stage = step % STAGES
+    tile = shared.k_latent.index(stage * BUFFERS)._reinterpret(
+        gl.float32, [ROWS // 8, LATENTS, 8], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    )
+    mbarrier.wait(bars.full.index(stage), (step // STAGES) & 1)
+    before = gl.reshape(gl.permute(tile.load(SQUARES), [1, 0, 2]), [LATENTS, ROWS])
+    fence_async_shared()  # the copy engine writes tiles there
+    partition_barrier()  # the fence of every thread, before one of them arrives
+    arrive(bars.empty.index(stage))
+    return gl.convert_layout(before, HALF)
+
+
+@gluon.jit
+@no_type_check
+def with_kept(state, kept_values, ctx, counters, c):
+    """Combine the state that was kept with this one; count a step where a place of a tile held it."""
+    TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
+    kept, step = ctx.shared.kept, counters
+    ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
+    weights = combine_weights(kept.row_values.index(0).load(ROW), state.largest)
+    old, new = weights.old, weights.new
+    total = gl.fma(kept.row_values.index(1).load(ROW), old, state.total * new)
+    if c.ROWS * c.LATENT <= SHARED_VALUES:
+        weighted = gl.fma(kept.weighted.load(TRANSPOSED), old[None, :], state.weighted * new[None, :])
+    else:
+        near, far = _halves(state.weighted)
+        HALF: gl.constexpr = near.type.layout
+        old = gl.convert_layout(old, gl.SliceLayout(0, HALF))[None, :]
+        new = gl.convert_layout(new, gl.SliceLayout(0, HALF))[None, :]
+        near = gl.fma(kept.weighted.load(HALF), old, near * new)
+        far = gl.fma(_take_kept(far, ctx.shared, ctx.bars, step), old, far * new)
+        both = gl.reshape(gl.permute(gl.join(near, far), [2, 0, 1]), [c.LATENT, c.ROWS])
+        weighted = gl.convert_layout(both, TRANSPOSED)
+        step += 1
+    return RowState(weights.reference, total, weighted), step
+
+
+@gluon.jit
+@no_type_check
+def keep(state, kept_values, ctx, c):
+    """Keep a state for the next split of the work item."""
+    kept = ctx.shared.kept
+    kept.row_values.index(0).store(state.largest)
+    kept.row_values.index(1).store(state.total)
+    if c.ROWS * c.LATENT <= SHARED_VALUES:
+        kept.weighted.store(state.weighted)
+    else:
+        near, far = _halves(state.weighted)
+        kept.weighted.store(near)
+        gl.store(_place_of_half(kept_values, far), far, eviction_policy=STAYS)
+        arrive(kept.stored)
