@@ -21,7 +21,7 @@ for the others too, as far as that backend declares them; two different names ar
 
 from .explanation import explain, layer_requests
 from .own import DECODES, MESSAGES, register_own
-from .registry import Backend, KernelRequest, OpSupport, register, registered, unregister
+from .registry import Backend, KernelRequest, OpSupport, on_change, register, registered, unregister
 from .selection import (
     BackendChoice,
     BoundOps,
@@ -50,6 +50,7 @@ __all__ = [
     "explain",
     "kernel",
     "layer_requests",
+    "on_change",
     "query_lens_of",
     "register",
     "registered",

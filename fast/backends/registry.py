@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,10 @@ from reference.interfaces import (
 
 ENTRY_POINTS = "mla_twins.backends"  # group of the entry points by which other packages declare backends
 MASKS = ("causal", "visible_lens")
+HEAD_DIMS = (  # widths that ops name in their requests
+    "kv_lora_rank", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
+    "head_dim",  # of ops that know one width only: columns of a cache, values of a state
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,7 @@ class KernelRequest:
         op: name of the op, such as "mla_decode".
         device: device of the tensors.
         dtype: dtype of queries and keys; None where the op has integers only.
-        head_dims: widths that the op works on, as (name, size) pairs; names are those of `MLAConfig` ("kv_lora_rank",
-            "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim") and "head_dim" for an op that knows one width only.
+        head_dims: widths that the op works on, as (name, size) pairs; names are those of `HEAD_DIMS`.
         block_size: tokens a block, or None where the op has no cache.
         query_lens: query lengths that the op meets.
         cache_in_words: True where the cache has at least one block and every entry is whole, aligned 16-byte words.
@@ -81,7 +85,7 @@ def check_request(request: KernelRequest) -> None:
 
 @dataclass(frozen=True)
 class OpSupport:
-    """What a backend can do of one op. None means any.
+    """What a backend can do of one op. None means any, where it is allowed.
 
     Attributes:
         launcher: the function that launches the kernel, or its dotted path "package.module:function". A path is
@@ -91,7 +95,6 @@ class OpSupport:
         cache_formats: names of the cache formats.
         head_dims: allowed sizes by name (`KernelRequest.head_dims`).
         block_sizes: allowed block sizes.
-        returns_lse: whether the op returns the LSE where the op of `fast` returns it.
         batch_invariant: whether the op can give a request the same bits in every batch.
         query_lens: the widest support of query lengths.
         masks: the masks that the op applies, of `MASKS`.
@@ -107,7 +110,6 @@ class OpSupport:
     cache_formats: tuple[str, ...] = (COMPUTE_FORMAT.name,)
     head_dims: Mapping[str, tuple[int, ...]] | None = None
     block_sizes: tuple[int, ...] | None = None
-    returns_lse: bool = True
     batch_invariant: bool = True
     query_lens: QueryLenSupport = QueryLenSupport.VARLEN
     masks: tuple[str, ...] = MASKS
@@ -115,6 +117,27 @@ class OpSupport:
     needs_words: bool = False
     reads: str | None = None
     priority: int | None = None
+
+    def __post_init__(self):
+        path = isinstance(self.launcher, str) and re.fullmatch(r"[\w.]+:\w+", self.launcher)
+        check(
+            bool(path) or callable(self.launcher), "launcher", 'a function or "package.module:function"', self.launcher
+        )
+        for name in ("dtypes", "cache_formats", "masks"):
+            check_type(name, getattr(self, name), tuple, "a tuple")
+        for name in ("out_dtypes", "block_sizes"):
+            check_type(name, getattr(self, name), (tuple, type(None)), "a tuple or None")
+        check_type("head_dims", self.head_dims, (Mapping, type(None)), "a mapping from name to sizes, or None")
+        unknown = sorted(set(self.head_dims or ()) - set(HEAD_DIMS))
+        check(not unknown, "head_dims", f"names among {', '.join(HEAD_DIMS)}", ", ".join(map(str, unknown)))
+        check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
+        check_flag("batch_invariant", self.batch_invariant)
+        check_flag("needs_words", self.needs_words)
+        check_type("query_lens", self.query_lens, QueryLenSupport)
+        check_type("graph", self.graph, GraphSupport)
+        check_type("reads", self.reads, (str, type(None)), "the name of an op or None")
+        if self.priority is not None:
+            check_int("priority", self.priority, -(2**31), "an int or None")
 
     def reasons(self, request: KernelRequest) -> list[str]:
         """Return every reason why this op cannot serve a request, without the name of the backend."""
@@ -169,6 +192,17 @@ class Backend:
     missing_package: str | None = None
     rocm: bool = False
 
+    def __post_init__(self):
+        check(isinstance(self.name, str) and self.name.isidentifier(), "name", "a name without spaces", self.name)
+        check_int("priority", self.priority, -(2**31), "an int")
+        check_type("device_type", self.device_type, str)
+        check_type("ops", self.ops, Mapping, "a mapping from op to OpSupport")
+        for op, support in self.ops.items():
+            check_type(f"ops[{op!r}]", support, OpSupport)
+        for name in ("capability", "capability_end"):
+            check_type(name, getattr(self, name), (tuple, type(None)), "(major, minor) or None")
+        check_flag("rocm", self.rocm)
+
     def priority_of(self, op: str) -> int:
         """Return the priority of an op; that of the backend where the op declares none or is missing."""
         support = self.ops.get(op)
@@ -198,7 +232,18 @@ class Backend:
 
 
 _REGISTERED: dict[str, Backend] = {}
-_FOREIGN: list[str] = []  # entry points that were read
+_ENTRY_POINTS_READ: list[bool] = []  # one element once they were read
+_ON_CHANGE: list[Callable[[], object]] = []
+
+
+def on_change(forget: Callable[[], object]) -> None:
+    """Have a function called whenever a backend is registered or removed: it forgets what it kept of a choice."""
+    _ON_CHANGE.append(forget)
+
+
+def _changed() -> None:
+    for forget in _ON_CHANGE:
+        forget()
 
 
 def register(backend: Backend) -> None:
@@ -216,10 +261,8 @@ def register(backend: Backend) -> None:
     """
     check_type("backend", backend, Backend)
     check(backend.name not in _REGISTERED, "backend.name", "a name that no backend has", backend.name)
-    for op, support in backend.ops.items():
-        check_type(f"backend.ops[{op!r}]", support, OpSupport)
     _REGISTERED[backend.name] = backend
-    launcher_of.cache_clear()
+    _changed()
 
 
 def unregister(name: str) -> None:
@@ -230,30 +273,36 @@ def unregister(name: str) -> None:
     """
     check(name in _REGISTERED, "name", f"one of {', '.join(_REGISTERED)}", name)
     del _REGISTERED[name]
-    launcher_of.cache_clear()
+    _changed()
 
 
 @torch.compiler.assume_constant_result  # a trace runs it and does not look into it
 def _read_entry_points() -> bool:
-    """Register the backends of other packages; a package that fails is left out with a warning that names it."""
+    """Register the backends of other packages; one that fails is left out whole, with a warning that names it."""
+    if _ENTRY_POINTS_READ:  # a backend asks for the others while it is read
+        return True
+    _ENTRY_POINTS_READ.append(True)
+    failed = []
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        if entry.value in _FOREIGN:
-            continue
-        _FOREIGN.append(entry.value)
+        before = dict(_REGISTERED)
         try:
             found = entry.load()
             found = found() if callable(found) else found
             for backend in [found] if isinstance(found, Backend) else found:
                 register(backend)
         except Exception as error:
-            warnings.warn(f"backend {entry.name} of {entry.value} is left out: {error}", RuntimeWarning, stacklevel=2)
-    _FOREIGN.append("")  # read, also where there is none
+            _REGISTERED.clear()
+            _REGISTERED.update(before)
+            failed.append(f"backend {entry.name} of {entry.value} is left out: {error}")
+    _changed()
+    for message in failed:
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     return True
 
 
 def registered() -> tuple[Backend, ...]:
     """Return all backends in the order in which they were registered, those of entry points included."""
-    if not _FOREIGN:
+    if not _ENTRY_POINTS_READ:
         _read_entry_points()
     return tuple(_REGISTERED.values())
 
@@ -271,3 +320,6 @@ def launcher_of(name: str, op: str) -> Callable:
         return launcher
     module, _, function = launcher.partition(":")
     return getattr(importlib.import_module(module), function)
+
+
+on_change(launcher_of.cache_clear)

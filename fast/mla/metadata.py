@@ -1,4 +1,4 @@
-"""From a scheduler's batch to the plan of a step: one function, and a builder for engines that ask step by step.
+"""From a scheduler's batch to the plan of a step.
 
 Plans are made on the CPU from the CPU twins of a batch; nothing is read back from a GPU.
 """
@@ -44,7 +44,7 @@ from reference.interfaces import (
     get_dcp_local_seq_lens,
 )
 
-from ..backends import BackendChoice, bind
+from ..backends import BackendChoice, bind, on_change
 from ..planning.batch import split_decodes_and_prefills
 from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
@@ -241,6 +241,9 @@ def _kept_programs(config, device, dtype, block_size, query_len, named) -> int:
         config, device=device, dtype=dtype, block_size=block_size, query_len=query_len,
         backend=None if named is None else dict(named),
     )  # fmt: skip
+
+
+on_change(_kept_programs.cache_clear)
 
 
 def _with_schedule(

@@ -47,7 +47,7 @@ from .cache_arguments import (
     check_reorg,
     check_swap,
 )
-from .cache_format import CACHE_FORMATS, COMPUTE_FORMAT, CacheFormat
+from .cache_format import CACHE_FORMATS, COMPUTE_FORMAT, CacheFormat, check_format
 from .checks import (
     FLOAT_DTYPES,
     check,
@@ -176,6 +176,7 @@ __all__ = [
     "check_dtype",
     "check_expanded",
     "check_flag",
+    "check_format",
     "check_formatted_cache",
     "check_forward_attention",
     "check_function",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .cache_arguments import check_block_size, check_cache, check_chunk, check_formatted_cache
-from .cache_format import CacheFormat
+from .cache_format import CacheFormat, check_format
 from .checks import (
     check,
     check_blocks,
@@ -199,7 +199,7 @@ def check_expanded(
 
 def check_context(kv_cache: Tensor, metadata: PrefillMetadata, chunk: ContextChunk, cache_format: CacheFormat) -> None:
     """Shapes, dtypes and devices of one chunk of context and of the cache that holds it; reads no values."""
-    check_type("cache_format", cache_format, CacheFormat)
+    check_format(cache_format)
     check_cache(kv_cache)
     check_chunk(chunk, check_prefill_requests(metadata, kv_cache.device), kv_cache.device, "chunk")
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cache_format import CacheFormat
+from .cache_format import CacheFormat, check_format
 from .checks import (
     FLOAT_DTYPES,
     check,
@@ -51,7 +51,7 @@ def check_formatted_cache(
         query_dtype: dtype of the queries that attend over it, or of the latents that are written.
         device: device of those.
     """
-    check_type("cache_format", cache_format, CacheFormat)
+    check_format(cache_format)
     columns = cache_format.columns(kv_lora_rank, qk_rope_head_dim)
     check_cache(kv_cache, columns, cache_format.dtype_for(query_dtype), device)
 
@@ -78,7 +78,7 @@ def check_gather(
     cache_format: CacheFormat,
 ) -> None:
     """Shapes, dtypes and devices of a gather; reads no values."""
-    check_type("cache_format", cache_format, CacheFormat)
+    check_format(cache_format)
     check_cache(kv_cache)
     device = kv_cache.device
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,), device)

@@ -22,6 +22,7 @@ from ..interfaces import (
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
+    check_format,
     check_forward_attention,
     check_int,
     check_modules,
@@ -30,7 +31,6 @@ from ..interfaces import (
     check_projections,
     check_step,
     check_tensor,
-    check_type,
     latent_norm_eps,
     linear_output,
     wide_dtype,
@@ -103,7 +103,7 @@ class MLAAttention(nn.Module):
             q_a_proj=q_a_proj, q_b_proj=q_b_proj,
         )  # fmt: skip
         check_int("workspace_tokens", workspace_tokens)
-        check_type("cache_format", cache_format, CacheFormat)
+        check_format(cache_format)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)

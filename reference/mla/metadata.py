@@ -1,4 +1,4 @@
-"""From a scheduler's batch to the plan of a step: one function, and a builder for engines that ask step by step."""
+"""From a scheduler's batch to the plan of a step."""
 
 from __future__ import annotations
 

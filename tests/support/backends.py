@@ -12,8 +12,9 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
     """These backends and no others are registered until the test ends."""
     registry = sys.modules["fast.backends.registry"]
     monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
-    monkeypatch.setattr(registry, "launcher_of", registry.launcher_of.__wrapped__, raising=True)
-    monkeypatch.setattr(sys.modules["fast.backends.selection"], "launcher_of", registry.launcher_of)
+    monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
+    monkeypatch.setattr(sys.modules["fast.backends.selection"], "launcher_of", registry.launcher_of.__wrapped__)
+    registry._changed()
 
 
 def cpu_backend(kernels: Mapping[str, Callable]) -> Backend:
