@@ -1,4 +1,4 @@
-"""What a decode in two phases needs beside its inputs, and its two launches."""
+"""Allocate what a decode in two phases needs beside its inputs, and launch its two kernels."""
 
 from __future__ import annotations
 
