@@ -1,7 +1,7 @@
 """Record the PTX of every kernel variant that the compile tests reach, and compare it with a later tree.
 
     python -m tests.recorded_ptx record FILE
-    python -m tests.recorded_ptx compare FILE --renamed few_heads=row_blocks_of_32 --gone merge_splits
+    python -m tests.recorded_ptx compare FILE --renamed few_heads=row_blocks_16_32 --gone merge_splits
 
 A change that moves or renames kernels without changing them leaves every hash the same. No GPU is needed: the launchers
 run on CPU tensors with the facts of an H200, their launches are recorded, and Triton compiles each for sm_90.

@@ -20,6 +20,7 @@ if INTERPRETED:
     pytest.skip("Gluon has no interpreter", allow_module_level=True)
 
 from fast.kernels.hopper.mla_decode import launch as decode
+from fast.kernels.hopper.mla_decode import select
 
 on_hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 launch = partial(decode_inputs.launch, decode)
@@ -36,17 +37,17 @@ def test_one_short_request_is_cut_into_few_splits():
     """1 x 1024 at 128 heads on 132 processors: 8 splits and 2 MiB of partial outputs, by the table 64 and 16 MiB."""
     processors, heads, latent = 132, 128, 512
     for keys, splits in ((1024, 8), (2560 * 16, 64)):
-        rows = decode._program_rows(False, False, 1, heads, heads, keys, processors)
-        deal = decode._deal_evenly(1, heads, rows, heads // rows, keys, processors)
+        rows = select.choose_program_rows(False, False, 1, heads, heads, keys, processors)
+        deal = select.assign_evenly(1, heads, rows, heads // rows, keys, processors)
         assert (deal.num_splits, deal.partial_rows * latent * 4) == (splits, splits << 18)
 
 
 def test_choices_are_made_once_in_a_tile_of_steps():
     """A request that grows by a token a step asks for the number of splits anew only where a tile is full."""
-    decode._num_splits.cache_clear()
+    select.best_num_splits.cache_clear()
     for keys in range(1025, 1089):
-        decode._deal_evenly(4, 4 * 128, 64, 2, keys, 132)
-    assert decode._num_splits.cache_info().misses == 1
+        select.assign_evenly(4, 4 * 128, 64, 2, keys, 132)
+    assert select.best_num_splits.cache_info().misses == 1
 
 
 @on_hopper

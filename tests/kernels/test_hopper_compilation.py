@@ -41,6 +41,7 @@ from fast.kernels.combine import launch as combine_launch  # noqa: E402
 from fast.kernels.compile_log import describe  # noqa: E402
 from fast.kernels.device import DeviceFacts  # noqa: E402
 from fast.kernels.hopper.mla_decode import launch as decode  # noqa: E402
+from fast.kernels.hopper.mla_decode import select  # noqa: E402
 from fast.kernels.hopper.mla_decode.main_loops import row_blocks_16_32, row_blocks_64  # noqa: E402
 from fast.kernels.hopper.mla_decode.two_phases import kernel as two_phases_kernels  # noqa: E402
 from fast.kernels.hopper.mla_decode.two_phases import launch as two_phases_launch  # noqa: E402
@@ -82,11 +83,11 @@ def recorded(
     record(monkeypatch, launches)
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
-    monkeypatch.setattr(decode, "SLICES", 2 if cut == "batch-invariant, sliced" else 1)
+    monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
+    monkeypatch.setattr(select, "SLICES", 2 if cut == "batch-invariant, sliced" else 1)
     if cut != "batch-invariant, two phases" and not as_chosen:
-        monkeypatch.setattr(decode, "_scored_at_once", lambda *_: False)
-    monkeypatch.setattr(decode, "_rows_where_alone", lambda program_rows, *_: program_rows)
+        monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
+    monkeypatch.setattr(select, "_rows_where_alone", lambda program_rows, *_: program_rows)
     latent, rope = widths
     lens, keys = integers(600), 40 * block_size
     plan = DecodeMetadata(integers(*range(40))[None], lens, offsets([1]), 1, lens, keys, block_size)
@@ -252,22 +253,22 @@ def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
 def test_choice_of_splits():
     """One program a processor where there are few; no split where they fill the device; never more than the tiles."""
     for program_rows in (16, 64):
-        choose = partial(decode._num_splits, program_rows=program_rows, row_blocks=1, processors=132)
-        assert choose(pieces=1, rows=program_rows, keys=131072) > 40
-        assert choose(pieces=128, rows=128 * program_rows, keys=4096) == 1
-        assert choose(pieces=1, rows=program_rows, keys=64) == choose(pieces=1, rows=1, keys=0) == 1
+        choose = partial(select.best_num_splits, program_rows=program_rows, row_blocks=1, processors=132)
+        assert choose(items=1, rows=program_rows, keys=131072) > 40
+        assert choose(items=128, rows=128 * program_rows, keys=4096) == 1
+        assert choose(items=1, rows=program_rows, keys=64) == choose(items=1, rows=1, keys=0) == 1
 
 
 def test_choice_of_runs():
     """Splits by their own length are spread over programs where there are programs to spare, never more than splits."""
     for heads, program_rows in ((16, 16), (32, 32), (128, 64)):
-        choose = partial(decode._num_runs, heads=heads, program_rows=program_rows, processors=132)
-        assert choose(pieces=1, rows=heads, keys=131072) > 20
-        assert choose(pieces=256, rows=256 * program_rows, keys=4096) == 1
-        assert choose(pieces=1, rows=heads, keys=64) == choose(pieces=1, rows=heads, keys=0) == 1
+        choose = partial(select.best_num_programs, heads=heads, program_rows=program_rows, processors=132)
+        assert choose(items=1, rows=heads, keys=131072) > 20
+        assert choose(items=256, rows=256 * program_rows, keys=4096) == 1
+        assert choose(items=1, rows=heads, keys=64) == choose(items=1, rows=heads, keys=0) == 1
         for keys in (64, 300, 4096, 70_000):
             tiles = triton.cdiv(keys, 64)
-            assert choose(pieces=2, rows=heads, keys=keys) <= triton.cdiv(tiles, invariant_split_tiles(tiles, heads))
+            assert choose(items=2, rows=heads, keys=keys) <= triton.cdiv(tiles, invariant_split_tiles(tiles, heads))
 
 
 def test_choice_of_rows():
@@ -277,8 +278,8 @@ def test_choice_of_rows():
         (4, 128, 8192, 64), (1, 128, 131072, 64), (128, 128, 4096, 64), (128, 128, 64, 64), (1, 24, 131072, 32),
         (1, 24, 256, 16), (1, 3, 64, 16),
     ):  # fmt: skip
-        program_rows = decode.rows_of_a_program(rows)
-        assert decode._rows_where_alone(program_rows, requests, rows, keys, processors=132) == chosen
+        program_rows = select.rows_of_a_program(rows)
+        assert select._rows_where_alone(program_rows, requests, rows, keys, processors=132) == chosen
         blocks = triton.cdiv(rows, chosen)
         assert chosen == program_rows or requests * blocks * triton.cdiv(keys, 256) <= 132
 
@@ -328,7 +329,7 @@ def test_slices_where_processors_are_idle(monkeypatch):
     Slices are programs of their own; `row_blocks_16_32` has none.
     """
     launches = watched(monkeypatch)
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: 3)  # 128 heads: by two blocks of rows
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 3)  # 128 heads: by two blocks of rows
     for heads, processors, widths, cut, slices, programs in (
         (128, 132, (512, 64), "batch-invariant, sliced", 2, 12), (128, 12, (512, 0), "batch-invariant, sliced", 2, 12),
         (128, 11, (512, 64), "batch-invariant, sliced", 1, 6), (128, 5, (512, 64), "batch-invariant, sliced", 1, 5),
@@ -355,7 +356,7 @@ def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, m
     A schedule of 3 programs leaves at most one request unfinished each. Rows of parts are counted in requests.
     """
     launches = watched(monkeypatch)
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: runs)
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: runs)
     recorded(monkeypatch, heads, cut)
     ((_, launched, given),) = launches
     assert (launched, given["num_partials"]) == (programs, slots)
@@ -388,7 +389,7 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
         launched.clear()
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decode, "_num_runs", lambda *_: 3)
+            patch.setattr(select, "best_num_programs", lambda *_: 3)
             _, _, constants = recorded(patch, heads, cut, block_size, widths, as_chosen=True)
         assert launched[-1][:2] == expected
         together = expected[0] == "_two_phases_kernel"
@@ -404,7 +405,7 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
             assert given["num_partials"] == slots and given["partial_out"].numel() == slots * heads * 512
             assert given["splits_bound"] == splits
     # a table of no page
-    assert decode._deal_by_length(3, 64, 64, 0, 64, 512, 132) == decode.Deal(6, 1, 0, 0, most_splits=1, slices=2)
+    assert select.assign_by_length(3, 64, 64, 0, 64, 512, 132) == select.Assignment(6, 1, 0, 0, most_splits=1, slices=2)
 
 
 def test_memory_checkers_see_every_variant(monkeypatch):
@@ -431,7 +432,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
 def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
     """Up to 32 heads stay with blocks of 16 or 32 rows, however many query tokens a neighbour has; more with 64."""
     asked = []
-    monkeypatch.setattr(decode, "_num_runs", lambda *given: asked.append(given[4]) or 1)
+    monkeypatch.setattr(select, "best_num_programs", lambda *given: asked.append(given[4]) or 1)
     monkeypatch.setattr(decode, "rows_of_a_request", lambda *_: heads * query_len)
     recorded(monkeypatch, heads, "batch-invariant")
     assert asked == [rows]
@@ -467,9 +468,9 @@ def test_warmup_knows_a_request_alone(heads, query_len):
     rows = heads * query_len
 
     def launched(length: int) -> set[tuple]:
-        program_rows = decode._rows_where_alone(decode.rows_of_a_program(rows), 1, rows, length, 132)
+        program_rows = select._rows_where_alone(select.rows_of_a_program(rows), 1, rows, length, 132)
         blocks = triton.cdiv(rows, program_rows)
-        splits = decode._num_splits(blocks, rows, length, program_rows, blocks, 132)
+        splits = select.best_num_splits(blocks, rows, length, program_rows, blocks, 132)
         return {(program_rows, splits > 1)} | (
             {combine_launch._tile_for(splits, rows, heads, 1)} if splits > 1 else set()
         )

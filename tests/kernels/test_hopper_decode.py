@@ -40,6 +40,7 @@ if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from fast.kernels.hopper.mla_decode import launch as decode
+from fast.kernels.hopper.mla_decode import select
 
 DTYPES = [torch.bfloat16, torch.float16]
 BF16, FP16 = DTYPES
@@ -56,7 +57,7 @@ LENS = {  # query lengths and lengths; 0 with a query is a padding row
 launch = partial(decode_inputs.launch, decode)
 
 
-rows_where_alone, scored_at_once = decode._rows_where_alone, decode._scored_at_once
+rows_where_alone, scored_at_once = select._rows_where_alone, select._scored_at_once
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +66,8 @@ def rows_as_of_many_requests(monkeypatch):
 
     And so few that `two_phases` would take what is batch-invariant and not planned: `test_hopper_two_phases` has that.
     """
-    monkeypatch.setattr(decode, "_rows_where_alone", lambda program_rows, *_: program_rows)
-    monkeypatch.setattr(decode, "_scored_at_once", lambda *_: False)
+    monkeypatch.setattr(select, "_rows_where_alone", lambda program_rows, *_: program_rows)
+    monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
 
 
 def check_parity(*args, **options):
@@ -85,7 +86,7 @@ def test_lengths(lens, heads, dtype):
 @pytest.mark.parametrize("heads", [4, 32, 64])
 def test_splits(heads, splits, monkeypatch):
     """Pitfall 2: more splits than tiles, so that some attend nothing."""
-    monkeypatch.setattr(decode, "_num_splits", lambda *bounds: splits)
+    monkeypatch.setattr(select, "best_num_splits", lambda *bounds: splits)
     check_parity([1, 0, 2, 1], [590, 9, 267, 0], heads, BF16)
 
 
@@ -94,8 +95,8 @@ def test_splits(heads, splits, monkeypatch):
 @pytest.mark.parametrize("heads", [20, 64, 128])
 def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
     """Requests of more rows than a block of 16 or 32: some blocks lie across two tokens, some beyond all."""
-    monkeypatch.setattr(decode, "_rows_where_alone", lambda *_: rows)
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: splits)
+    monkeypatch.setattr(select, "_rows_where_alone", lambda *_: rows)
+    monkeypatch.setattr(select, "best_num_splits", lambda *_: splits)
     for dtype, block_size, widths in ((BF16, 64, (512, 64)), (torch.float16, 16, (256, 32))):
         check_parity([1, 0, 3, 2], [590, 9, 267, 2], heads, dtype, widths, block_size)
 
@@ -104,7 +105,7 @@ def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
 @pytest.mark.parametrize("heads", [40, 64, 128])
 def test_one_request(heads, length, monkeypatch):
     """As the launcher chooses rows and splits."""
-    monkeypatch.setattr(decode, "_rows_where_alone", rows_where_alone)
+    monkeypatch.setattr(select, "_rows_where_alone", rows_where_alone)
     check_parity([1], [length], heads, BF16)
     check_parity([2, 1], [length, 70], heads, BF16)
 
@@ -179,7 +180,7 @@ def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
         one = one_request(inputs, request)
         wanted = launch(*one, schedule=schedule_of(one[3], heads, 1, True))
         for programs, runs in ((3, 0), (39, 0), (132, 0), (0, 1), (0, 2), (0, 5)):
-            monkeypatch.setattr(decode, "_num_runs", lambda *_, runs=runs: runs)
+            monkeypatch.setattr(select, "best_num_programs", lambda *_, runs=runs: runs)
             alone = launch(*one, schedule=schedule_of(one[3], heads, programs, True))
             assert_same_bits(alone.out, wanted.out)
             assert_same_bits(alone.lse, wanted.lse)
@@ -193,7 +194,7 @@ def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
 ], ids=str)  # fmt: skip
 def test_no_bit_tells_how_wide_the_table_is(heads, block_size, widths, dtype, monkeypatch):
     """As the launcher chooses runs, slices and two phases, by the width of the table and the number of requests."""
-    monkeypatch.setattr(decode, "_scored_at_once", scored_at_once)
+    monkeypatch.setattr(select, "_scored_at_once", scored_at_once)
     lens, query_lens = [1085, 70, 2500, 0], [1, 1, 2, 1]
     inputs = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
     invariant = schedule_of(None, heads, 0, True)
@@ -221,8 +222,8 @@ def test_lengths_beyond_the_table(batch_invariant, length):
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded", "folded, planned"])
 def test_wide_output(cut, heads, dtype, monkeypatch):
     """States that are merged later keep float32; or the other of both dtypes, from queries of one."""
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: 1)
+    monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 1)
     inputs = make_inputs([1, 2], [1300, 131], heads, dtype)
     schedule = None
     if cut not in ("whole", "split"):
@@ -251,8 +252,8 @@ def test_rising_scores(heads, cut, block_size, monkeypatch):
     Also from split to split of a request that one program folds, which up to 16 heads has several of these lengths.
     """
     inputs = rising_inputs(heads, BF16, block_size=block_size)
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: 1)
+    monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 1)
     schedule = schedule_of(inputs[3], heads, 3) if cut == "scheduled" else None
     if cut == "folded":
         schedule = schedule_of(inputs[3], heads, 0, True)
@@ -353,8 +354,8 @@ def test_nan_stays_with_its_owner(heads):
 ], ids=str)  # fmt: skip
 def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monkeypatch):
     """16, 32 and 64 rows a program, two query tokens a request; of runs the merge folds what the first one left."""
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: 2 if cut == "runs" else 1)
+    monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 2 if cut == "runs" else 1)
     inputs = make_inputs([1, 2, 1, 1], [900, 265, 0, 1501], heads, dtype, widths, block_size)
     schedule = None
     if cut in ("scheduled", "folded, planned"):
@@ -455,9 +456,9 @@ def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
     if torch.cuda.mem_get_info()[0] < 3 * slots * heads * 512 * 4:
         pytest.skip("too little memory")
     ql, q_pe, cache, plan = make_inputs([1], [40_000], heads, BF16)
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: 1)
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 1)
     wanted = launch(ql, q_pe, cache, plan, schedule=schedule_of(None, heads, 0, True))
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: 3)
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 3)
     table = torch.full((requests, pages), GARBAGE, dtype=torch.int32)
     table[-1, : plan.block_table.shape[1]] = plan.block_table[0]
     lens = torch.zeros(requests, dtype=torch.int32)

@@ -15,6 +15,7 @@ if not ON_HOPPER:
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
 
 from fast.kernels.hopper.mla_decode import launch as decode
+from fast.kernels.hopper.mla_decode import select
 
 BF16, FP16 = torch.bfloat16, torch.float16
 WIDTHS = [(latent, rope) for latent in (512, 256) for rope in (64, 32, 0)]
@@ -58,9 +59,9 @@ def test_blocks_and_widths(block_size, widths):
 ], ids=str)  # fmt: skip
 def test_cuts_of_widths(block_size, widths, dtype, heads, cut, monkeypatch):
     """However requests are cut; a program folds splits, and leaves parts of others. 16 heads: 32 rows of two tokens."""
-    monkeypatch.setattr(decode, "_num_splits", lambda *_: 1)
-    monkeypatch.setattr(decode, "_num_runs", lambda *_: 2)
-    monkeypatch.setattr(decode, "_scored_at_once", lambda *_: False)
+    monkeypatch.setattr(select, "best_num_splits", lambda *_: 1)
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 2)
+    monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
     inputs = make_inputs([1, 2, 1], [2950, 64, 700], heads, dtype, widths, block_size)
     schedule = None
     if cut != "whole":

@@ -31,6 +31,7 @@ if not ON_HOPPER or torch.cuda.get_device_properties(0).multi_processor_count < 
     pytest.skip("needs a Hopper GPU of 132 multiprocessors", allow_module_level=True)
 
 from fast.kernels.hopper.mla_decode import launch as decode
+from fast.kernels.hopper.mla_decode import select
 
 BF16, FP16 = torch.bfloat16, torch.float16
 UNPLANNED = schedule_of(None, 0, 0, True)
@@ -49,7 +50,7 @@ def noted(monkeypatch):
 def in_one_phase(*inputs, **options) -> AttentionState:
     """The same requests split after split."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "_scored_at_once", lambda *_: False)
+        patch.setattr(select, "_scored_at_once", lambda *_: False)
         return launch(*inputs, **options)
 
 

@@ -1,15 +1,12 @@
-"""Absorbed decode on Hopper: which kernel takes a call, and into how many parts requests are cut.
+"""Launch the absorbed decode on Hopper.
 
-Up to 32 rows (a row is one head of one query token) go to `few_heads`, and those of one short request; else to
-`many_heads`, 64 at a time. Where requests are cut by their own length, the number of heads alone decides, but that
-`two_phases` does for few requests what `many_heads` does. Parts are merged as those of portable Triton are.
+`select` says which kernel takes a call. Row blocks of 16 and 32 go to `row_blocks_16_32`, others to `row_blocks_64`, or
+to `two_phases` for few requests that are split by their own length. `fast.kernels.combine` adds partial outputs.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,38 +14,28 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from reference.interfaces import (
-    DECODE_TILE,
-    check,
-    fold_overhead,
-    invariant_cut,
-    invariant_split_tiles,
-    most_invariant_splits,
-)
+from reference.interfaces import DECODE_TILE, check, invariant_cut
 
-from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
+from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request
 from ...device import device_facts
 from ..common.dependent_launch import LAUNCH
-from .main_loops.epilogue_16_32 import SHARED_VALUES
+from .arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
-from .main_loops.tile_scores import ROWS
-from .two_phases.column_blocks import COLUMN_BLOCKS
+from .select import (
+    MANY_ROWS,
+    assign_by_length,
+    assign_evenly,
+    assign_planned,
+    choose_program_rows,
+    kept_values_of,
+    rows_of_a_program,
+)
 from .two_phases.launch import launch_two_phases
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
-FEW_ROWS = (16, 32)  # of one request, that `few_heads` takes
-MANY_ROWS = ROWS.value
-SPREAD_LATENT = 512  # with which several programs may compute one split's rows, where there are programs to spare
-SLICES = 2  # of the output of a split, for as many programs
-FEW_TILES = 4  # of a request that a program takes at least, where there are programs to spare
 LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
-# nanoseconds on an H200, for the choice of splits: a tile of keys in one program, the least tiles that show in its
-# time, a program besides; a tile's bytes over the bandwidth of the whole device; a merge, and a row of it
-COSTS_NS = {"few": (1500, 1, 5000), "many": (2000, 4, 6500)}
-MEMORY_TILE_NS = 17
-COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5
 
 
 def mla_decode(
@@ -130,146 +117,62 @@ def decode_splits(
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     processors = device_facts(device).processors
     planned = tile_ranges is not None
-    program_rows = _program_rows(planned, batch_invariant, requests, request_rows, heads, max_keys, processors)
+    program_rows = choose_program_rows(planned, batch_invariant, requests, request_rows, heads, max_keys, processors)
     row_blocks = triton.cdiv(request_rows, program_rows)
     if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
-        deal = _deal_planned(tile_ranges.shape[0], batch_invariant, requests, request_rows, row_blocks, max_keys, heads)
+        assigned = assign_planned(
+            tile_ranges.shape[0], batch_invariant, requests, request_rows, row_blocks, max_keys, heads
+        )
     elif batch_invariant:
-        deal = _deal_by_length(requests, request_rows, program_rows, max_keys, heads, latent, processors)
+        assigned = assign_by_length(requests, request_rows, program_rows, max_keys, heads, latent, processors)
     else:
-        deal = _deal_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors)
-    kept_values = deal.programs * _kept_values(program_rows, latent) if deal.most_splits > 1 else 0
+        assigned = assign_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors)
+    kept_values = assigned.programs * kept_values_of(program_rows, latent) if assigned.most_splits > 1 else 0
     progress = 2 * requests if batch_invariant else 0
-    partial_out = torch.empty(deal.partial_rows * latent + kept_values, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(2 * deal.partial_rows + progress, dtype=torch.float32, device=device)
+    partial_out = torch.empty(assigned.partial_rows * latent + kept_values, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(2 * assigned.partial_rows + progress, dtype=torch.float32, device=device)
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope)
-    inputs = (
+    inputs = LaunchInputs(
         ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
         visible_lens.contiguous(),
     )  # fmt: skip
-    results = (out, lse, partial_out, partial_lse)
-    numbers = (
+    results = LaunchResults(out, lse, partial_out, partial_lse)
+    numbers = Numbers(
         *invariant_cut(heads), max(softmax_scale, LEAST_SCALE) / math.log(2), *latent_strides, *rope_strides,
         *block_table.stride(),
     )  # fmt: skip
     widths = {"HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size}
-    sizes = (tokens, num_blocks, requests, max_keys)
-    blocks = (row_blocks, request_rows, deal.num_partials)
+    sizes = BatchSizes(tokens, num_blocks, requests, max_keys)
+    row_sizes = RowSizes(row_blocks, request_rows, assigned.num_partials)
     constants = {
         **widths, "BY_LENGTH": batch_invariant, "SCHEDULED": planned,
-        "SPLIT": deal.num_splits > 1 and not batch_invariant,
+        "SPLIT": assigned.num_splits > 1 and not batch_invariant,
     }  # fmt: skip
     arguments = (
         *inputs, tile_ranges if planned else seq_lens, split_offsets if planned else seq_lens,
-        *results, *sizes, deal.num_splits, *blocks, *numbers,
+        *results, *sizes, assigned.num_splits, *row_sizes, *numbers,
     )  # fmt: skip
     with torch.cuda.device_of(ql_nope):
-        if deal.pairs > 0:
+        if assigned.pairs > 0:
             launch_two_phases(
-                inputs, results, (*sizes, *blocks), numbers, widths, deal.programs, deal.pairs, deal.num_splits
-            )
+                inputs, results, sizes, row_sizes, numbers, widths, assigned.programs, assigned.pairs,
+                assigned.num_splits,
+            )  # fmt: skip
         elif program_rows < MANY_ROWS:
-            _row_blocks_16_32_kernel[(deal.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
+            _row_blocks_16_32_kernel[(assigned.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
-            in_boxes = heads % MANY_ROWS == 0 and deal.slices == 1 and not constants["SPLIT"]  # rows of one token
+            in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants["SPLIT"]  # rows of one token
             out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
-            _row_blocks_64_kernel[(deal.programs,)](
-                *arguments, out_rows, *cache, SLICES=deal.slices, **constants, **LAUNCH
+            _row_blocks_64_kernel[(assigned.programs,)](
+                *arguments, out_rows, *cache, SLICES=assigned.slices, **constants, **LAUNCH
             )
     return SplitDecode(out, lse, partial_out, partial_lse)
 
 
-class Deal(NamedTuple):
-    """How requests are dealt to programs.
-
-    Attributes:
-        programs: how many.
-        num_splits: of each request; where its own length cuts it runs of splits, and in two phases no less than splits.
-        num_partials: of parts.
-        partial_rows: of all parts.
-        most_splits: of a request whose own length cuts it and whose splits a program folds; else 0.
-        slices: programs that share a split, each with some columns of the output.
-        pairs: of tiles of a request, each scored by a program of its own before any is multiplied; 0: in one phase.
-    """
-
-    programs: int
-    num_splits: int
-    num_partials: int
-    partial_rows: int
-    most_splits: int = 0
-    slices: int = 1
-    pairs: int = 0
-
-
-def _deal_planned(
-    ranges: int, batch_invariant: bool, requests: int, request_rows: int, row_blocks: int, keys: int, heads: int
-) -> Deal:
-    """As a schedule says; every program of it leaves at most one request unfinished."""
-    most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads) if batch_invariant else 0
-    num_partials = requests * most_splits if batch_invariant else requests + ranges
-    return Deal(ranges * row_blocks, 1, num_partials, num_partials * request_rows, most_splits)
-
-
-def _deal_by_length(
-    requests: int, request_rows: int, program_rows: int, keys: int, heads: int, latent: int, processors: int
-) -> Deal:
-    """Requests that their own lengths cut, to as many programs as suit the longest request."""
-    pieces = requests * triton.cdiv(request_rows, program_rows)
-    most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads)
-    pairs = triton.cdiv(keys, 2 * DECODE_TILE)
-    spreads = program_rows == MANY_ROWS and latent == SPREAD_LATENT
-    in_two_phases = spreads and _scored_at_once(pieces * pairs, processors)
-    num_splits = most_splits
-    if not in_two_phases:
-        num_splits = _num_runs(pieces, requests * request_rows, whole_tiles(keys), heads, program_rows, processors)
-    num_partials = requests * most_splits if num_splits > 1 else 0
-    partial_rows = num_partials * request_rows
-    if in_two_phases:
-        programs = min(processors, pieces * max(pairs, most_splits * COLUMN_BLOCKS.value))
-        return Deal(programs, num_splits, num_partials, partial_rows, pairs=pairs)
-    slices = SLICES if spreads and SLICES * pieces * num_splits <= processors else 1
-    programs = min(processors, slices * pieces * num_splits)
-    return Deal(programs, num_splits, num_partials, partial_rows, most_splits, slices)
-
-
-def _deal_evenly(requests: int, rows: int, program_rows: int, row_blocks: int, keys: int, processors: int) -> Deal:
-    """Every request to equally many programs, as many as suit the longest request."""
-    num_splits = _num_splits(requests * row_blocks, rows, whole_tiles(keys), program_rows, row_blocks, processors)
-    programs = min(processors, requests * num_splits * row_blocks)
-    return Deal(programs, num_splits, num_splits, num_splits * rows if num_splits > 1 else 0)
-
-
-def _scored_at_once(units: int, processors: int) -> bool:
-    """Whether all pairs of tiles, times blocks of rows, have a program each, so that a decode takes two phases."""
-    return 0 < units <= processors
-
-
-def _program_rows(
-    planned: bool, batch_invariant: bool, requests: int, request_rows: int, heads: int, keys: int, processors: int
-) -> int:
-    """Of a request's rows, how many a program computes at a time.
-
-    Where requests are cut by their own length, no neighbour's query length may change which kernel takes a request's
-    rows; `few_heads` gives a row the same bits among 16 as among 32.
-    """
-    program_rows = rows_of_a_program(request_rows)
-    if batch_invariant:
-        return min(program_rows, FEW_ROWS[-1] if heads <= FEW_ROWS[-1] else MANY_ROWS)
-    return program_rows if planned else _rows_where_alone(program_rows, requests, request_rows, keys, processors)
-
-
-def _kept_values(program_rows: int, latent: int) -> int:
-    """How many values a program keeps between splits behind all parts, for want of room in shared memory."""
-    values = program_rows * latent
-    if program_rows == MANY_ROWS:
-        return values
-    return 0 if values <= SHARED_VALUES.value else values // 2
-
-
 def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
-    """Queries [T, N, columns] that the kernels can copy 16 bytes at a time, and the strides of tokens and heads.
+    """Return queries [T, N, columns] that the kernels can copy 16 bytes at a time, and the strides of tokens and heads.
 
     The compiler sees that rows begin at such words where strides are multiples of 16 elements.
     """
@@ -279,100 +182,8 @@ def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
     return queries, strides[:2]
 
 
-def rows_of_a_program(rows: int) -> int:
-    """Of a request's rows, how many a program computes at a time."""
-    return next((few for few in FEW_ROWS if rows <= few), MANY_ROWS)
-
-
-def decode_programs(
-    device: torch.device,
-    dtype: torch.dtype,
-    num_heads: int,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    block_size: int,
-    query_len: int,
-) -> int:
-    """How many programs of a schedule fill a device: one a multiprocessor, counting one for each block of rows."""
-    rows = num_heads * query_len
-    return max(1, device_facts(device).processors // triton.cdiv(rows, rows_of_a_program(rows)))
-
-
-def _rows_where_alone(program_rows: int, requests: int, request_rows: int, keys: int, processors: int) -> int:
-    """Of a request's rows, how many a program computes at a time where requests are cut into equally many parts.
-
-    Where one request's programs of a few tiles each do not fill the device, more of them with fewer rows do, and leave
-    smaller parts. `fast.warmup` launches one request of every length for it.
-
-    Args:
-        program_rows: otherwise.
-        requests: how many.
-        request_rows: of one request.
-        keys: of the longest request.
-        processors: of the device.
-    """
-    if requests > 1:
-        return program_rows
-    parts = max(1, triton.cdiv(keys, FEW_TILES * DECODE_TILE))
-    fitting = (few for few in FEW_ROWS if parts * triton.cdiv(request_rows, few) <= processors)
-    return min(program_rows, next(fitting, program_rows))
-
-
-@functools.lru_cache(maxsize=4096)
-def _num_splits(pieces: int, rows: int, keys: int, program_rows: int, row_blocks: int, processors: int) -> int:
-    """Into how many parts to cut each request's keys, from bounds that the host knows; the least that costs least.
-
-    Args:
-        pieces: of one split: requests by blocks of rows.
-        rows: of all requests.
-        keys: of the longest request.
-        program_rows: rows that a program computes at a time.
-        row_blocks: of a request, whose programs read the same tiles.
-        processors: of the device.
-    """
-    tiles = max(1, triton.cdiv(keys, DECODE_TILE))
-    many = program_rows == MANY_ROWS
-    tile_ns, least, piece_ns = COSTS_NS["many" if many else "few"]
-    step = 2 if many else 1  # tiles are taken in pairs
-
-    def cost(splits: int) -> int | float:
-        turns = triton.cdiv(pieces * splits, processors)
-        split_tiles = max(least, step * triton.cdiv(tiles, step * splits))
-        memory_ns = 0 if many else MEMORY_TILE_NS * min(pieces * splits, processors) / row_blocks
-        merge_ns = COMBINE_NS + COMBINED_ROW_NS * splits * rows if splits > 1 else 0
-        return turns * (piece_ns + split_tiles * max(tile_ns, memory_ns)) + merge_ns
-
-    return min(range(1, max(1, min(triton.cdiv(tiles, step), 2 * processors)) + 1), key=cost)
-
-
-@functools.lru_cache(maxsize=4096)
-def _num_runs(pieces: int, rows: int, keys: int, heads: int, program_rows: int, processors: int) -> int:
-    """Over how many programs to spread each request's splits, where its own length cuts it; the least that costs least.
-
-    Args:
-        pieces: of one run: requests by blocks of rows.
-        rows: of all requests.
-        keys: of the longest request.
-        heads: N.
-        program_rows: rows that a program computes at a time.
-        processors: of the device.
-    """
-    tiles = max(1, triton.cdiv(keys, DECODE_TILE))
-    split_tiles = invariant_split_tiles(tiles, heads)
-    splits = triton.cdiv(tiles, split_tiles)
-    tile_ns, _, piece_ns = COSTS_NS["many" if program_rows == MANY_ROWS else "few"]
-    split_ns = (split_tiles + fold_overhead(heads)) * tile_ns
-
-    def cost(runs: int) -> int | float:
-        taken = triton.cdiv(splits, runs)
-        merge_ns = COMBINE_NS + COMBINED_ROW_NS * (splits - taken + 1) * rows if taken < splits else 0
-        return triton.cdiv(pieces * runs, processors) * (piece_ns + taken * split_ns) + merge_ns
-
-    return min(range(1, splits + 1), key=cost)
-
-
 def _page_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """How the copy engine takes boxes out of the pages: of the latents, and of the rope parts."""
+    """Describe how the copy engine takes boxes out of the pages: of the latents, and of the rope parts."""
     shape, strides = list(kv_cache.shape), list(kv_cache.stride())
     keys = min(kv_cache.shape[1], DECODE_TILE)
     columns = latent // 4 if keys == DECODE_TILE else 64  # of pages that are no whole tile, one swizzled column
@@ -384,7 +195,21 @@ def _page_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorD
 
 
 def _row_descriptor(out: Tensor) -> TensorDescriptor:
-    """How the copy engine takes a quarter of the columns of 64 rows to out [T, N, Lkv]."""
+    """Describe how the copy engine takes a quarter of the columns of 64 rows to out [T, N, Lkv]."""
     return TensorDescriptor.from_tensor(
         out.flatten(0, 1), [MANY_ROWS, out.shape[2] // 4], gl.NVMMASharedLayout(128, 16, rank=2)
     )
+
+
+def decode_programs(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_size: int,
+    query_len: int,
+) -> int:
+    """Return how many programs of a schedule fill a device: one a multiprocessor, counting one for each row block."""
+    rows = num_heads * query_len
+    return max(1, device_facts(device).processors // triton.cdiv(rows, rows_of_a_program(rows)))

@@ -1,9 +1,6 @@
-"""Decode of many rows where programs would be idle: all of them score first, then they multiply by what they found.
+"""Decode of row blocks of 64 where programs would be idle: all of them score first, then they multiply.
 
-In the first phase a program takes at most one unit, a pair of tiles (`units`), and leaves probabilities, row sums and
-references in memory; in the second it takes shares, each an eighth of a split's columns (`shares`). One warp group
-computes, and a second partition, one warp, fetches, and waits for what other programs leave.
-
-All of it is computed as in `tile_pairs`, step for step: the bits do not tell which kernel it was. Programs wait for
-each other in either direction, so all of them must run at once: the launch (`launch`) is a cooperative one.
+In phase 1 a program takes at most one score block, a pair of tiles (`score_blocks`), and writes probabilities, row sums
+and references to memory; in phase 2 it takes column blocks, each an eighth of a split's columns (`column_blocks`). One
+consumer multiplies; a producer of one warp loads, and waits for what other programs write. README.md says what it gains.
 """

@@ -1,15 +1,15 @@
-"""What a decode in two phases needs beside its inputs, and its two launches."""
+"""Allocate what a decode in two phases needs beside its inputs, and launch its two kernels."""
 
 from __future__ import annotations
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common.dependent_launch import LAUNCH
 from ...common.own_length import TILE
+from ..arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, RowSizes
 from ..main_loops.tile_scores import ROWS
 from .column_blocks import COLUMN_BLOCKS
 from .kernel import CLEARED, _clear_kernel, _two_phases_kernel
@@ -17,10 +17,11 @@ from .score_blocks import ROW_VALUES, TOPS
 
 
 def launch_two_phases(
-    inputs: tuple,
-    results: tuple[Tensor, Tensor, Tensor, Tensor],
-    sizes: tuple[int, int, int, int, int, int, int],
-    numbers: tuple,
+    inputs: LaunchInputs,
+    results: LaunchResults,
+    sizes: BatchSizes,
+    row_sizes: RowSizes,
+    numbers: Numbers,
     widths: dict[str, int],
     programs: int,
     pairs: int,
@@ -29,18 +30,18 @@ def launch_two_phases(
     """Score pairs of tiles, then multiply split by split, in programs that all run at once.
 
     Args:
-        inputs: queries, pages and lists, as `many_heads` has them.
-        results: out, lse, partial_out, partial_lse.
-        sizes: tokens, blocks of the cache, requests, most keys of a request, blocks of rows, rows of a request, slots.
-        numbers: of `InvariantCut`, scale and strides, as `many_heads` has them.
+        inputs: queries, pages and lists.
+        results: outputs and partial outputs.
+        sizes: of the batch.
+        row_sizes: of row blocks and partial outputs.
+        numbers: the rule of splits, scale and strides.
         widths: N, Lkv, R, keys a page.
-        programs: no more than run at once, no less than requests by pairs by blocks of rows.
+        programs: no more than run at once, no less than score blocks.
         pairs: of tiles of a request, no less than any has.
         splits_bound: no less than the splits of any request.
     """
-    latent_pages, device = inputs[2], results[0].device
-    _, _, requests, _, row_blocks, _, _ = sizes
-    score_blocks = requests * pairs * row_blocks
+    latent_pages, device = inputs.latent_pages, results.out.device
+    score_blocks = sizes.requests * pairs * row_sizes.row_blocks
     words = torch.empty(score_blocks * (TOPS.value + 1), dtype=torch.int32, device=device)
     row_values = torch.empty(score_blocks * ROW_VALUES.value, dtype=torch.float32, device=device)
     box = [2 * ROWS.value, TILE.value]  # of a score block
@@ -53,6 +54,6 @@ def launch_two_phases(
     )  # fmt: skip
     _clear_kernel[(triton.cdiv(words.numel(), CLEARED.value),)](words, words.numel(), **LAUNCH)
     _two_phases_kernel[(programs,)](
-        *inputs, *results, value_pages, probability_pairs, words, row_values, probabilities, *sizes, pairs,
+        *inputs, *results, value_pages, probability_pairs, words, row_values, probabilities, *sizes, *row_sizes, pairs,
         splits_bound, *numbers, **widths, **LAUNCH, launch_cooperative_grid=True,
     )  # fmt: skip
