@@ -7,15 +7,16 @@ Every `backend=` of `fast` is None, a name, or a mapping from op to name (`Backe
 - A name at an op, a function that launches the kernels of one op (`mla_decode`, `merge_attn_states`), is that backend
   or an error: a backend that cannot serve the call raises `UnsupportedConfiguration` with every reason.
 - A name at whatever calls several ops binds the ops that the backend declares; the others are chosen as for None.
-  These are `MLAAttention`, `DecodeGraph`, `use_mla`, `warmup`, `explain`, the main job's `--backend`, and the
+  These are `MLAAttention`, `MLAMetadataBuilder`, `build_mla_metadata`, `DecodeGraph`, `use_mla`, `warmup`, `explain`, the main job's `--backend`, and the
   functions `forward_prefill`, `cascade_attention`, `dcp_gather_context` and `dcp_decode`. A bound op that its backend
   cannot serve raises as above. A backend that declares none of the ops that are called is refused at once. So "hopper"
   binds the decode of `dcp_decode`, whose exchange is chosen, and is refused by `forward_prefill`.
 - A mapping gives the backend of each op that it names, everywhere; an op that it lacks is chosen as for None. An op or
   a name that nothing has, and an op that its backend does not declare, is refused at once.
 
-The ops of one decode (`DECODES`) belong together, and so do those of one message between ranks (`MESSAGES`), because
-the layout of the buffers between them is private to a backend. A mapping that names a backend for one of them names it
+The ops of one decode (`DECODES`) belong together, because the number of programs is that of the kernel which decodes.
+The ops of one message between ranks (`MESSAGES`) belong together, because the layout of the buffer between them is
+private to a backend. A mapping that names a backend for one of them names it
 for the others too, as far as that backend declares them; two different names are refused.
 """
 

@@ -13,7 +13,7 @@ from .support import GraphSupport
 
 @runtime_checkable
 class AttentionMetadataBuilder(Protocol):
-    """Turns the batch of a scheduler into the plan of one step. Engines and decode graphs know no more of a builder.
+    """Turns the batch of a scheduler into the plan of one step. An engine needs no more of a builder.
 
     The type of the plan belongs to the attention family; here it is `Any`.
     """

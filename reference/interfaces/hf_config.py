@@ -70,13 +70,13 @@ def _asks(value: object) -> bool:
     return True
 
 
-def _list_of(config: Any, name: str, reasons: list[str]) -> list[Any]:
+def _list_of(config: Any, path: str, name: str, reasons: list[str]) -> list[Any]:
     """Return a field that has an element for each layer, empty where it asks for nothing or is no list (a reason)."""
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):
         return list(value)
     if _asks(value):
-        reasons.append(f"config.{name}: expected a list or None, got {short_text(value)}")
+        reasons.append(f"{path}.{name}: expected a list or None, got {short_text(value)}")
     return []
 
 
@@ -93,45 +93,49 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
         asked = {name: getattr(config, name, None) for name in names if name not in switched_off}
         reasons += [f"{path}.{name}: {what} not implemented, got {short_text(value)}" for name, value in asked.items()
                     if _asks(value)]  # fmt: skip
-    layer_types = _list_of(config, "layer_types", reasons)
+    layer_types = _list_of(config, path, "layer_types", reasons)
     if others := dict.fromkeys(short_text(kind) for kind in layer_types if kind != "full_attention"):
-        reasons.append(f"config.layer_types: only 'full_attention' is implemented, got {', '.join(others)}")
+        reasons.append(f"{path}.layer_types: only 'full_attention' is implemented, got {', '.join(others)}")
     for name in ("is_causal", "causal"):
         value = getattr(config, name, None)
         if value is not None and not (isinstance(value, int) and value == 1):
             reasons.append(f"{path}.{name}: attention that is not causal is not implemented, got {short_text(value)}")
     position = getattr(config, "position_embedding_type", None)
     if position is not None and not (isinstance(position, str) and position in ("rope", "rotary")):
-        reasons.append(f"config.position_embedding_type: only 'rope' is implemented, got {short_text(position)}")
-    rope_layers = _list_of(config, "no_rope_layers", reasons)  # 1: the layer has rope, 0: it has none
+        reasons.append(f"{path}.position_embedding_type: only 'rope' is implemented, got {short_text(position)}")
+    rope_layers = _list_of(config, path, "no_rope_layers", reasons)  # 1: the layer has rope, 0: it has none
     if not all(map(_asks, rope_layers)):
-        reasons.append(f"config.no_rope_layers: layers without rope are not implemented, got {short_text(rope_layers)}")
-    sources = _list_of(config, "kv_source_layers", reasons)  # of each layer: whose keys and values it reads
+        reasons.append(f"{path}.no_rope_layers: layers without rope are not implemented, got {short_text(rope_layers)}")
+    sources = _list_of(config, path, "kv_source_layers", reasons)  # of each layer: whose keys and values it reads
     if not all(isinstance(source, int) and source == layer for layer, source in enumerate(sources)):
-        reasons.append(f"config.kv_source_layers: layers that share keys and values are not implemented, "
+        reasons.append(f"{path}.kv_source_layers: layers that share keys and values are not implemented, "
                        f"got {short_text(sources)}")  # fmt: skip
-    nested = getattr(config, "attn_config", None)  # some models keep the fields of attention in a record of their own
+    nested = getattr(config, "attn_config", None) if path == "config" else None  # some models nest these fields
     if isinstance(nested, Mapping):
-        reasons += _other_attention(SimpleNamespace(**{str(k): v for k, v in nested.items()}), "config.attn_config")
-    elif _asks(nested):
+        nested = SimpleNamespace(**{str(name): value for name, value in nested.items()})
+    if isinstance(nested, bool | int | float | str | list | tuple):
+        if _asks(nested):
+            reasons.append(f"config.attn_config: expected a dict or None, got {short_text(nested)}")
+    elif nested is not None:
         reasons += _other_attention(nested, "config.attn_config")
     return reasons
 
 
 def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
-    name = "rope_parameters" if _asks(getattr(config, "rope_parameters", None)) else "rope_scaling"
-    given = getattr(config, name, None) if _asks(getattr(config, name, None)) else {}
+    fields = ("rope_parameters", "rope_scaling")  # the second is the older name
+    field = next((name for name in fields if _asks(getattr(config, name, None))), fields[0])
+    given = getattr(config, field, None) if _asks(getattr(config, field, None)) else {}
     if not isinstance(given, Mapping):
-        raise UnsupportedConfiguration([f"config.{name}: expected a dict or None, got {short_text(given)}"])
+        raise UnsupportedConfiguration([f"config.{field}: expected a dict or None, got {short_text(given)}"])
     parameters = dict(given)
     reasons = []
 
     def number(name: str, default: float | None, *, beside: bool = False) -> Any:
         """A parameter of the rope, or (`beside`) a field of the config where the rope has none."""
-        at, value = f"config.rope_parameters[{name!r}]", parameters.get(name)
-        if beside and not _asks(value):
+        at, value = f"config.{field}[{name!r}]", parameters.get(name)
+        if beside and value is None:
             at, value = f"config.{name}", getattr(config, name, None)
-        if not _asks(value):
+        if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MOST_NUMBER:
             reasons.append(f"{at}: expected a finite number, got {short_text(value)}")
@@ -150,31 +154,31 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
         reasons.append(f"config.rope_interleave: expected True or False, got {got}")
     if kind not in ("default", "yarn"):
         got = short_text(kind)
-        reasons.append(f"config.rope_parameters: rope type {got} is not implemented (default and yarn are)")
+        reasons.append(f"config.{field}: rope type {got} is not implemented (default and yarn are)")
     if kind == "yarn" and parameters.get("attention_factor") is not None:
-        reasons.append("config.rope_parameters: an explicit attention_factor is not implemented")
+        reasons.append(f"config.{field}: an explicit attention_factor is not implemented")
     if kind == "yarn" and not _asks(parameters.get("truncate", True)):
-        reasons.append("config.rope_parameters: truncate=False is not implemented")
+        reasons.append(f"config.{field}: truncate=False is not implemented")
     original = number("original_max_position_embeddings", None)
-    if kind == "yarn" and original is None:
-        reasons.append("config.rope_parameters: YaRN needs original_max_position_embeddings, got none")
+    if kind == "yarn" and not original:
+        reasons.append(f"config.{field}: YaRN needs original_max_position_embeddings, got none")
     if nested := [str(name) for name, value in parameters.items() if isinstance(value, Mapping)]:
-        reasons.append(f"config.rope_parameters: rope by layer type is not implemented, got {', '.join(nested)}")
+        reasons.append(f"config.{field}: rope by layer type is not implemented, got {', '.join(nested)}")
     reasons += [
-        f"config.rope_parameters: {name} is not implemented, got {short_text(parameters[name])}"
+        f"config.{field}: {name} is not implemented, got {short_text(parameters[name])}"
         for name in ("llama_4_scaling_beta", "mrope_section")
         if _asks(parameters.get(name))
     ]
     if (factor := number("partial_rotary_factor", 1.0, beside=True)) != 1:
-        reasons.append(f"config.rope_parameters: a partial_rotary_factor is not implemented, got {factor}")
+        reasons.append(f"config.{field}: a partial_rotary_factor is not implemented, got {factor}")
     longest, yarn = number("max_position_embeddings", None, beside=True), None
     if kind == "yarn":
         factor = number("factor", longest / original if longest and original else None)
         if factor is None:
-            reasons.append("config.rope_parameters: YaRN needs a factor or max_position_embeddings, got neither")
+            reasons.append(f"config.{field}: YaRN needs a factor or max_position_embeddings, got neither")
         try:
             yarn = YarnConfig(
-                factor=float(factor or 1),
+                factor=1.0 if factor is None else float(factor),
                 original_max_position_embeddings=int(original or 1),
                 beta_fast=float(number("beta_fast", 32.0)),
                 beta_slow=float(number("beta_slow", 1.0)),
@@ -182,7 +186,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
                 mscale_all_dim=number("mscale_all_dim", None),
             )
         except ValueError as error:
-            reasons.append(f"config.rope_parameters: {error}")
+            reasons.append(f"config.{field}: {error}")
     if reasons:
         raise UnsupportedConfiguration(reasons)
     return RopeConfig(theta=theta, interleaved=bool(interleaved), yarn=yarn)
