@@ -6,7 +6,7 @@ read back, so that it runs inside a captured graph.
 
 from __future__ import annotations
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -22,24 +22,57 @@ PROGRAMS = 4  # of the decode, that one program of this kernel places
 SHAPES = ((256, 1), (1024, 4))  # requests at a time, and warps
 
 
+class SplitRule(NamedTuple):
+    """The numbers of `InvariantCut`: how a request is split by its own length. The fields are values of a kernel."""
+
+    small_tiles: Any
+    small_splits: Any
+    large_tiles: Any
+    max_splits: Any
+
+
+class RequestTiles(NamedTuple):
+    """Of some requests each: tiles, tiles of a split, splits by own length, and length on the line."""
+
+    tiles: Any
+    split_tiles: Any
+    splits: Any
+    length: Any
+
+
+class Placed(NamedTuple):
+    """Of each program: the first request and where it starts on the line, the last request and both its ends."""
+
+    first_request: Any
+    first_start: Any
+    last_request: Any
+    last_start: Any
+    last_end: Any
+
+
+class Counted(NamedTuple):
+    """The line and the splits before a request, and what is placed so far."""
+
+    before: Any
+    splits_before: Any
+    placed: Any
+
+
 @triton.jit
 @no_type_check  # the interpreter needs the source and globals of the kernels themselves
-def invariant_split_tiles(tiles, own):
-    """Tiles of a split of a request that is cut by its own length, as the function of that name counts them.
-
-    `own` has the numbers of `InvariantCut`.
-    """
-    small_tiles, small_splits, large_tiles, max_splits = own
-    size = tl.maximum(tl.minimum((tiles + small_splits - 1) // small_splits, large_tiles), small_tiles)
-    size = tl.maximum(size, (tiles + max_splits - 1) // max_splits)
+def invariant_split_tiles(tiles, rule):
+    """Return the tiles of a split of a request that is split by its own length, as the contract's function does."""
+    size = (tiles + rule.small_splits - 1) // rule.small_splits
+    size = tl.maximum(tl.minimum(size, rule.large_tiles), rule.small_tiles)
+    size = tl.maximum(size, (tiles + rule.max_splits - 1) // rule.max_splits)
     return size + size % 2
 
 
 @triton.jit
 @no_type_check
-def _sizes(seq_lens, first, num_requests, overhead, split_overhead, own, CHUNK: tl.constexpr, TILE: tl.constexpr,
+def _sizes(seq_lens, first, num_requests, overhead, split_overhead, rule, CHUNK: tl.constexpr, TILE: tl.constexpr,
            BATCH_INVARIANT: tl.constexpr):  # fmt: skip
-    """Of CHUNK requests [CHUNK] each: tiles, tiles of a split, splits by own length, and length on the line.
+    """Count the tiles of CHUNK requests.
 
     A request has an overhead, and each split one more.
     """
@@ -48,9 +81,10 @@ def _sizes(seq_lens, first, num_requests, overhead, split_overhead, own, CHUNK: 
     tiles = (tl.maximum(lens, 1) - 1) // TILE + (lens > 0).to(tl.int32)  # the longest length does not overflow
     split_tiles, splits = tl.maximum(tiles, 1), tl.minimum(tiles, 1)
     if BATCH_INVARIANT:
-        split_tiles = invariant_split_tiles(tiles, own)
+        split_tiles = invariant_split_tiles(tiles, rule)
         splits = (tiles + split_tiles - 1) // split_tiles
-    return tiles, split_tiles, splits, tiles + tl.minimum(tiles, 1) * overhead + splits * split_overhead
+    length = tiles + tl.minimum(tiles, 1) * overhead + splits * split_overhead
+    return RequestTiles(tiles, split_tiles, splits, length)
 
 
 @triton.jit
@@ -61,7 +95,8 @@ def _place(tiles, length, before, splits_before, first, num_requests, low, high,
 
     `placed` is the first request (the one that `low` lies in) and its place, the last request and both its ends.
     """
-    first_request, first_start, last_request, last_start, last_end = placed
+    first_request, first_start, last_request = placed.first_request, placed.first_start, placed.last_request
+    last_start, last_end = placed.last_start, placed.last_end
     request = first + tl.arange(0, CHUNK)
     real = request < num_requests
     ends = before + tl.cumsum(length, 0)
@@ -77,7 +112,8 @@ def _place(tiles, length, before, splits_before, first, num_requests, low, high,
         splits = tl.where(tiles > 0, (ends - 1) // piece - (starts + overhead) // piece + 1, 0)
         tl.store(split_offsets + 1 + request, splits_before + tl.cumsum(splits, 0), mask=real)
         splits_before += tl.sum(splits)
-    return before + tl.sum(length), splits_before, (first_request, first_start, last_request, last_start, last_end)
+    placed = Placed(first_request, first_start, last_request, last_start, last_end)
+    return Counted(before + tl.sum(length), splits_before, placed)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead"])
@@ -92,34 +128,37 @@ def _plan_decode_kernel(
         gdc_wait()
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     zeros = tl.zeros([PROGRAMS], tl.int32)
-    placed = (zeros, zeros, zeros - 1, zeros, zeros)
+    placed = Placed(zeros, zeros, zeros - 1, zeros, zeros)
     zero = tl.zeros([], tl.int32)
     if tl.program_id(0) == 0:
         tl.store(split_offsets, 0)
     if ONE_CHUNK:
-        tiles, _, _, length = _sizes(seq_lens, 0, num_requests, overhead, 0, 0, CHUNK, TILE, False)
-        total = tl.sum(length)
+        counts = _sizes(seq_lens, 0, num_requests, overhead, 0, 0, CHUNK, TILE, False)
+        total = tl.sum(counts.length)
         piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
         low = program * piece
         high = tl.minimum(low + piece, total)
-        _, _, placed = _place(tiles, length, zero, zero, 0, num_requests, low, high, piece, overhead, placed,
-                              split_offsets, CHUNK)  # fmt: skip
+        counted = _place(counts.tiles, counts.length, zero, zero, 0, num_requests, low, high, piece, overhead, placed,
+                         split_offsets, CHUNK)  # fmt: skip
+        placed = counted.placed
     else:
         total = zero
         for first in range(0, num_requests, CHUNK):
-            _, _, _, length = _sizes(seq_lens, first, num_requests, overhead, 0, 0, CHUNK, TILE, False)
-            total += tl.sum(length)
+            counts = _sizes(seq_lens, first, num_requests, overhead, 0, 0, CHUNK, TILE, False)
+            total += tl.sum(counts.length)
         piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
         low = program * piece
         high = tl.minimum(low + piece, total)
         before, splits_before = zero, zero
         for first in range(0, num_requests, CHUNK):
-            tiles, _, _, length = _sizes(seq_lens, first, num_requests, overhead, 0, 0, CHUNK, TILE, False)
-            before, splits_before, placed = _place(
-                tiles, length, before, splits_before, first, num_requests, low, high, piece, overhead, placed,
-                split_offsets, CHUNK,
+            counts = _sizes(seq_lens, first, num_requests, overhead, 0, 0, CHUNK, TILE, False)
+            counted = _place(
+                counts.tiles, counts.length, before, splits_before, first, num_requests, low, high, piece, overhead,
+                placed, split_offsets, CHUNK,
             )  # fmt: skip
-    first_request, first_start, last_request, last_start, last_end = placed
+            before, splits_before, placed = counted.before, counted.splits_before, counted.placed
+    first_request, first_start, last_request = placed.first_request, placed.first_start, placed.last_request
+    last_start, last_end = placed.last_start, placed.last_end
     works = (low < total) & (first_request <= last_request)
     first_tile = tl.maximum(low - first_start - overhead, 0)
     last_tile = tl.minimum(high, last_end) - last_start - overhead
@@ -145,16 +184,14 @@ def _plan_invariant_kernel(
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    own = (small_tiles, small_splits, large_tiles, max_splits)
+    rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     request_overhead = overhead - split_overhead
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     end = CHUNK if ONE_CHUNK else num_requests  # known to the compiler, it loads and counts once
     total = tl.zeros([], tl.int32)
     for first in range(0, end, CHUNK):
-        _, _, _, length = _sizes(
-            seq_lens, first, num_requests, request_overhead, split_overhead, own, CHUNK, TILE, True
-        )
-        total += tl.sum(length)
+        counts = _sizes(seq_lens, first, num_requests, request_overhead, split_overhead, rule, CHUNK, TILE, True)
+        total += tl.sum(counts.length)
     piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
     low = program * piece
     low_split = tl.zeros([PROGRAMS], tl.int32)  # splits of all requests that start before the program's piece
@@ -163,9 +200,8 @@ def _plan_invariant_kernel(
     if tl.program_id(0) == 0:
         tl.store(split_offsets, 0)
     for first in range(0, end, CHUNK):
-        _, split_tiles, splits, length = _sizes(
-            seq_lens, first, num_requests, request_overhead, split_overhead, own, CHUNK, TILE, True
-        )
+        counts = _sizes(seq_lens, first, num_requests, request_overhead, split_overhead, rule, CHUNK, TILE, True)
+        split_tiles, splits, length = counts.split_tiles, counts.splits, counts.length
         request = first + tl.arange(0, CHUNK)
         starts = before + tl.cumsum(length, 0) - length + request_overhead
         stride = split_tiles + split_overhead
@@ -183,9 +219,8 @@ def _plan_invariant_kernel(
     last_tile = tl.zeros([PROGRAMS], tl.int32)
     splits_before = tl.zeros([], tl.int32)
     for first in range(0, end, CHUNK):  # from the numbers of the first and the last split to their requests
-        tiles, split_tiles, splits, _ = _sizes(
-            seq_lens, first, num_requests, request_overhead, split_overhead, own, CHUNK, TILE, True
-        )
+        counts = _sizes(seq_lens, first, num_requests, request_overhead, split_overhead, rule, CHUNK, TILE, True)
+        tiles, split_tiles, splits = counts.tiles, counts.split_tiles, counts.splits
         request = first + tl.arange(0, CHUNK)
         split_ends = splits_before + tl.cumsum(splits, 0)
         split_starts = split_ends - splits

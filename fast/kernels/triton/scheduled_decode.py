@@ -18,7 +18,7 @@ from reference.interfaces import DECODE_TILE, invariant_cut, most_invariant_spli
 
 from ..combine.kernels import Partials, RowState, add_partial, load_partial
 from .decode_tiles import LN_2, attend_tiles, load_queries
-from .schedule import invariant_split_tiles
+from .schedule import SplitRule, invariant_split_tiles
 
 
 @triton.jit(
@@ -49,7 +49,7 @@ def _scheduled_decode_kernel(
     Without a schedule, requests are cut by their own length, and each one's splits are spread over `num_runs` programs.
     """
     place, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
-    own = (small_tiles, small_splits, large_tiles, max_splits)
+    rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     first_tile = 0
     if SCHEDULED:
         row = tile_ranges + place * 5
@@ -62,7 +62,7 @@ def _scheduled_decode_kernel(
     else:
         request, last_request, range_end = place // num_runs, place // num_runs, 0
         length = tl.maximum(tl.load(seq_lens + request), 0)
-        split_tiles, splits = _own_cut(length, tl.minimum(length, max_keys), own, SCHEDULE_TILE)
+        split_tiles, splits = _own_cut(length, tl.minimum(length, max_keys), rule, SCHEDULE_TILE)
         split = place % num_runs * tl.cdiv(splits, num_runs)
         first_tile, range_end = split * split_tiles, (split + tl.cdiv(splits, num_runs)) * split_tiles
         runs_on = place % num_runs == 0
@@ -85,7 +85,7 @@ def _scheduled_decode_kernel(
         there = first_tile < last_tile
         splits = 1
         if BY_LENGTH:
-            split_tiles, splits = _own_cut(length, readable, own, SCHEDULE_TILE)
+            split_tiles, splits = _own_cut(length, readable, rule, SCHEDULE_TILE)
             last_tile = tl.minimum(own_end, (split + 1) * split_tiles)
             there = split < splits
             if SCHEDULED:
@@ -159,12 +159,12 @@ def _scheduled_decode_kernel(
 
 @triton.jit
 @no_type_check
-def _own_cut(length, readable, own, TILE: tl.constexpr):
+def _own_cut(length, readable, rule, TILE: tl.constexpr):
     """How a request is cut by its own length: tiles of a split, and how many splits it has.
 
     What lies beyond `max_keys` is none; a request without keys has one split all the same.
     """
-    split_tiles = invariant_split_tiles(_tiles(length, TILE), own)
+    split_tiles = invariant_split_tiles(_tiles(length, TILE), rule)
     return split_tiles, tl.maximum(tl.cdiv(_tiles(readable, TILE), split_tiles), 1)
 
 
