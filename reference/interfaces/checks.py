@@ -42,7 +42,7 @@ def check_type(argument: str, value: object, kind: type | tuple[type, ...], expe
     if not isinstance(value, kind):
         if expected is None:
             name = kind.__name__ if isinstance(kind, type) else " or ".join(one.__name__ for one in kind)
-            expected = f"{'an' if name.startswith(('A', 'MLA')) else 'a'} {name}"
+            expected = f"{'an' if name.startswith(('A', 'O', 'MLA')) else 'a'} {name}"
         raise TypeError(f"{argument}: expected {expected}, got {type(value).__name__}")
 
 

@@ -13,13 +13,18 @@ WINDOW = 20  # lines
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:
-    """Numbers and texts of the lines that do something: no docstring, comment, import or lone bracket."""
+    """Numbers and texts of the lines that do something: no docstring, comment, import, signature or lone bracket.
+
+    The launchers of one op have one signature in every backend.
+    """
     source = path.read_text(encoding="utf-8")
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             left_out |= set(range(node.lineno, node.end_lineno + 1))
-        elif isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+        if isinstance(node, ast.FunctionDef):
+            left_out |= set(range(node.lineno, node.body[0].lineno))
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
             left_out |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     lines = ((number, re.sub(r"\s*#.*", "", line).strip()) for number, line in enumerate(source.splitlines(), 1))
     return [(number, line) for number, line in lines if number not in left_out and len(line) > 3]

@@ -1,0 +1,191 @@
+"""Backends that register themselves or come by an entry point, what they declare, and formats of caches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import fast
+from fast import backends
+from fast.backends import Backend, OpSupport
+from fast.backends.own import CPU as CPU_BACKEND
+from fast.backends.own import OPS
+from reference.interfaces import (
+    CacheFormat,
+)
+
+from ..support.backends import with_backends
+from ..support.commands import ROOT
+from ..support.factories import (
+    DIRECT,
+    assert_same_bits,
+    integers,
+    make_batch,
+)
+from .test_backends import REQUEST, STEP, decode_arguments, step_of_a_layer
+
+
+def negated_merge(prefix_out, prefix_lse, suffix_out, suffix_lse):
+    """A merge that nobody would take for ours."""
+    return -prefix_out, -prefix_lse
+
+
+FOREIGN = Backend("foreign", 50, "cpu", {"merge_attn_states": OpSupport(negated_merge, (torch.float32,))})
+
+
+def merge(**options):
+    state = fast.AttentionState(torch.ones(2, 3, 4), torch.zeros(3, 2))
+    return fast.merge_attn_states(state, state, **options).out
+
+
+def test_a_backend_for_one_op(plain_errors):
+    """Registered, it serves that op and no other; removed, ours serve again."""
+    backends.register(FOREIGN)
+    try:
+        assert merge().eq(-1).all() and merge(backend="cpu").gt(0).all()
+        assert backends.select(REQUEST).name == "cpu"
+        assert backends.bind("foreign") == {"merge_attn_states": "foreign"}
+        lines = backends.explain(DIRECT, device="cpu", dtype=torch.float32).splitlines()
+        assert [line for line in lines if line.startswith("merge_attn_states: foreign")]
+        with pytest.raises(ValueError, match="^backend.name: expected a name that no backend has, got foreign$"):
+            backends.register(FOREIGN)
+    finally:
+        backends.unregister("foreign")
+    assert merge().gt(0).all()
+    with pytest.raises(ValueError, match="^name: expected one of cpu, triton, hopper, got foreign$"):
+        backends.unregister("foreign")
+    with pytest.raises(TypeError, match="^backend: expected a Backend, got str$"):
+        backends.register("foreign")
+
+
+@pytest.mark.parametrize("found", [FOREIGN, lambda: FOREIGN, lambda: [FOREIGN]], ids=["a backend", "one", "a list"])
+def test_entry_points(found, monkeypatch):
+    """Read once, at the first choice; one that fails is left out with a warning that names it."""
+    registry = sys.modules["fast.backends.registry"]
+
+    def broken():
+        raise ImportError("libforeign.so is missing")
+
+    def halfway():
+        backends.register(replace(FOREIGN, name="halfway", priority=99))
+        return [FOREIGN, "no backend"]
+
+    points = [
+        SimpleNamespace(name="broken", value="other:backend", load=broken),
+        SimpleNamespace(name="halfway", value="third:backend", load=halfway),
+        SimpleNamespace(name="foreign", value="foreign:backend", load=lambda: found),
+    ]
+    asked = []
+    monkeypatch.setattr(registry.importlib.metadata, "entry_points", lambda group: asked.append(group) or points)
+    monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [])
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    with pytest.warns(RuntimeWarning) as warned:
+        assert merge().eq(-1).all()
+    assert [str(warning.message).split(":")[0] for warning in warned] == [
+        "backend broken of other",
+        "backend halfway of third",
+    ]
+    assert str(warned[0].message).endswith("is left out: libforeign.so is missing")
+    assert [backend.name for backend in backends.registered()] == ["cpu", "triton", "hopper", "foreign"]
+    assert merge().eq(-1).all() and asked == ["mla_twins.backends"]
+
+
+@pytest.mark.parametrize(
+    "record, fields, message",
+    [
+        (FOREIGN, dict(priority="high"), "priority: expected an int, got high"),
+        (FOREIGN, dict(name=5), "name: expected a name without spaces, got 5"),
+        (FOREIGN, dict(ops=["merge_attn_states"]), "ops: expected a mapping from op to OpSupport, got list"),
+        (FOREIGN, dict(ops={"mla_decode": print}), "ops['mla_decode']: expected an OpSupport, got builtin_function_or"),
+        (OpSupport(print), dict(launcher=None), 'launcher: expected a function or "package.module:function", got None'),
+        (OpSupport(print), dict(launcher="package.module"), "launcher: expected a function or"),
+        (OpSupport(print), dict(dtypes=torch.float32), "dtypes: expected a tuple, got dtype"),
+        (OpSupport(print), dict(masks=("window",)), "masks: expected some of causal, visible_lens, got ('window',)"),
+        (OpSupport(print), dict(head_dims={"lkv": (512,)}), "head_dims: expected names among kv_lora_rank, "),
+        (OpSupport(print), dict(query_lens="any"), "query_lens: expected a QueryLenSupport, got str"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+def test_a_declaration_checks_itself(record, fields, message, plain_errors):
+    """Where it is made: one that is wrong would break the choice for every op."""
+    with pytest.raises((ValueError, TypeError)) as error:
+        replace(record, **fields)
+    assert str(error.value).startswith(message)
+
+
+def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
+    """Planted before: the builder planned with the number of programs of the backends of its first step."""
+
+    def planned() -> int:
+        builder = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8)
+        return builder.build(0, make_batch([1, 1], [300, 20]).common).schedule_choice.num_programs
+
+    assert planned() == 1
+    backends.register(Backend("seven", 50, "cpu", {"decode_programs": OpSupport(lambda *_: 7)}))
+    try:
+        assert planned() == 7
+    finally:
+        backends.unregister("seven")
+    assert planned() == 1
+
+
+OTHER_FORMAT = CacheFormat("other")
+
+
+def test_a_format_reaches_every_op(monkeypatch):
+    """A layer hands the format of its cache to every op: a backend that declares it alone serves all of a step.
+
+    Planted: the format of the cache not passed on by the layer, by its prefill or by its cascade.
+    """
+    reading = [op for op in OPS if op in ("mla_decode", "decode_programs", "gather_and_maybe_dequant_cache",
+                                          "rope_norm_and_cache", "concat_and_cache_mla")]  # fmt: skip
+    formats = sys.modules["reference.interfaces.cache_format"]
+    monkeypatch.setattr(formats, "CACHE_FORMATS", {"other": OTHER_FORMAT})
+    other = {op: replace(CPU_BACKEND.ops[op], cache_formats=("other",)) for op in reading}
+    with_backends(monkeypatch, CPU_BACKEND, Backend("formatted", -1, "cpu", other))
+    launched, right = set(), backends.kernel
+    monkeypatch.setattr(backends, "kernel", lambda name, op: launched.add((name, op)) or right(name, op))
+    step_of_a_layer(None, cache_format=OTHER_FORMAT)
+    read = STEP & set(reading)
+    assert launched == {("formatted", op) for op in read} | {("cpu", op) for op in STEP - read}
+    q, k_pe, cache, plan, scale = decode_arguments()
+    launched.clear()
+    fast.cascade_attention(q, k_pe, cache, fast.split_shared_prefix(plan, 16, 16, 0), scale, OTHER_FORMAT)
+    assert ("formatted", "mla_decode") in launched and ("cpu", "mla_decode") not in launched
+    launched.clear()
+    fast.simulate(2, 1, lambda ranks: fast.dcp_decode(q, k_pe, cache, plan, scale, ranks, cache_format=OTHER_FORMAT))
+    assert ("formatted", "mla_decode") in launched and ("cpu", "mla_decode") not in launched
+
+
+def test_a_format_that_nothing_implements_is_refused(ops):
+    """Planted before: the reference took any format and wrote its own."""
+    q, k_pe, cache, plan, scale = decode_arguments()
+    before = cache.clone()
+    calls = [
+        lambda: ops.mla_decode(q, k_pe, cache, plan, scale, cache_format=OTHER_FORMAT),
+        lambda: ops.concat_and_cache_mla(q[:, 0], k_pe[:, 0], cache, torch.tensor([0, 1]), OTHER_FORMAT),
+        lambda: ops.gather_and_maybe_dequant_cache(
+            cache, plan.block_table, integers(0, 1, 2), integers(0, 0), 2, OTHER_FORMAT
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="^cache_format: expected one of compute_dtype, got other$"):
+            call()
+    assert_same_bits(cache, before)
+
+
+def test_declarations_import_no_kernel():
+    """To ask who serves, no kernel is imported; the first call imports what it launches."""
+    code = """
+import sys, torch, fast
+fast.backends.explain(fast.MLAConfig.from_preset("deepseek-v3"), device="cpu", dtype=torch.float32)
+loaded = [name for name in sys.modules if name.startswith("fast.kernels.") and "cpu" not in name]
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
