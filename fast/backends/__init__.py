@@ -8,9 +8,10 @@ Every `backend=` of `fast` is None, a name, or a mapping from op to name (`Backe
   or an error: a backend that cannot serve the call raises `UnsupportedConfiguration` with every reason.
 - A name at whatever calls several ops binds the ops that the backend declares; the others are chosen as for None.
   These are `MLAAttention`, `MLAMetadataBuilder`, `build_mla_metadata`, `DecodeGraph`, `use_mla`, `warmup`, `explain`,
-  the main job's `--backend`, and the functions `forward_prefill`, `cascade_attention`, `dcp_gather_context` and `dcp_decode`. A bound op that its backend
-  cannot serve raises as above. A backend that declares none of the ops that are called is refused at once. So "hopper"
-  binds the decode of `dcp_decode`, whose exchange is chosen, and is refused by `forward_prefill`.
+  the main job's `--backend`, and the functions `forward_prefill`, `cascade_attention`, `dcp_gather_context` and
+  `dcp_decode`. A bound op that its backend cannot serve raises as above. A backend that declares none of the ops that
+  are called is refused at once. So "hopper" binds the decode of `dcp_decode`, whose exchange is chosen, and is refused
+  by `forward_prefill`.
 - A mapping gives the backend of each op that it names, everywhere; an op that it lacks is chosen as for None. An op or
   a name that nothing has, and an op that its backend does not declare, is refused at once.
 
