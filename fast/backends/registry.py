@@ -293,8 +293,8 @@ def _read_entry_points() -> bool:
         except Exception as error:
             _REGISTERED.clear()
             _REGISTERED.update(before)
+            _changed()
             failed.append(f"backend {entry.name} of {entry.value} is left out: {error}")
-    _changed()
     for message in failed:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     return True

@@ -148,5 +148,6 @@ def test_padding_rows_have_no_slot(size):
 
 def test_a_column_that_the_table_lacks_has_no_slot():
     """On a GPU nothing refuses a table that is too narrow; tokens in columns past its last one get no slot."""
-    found = slots_of_tokens(offsets([3, 1]), integers(66, 64), TABLE, 16, 5)
+    table = TABLE.to(torch.get_default_device())
+    found = slots_of_tokens(offsets([3, 1]), integers(66, 64), table, 16, 5)
     assert found.tolist() == [int(TABLE[0, 3]) * 16 + 15, -1, -1, int(TABLE[1, 3]) * 16 + 15, -1]

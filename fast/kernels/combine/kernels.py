@@ -271,20 +271,25 @@ def _combine_invariant_kernel(
             first, end = (request * 0 + 1, request_partials) if AHEAD else (combined, splits)
             more = (first > 0) if AHEAD else (first < splits)
             while more:
-                loaded = ()  # all loads are issued before the first split is added
+                # All loads are issued before the first split is added. A tuple of records would lose the names of its
+                # fields in Triton 3.6, so each field has a tuple of its own.
+                largests, totals, weighteds = (), (), ()
                 for place in tl.static_range(SPLITS):
                     index, held = first_partial + first + place, readable & (first + place < end)
-                    state_of_split = load_partial(partials, index, held, rows.number, columns, LATENT)
-                    loaded = loaded + (state_of_split,)  # noqa: RUF005  the compiler knows no unpacking here
+                    loaded = load_partial(partials, index, held, rows.number, columns, LATENT)
+                    largests = largests + (loaded.largest,)  # noqa: RUF005  the compiler knows no unpacking here
+                    totals = totals + (loaded.total,)  # noqa: RUF005
+                    weighteds = weighteds + (loaded.weighted,)  # noqa: RUF005
                 highest = tl.full([ROWS], float("-inf"), tl.float32)
                 for place in tl.static_range(SPLITS):
                     is_split = (first + place >= combined) & (first + place < splits)
-                    highest = tl.maximum(highest, tl.where(is_split, loaded[place].largest, float("-inf")))
+                    highest = tl.maximum(highest, tl.where(is_split, largests[place], float("-inf")))
                 if tl.max((highest > state.largest + REFERENCE_GROWTH).to(tl.int32), 0) == 0:
                     shift = tl.where(state.largest == float("-inf"), 0.0, state.largest)
                     for place in tl.static_range(SPLITS):
                         is_split = (first + place >= combined) & (first + place < splits)
-                        state = _add_rounded(state, loaded[place], shift, one, rows.real & is_split)
+                        split_state = RowState(largests[place], totals[place], weighteds[place])
+                        state = _add_rounded(state, split_state, shift, one, rows.real & is_split)
                 else:  # seldom: a loop, for it need not be fast
                     for split in range(tl.maximum(first, combined), tl.minimum(first + SPLITS, splits)):
                         one_split = load_partial(
