@@ -23,7 +23,7 @@ for the others too, as far as that backend declares them; two different names ar
 
 from .explanation import explain, layer_requests
 from .own import DECODES, MESSAGES, register_own
-from .registry import Backend, KernelRequest, OpSupport, on_change, register, registered, unregister
+from .registry import Backend, KernelRequest, OpSupport, kernel, on_change, register, registered, unregister
 from .selection import (
     BackendChoice,
     BoundOps,
@@ -31,7 +31,6 @@ from .selection import (
     cache_in_words,
     cache_request,
     decode_request,
-    kernel,
     query_lens_of,
     select,
     state_request,

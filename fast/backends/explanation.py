@@ -25,24 +25,37 @@ CACHE_OPS = (  # whose requests have a block size, besides those of DECODES
 
 
 def layer_requests(config: MLAConfig, device: torch.device, dtype: torch.dtype, block_size: int) -> list[KernelRequest]:
-    """What a layer of these dims needs of kernels, a request an op, by name; query lengths of every kind.
+    """Return what a layer of these dims needs of kernels: one request an op, by name, with any query lengths.
 
     Args:
         config: the layer.
-        device: where it runs.
-        dtype: in which type.
+        device: device of its tensors.
+        dtype: dtype of its tensors.
         block_size: tokens a cache block.
     """
-    dims = config.kv_lora_rank, config.qk_rope_head_dim
+    latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
+    widths = {  # as the op itself names them; for the other ops, one width
+        "apply_rope": (("qk_rope_head_dim", rope),),
+        "concat_and_cache_mla": entry,
+        "flash_attn_varlen": (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim)),
+        "merge_attn_states": (("head_dim", config.v_head_dim),),
+        "pack_attn_state": (("head_dim", latent),),
+        "rope_norm_and_cache": entry,
+        "share_attn_out": (("head_dim", latent),),
+    }
     requests = []
     for op in all_ops():
         if op in DECODES:
-            requests.append(decode_request(device, dtype, *dims, block_size, QueryLenSupport.VARLEN, op=op))
+            requests.append(decode_request(device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN, op=op))
         elif op == "plan_decode":
             requests.append(KernelRequest(op, device))
         else:
-            cached = {"block_size": block_size, "cache_format": COMPUTE_FORMAT} if op in CACHE_OPS else {}
-            requests.append(KernelRequest(op, device, dtype, **cached))
+            more = {"block_size": block_size, "cache_format": COMPUTE_FORMAT} if op in CACHE_OPS else {}
+            if op == "flash_attn_varlen":
+                more = {"query_lens": QueryLenSupport.VARLEN, "mask": "causal"}
+            head_dims = widths.get(op, (("head_dim", config.head_size),))
+            requests.append(KernelRequest(op, device, dtype, head_dims, **more))
     return requests
 
 

@@ -256,7 +256,7 @@ def register(backend: Backend) -> None:
         backend: the declaration; its name must be new.
 
     Raises:
-        TypeError: not a `Backend`, or an op whose declaration is no `OpSupport`.
+        TypeError: not a `Backend`.
         ValueError: a name that is taken.
     """
     check_type("backend", backend, Backend)
@@ -266,12 +266,16 @@ def register(backend: Backend) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove a backend that was registered.
+    """Remove a backend that was registered, by its own package or by an entry point.
+
+    Args:
+        name: name of the backend.
 
     Raises:
         ValueError: no backend has that name.
     """
-    check(name in _REGISTERED, "name", f"one of {', '.join(_REGISTERED)}", name)
+    names = [backend.name for backend in registered()]
+    check(name in names, "name", f"one of {', '.join(names)}", name)
     del _REGISTERED[name]
     _changed()
 
@@ -312,14 +316,14 @@ def by_priority(op: str) -> tuple[Backend, ...]:
     return tuple(sorted(registered(), key=lambda candidate: -candidate.priority_of(op)))
 
 
-@functools.cache
-def launcher_of(name: str, op: str) -> Callable:
-    """Return the function that launches an op in a backend; a dotted path is imported here."""
+def kernel(name: str, op: str) -> Callable:
+    """Return the function that launches an op in a backend; both names come from `select`."""
     launcher = _REGISTERED[name].ops[op].launcher
-    if not isinstance(launcher, str):
-        return launcher
-    module, _, function = launcher.partition(":")
+    return _imported(launcher) if isinstance(launcher, str) else launcher
+
+
+@functools.cache
+def _imported(path: str) -> Callable:
+    """Return the function at "package.module:function"."""
+    module, _, function = path.partition(":")
     return getattr(importlib.import_module(module), function)
-
-
-on_change(launcher_of.cache_clear)

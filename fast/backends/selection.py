@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from reference.interfaces import COMPUTE_FORMAT, CacheFormat, QueryLenSupport, UnsupportedConfiguration, check
 
 from .own import DECODES, MESSAGES
-from .registry import Backend, KernelRequest, by_priority, check_request, launcher_of, registered
+from .registry import Backend, KernelRequest, by_priority, check_request, registered
 
 BackendChoice = str | Mapping[str, str] | None  # of every `backend=`: a name, op to name, or None; see `fast.backends`
 
@@ -128,11 +128,6 @@ def name_for(op: str, backend: BackendChoice) -> str | None:
     if backend is None or isinstance(backend, str):
         return backend
     return bind(backend).get(op)
-
-
-def kernel(name: str, op: str) -> Callable:
-    """Return the launcher of one op in one backend; both names come from `select`."""
-    return launcher_of(name, op)
 
 
 def decode_request(

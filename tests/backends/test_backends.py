@@ -94,6 +94,7 @@ def test_every_op_has_a_cpu_kernel():
         (dict(query_lens=QueryLenSupport.VARLEN), "narrow: serves query lengths uniform, got varlen"),
         (dict(mask="visible_lens"), "narrow: applies the masks causal, got visible_lens"),
         (dict(batch_invariant=True), "narrow: is not batch-invariant"),
+        (dict(cache_in_words=False), "narrow: needs a cache of whole, aligned 16-byte words, with at least one block"),
         (dict(graph=GraphSupport.ANY), "narrow: can be captured for one query lengths, got any"),
         (dict(cache_format=CacheFormat("other")), "narrow: reads caches in compute_dtype, got other"),
     ],
@@ -103,6 +104,7 @@ def test_reasons(change, reason):
     narrow = deviceless(
         "narrow", 5, dtypes=(torch.float32,), head_dims={"kv_lora_rank": (512,)}, block_sizes=(64,),
         query_lens=QueryLenSupport.UNIFORM, masks=("causal",), batch_invariant=False, graph=GraphSupport.ONE_QUERY_LEN,
+        needs_words=True,
     )  # fmt: skip
     assert narrow.validate_configuration(REQUEST) == []
     assert narrow.validate_configuration(replace(REQUEST, query_lens=QueryLenSupport.UNIFORM)) == []

@@ -17,6 +17,7 @@ from fast.backends.own import CPU as CPU_BACKEND
 from fast.backends.own import OPS
 from reference.interfaces import (
     CacheFormat,
+    MLAConfig,
 )
 
 from ..support.backends import with_backends
@@ -189,3 +190,26 @@ assert not loaded, loaded
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_priority_of_one_op(monkeypatch):
+    """An op may have a priority of its own, above or below that of its backend."""
+    first = Backend("first", 5, "cpu", {"mla_decode": OpSupport(print, priority=-1), "apply_rope": OpSupport(print)})
+    with_backends(monkeypatch, first, replace(CPU_BACKEND, priority=2))
+    assert backends.select(REQUEST).name == "cpu"
+    assert backends.select(replace(REQUEST, op="apply_rope")).name == "first"
+
+
+def test_explain_asks_what_the_ops_ask(monkeypatch):
+    """Planted before: widths were not asked for, so a backend was named that refused the call."""
+    only_512 = {
+        op: OpSupport(print, head_dims={"kv_lora_rank": (512,)}) for op in ("concat_and_cache_mla", "mla_decode")
+    }
+    only_576 = {"gather_and_maybe_dequant_cache": OpSupport(print, head_dims={"head_dim": (576,)})}
+    only_128 = {"flash_attn_varlen": OpSupport(print, head_dims={"v_head_dim": (128,)})}
+    with_backends(monkeypatch, CPU_BACKEND, Backend("wide", 5, "cpu", only_512 | only_576 | only_128))
+    for config, name in ((DIRECT, "cpu"), (MLAConfig.from_preset("deepseek-v3"), "wide")):
+        said = dict(line.split(": ", 1) for line in
+                    backends.explain(config, device="cpu", dtype=torch.float32).splitlines())  # fmt: skip
+        for op in only_512 | only_576 | only_128:
+            assert said[op].startswith(name), op

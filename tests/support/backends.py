@@ -13,8 +13,8 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
     registry = sys.modules["fast.backends.registry"]
     monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
-    monkeypatch.setattr(sys.modules["fast.backends.selection"], "launcher_of", registry.launcher_of.__wrapped__)
-    registry._changed()
+    plans = sys.modules["fast.mla.metadata"]  # what it keeps of a choice outlives no test
+    monkeypatch.setattr(plans, "_kept_programs", plans._kept_programs.__wrapped__)
 
 
 def cpu_backend(kernels: Mapping[str, Callable]) -> Backend:
