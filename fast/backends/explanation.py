@@ -37,6 +37,7 @@ def layer_requests(config: MLAConfig, device: torch.device, dtype: torch.dtype, 
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
     widths = {  # as the op itself names them; for the other ops, one width
         "apply_rope": (("qk_rope_head_dim", rope),),
+        "combine_attn_states": (("head_dim", latent),),
         "concat_and_cache_mla": entry,
         "flash_attn_varlen": (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim)),
         "merge_attn_states": (("head_dim", config.v_head_dim),),
