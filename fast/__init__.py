@@ -24,6 +24,7 @@ from reference.interfaces import (
     DecodeSchedule,
     GlobalHyperparameters,
     GroupError,
+    InvariantCut,
     MLAConfig,
     MLAMetadata,
     PathCosts,
@@ -31,6 +32,7 @@ from reference.interfaces import (
     QueryLenSupport,
     RopeConfig,
     ScheduleChoice,
+    ScheduleCosts,
     TokenOwnership,
     UnsupportedConfiguration,
     YarnConfig,
@@ -60,7 +62,7 @@ from .mla.choose_path import choose_path, choose_paths
 from .mla.context_parallel import dcp_decode, dcp_gather_context
 from .mla.decode import decode_programs as decode_programs  # fast alone, as warmup
 from .mla.decode import mla_decode
-from .mla.graphs import DecodeGraph
+from .mla.decode import schedule_costs as schedule_costs  # likewise
 from .mla.layer import MLAAttention, rms_norm
 from .mla.prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
 from .mla.weights import (
@@ -75,6 +77,7 @@ from .mla.weights import (
 from .planning.batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
 from .planning.context_chunks import plan_context_chunks, rank_local_chunk
 from .planning.decode_schedule import plan_decode
+from .planning.graphs import DecodeGraph
 from .planning.local_attention import make_local_attention_virtual_batches
 from .planning.shared_prefix import common_prefix_len, split_shared_prefix
 from .planning.slots import dcp_slot_mapping, slot_mapping
@@ -93,6 +96,7 @@ __all__ = [
     "DecodeSchedule",
     "GlobalHyperparameters",
     "GroupError",
+    "InvariantCut",
     "MLAAttention",
     "MLAConfig",
     "MLAMetadata",
@@ -102,6 +106,7 @@ __all__ = [
     "QueryLenSupport",
     "RopeConfig",
     "ScheduleChoice",
+    "ScheduleCosts",
     "TokenOwnership",
     "UnsupportedConfiguration",
     "YarnConfig",

@@ -13,7 +13,9 @@ from reference.distributed.arguments import check_groups, check_invariant_merge
 from reference.distributed.groups import ContextParallel
 from reference.distributed.simulation import simulate
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     MERGES,
+    CacheFormat,
     CommonAttentionMetadata,
     DecodeSchedule,
     MLAConfig,
@@ -21,6 +23,7 @@ from reference.interfaces import (
     check_config,
     check_device,
     check_dtype,
+    check_format,
     check_int,
 )
 
@@ -29,7 +32,7 @@ from .backends import BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
 from .cache.latent import allocate_kv_cache
 from .mla.builder import build_mla_metadata
-from .mla.decode import decode_programs
+from .mla.decode import decode_programs, schedule_costs
 from .mla.layer import MLAAttention
 from .planning.decode_schedule import plan_decode
 
@@ -48,6 +51,7 @@ def warmup(
     decode_threshold: int = 1,
     batch_invariant: bool = False,
     context_parallel: ContextParallel | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> list[str]:
     """Compile every kernel that a layer of these dims will launch, so that no request waits for it.
@@ -65,6 +69,7 @@ def warmup(
         batch_invariant: of the schedules that decodes will have.
         context_parallel: the groups, where ranks share heads and sequences. Nothing is exchanged with them: this
             process plays all ranks (`simulate`), so that every process may warm up by itself.
+        cache_format: format of the layer's cache.
         backend: as that of the layer: a name, a mapping from op to name, or None (`fast.backends`).
 
     Returns:
@@ -80,11 +85,12 @@ def warmup(
     check_int("decode_threshold", decode_threshold, 1, "at least 1")
     check_invariant_merge(None, batch_invariant)
     check_groups(context_parallel)
+    check_format(cache_format)
     device = check_device("device", device)
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)
 
-    asked = (config, device, dtype, block_size, decode_threshold, batch_invariant, backends.bind(backend))
+    asked = (config, device, dtype, block_size, decode_threshold, batch_invariant, cache_format, backends.bind(backend))
     with _compiling_ahead() as compiled:
         if context_parallel is None:
             _launch_all(None, *asked)
@@ -103,17 +109,22 @@ def _launch_all(
     block_size: int,
     decode_threshold: int,
     batch_invariant: bool,
+    cache_format: CacheFormat,
     backend: BackendChoice,
 ) -> None:
     """Steps of every kind, by one rank or by this one among others."""
     num_blocks = -(-LONG_CONTEXT // block_size) + 2
-    kv_cache = allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, device).zero_()
+    columns = cache_format.columns(config.kv_lora_rank, config.qk_rope_head_dim)
+    kv_cache = allocate_kv_cache(num_blocks, block_size, columns, cache_format.dtype_for(dtype), device).zero_()
     ownership, heads, local = None, config.num_heads, config
     if ranks is not None:
         ownership, heads, local = ranks.ownership, ranks.gathered_heads(heads), ranks.local_config(config)
     projections = _projections_of_zeros(local, dtype, device)
-    layer = MLAAttention(config, **projections, context_parallel=ranks, backend=backend)
+    layer = MLAAttention(config, **projections, context_parallel=ranks, cache_format=cache_format, backend=backend)
     size = 1 if ownership is None else ownership.size
+    decoded = {"config": dataclasses.replace(config, num_heads=heads), "device": device, "dtype": dtype,
+               "block_size": block_size, "cache_format": cache_format, "backend": backend}  # fmt: skip
+    costs = schedule_costs(**decoded)
 
     def step(
         query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold, scheduled: bool = True
@@ -126,17 +137,12 @@ def _launch_all(
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         layer(hidden_states, positions, kv_cache, plan)
         if plan.num_decodes and scheduled:
-            programs = decode_programs(
-                dataclasses.replace(config, num_heads=heads), device=device, dtype=dtype, block_size=block_size,
-                query_len=max(query_lens), backend=backend,
-            )  # fmt: skip
-            for cut in {programs, *((1, 16) if len(query_lens) == 1 else ())}:  # few and many parts to merge
-                schedule = plan_decode(
-                    plan.decode.seq_lens, cut, heads, batch_invariant=batch_invariant, backend=backend
-                )
+            programs = decode_programs(**decoded, query_len=max(query_lens))
+            for count in {programs, *((1, 16) if len(query_lens) == 1 else ())}:  # few and many parts to merge
+                schedule = plan_decode(plan.decode.seq_lens, count, costs, batch_invariant, backend=backend)
                 layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         if plan.num_decodes and batch_invariant:
-            schedule = DecodeSchedule(batch_invariant=True)
+            schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut)
             layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         # an engine with projections of its own calls the parts
         projected = layer.project(hidden_states, positions)
@@ -156,7 +162,7 @@ def _launch_all(
         step([longer] * requests, [length] * requests, longer)
     for requests in (300, 1100):
         lens = torch.zeros(requests, dtype=torch.int32, device=device)
-        plan_decode(lens, 1, heads, batch_invariant=batch_invariant, backend=backend)
+        plan_decode(lens, 1, costs, batch_invariant, backend=backend)
     for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):
         for context in (0, 16 * block_size, 3):
             step([long_query], [long_query + context])

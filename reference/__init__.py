@@ -24,6 +24,7 @@ from .interfaces import (
     DecodeSchedule,
     GlobalHyperparameters,
     GroupError,
+    InvariantCut,
     MLAConfig,
     MLAMetadata,
     PathCosts,
@@ -31,6 +32,7 @@ from .interfaces import (
     QueryLenSupport,
     RopeConfig,
     ScheduleChoice,
+    ScheduleCosts,
     TokenOwnership,
     UnsupportedConfiguration,
     YarnConfig,
@@ -49,7 +51,6 @@ from .mla.cascade import cascade_attention, use_cascade_attention
 from .mla.choose_path import choose_path, choose_paths
 from .mla.context_parallel import dcp_decode, dcp_gather_context
 from .mla.decode import mla_decode
-from .mla.graphs import DecodeGraph
 from .mla.layer import MLAAttention, rms_norm
 from .mla.prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
 from .mla.weights import (
@@ -64,6 +65,7 @@ from .mla.weights import (
 from .planning.batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
 from .planning.context_chunks import plan_context_chunks, rank_local_chunk
 from .planning.decode_schedule import plan_decode
+from .planning.graphs import DecodeGraph
 from .planning.local_attention import make_local_attention_virtual_batches
 from .planning.shared_prefix import common_prefix_len, split_shared_prefix
 from .planning.slots import dcp_slot_mapping, slot_mapping
@@ -82,6 +84,7 @@ __all__ = [
     "DecodeSchedule",
     "GlobalHyperparameters",
     "GroupError",
+    "InvariantCut",
     "MLAAttention",
     "MLAConfig",
     "MLAMetadata",
@@ -91,6 +94,7 @@ __all__ = [
     "QueryLenSupport",
     "RopeConfig",
     "ScheduleChoice",
+    "ScheduleCosts",
     "TokenOwnership",
     "UnsupportedConfiguration",
     "YarnConfig",

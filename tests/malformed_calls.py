@@ -9,12 +9,9 @@ A new public function or a new required field is one line in `valid_calls`; the 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import importlib
 import inspect
 import json
-import math
-import re
 import signal
 import sys
 import warnings
@@ -25,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
     AttentionState,
-    DecodeMetadata,
+    InvariantCut,
     MLAConfig,
     PathCosts,
     QueryLenSupport,
     RopeConfig,
+    ScheduleCosts,
     TokenOwnership,
 )
 
@@ -51,6 +48,7 @@ from .support.factories import (
     norm,
     offsets,
 )
+from .support.malformed_values import malformed
 
 CPU = torch.device("cpu")
 SECONDS_A_CALL = 5  # of computing: a malformed number must not become a loop
@@ -83,11 +81,12 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     torch.manual_seed(0)
     is_fast = ops.__name__ == "fast"
     backend = {"backend": "cpu"} if is_fast else {}
+    served_by = {"dtype": torch.float32, "cache_format": COMPUTE_FORMAT, **backend}
     batch = make_batch([1, 2, 3], [20, 33, 16])
     common, decodes = batch.common, make_batch([1, 1], [20, 33])
     cache = make_cache(batch, make_entries(batch, DIRECT.head_size, torch.float32), DIRECT.head_size, torch.float32)
     plan = ops.build_mla_metadata(common, 16, 4096, 8).decode
-    schedule = ops.plan_decode(plan.seq_lens, 2, DIRECT.num_heads)
+    schedule = ops.plan_decode(plan.seq_lens, 2)
     prefill = ops.build_mla_metadata(make_batch([2, 3], [33, 40]).common, 16, 64).prefill
     prefill_cache = torch.randn(8, 16, DIRECT.head_size)
     w_uk, w_uv = make_up_projections(DIRECT, torch.float32)
@@ -102,7 +101,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     layer = make_layer(ops, DIRECT, weights, torch.float32)
     step = make_batch([1, 1, 5, 7], [20, 33, 40, 7])
     step_plan = ops.build_mla_metadata(step.common, 16, 64)
-    step_plan = dataclasses.replace(step_plan, schedule=ops.plan_decode(step_plan.decode.seq_lens, 2, DIRECT.num_heads))
+    step_plan = dataclasses.replace(step_plan, schedule=ops.plan_decode(step_plan.decode.seq_lens, 2))
     step_cache = torch.randn(step.num_blocks, 16, DIRECT.head_size)
     hidden, positions = torch.randn(14, DIRECT.hidden_size), torch.arange(14)
     prefix = make_batch([1, 1], [40, 40])
@@ -117,7 +116,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     def run_step(hidden_states, positions, metadata):
         return hidden_states
 
-    graph = ops.DecodeGraph(run_step, DIRECT, (2, 4), 16, 8, torch.float32, CPU)
+    graph = ops.DecodeGraph(run_step, builder, (2, 4), 8, DIRECT.hidden_size, torch.float32, CPU)
 
     def state():
         return AttentionState(torch.randn(6, 4, 5), torch.randn(4, 6))
@@ -200,9 +199,10 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              config=DIRECT, costs=PathCosts(), query_len_support=QueryLenSupport.VARLEN),
         call("plan_context_chunks", context_lens=integers(20, 0, 33), workspace_tokens=64, block_size=16,
              context_parallel_size=1, interleave=1),
-        call("plan_decode", seq_lens=integers(20, 0, 33), num_programs=2, num_heads=3, fixed_overhead=5,
-             batch_invariant=False, **backend),
-        call("choose_schedule", seq_lens=integers(20, 0, 3300), num_programs=2, num_heads=3, batch_invariant=False),
+        call("plan_decode", seq_lens=integers(20, 0, 33), num_programs=2, costs=ScheduleCosts(), batch_invariant=False,
+             **backend),
+        call("choose_schedule", seq_lens=integers(20, 0, 3300), num_programs=2, costs=ScheduleCosts(),
+             batch_invariant=False),
         call("rank_local_chunk", chunk=ops.plan_context_chunks(integers(20, 0, 33), 128, 16, 2, 2)[0],
              ownership=ownership),
         call("chunked_prefill_workspace_size", max_model_len=4096, max_num_seqs=8, block_size=16,
@@ -214,8 +214,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("split_shared_prefix", metadata=prefix_plan, common_prefix_len=32, block_size=16, row=1),
         call("build_mla_metadata", common=step.common, block_size=16, workspace_tokens=64, decode_threshold=2,
              config=DIRECT, costs=PathCosts(), query_len_support=QueryLenSupport.VARLEN,
-             require_order=False, ownership=None, num_programs=2,
-             **({"staging": None, "dtype": torch.float32, **backend} if is_fast else {})),
+             require_order=False, ownership=None, num_programs=2, schedule_costs=ScheduleCosts(),
+             **({"staging": None, **served_by} if is_fast else {})),
         call("CommonAttentionMetadata.make", query_start_loc_cpu=integers(0, 1, 3), seq_lens_cpu=integers(4, 2),
              block_table=torch.zeros(2, 1, dtype=torch.int32), slot_mapping=torch.arange(3), block_size=16),
         call("CommonAttentionMetadata.from_lens", query_lens=[1, 2], seq_lens=integers(4, 2),
@@ -244,19 +244,20 @@ def valid_calls(ops: ModuleType) -> list[Call]:
                k_pe=torch.randn(14, 8), kv_cache=step_cache, metadata=step_plan, output=torch.zeros(14, 3, 10)),
         call("MLAMetadataBuilder", config=DIRECT, block_size=16, max_model_len=4096, max_num_seqs=8,
              query_len_support=QueryLenSupport.VARLEN, num_speculative_tokens=0, costs=PathCosts(), num_programs=2,
-             batch_invariant=False, workspace_tokens=1024, context_parallel=ranks,
-             **({"dtype": torch.float32, **backend} if is_fast else {})),
+             batch_invariant=False, workspace_tokens=1024, context_parallel=ranks, schedule_costs=ScheduleCosts(),
+             **(served_by if is_fast else {})),
         method(builder, "build", common_prefix_len=32, common=prefix, fast_build=False),
         method(builder, "build_for_cudagraph_capture", common=decodes.common),
         method(builder, "update_captured", captured=captured, common=decodes.common),
         method(builder, "can_run_in_cudagraph", common=decodes.common),
         method(builder, "reorder_batch", query_lens=integers(9, 1), context_lens=integers(5, 100)),
-        call("DecodeGraph", step=run_step, config=DIRECT, batch_sizes=(2, 4), block_size=16, max_blocks=8,
-             dtype=torch.float32, device=CPU, query_len=1, num_programs=2, batch_invariant=False,
-             context_parallel=ranks, **backend),
+        call("DecodeGraph", step=run_step, builder=builder, batch_sizes=(2, 4), max_blocks=8,
+             hidden_size=DIRECT.hidden_size, dtype=torch.float32, device=CPU, query_len=1),
         method(graph, "run", hidden_states=torch.randn(2, DIRECT.hidden_size), positions=torch.arange(2),
                common=decodes.common),
         # records that check themselves
+        call("InvariantCut", small_tiles=4, small_splits=32, large_tiles=16, max_splits=128),
+        call("ScheduleCosts", request_cost=5, split_cost=1, cut=InvariantCut(4, 32, 16, 128), invariant_starts=4),
         call("MLAConfig", **{name: getattr(DIRECT, name) for name in inspect.signature(MLAConfig).parameters}),
         call("MLAConfig.from_preset", name="deepseek-v3"),
         call("MLAConfig.from_hf", config=hf_config()),
@@ -291,9 +292,11 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
     allocator = BlockAllocator(8)
     taken = allocator.allocate(2)
     calls = [
-        call("decode_programs", **served, query_len=1, **backend),
+        call("decode_programs", **served, query_len=1, cache_format=COMPUTE_FORMAT, **backend),
+        call("schedule_costs", **served, cache_format=COMPUTE_FORMAT, **backend),
         Call("warmup", importlib.import_module("fast").warmup, dict(
-            **served, decode_threshold=1, batch_invariant=False, context_parallel=None, **backend), runs=False),
+            **served, decode_threshold=1, batch_invariant=False, context_parallel=None,
+            cache_format=COMPUTE_FORMAT, **backend), runs=False),
         method(graph, "replay", size=2),
         within("backends", "explain", **served, **backend),
         within("backends", "select", request=backends.KernelRequest("merge_attn_states", CPU, torch.float32),
@@ -375,123 +378,6 @@ def tiny_model() -> nn.Module | None:
         pad_token_id=None,
     )  # fmt: skip
     return transformers.DeepseekV3ForCausalLM(config).eval()
-
-
-# Values that are malformed.
-
-
-class Anything:
-    """An object that is nothing a function asks for."""
-
-    def __repr__(self) -> str:
-        return "an object\nof two lines"
-
-
-ANYTHING = Anything()
-
-
-def scalars() -> dict[str, Any]:
-    """Values that any argument may be given by mistake, by the name that the report uses."""
-    return {
-        "None": None,
-        "a float": 3.5,
-        "NaN": math.nan,
-        "True": True,
-        "-1": -1,
-        "a huge int": 2**70,
-        "a str": "text",
-        "a list": [1, "two"],
-        "a dict": {"one": 1},
-        "an object": ANYTHING,
-        "a class": Anything,
-        "a 0-d tensor": torch.tensor(3),
-        "a vector": torch.arange(3.0),
-        "a config": DIRECT,
-        "a share": TokenOwnership(1, 0),
-        "a decode plan": DecodeMetadata(*(integers(1) for _ in dataclasses.fields(DecodeMetadata))),
-        "a dtype of ints": torch.int8,
-    }
-
-
-def tensors(like: Tensor) -> dict[str, Tensor]:
-    """Tensors like a good one, but of another dtype, rank, layout or device."""
-    floating = like.is_floating_point()
-    made = {
-        "a bool tensor": like != 0,
-        "a complex tensor": torch.zeros(like.shape, dtype=torch.complex64),
-        "a tensor of the other kind": like.to(torch.int64 if floating else torch.float32),
-        "a float8 tensor": torch.zeros(like.shape, dtype=torch.float8_e4m3fn),
-        "a uint8 tensor": torch.zeros(like.shape, dtype=torch.uint8),
-        "one more dimension": like[None],
-        "a sparse COO tensor": like.to_sparse(),
-        "a meta tensor": like.to("meta"),
-        "a nested tensor": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]).to(like.dtype),
-        "a jagged tensor": torch.nested.nested_tensor(
-            [torch.zeros(2, 4), torch.zeros(3, 4)], layout=torch.jagged
-        ).to(like.dtype),
-    }  # fmt: skip
-    if like.dtype == torch.bool:
-        del made["a bool tensor"], made["a nested tensor"], made["a jagged tensor"]
-    if floating and like.dtype == torch.float32:
-        made["a quantised tensor"] = torch.quantize_per_tensor(like.nan_to_num(0), 0.1, 0, torch.qint8)
-    if like.dim() >= 2:
-        made["a sparse CSR tensor"] = like.to_sparse_csr()
-    return made
-
-
-def admits(annotation: str, value: Any) -> bool:
-    """Whether a value has the type of an annotation, so that a call may take it or refuse it as it sees fit."""
-    annotation = annotation.replace("BackendChoice", "str | Mapping[str, str] | None")
-    for part in re.split(r"\s*\|\s*(?![^\[]*\])", annotation):
-        kind = part.split("[")[0].strip()
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if kind in ("Any", "object") or (kind == "None" and value is None):
-            return True
-        if (kind == "int" and is_number and isinstance(value, int)) or (kind == "float" and is_number):
-            return True
-        if (kind == "bool" and isinstance(value, bool)) or (kind == "str" and isinstance(value, str)):
-            return True
-        if kind in ("torch.dtype", "torch.device") and isinstance(value, (torch.dtype, torch.device)):
-            return kind == f"torch.{type(value).__name__}"
-        if kind == "Callable" and callable(value):
-            return True
-        if kind in {base.__name__ for base in type(value).__mro__[:-1]} and not isinstance(value, Tensor):
-            return True
-    return False
-
-
-def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]]:
-    """Values to put where a good one stands.
-
-    Yields:
-        The dotted path below the argument ("" for the argument itself), the name of the value, the argument with it,
-        and whether its type is right. An argument that cannot be made so is the error instead.
-    """
-    for label, value in scalars().items():
-        if not (
-            isinstance(good, bool | int | TokenOwnership | MLAConfig) and type(value) is type(good) and value == good
-        ):
-            yield "", label, value, admits(annotation, value)
-    if isinstance(good, Tensor):
-        for label, value in tensors(good).items():
-            yield "", label, value, False
-    elif dataclasses.is_dataclass(good) and not isinstance(good, enum.Enum | MLAConfig | PathCosts | ContextParallel):
-        for field in dataclasses.fields(good):
-            if not field.init:
-                continue
-            held = getattr(good, field.name)
-            for path, label, value, well in malformed(str(field.type), held):
-                try:
-                    changed = dataclasses.replace(good, **{field.name: value})
-                except (ValueError, TypeError):  # a record that checks itself has calls of its own
-                    continue
-                yield f".{field.name}{path}", label, changed, well
-    elif isinstance(good, list | tuple) and good and isinstance(good[0], Tensor):
-        for path, label, value, _ in malformed("Tensor", good[0]):
-            yield path, f"{label} among others", type(good)((value, *good[1:])), False
-    elif isinstance(good, tuple) and good and dataclasses.is_dataclass(good[0]):
-        for path, label, value, well in malformed(type(good[0]).__name__, good[0]):
-            yield path, f"{label} among others", (value, *good[1:]), well
 
 
 # The run.

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import fast
 import reference
+from fast.kernels.schedule_costs import measured_costs
 from reference.interfaces import DecodeSchedule, MLAConfig
 
 from .benchmarks.report import provenance
@@ -111,11 +112,11 @@ def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
             ql, q_pe, cache, plan = make_inputs(*lengths, heads, dtype, width)
             if device.type == "cuda":
                 plan = on_device(plan)
-            schedule = None
+            schedule, costs = None, measured_costs(heads)
             if programs:
-                schedule = fast.plan_decode(plan.seq_lens, programs, heads, batch_invariant=batch_invariant)
+                schedule = fast.plan_decode(plan.seq_lens, programs, costs, batch_invariant)
             elif batch_invariant:
-                schedule = DecodeSchedule(batch_invariant=True)
+                schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut)
             tensors = (x.to(device) for x in (ql, q_pe, cache))
             return fast.mla_decode(*tensors, plan, 0.13, schedule, backend=backend), schedule
 
@@ -130,7 +131,7 @@ def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
         for heads, programs, requests in itertools.product(HEADS, (1, 7, 132), (1, 5, 64, 300)):
             lens = torch.randint(0, 9000, (requests,), generator=drawn, dtype=torch.int32)
             for invariant in (False, True):
-                plan = partial(package.plan_decode, lens, programs, heads, batch_invariant=invariant)
+                plan = partial(package.plan_decode, lens, programs, measured_costs(heads), invariant)
                 yield f"{package.__name__}.plan_decode {heads} {programs} {requests} {invariant}", plan
         for label, (query_lens, seq_lens) in LENGTHS.items():
             for config in (None, CONFIGS["low-rank"], MLAConfig.from_preset("deepseek-v3")):
@@ -166,7 +167,7 @@ def layers(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
     """Outputs and caches of decodes of two tokens that a graph replays."""
-    from .mla.test_graphs import make_graph, moved, steps
+    from .planning.test_graphs import make_graph, moved, steps
 
     config, found = CONFIGS["low-rank"], []
     with torch.device("cpu"):

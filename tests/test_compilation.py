@@ -14,6 +14,7 @@ import torch
 
 import fast
 from fast.kernels import cpu
+from fast.kernels.schedule_costs import measured_costs
 from reference.interfaces import DecodeSchedule, MLAConfig
 
 from .support.backends import cpu_backend, with_backends
@@ -104,6 +105,7 @@ STEPS = (
 def serve(config, dtype, threshold, batch_invariant=False):
     """Steps of every kind and many sizes; where they are to be batch-invariant, planned and not."""
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
+    costs = measured_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
         cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)
@@ -113,10 +115,10 @@ def serve(config, dtype, threshold, batch_invariant=False):
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
         layer(*inputs, plan)
-        planned = fast.plan_decode(plan.decode.seq_lens, 9, config.num_heads, batch_invariant=batch_invariant)
+        planned = fast.plan_decode(plan.decode.seq_lens, 9, costs, batch_invariant)
         layer(*inputs, replace(plan, schedule=planned))
         if batch_invariant:
-            layer(*inputs, replace(plan, schedule=DecodeSchedule(batch_invariant=True)))
+            layer(*inputs, replace(plan, schedule=DecodeSchedule(batch_invariant=True, cut=costs.cut)))
 
 
 class Recorded:

@@ -10,12 +10,12 @@ import torch
 
 from .registry import Backend, OpSupport, register
 
-DECODES = ("mla_decode", "decode_programs")  # ops of one decode: one backend serves them together
+DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # ops of one decode: one backend serves them together
 MESSAGES = ("pack_attn_state", "combine_attn_states")  # ops of one message between ranks: likewise
 OPS = (  # every op that has kernels
     "apply_rope", "combine_attn_states", "concat_and_cache_mla", "copy_blocks", "decode_programs", "flash_attn_varlen",
     "gather_and_maybe_dequant_cache", "merge_attn_states", "mla_decode", "pack_attn_state", "plan_decode",
-    "reorg_kvcache", "rope_norm_and_cache", "share_attn_out", "swap_blocks",
+    "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "share_attn_out", "swap_blocks",
 )  # fmt: skip
 READS = {"pack_attn_state": "combine_attn_states"}  # op to the op that reads the private buffers it writes
 

@@ -225,7 +225,7 @@ def plans(compared: Comparison, batch: Batch, workspace_tokens: int, config: MLA
     compared.exact("build_mla_metadata", lambda m: m.build_mla_metadata(common, batch.block_size, workspace_tokens))
     query_lens = common.query_start_loc_cpu.diff()
     compared.exact("choose_paths", lambda m: m.choose_paths(query_lens, common.num_computed_tokens_cpu, 1, config))
-    compared.exact("plan_decode", lambda m: m.plan_decode(common.seq_lens, PROGRAMS, config.num_heads))
+    compared.exact("plan_decode", lambda m: m.plan_decode(common.seq_lens, PROGRAMS))
 
 
 def projections(
@@ -341,7 +341,7 @@ def attentions(
         compared.within_budget(
             op, lambda m, *tensors, plan=plan: m.mla_decode(*tensors, plan, scale), ql_nope, q_pe, kv_cache
         )
-    schedule = oracle.plan_decode(plan.seq_lens, PROGRAMS, c.num_heads)
+    schedule = oracle.plan_decode(plan.seq_lens, PROGRAMS)
     compared.within_budget(
         "mla_decode (scheduled)", lambda m, *tensors: m.mla_decode(*tensors, plan, scale, schedule),
         ql_nope, q_pe, kv_cache,

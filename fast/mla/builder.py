@@ -12,7 +12,9 @@ from torch import Tensor
 from reference.distributed.arguments import check_invariant_merge
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
+    CacheFormat,
     CommonAttentionMetadata,
     DecodeMetadata,
     DecodeSchedule,
@@ -21,7 +23,9 @@ from reference.interfaces import (
     MLAMetadata,
     PathCosts,
     QueryLenSupport,
+    ScheduleCosts,
     check,
+    check_batch_block_size,
     check_captured,
     check_chunking,
     check_common,
@@ -30,8 +34,11 @@ from reference.interfaces import (
     check_costs,
     check_dtype,
     check_flag,
+    check_format,
     check_int,
     check_interleave,
+    check_schedule_costs,
+    check_table_width,
     check_tensor,
     check_type,
     chunked_prefill_workspace_size,
@@ -42,9 +49,10 @@ from reference.interfaces import (
 from ..backends import BackendChoice, bind
 from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
 from ..planning.shared_prefix import split_shared_prefix
+from .captured import plan_captured_decodes
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
-from .metadata import PLANNING_OPS, _decode_lens_here, _device_programs, _with_schedule, build_mla_metadata
+from .metadata import PLANNING_OPS, DecodeLayer, _decode_lens_here, _with_schedule, build_mla_metadata
 from .staging import StagingBuffer
 
 
@@ -69,8 +77,10 @@ class MLAMetadataBuilder:
             `MOST_WORKSPACE_TOKENS`, which a layer allows by default.
         context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
             slots; prefixes that decodes share are not attended apart.
-        dtype: of queries and cache, for the number of programs; a plan serves any dtype.
-        backend: of `decode_programs` and `plan_decode`: a name, which binds those of the two that this backend
+        schedule_costs: what schedules reckon with; None takes those of the device (`schedule_costs`).
+        dtype: of queries, for the number of programs and the costs; a plan serves any dtype.
+        cache_format: of the cache, likewise.
+        backend: of `decode_programs`, `schedule_costs` and `plan_decode`: a name, which binds those that this backend
             declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Raises:
@@ -90,13 +100,16 @@ class MLAMetadataBuilder:
         batch_invariant: bool = False,
         workspace_tokens: int | None = None,
         context_parallel: ContextParallel | None = None,
+        schedule_costs: ScheduleCosts | None = None,
         *,
         dtype: torch.dtype = torch.bfloat16,
+        cache_format: CacheFormat = COMPUTE_FORMAT,
         backend: BackendChoice = None,
     ):
         check_invariant_merge(context_parallel, batch_invariant)
         check_config(config)
         check_costs(costs)
+        check_schedule_costs(schedule_costs, "schedule_costs")
         self.ownership = None if context_parallel is None else context_parallel.ownership
         size, interleave = (1, 1) if self.ownership is None else (self.ownership.size, self.ownership.interleave)
         check_interleave(interleave, block_size)
@@ -111,8 +124,10 @@ class MLAMetadataBuilder:
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
+        self.schedule_costs = schedule_costs
         check_dtype("dtype", dtype)
-        self.dtype, self.backend = dtype, bind(backend, PLANNING_OPS)
+        check_format(cache_format)
+        self.dtype, self.cache_format, self.backend = dtype, cache_format, bind(backend, PLANNING_OPS)
         self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
         if workspace_tokens is None:  # packed chunks need no unit for each sequence, and a layer expands no more
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
@@ -138,7 +153,14 @@ class MLAMetadataBuilder:
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
         self._check_sizes(common)
-        return self._build(common_prefix_len, common, fast_build)
+        metadata = build_mla_metadata(
+            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
+            self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
+            staging=self._staging,
+        )  # fmt: skip
+        if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
+            return metadata
+        return self._with_hints(metadata, common_prefix_len, common)
 
     def _check_sizes(self, common: CommonAttentionMetadata) -> None:
         """Raise for more requests or longer ones than the builder was made for."""
@@ -150,21 +172,8 @@ class MLAMetadataBuilder:
             check(False, "common", f"at most {self.max_model_len} tokens a request",
                   f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
 
-    def _build(
-        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False, captured: bool = False
-    ) -> MLAMetadata:
-        """The plan of one step; where a graph captures it, its lengths decide nothing, for others will follow."""
-        metadata = build_mla_metadata(
-            common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
-            self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
-            staging=self._staging,
-        )  # fmt: skip
-        if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
-            return metadata
-        return self._with_hints(metadata, common_prefix_len, common, captured)
-
     def _with_hints(
-        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata, captured: bool
+        self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
         """The plan with the cascade or the schedule of its decode."""
         if common_prefix_len > 0 and not self.batch_invariant and self.ownership is None:
@@ -175,48 +184,64 @@ class MLAMetadataBuilder:
                 row = int((lengths > 0).int().argmax())
                 cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
                 return dataclasses.replace(metadata, cascade=cascade)
-        programs = self._programs_for(metadata.decode.max_query_len, common.block_table.device)
+        programs, costs = self._programs_and_costs(metadata.decode.max_query_len, common.block_table.device)
         lens = _decode_lens_here(common, metadata.num_decodes, self.ownership)
-        return _with_schedule(
-            metadata, lens, programs, self._decode_heads, self.batch_invariant, captured, self.backend
-        )
+        return _with_schedule(metadata, lens, programs, costs, self.batch_invariant, self.backend)
 
-    def _programs_for(self, query_len: int, device: torch.device) -> int:
-        """Over how many programs a schedule cuts a decode, from its longest query; 0 leaves it to the kernel."""
-        if self.num_programs is None:
-            return _device_programs(self._decode_config, device, self.dtype, self.block_size, query_len, self.backend)
-        if callable(self.num_programs):
-            programs = self.num_programs(query_len)
+    def _programs_and_costs(self, query_len: int, device: torch.device) -> tuple[int, ScheduleCosts]:
+        """Over how many programs a schedule cuts a decode with such a longest query, 0 for none, and its costs."""
+        programs = self.num_programs
+        if callable(programs):
+            programs = programs(query_len)
             check_int("num_programs", programs, 0, "a function that gives at least 0")
-            return programs
-        return self.num_programs if query_len <= self.reorder_batch_threshold else 0
+        elif programs is not None and query_len > self.reorder_batch_threshold:
+            programs = 0
+        layer = DecodeLayer(self._decode_config, device, self.dtype, self.block_size, self.cache_format)
+        return layer.programs_and_costs(query_len, programs, self.schedule_costs, self.backend)
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
-        """The plan of a batch that is captured.
+        """The plan of a batch that is captured, for any lengths up to `max_model_len` and the width of the block table.
 
-        What is not the batch's own (the schedule, visible lengths of several tokens) lies in tensors of this plan,
-        which a graph goes on reading: keep it, and bring it up to date with `update_captured` before each replay.
-        `DecodeGraph` needs none of this: it plans inside the graph.
+        It follows from the tensors on the device alone (`plan_captured_decodes`). Called while a graph is captured, as
+        `DecodeGraph` does, the planning is part of the graph, and nothing has to be brought up to date. Called before
+        that, keep the plan: the graph goes on reading its tensors, and `update_captured` brings them up to date before
+        each replay.
+
+        Args:
+            common: the batch, in the buffers that the caller writes before each replay.
 
         Raises:
-            ValueError: a batch that `can_run_in_cudagraph` refuses.
+            ValueError: a batch that `can_run_in_cudagraph` refuses; more requests or longer ones than the builder was
+                made for.
         """
         check(self.can_run_in_cudagraph(common), "common",
               f"decodes of one query length up to {self.reorder_batch_threshold}",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
               )  # fmt: skip
+        self._check_sizes(common)
         table_keys = (
             common.block_table.shape[1] * self.block_size * (1 if self.ownership is None else self.ownership.size)
         )
-        bound = min(self.max_model_len, table_keys)
-        self._check_sizes(common)
-        return self._build(0, dataclasses.replace(common, max_seq_len=bound), captured=True)
+        return self._plan_captured(dataclasses.replace(common, max_seq_len=min(self.max_model_len, table_keys)))
+
+    def _plan_captured(self, common: CommonAttentionMetadata) -> MLAMetadata:
+        """The plan of a captured batch, whose `max_seq_len` is the bound of every replay."""
+        size = 1 if self.ownership is None else self.ownership.size
+        check_batch_block_size(common, self.block_size)
+        check_table_width(common, self.block_size * size)
+        programs, costs = self._programs_and_costs(
+            common.num_actual_tokens // common.num_reqs, common.block_table.device
+        )
+        return plan_captured_decodes(
+            common, self.block_size, programs, costs, self.batch_invariant, self.ownership, backend=self.backend
+        )
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
 
         The lengths, block table and slots are the caller's own buffers, which it writes itself. (Under context
-        parallelism the lengths of this rank are the plan's, and are written here.)
+        parallelism the lengths of this rank are the plan's, and are written here.) A plan that was made while the graph
+        was captured needs none of this.
 
         Args:
             captured: of `build_for_cudagraph_capture`.
@@ -241,17 +266,16 @@ class MLAMetadataBuilder:
         check(fits, "common", f"{shape[0]} requests of {shape[1]} tokens, as captured",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
         self._check_sizes(common)
-        scheduled = captured.schedule is not None and captured.schedule.tile_ranges is not None
         bound = captured.decode.max_seq_len
         longest = int(_decode_lens_here(common, common.num_reqs, self.ownership).max())
         check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
-        plan = self._build(0, common, captured=scheduled)
+        plan = self._plan_captured(common)
         check_captured(captured, plan)
         if self.ownership is not None:
             captured.decode.seq_lens.copy_(plan.decode.seq_lens)
         if shape[1] > 1 or self.ownership is not None:
             captured.decode.visible_lens.copy_(plan.decode.visible_lens)
-        if scheduled:
+        if captured.schedule is not None and captured.schedule.tile_ranges is not None:
             captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
             captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
 

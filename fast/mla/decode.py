@@ -8,17 +8,21 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    NEUTRAL_CUT,
     AttentionState,
     CacheFormat,
     DecodeMetadata,
     DecodeSchedule,
+    InvariantCut,
     MLAConfig,
     QueryLenSupport,
+    ScheduleCosts,
     check_config,
     check_decode,
     check_decode_values,
     check_device,
     check_dtype,
+    check_format,
     check_int,
     check_number,
     check_type,
@@ -36,6 +40,7 @@ def decode_programs(
     dtype: torch.dtype,
     block_size: int,
     query_len: int = 1,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> int:
     """How many programs `plan_decode` should cut a decode over: as many as run at once on a device.
@@ -45,24 +50,61 @@ def decode_programs(
     Args:
         config: the layer.
         device: where it runs.
-        dtype: of queries and cache.
+        dtype: of queries, and of a cache in the compute format.
         block_size: tokens a cache block.
         query_len: longest query of a decode.
+        cache_format: format of the cache.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Raises:
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
+    check_int("query_len", query_len)
+    launch, shape = _fact_of_a_device("decode_programs", config, device, dtype, block_size, cache_format, backend)
+    return launch(*shape, query_len)
+
+
+def schedule_costs(
+    config: MLAConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    block_size: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    backend: BackendChoice = None,
+) -> ScheduleCosts:
+    """What `plan_decode` should reckon with on a device: the costs that were measured for its decode kernel.
+
+    A builder asks for them by itself (`schedule_costs=None`).
+
+    Args:
+        config: the layer.
+        device: where it runs.
+        dtype: of queries, and of a cache in the compute format.
+        block_size: tokens a cache block.
+        cache_format: format of the cache.
+        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Raises:
+        UnsupportedConfiguration: no backend, or not the named one, can serve.
+    """
+    launch, shape = _fact_of_a_device("schedule_costs", config, device, dtype, block_size, cache_format, backend)
+    return launch(*shape)
+
+
+def _fact_of_a_device(op, config, device, dtype, block_size, cache_format, backend):
+    """The function of a backend that tells something of a device's decode kernel, and the shape that it takes first."""
     check_config(config)
     device = check_device("device", device)
     check_type("dtype", dtype, torch.dtype)
     check_int("block_size", block_size)
-    check_int("query_len", query_len)
-    c = config
-    widths = c.kv_lora_rank, c.qk_rope_head_dim
-    request = backends.decode_request(device, dtype, *widths, block_size, QueryLenSupport.VARLEN, op="decode_programs")
-    launch = backends.kernel(backends.select(request, backend).name, "decode_programs")
-    return launch(device, dtype, c.num_heads, *widths, block_size, query_len)
+    check_format(cache_format)
+    widths = config.kv_lora_rank, config.qk_rope_head_dim
+    request = backends.decode_request(
+        device, dtype, *widths, block_size, QueryLenSupport.VARLEN, op=op, cache_format=cache_format
+    )
+    launch = backends.kernel(backends.select(request, backend).name, op)
+    return launch, (device, dtype, config.num_heads, *widths, block_size)
 
 
 def mla_decode(
@@ -112,11 +154,12 @@ def mla_decode(
         backends.cache_in_words(kv_cache), out_dtype=out_dtype, cache_format=cache_format,
         batch_invariant=batch_invariant,
     )  # fmt: skip
+    cut = NEUTRAL_CUT if schedule is None else schedule.cut
     out, lse = torch.ops.mla_twins.mla_decode(
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
         metadata.visible_lens, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype,
         None if schedule is None else schedule.tile_ranges, None if schedule is None else schedule.split_offsets,
-        batch_invariant, backends.select(request, backend).name,
+        batch_invariant, list(cut), backends.select(request, backend).name,
     )  # fmt: skip
     return AttentionState(out, lse)
 
@@ -127,11 +170,11 @@ def mla_decode(
     schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
-    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, str backend) -> (Tensor, Tensor)",
+    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] cut, str backend) -> (Tensor, Tensor)",
 )
 def _mla_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut, backend,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
@@ -140,14 +183,14 @@ def _mla_decode(
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, InvariantCut(*cut),
     )  # fmt: skip
 
 
 @_mla_decode.register_fake
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int32
 from torch import Tensor
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CacheFormat,
     CommonAttentionMetadata,
     ContextChunk,
     ContextParallelMetadata,
@@ -23,6 +26,7 @@ from reference.interfaces import (
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
+    ScheduleCosts,
     TokenOwnership,
     check,
     check_batch_block_size,
@@ -31,11 +35,13 @@ from reference.interfaces import (
     check_costs,
     check_dtype,
     check_flag,
+    check_format,
     check_int,
     check_interleave,
     check_no_prefill_padding,
     check_ownership,
     check_rank_local_slots,
+    check_schedule_costs,
     check_table_width,
     check_threshold,
     check_type,
@@ -50,9 +56,10 @@ from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from .choose_path import choose_path, choose_paths
 from .decode import decode_programs
+from .decode import schedule_costs as schedule_costs_of_device
 from .staging import StagingBuffer, to_device
 
-PLANNING_OPS = ("decode_programs", "plan_decode")
+PLANNING_OPS = ("decode_programs", "schedule_costs", "plan_decode")
 
 
 def build_mla_metadata(
@@ -66,9 +73,11 @@ def build_mla_metadata(
     require_order: bool = False,
     ownership: TokenOwnership | None = None,
     num_programs: int | None = None,
+    schedule_costs: ScheduleCosts | None = None,
     *,
     staging: StagingBuffer | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
     """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
@@ -92,9 +101,11 @@ def build_mla_metadata(
         num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
             device (`decode_programs`) where a `config` is given, and never plans without one. Whether the decode gets a
             schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
+        schedule_costs: what a schedule reckons with; None takes those of the device (`schedule_costs`).
         staging: pinned memory through which plans go to a GPU; None takes it from PyTorch's allocator each time.
-        dtype: of queries and cache, for the number of programs; a plan serves any dtype.
-        backend: of `decode_programs` and `plan_decode`: a name, which binds those of the two that this backend
+        dtype: of queries, for the number of programs and the costs; a plan serves any dtype.
+        cache_format: of the cache, likewise.
+        backend: of `decode_programs`, `schedule_costs` and `plan_decode`: a name, which binds those that this backend
             declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
@@ -108,12 +119,14 @@ def build_mla_metadata(
     """
     backend = bind(backend, PLANNING_OPS)
     check_dtype("dtype", dtype)
+    check_format(cache_format)
     check_threshold(decode_threshold, query_len_support)
     if num_programs is not None:
         check_int("num_programs", num_programs, 0, "an int >= 0 or None")
     check_config(config, optional=True)
     check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
     check_costs(costs)
+    check_schedule_costs(schedule_costs, "schedule_costs")
     check_flag("require_order", require_order)
     check_ownership(ownership)
     check_type("staging", staging, (StagingBuffer, type(None)), "a StagingBuffer or None")
@@ -208,11 +221,11 @@ def build_mla_metadata(
     )
     if config is None or decode_tokens == 0 or num_programs == 0:
         return metadata
-    if num_programs is None:
-        device = common.block_table.device
-        num_programs = _device_programs(config, device, dtype, block_size, metadata.decode.max_query_len, backend)
+    query_len = metadata.decode.max_query_len
+    layer = DecodeLayer(config, common.block_table.device, dtype, block_size, cache_format)
+    num_programs, costs = layer.programs_and_costs(query_len, num_programs, schedule_costs, backend)
     lens = _decode_lens_here(common, decodes, ownership)
-    return _with_schedule(metadata, lens, num_programs, config.num_heads, backend=backend)
+    return _with_schedule(metadata, lens, num_programs, costs, backend=backend)
 
 
 def _decode_lens_here(
@@ -227,46 +240,67 @@ def _decode_lens_here(
     )
 
 
-def _device_programs(
-    config: MLAConfig, device: torch.device, dtype: torch.dtype, block_size: int, query_len: int, backend: BackendChoice
-) -> int:
-    """`decode_programs`, kept: every step of a builder asks for it."""
-    named = None if backend is None else tuple(sorted(backend.items()))
-    return _kept_programs(config, device, dtype, block_size, query_len, named)
+class DecodeLayer(NamedTuple):
+    """What decides which decode kernel serves a builder's layers, besides the query length.
+
+    Attributes:
+        config: the layer, with as many heads as its decode has.
+        device: where it runs.
+        dtype: of queries.
+        block_size: tokens a block.
+        cache_format: of the cache.
+    """
+
+    config: MLAConfig
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    cache_format: CacheFormat
+
+    def programs_and_costs(
+        self, query_len: int, num_programs: int | None, costs: ScheduleCosts | None, backend: BackendChoice
+    ) -> tuple[int, ScheduleCosts]:
+        """What is given, and the device's own (`decode_programs`, `schedule_costs`) where that is None."""
+        named = None if backend is None else tuple(sorted(backend.items()))
+        if num_programs is None:
+            num_programs = _kept_programs(self, query_len, named)
+        return num_programs, _kept_costs(self, named) if costs is None else costs
 
 
 @functools.lru_cache(maxsize=1024)
-def _kept_programs(config, device, dtype, block_size, query_len, named) -> int:
-    return decode_programs(
-        config, device=device, dtype=dtype, block_size=block_size, query_len=query_len,
-        backend=None if named is None else dict(named),
-    )  # fmt: skip
+def _kept_programs(layer: DecodeLayer, query_len: int, named) -> int:
+    """`decode_programs`, kept: every step of a builder asks for it."""
+    return decode_programs(**_asked(layer, named), query_len=query_len)
+
+
+@functools.lru_cache(maxsize=1024)
+def _kept_costs(layer: DecodeLayer, named) -> ScheduleCosts:
+    """`schedule_costs`, kept likewise."""
+    return schedule_costs_of_device(**_asked(layer, named))
+
+
+def _asked(layer: DecodeLayer, named: tuple[tuple[str, str], ...] | None) -> dict[str, Any]:
+    return {**layer._asdict(), "backend": None if named is None else dict(named)}
 
 
 on_change(_kept_programs.cache_clear)
+on_change(_kept_costs.cache_clear)
 
 
 def _with_schedule(
     metadata: MLAMetadata,
     decode_lens: Int32[Tensor, " decodes"],
     num_programs: int,
-    num_heads: int,
+    costs: ScheduleCosts | None,
     batch_invariant: bool = False,
-    captured: bool = False,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """The plan with a schedule where its lengths ask for one, and the choice beside it.
-
-    A captured plan has a schedule whatever its lengths are: the lengths of the replays are not known yet.
-    """
-    choice = choose_schedule(decode_lens, num_programs, num_heads, batch_invariant)
-    if captured:
-        choice = dataclasses.replace(choice, num_programs=num_programs, planned=num_programs > 0)
-    schedule = DecodeSchedule(batch_invariant=True) if batch_invariant else None
+    """The plan with a schedule where its lengths ask for one, and the choice beside it."""
+    costs = check_schedule_costs(costs)
+    choice = choose_schedule(decode_lens, num_programs, costs, batch_invariant)
+    schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
     if choice.planned:
-        schedule = plan_decode(
-            metadata.decode.seq_lens, num_programs, num_heads, batch_invariant=batch_invariant, backend=backend
-        )
+        schedule = plan_decode(metadata.decode.seq_lens, num_programs, costs, batch_invariant, backend=backend)
     return dataclasses.replace(metadata, schedule=schedule, schedule_choice=choice)
 
 

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from reference.interfaces import (
     DecodeSchedule,
+    InvariantCut,
+    ScheduleCosts,
     check_flag,
     check_int,
     check_not_negative,
+    check_schedule_costs,
     check_tensor,
-    piece_overhead,
 )
 
 from .. import backends
@@ -22,28 +24,27 @@ from ..backends import BackendChoice
 def plan_decode(
     seq_lens: Int32[Tensor, " B"],
     num_programs: int,
-    num_heads: int,
-    fixed_overhead: int | None = None,
+    costs: ScheduleCosts | None = None,
     batch_invariant: bool = False,
     *,
     backend: BackendChoice = None,
 ) -> DecodeSchedule:
     """Cut the keys of a decode over programs, so that all take about as long.
 
-    Lay the requests end to end, each as long as its tiles and the overhead of starting on it, and cut the line into
-    pieces of Q = ceil(length / programs): program p takes the tiles in [p Q, (p + 1) Q). It pays the overhead of a
-    request that it continues once more, so that none carries more than Q and one overhead. A request without keys lies
-    nowhere and has no split; the combine writes its empty row.
+    Lay the requests end to end, each as long as its tiles and the cost of starting on it (`request_cost`), and cut the
+    line into pieces of Q = ceil(length / programs): program p takes the tiles in [p Q, (p + 1) Q). It pays the cost of
+    a request that it continues once more, so that none carries more than Q and one such cost. A request without keys
+    lies nowhere and has no split; the combine writes its empty row.
 
-    With `batch_invariant` a request is cut every `invariant_split_tiles` tiles, by its own length and N alone, whatever
-    stands beside it. Splits are laid end to end, each with `fold_overhead` of the overhead (at most all), the first
-    with all of it; a program takes those that start in its piece of the line.
+    With `batch_invariant` a request is cut every `invariant_split_tiles` tiles, by its own length and the cut of
+    `costs` alone, whatever stands beside it. Splits are laid end to end, each with `split_cost` of the costs (at most
+    `request_cost`), the first with all of `request_cost`; a program takes those that start in its piece of the line.
 
     Args:
         seq_lens: [B], keys of each request.
         num_programs: that run at once.
-        num_heads: N.
-        fixed_overhead: what starting on a request costs, in tiles, or None for `piece_overhead`.
+        costs: of the kernel that decodes, beside its tiles; None for the neutral ones. `schedule_costs` gives
+            those of a device, which builders pass.
         batch_invariant: see above.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
@@ -51,37 +52,35 @@ def plan_decode(
         The schedule, on the device of `seq_lens`.
 
     Raises:
+        TypeError: costs of another type.
         ValueError: a number below its least value; on a CPU a negative length (a GPU takes it for 0).
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     check_int("num_programs", num_programs, 1, "at least 1")
-    check_int("num_heads", num_heads, 1, "at least 1")
     check_flag("batch_invariant", batch_invariant)
-    if fixed_overhead is None:
-        fixed_overhead = piece_overhead(num_heads)
-    check_int("fixed_overhead", fixed_overhead, 0, "an int >= 0 or None")
+    costs = check_schedule_costs(costs)
     request = backends.KernelRequest("plan_decode", seq_lens.device, batch_invariant=batch_invariant)
     chosen = backends.select(request, backend)
     tile_ranges, split_offsets = torch.ops.mla_twins.plan_decode(
-        seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant, chosen.name
+        seq_lens, num_programs, costs.request_cost, costs.split_cost, list(costs.cut), batch_invariant, chosen.name
     )
-    return DecodeSchedule(tile_ranges, split_offsets, batch_invariant)
+    return DecodeSchedule(tile_ranges, split_offsets, batch_invariant, costs.cut)
 
 
 @torch.library.custom_op(
     "mla_twins::plan_decode",
     mutates_args=(),
-    schema="(Tensor seq_lens, SymInt num_programs, SymInt num_heads, SymInt fixed_overhead, bool batch_invariant,"
-    " str backend) -> (Tensor, Tensor)",
+    schema="(Tensor seq_lens, SymInt num_programs, SymInt request_cost, SymInt split_cost, SymInt[] cut,"
+    " bool batch_invariant, str backend) -> (Tensor, Tensor)",
 )
-def _plan_decode(seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant, backend):
+def _plan_decode(seq_lens, num_programs, request_cost, split_cost, cut, batch_invariant, backend):
     if seq_lens.device.type == "cpu":
         check_not_negative("seq_lens", seq_lens)
     launch = backends.kernel(backend, "plan_decode")
-    return launch(seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant)
+    return launch(seq_lens, num_programs, request_cost, split_cost, InvariantCut(*cut), batch_invariant)
 
 
 @_plan_decode.register_fake
-def _(seq_lens, num_programs, num_heads, fixed_overhead, batch_invariant, backend):
+def _(seq_lens, num_programs, request_cost, split_cost, cut, batch_invariant, backend):
     return seq_lens.new_empty(num_programs, 5), seq_lens.new_empty(seq_lens.shape[0] + 1)

@@ -27,12 +27,13 @@ from .batch_arguments import (
     check_common,
     check_common_prefix,
     check_graph_batch,
+    check_graph_query_len,
     check_graph_sizes,
     check_no_prefill_padding,
     check_table_width,
     check_threshold,
 )
-from .builder import AttentionMetadataBuilder
+from .builder import AttentionMetadataBuilder, captured_batch, most_captured_tokens
 from .cache_arguments import (
     check_block_mapping,
     check_block_size,
@@ -71,6 +72,19 @@ from .checks import (
 )
 from .config import MLAConfig
 from .costs import FLOPS_PER_BYTE, PathCosts
+from .decode_schedule import (
+    DECODE_TILE,
+    NEUTRAL_COSTS,
+    NEUTRAL_CUT,
+    DecodeSchedule,
+    InvariantCut,
+    ScheduleChoice,
+    ScheduleCosts,
+    check_schedule_costs,
+    choose_schedule,
+    invariant_split_tiles,
+    most_invariant_splits,
+)
 from .errors import GroupError, UnsupportedConfiguration
 from .layer_arguments import (
     check_config,
@@ -90,7 +104,6 @@ from .metadata import (
     ContextParallelChunk,
     ContextParallelMetadata,
     DecodeMetadata,
-    DecodeSchedule,
     MLAMetadata,
     PrefillMetadata,
 )
@@ -98,21 +111,12 @@ from .ownership import MERGES, TokenOwnership, check_interleave, check_rank, dcp
 from .presets import PRESETS
 from .rope_config import RopeConfig, YarnConfig, yarn_mscale
 from .sizes import (
-    DECODE_TILE,
     MOST_WORKSPACE_TOKENS,
     GlobalHyperparameters,
-    InvariantCut,
-    ScheduleChoice,
-    choose_schedule,
     chunked_prefill_workspace_size,
     context_unit,
-    fold_overhead,
     infer_global_hyperparameters,
-    invariant_cut,
-    invariant_split_tiles,
     kv_cache_shape,
-    most_invariant_splits,
-    piece_overhead,
     reorder_batch_threshold,
     stride_order,
 )
@@ -127,6 +131,8 @@ __all__ = [
     "FLOPS_PER_BYTE",
     "MERGES",
     "MOST_WORKSPACE_TOKENS",
+    "NEUTRAL_COSTS",
+    "NEUTRAL_CUT",
     "PRESETS",
     "AttentionMetadataBuilder",
     "AttentionState",
@@ -149,9 +155,11 @@ __all__ = [
     "QueryLenSupport",
     "RopeConfig",
     "ScheduleChoice",
+    "ScheduleCosts",
     "TokenOwnership",
     "UnsupportedConfiguration",
     "YarnConfig",
+    "captured_batch",
     "check",
     "check_attention",
     "check_attention_settings",
@@ -182,6 +190,7 @@ __all__ = [
     "check_function",
     "check_gather",
     "check_graph_batch",
+    "check_graph_query_len",
     "check_graph_sizes",
     "check_int",
     "check_interleave",
@@ -202,6 +211,7 @@ __all__ = [
     "check_readable",
     "check_reorg",
     "check_schedule",
+    "check_schedule_costs",
     "check_slots",
     "check_state",
     "check_step",
@@ -214,17 +224,15 @@ __all__ = [
     "chunked_prefill_workspace_size",
     "context_unit",
     "dcp_wire_bytes",
-    "fold_overhead",
     "get_dcp_local_seq_lens",
     "infer_global_hyperparameters",
-    "invariant_cut",
     "invariant_split_tiles",
     "is_positive_int",
     "kv_cache_shape",
     "latent_norm_eps",
     "linear_output",
+    "most_captured_tokens",
     "most_invariant_splits",
-    "piece_overhead",
     "reorder_batch_threshold",
     "slots_of_tokens",
     "stride_order",

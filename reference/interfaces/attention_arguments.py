@@ -18,13 +18,8 @@ from .checks import (
     check_type,
     wide_dtype,
 )
-from .metadata import (
-    AttentionState,
-    ContextChunk,
-    DecodeMetadata,
-    DecodeSchedule,
-    PrefillMetadata,
-)
+from .decode_schedule import DecodeSchedule, InvariantCut
+from .metadata import AttentionState, ContextChunk, DecodeMetadata, PrefillMetadata
 
 CPU = torch.device("cpu")
 
@@ -96,6 +91,7 @@ def check_schedule(
     check_type(argument, schedule, DecodeSchedule)
     ranges, splits = f"{argument}.tile_ranges", f"{argument}.split_offsets"
     check_flag(f"{argument}.batch_invariant", schedule.batch_invariant)
+    check_type(f"{argument}.cut", schedule.cut, InvariantCut)
     if schedule.tile_ranges is None:
         check(schedule.batch_invariant, ranges, "[programs, 5] unless batch_invariant", None)
         check(schedule.split_offsets is None, splits, "None without tile_ranges", "a tensor")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .attention_arguments import check_schedule
+from .builder import AttentionMetadataBuilder, captured_batch
 from .checks import (
     check,
     check_int,
@@ -107,6 +108,8 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
     if captured.schedule is not None:
         check_schedule(captured.schedule, captured.num_decodes, plan.decode.seq_lens.device, "captured.schedule")
         check(plan.schedule is not None, "captured.schedule", "None as in the plan of the batch", "a schedule")
+        check(captured.schedule.cut == plan.schedule.cut, "captured.schedule.cut",
+              f"{plan.schedule.cut} as in the plan of the batch", captured.schedule.cut)  # fmt: skip
         if captured.schedule.tile_ranges is not None:
             pairs += [("schedule.tile_ranges", captured.schedule.tile_ranges, plan.schedule.tile_ranges)]
     for name, held, made in pairs:
@@ -114,23 +117,36 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
 
 
 def check_graph_sizes(
-    batch_sizes: Sequence[int],
-    block_size: int,
-    max_blocks: int,
-    query_len: int,
-    num_programs: int,
+    builder: AttentionMetadataBuilder, batch_sizes: Sequence[int], max_blocks: int, hidden_size: int, query_len: int
 ) -> None:
     """Check what a decode graph is made for."""
+    check_type("builder", builder, AttentionMetadataBuilder)
     check_type("batch_sizes", batch_sizes, Sequence, "positive ints, at least one")
     sizes = list(batch_sizes)
     check(bool(sizes) and all(is_positive_int(size) for size in sizes), "batch_sizes", "positive ints, at least one",
           sizes)  # fmt: skip
-    for name, value in (("block_size", block_size), ("max_blocks", max_blocks), ("query_len", query_len)):
+    most = builder.max_num_seqs
+    check(max(sizes) <= most, "batch_sizes", f"at most {most} requests, as the builder", max(sizes))
+    for name, value in (("max_blocks", max_blocks), ("hidden_size", hidden_size), ("query_len", query_len)):
         check_int(name, value)
-    check_int("num_programs", num_programs, 0)
+    block_size = builder.block_size
     check(
         max_blocks * block_size < 2**31, "max_blocks", f"fewer than 2^31 tokens in blocks of {block_size}", max_blocks
     )
+
+
+def check_graph_query_len(graph: Any) -> None:
+    """Check that the builder of a decode graph plans batches of the graph's query length."""
+    requests, tokens = 1, graph.query_len
+    batch = captured_batch(
+        graph,
+        torch.zeros(requests, dtype=torch.int32, device=CPU),
+        torch.tensor([0, tokens], dtype=torch.int32, device=CPU),
+        torch.zeros(requests, graph.max_blocks, dtype=torch.int32, device=CPU),
+        torch.full((tokens,), -1, dtype=torch.int64, device=CPU),
+    )
+    served = graph.builder.can_run_in_cudagraph(batch)
+    check(served, "query_len", "one that the builder's graphs take", graph.query_len)
 
 
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
@@ -144,11 +160,18 @@ def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, comm
         request = int(wrong[0])
         got = int(common.query_start_loc_cpu[request + 1] - common.query_start_loc_cpu[request])
         check(False, "common", f"{q} tokens of each request, as captured", f"{got} at request {request}")
-    check_batch_block_size(common, graph.block_size)
+    block_size, ownership = graph.builder.block_size, graph.builder.ownership
+    check_batch_block_size(common, block_size)
     width = common.block_table.shape[1]
     check(width <= graph.max_blocks, "common.block_table", f"at most {graph.max_blocks} columns, as captured", width)
-    check_table_width(common, graph.block_size * graph.ownership.size)
-    check_tensor("hidden_states", hidden_states, (tokens, graph.config.hidden_size), (graph.dtype,), graph.device)
+    check_table_width(common, block_size * (1 if ownership is None else ownership.size))
+    most = graph.max_seq_len
+    longer = (common.seq_lens_cpu > most).nonzero()
+    if longer.numel():
+        request = int(longer[0])
+        check(False, "common", f"at most {most} tokens a request, as captured",
+              f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
+    check_tensor("hidden_states", hidden_states, (tokens, graph.hidden_size), (graph.dtype,), graph.device)
     check_tensor("positions", positions, (tokens,), (torch.int64,), graph.device)
     check_tensor("common.block_table", common.block_table, (requests, "W"), (torch.int32,), graph.device)
     check_tensor("common.seq_lens", common.seq_lens, (requests,), (torch.int32,), graph.device)

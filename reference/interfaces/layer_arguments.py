@@ -19,12 +19,12 @@ from .checks import (
 )
 from .config import MLAConfig
 from .costs import PathCosts
+from .decode_schedule import ScheduleChoice
 from .errors import UnsupportedConfiguration
 from .metadata import (
     CascadeMetadata,
     MLAMetadata,
 )
-from .sizes import ScheduleChoice
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from .checks import check, check_blocks, check_lengths, check_not_negative, check_tensor, is_positive_int, lens_on_cpu
+from .decode_schedule import NEVER_PLANNED, DecodeSchedule, ScheduleChoice
 from .ownership import TokenOwnership, check_interleave
-from .sizes import NEVER_PLANNED, ScheduleChoice
 from .slots import slots_of_tokens
 
 
@@ -308,29 +308,6 @@ class CascadeMetadata:
 
     prefix: DecodeMetadata
     suffix: DecodeMetadata
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeSchedule:
-    """How decode work is cut over programs: a plan of time, never of values (FlashMLA's tile schedule).
-
-    A tile is `DECODE_TILE` keys of one request, whatever the page. A program takes the tiles from its first to its
-    last, request after request; what it takes of one request is one split of it, or, with `batch_invariant`, several.
-
-    `DecodeSchedule(batch_invariant=True)` plans nothing: requests are cut by their own length, and the kernel spreads
-    them evenly, as it does without a schedule.
-
-    Attributes:
-        tile_ranges: [programs, 5]; first request, last request (inclusive), first tile in the first request, last tile
-            in the last one (exclusive), first split in the first one. A program without work has (B, B - 1, 0, 0, 0).
-            A kernel may move a cut within a request by a tile, on both sides alike. None: nothing is planned.
-        split_offsets: [B + 1], prefix sum of the splits of each request; a request without keys has none. None as well.
-        batch_invariant: requests are cut every `invariant_split_tiles` tiles, not where programs change.
-    """
-
-    tile_ranges: Int32[Tensor, "programs 5"] | None = None
-    split_offsets: Int32[Tensor, " offsets"] | None = None
-    batch_invariant: bool = False
 
 
 @dataclass(frozen=True, eq=False)

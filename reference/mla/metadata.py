@@ -19,6 +19,7 @@ from ..interfaces import (
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
+    ScheduleCosts,
     TokenOwnership,
     check,
     check_batch_block_size,
@@ -30,6 +31,7 @@ from ..interfaces import (
     check_no_prefill_padding,
     check_ownership,
     check_rank_local_slots,
+    check_schedule_costs,
     check_table_width,
     check_threshold,
     choose_schedule,
@@ -51,6 +53,7 @@ def build_mla_metadata(
     require_order: bool = False,
     ownership: TokenOwnership | None = None,
     num_programs: int | None = None,
+    schedule_costs: ScheduleCosts | None = None,
 ) -> MLAMetadata:
     """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
 
@@ -73,6 +76,7 @@ def build_mla_metadata(
         num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
             device (1) where a `config` is given, and never plans without one. Whether the decode gets a
             schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
+        schedule_costs: what a schedule reckons with; None takes the neutral ones.
 
     Returns:
         The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where an `ownership` is given.
@@ -89,6 +93,7 @@ def build_mla_metadata(
     check_config(config, optional=True)
     check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
     check_costs(costs)
+    check_schedule_costs(schedule_costs, "schedule_costs")
     check_flag("require_order", require_order)
     check_ownership(ownership)
     size, interleave = (ownership.size, ownership.interleave) if ownership is not None else (1, 1)
@@ -158,7 +163,7 @@ def build_mla_metadata(
     )
     if config is None or decode_tokens == 0:
         return metadata
-    return _with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, config.num_heads)
+    return _with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, schedule_costs)
 
 
 def _decode_lens_here(
@@ -175,18 +180,13 @@ def _with_schedule(
     metadata: MLAMetadata,
     decode_lens: Int32[Tensor, " decodes"],
     num_programs: int,
-    num_heads: int,
+    costs: ScheduleCosts | None,
     batch_invariant: bool = False,
-    captured: bool = False,
 ) -> MLAMetadata:
-    """The plan with a schedule where its lengths ask for one, and the choice beside it.
-
-    A captured plan has a schedule whatever its lengths are: the lengths of the replays are not known yet.
-    """
-    choice = choose_schedule(decode_lens, num_programs, num_heads, batch_invariant)
-    if captured:
-        choice = dataclasses.replace(choice, num_programs=num_programs, planned=num_programs > 0)
-    schedule = DecodeSchedule(batch_invariant=True) if batch_invariant else None
+    """The plan with a schedule where its lengths ask for one, and the choice beside it."""
+    costs = check_schedule_costs(costs)
+    choice = choose_schedule(decode_lens, num_programs, costs, batch_invariant)
+    schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
     if choice.planned:
-        schedule = plan_decode(metadata.decode.seq_lens, num_programs, num_heads, batch_invariant=batch_invariant)
+        schedule = plan_decode(metadata.decode.seq_lens, num_programs, costs, batch_invariant)
     return dataclasses.replace(metadata, schedule=schedule, schedule_choice=choice)

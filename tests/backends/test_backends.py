@@ -232,12 +232,11 @@ def test_a_compound_function_refuses_a_backend_that_declares_nothing_of_it(launc
 
 @pytest.mark.parametrize("backend, planner", [(None, "cpu"), ("decoder", "cpu"), ({"plan_decode": "cpu"}, "cpu")])
 def test_a_graph_binds_what_a_backend_declares(backend, planner, launched):
-    graph = fast.DecodeGraph(
-        lambda hidden, positions, metadata: hidden, DIRECT, [2], 16, 2, torch.float32, "cpu", backend=backend
-    )
+    builder = fast.MLAMetadataBuilder(DIRECT, 16, 32, 2, backend=backend)
+    graph = fast.DecodeGraph(lambda hidden, *_: hidden, builder, [2], 2, DIRECT.hidden_size, torch.float32, "cpu")
     graph.replay(2)
     counter = "decoder" if backend == "decoder" else "cpu"
-    assert launched == {(counter, "decode_programs"), (planner, "plan_decode")}
+    assert launched == {(counter, "decode_programs"), (counter, "schedule_costs"), (planner, "plan_decode")}
 
 
 WRONG = [
@@ -248,7 +247,7 @@ WRONG = [
     ({"mla_decode": None}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got None$"),
     ({"plan_decode": "cpu", "apply_rope": "hopper"}, "^hopper: has no kernel for apply_rope$"),
     ({"mla_decode": "hopper", "decode_programs": "triton"},
-     "^backend: expected one name for mla_decode, decode_programs, got hopper and triton$"),
+     "^backend: expected one name for mla_decode, decode_programs, schedule_costs, got hopper and triton$"),
 ]  # fmt: skip
 
 
@@ -258,7 +257,7 @@ def test_what_nothing_has_is_refused_at_construction(backend, message, plain_err
     state = fast.AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
     calls = [
         lambda: make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend=backend),
-        lambda: fast.DecodeGraph(lambda *_: None, DIRECT, [2], 16, 2, torch.float32, "cpu", backend=backend),
+        lambda: fast.MLAMetadataBuilder(DIRECT, 16, 32, 2, backend=backend),
         lambda: fast.warmup(DIRECT, device="cpu", dtype=torch.float32, backend=backend),
         lambda: backends.explain(DIRECT, device="cpu", dtype=torch.float32, backend=backend),
         lambda: fast.merge_attn_states(state, state, backend=backend),

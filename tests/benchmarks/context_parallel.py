@@ -90,8 +90,9 @@ def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tens
     common = CommonAttentionMetadata.make(starts, lens, table, slots)
     plan = fast.build_mla_metadata(common, BLOCK_SIZE, 65536, ownership=ownership).decode
     config = dataclasses.replace(MLAConfig.from_preset("deepseek-v3"), num_heads=heads)
-    programs = fast.decode_programs(config, device="cuda", dtype=DTYPE, block_size=BLOCK_SIZE)
-    return cache, plan, fast.plan_decode(plan.seq_lens, programs, heads)
+    served = {"device": "cuda", "dtype": DTYPE, "block_size": BLOCK_SIZE}
+    programs, costs = fast.decode_programs(config, **served), fast.schedule_costs(config, **served)
+    return cache, plan, fast.plan_decode(plan.seq_lens, programs, costs)
 
 
 def captured_us(step: Callable[[], object]) -> list[float]:

@@ -88,8 +88,9 @@ class Paths:
         slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
         common = CommonAttentionMetadata.make(starts, lens, table, slots)
         self.decode = fast.build_mla_metadata(common, BLOCK_SIZE, WORKSPACE, decode_threshold=query_len).decode
-        programs = fast.decode_programs(config, device=device, dtype=dtype, block_size=BLOCK_SIZE, query_len=query_len)
-        self.schedule = fast.plan_decode(self.decode.seq_lens, programs, c.num_heads)
+        served = {"device": device, "dtype": dtype, "block_size": BLOCK_SIZE}
+        programs = fast.decode_programs(config, query_len=query_len, **served)
+        self.schedule = fast.plan_decode(self.decode.seq_lens, programs, fast.schedule_costs(config, **served))
         contexts = torch.full((REQUESTS,), context_len, dtype=torch.int32)
         chunks = fast.plan_context_chunks(contexts, WORKSPACE, BLOCK_SIZE)
         self.prefill = PrefillMetadata(

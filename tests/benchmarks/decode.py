@@ -242,16 +242,13 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
         for m in inputs.metadata
     ]
     config = MLAConfig.from_preset("deepseek-v3", num_heads=row.N)
-    programs = fast.decode_programs(
-        config, device=device, dtype=DTYPE, block_size=BLOCK_SIZE, query_len=row.Sq, backend=backend
-    )
+    served = {"device": device, "dtype": DTYPE, "block_size": BLOCK_SIZE, "backend": backend}
+    programs, costs = fast.decode_programs(config, query_len=row.Sq, **served), fast.schedule_costs(config, **served)
 
     def scheduled(metadata: DecodeMetadata, batch_invariant: bool, planned: bool) -> AttentionState:
-        schedule = DecodeSchedule(batch_invariant=True) if batch_invariant else None
+        schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
         if planned:
-            schedule = fast.plan_decode(
-                metadata.seq_lens, programs, row.N, batch_invariant=batch_invariant, backend=backend
-            )
+            schedule = fast.plan_decode(metadata.seq_lens, programs, costs, batch_invariant, backend=backend)
         return fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, metadata, SCALE, schedule, backend=backend)
 
     default = fast.build_mla_metadata(

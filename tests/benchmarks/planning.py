@@ -113,19 +113,20 @@ def time_schedule() -> list[dict[str, Any]]:
     """`plan_decode` back to back out of a graph, beside an empty kernel's share of that."""
     clock, rows = Clock(50.0), []
     config = MLAConfig.from_preset("deepseek-v3", num_heads=16)  # more programs than with more heads
-    programs = fast.decode_programs(config, device="cuda", dtype=torch.bfloat16, block_size=64)
+    served = {"device": "cuda", "dtype": torch.bfloat16, "block_size": 64}
+    programs, costs = fast.decode_programs(config, **served), fast.schedule_costs(config, **served)
     one = torch.zeros(1, device="cuda")
     for requests in SCHEDULED_REQUESTS:
         lens = torch.randint(0, 8192, (requests,), dtype=torch.int32, device="cuda")
         for invariant in (False, True):
-            expected = reference.plan_decode(lens.cpu(), programs, 16, batch_invariant=invariant)
-            got = fast.plan_decode(lens, programs, 16, batch_invariant=invariant)
+            expected = reference.plan_decode(lens.cpu(), programs, costs, invariant)
+            got = fast.plan_decode(lens, programs, costs, invariant)
             if not (got.tile_ranges.cpu().equal(expected.tile_ranges) and
                     got.split_offsets.cpu().equal(expected.split_offsets)):  # fmt: skip
                 raise AssertionError(f"plan_decode of {requests} requests is not the reference's")
         calls = {
-            "plan_decode": [lambda lens=lens: fast.plan_decode(lens, programs, 16)],
-            "batch_invariant": [lambda lens=lens: fast.plan_decode(lens, programs, 16, batch_invariant=True)],
+            "plan_decode": [lambda lens=lens: fast.plan_decode(lens, programs, costs)],
+            "batch_invariant": [lambda lens=lens: fast.plan_decode(lens, programs, costs, True)],
             "fill of one element": [one.zero_],
         }
         found = clock.replayed(calls)
@@ -171,8 +172,9 @@ def profile_step() -> dict[str, Any]:
     positions = torch.full((requests,), length - 1, dtype=torch.int64, device="cuda")
     found = {}
     for name, count in (("scheduled", programs), ("kernel's own split", 0)):
+        builder = fast.MLAMetadataBuilder(config, block, length, requests, num_programs=count)
         graph = fast.DecodeGraph(
-            lambda h, p, m: layer(h, p, cache, m), config, [requests], block, width, dtype, "cuda", num_programs=count
+            lambda h, p, m: layer(h, p, cache, m), builder, [requests], width, config.hidden_size, dtype, "cuda"
         )
         graph.run(hidden, positions, common)
         torch.cuda.synchronize()

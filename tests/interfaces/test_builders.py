@@ -46,6 +46,8 @@ def tensors_of(plan) -> dict[str, torch.Tensor]:
 def test_signatures(builder):
     """Every method of the protocol is there, with its parameters, defaults and annotations."""
     assert isinstance(builder, AttentionMetadataBuilder)
+    assert (builder.block_size, builder.max_model_len, builder.max_num_seqs) == (BLOCK, LONGEST, REQUESTS)
+    assert builder.ownership is None
     methods = {name for name, value in vars(AttentionMetadataBuilder).items() if inspect.isfunction(value)}
     asked = {name for name in methods if not name.startswith("_")}
     assert asked == {"build", "build_for_cudagraph_capture", "update_captured", "can_run_in_cudagraph",
@@ -109,3 +111,28 @@ def test_shared_prefixes(builder):
     asked = builder.use_cascade_attention(4000, query_lens, lens)
     assert asked is (not builder.batch_invariant and fast.use_cascade_attention(4000, query_lens, lens, DIRECT))
     assert builder.use_cascade_attention(0, query_lens, lens) is False
+
+
+def test_a_graph_over_any_builder(builder):
+    """`DecodeGraph` asks a builder for nothing but the protocol: every run gets a plan of that run's batch."""
+    ops = reference if type(builder).__module__.startswith("reference.") else fast
+    planned = []
+
+    def step(hidden_states, positions, plan):
+        planned.append(plan)
+        return hidden_states
+
+    graph = ops.DecodeGraph(step, builder, [1, 4], LONGEST // BLOCK, 8, torch.float32, "cpu", query_len=2)
+    for lens in ([40, 7, 200], [3, 90, 18]):
+        common = make_batch([2, 2, 2], lens, BLOCK).common
+        hidden = torch.randn(6, 8)
+        assert graph.run(hidden, torch.zeros(6, dtype=torch.int64), common).equal(hidden)
+        wanted = tensors_of(builder.build_for_cudagraph_capture(common))
+        got = tensors_of(planned[-1])
+        assert planned[-1].num_actual_tokens == 8 and got.keys() == wanted.keys()
+        assert got["slot_mapping"].tolist() == [*common.slot_mapping.tolist(), -1, -1]
+        for name in ("decode.seq_lens", "decode.visible_lens"):
+            assert (
+                got[name][: wanted[name].shape[0]].equal(wanted[name])
+                and got[name][wanted[name].shape[0] :].eq(0).all()
+            )

@@ -5,6 +5,7 @@ A bound that moved by one, or turned from "at most" into "less than", is seen by
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -12,12 +13,14 @@ import pytest
 import torch
 
 from reference.interfaces import (
+    NEUTRAL_CUT,
     CommonAttentionMetadata,
     ContextChunk,
     MLAConfig,
     PathCosts,
     PrefillMetadata,
     QueryLenSupport,
+    ScheduleCosts,
     TokenOwnership,
     check_interleave,
 )
@@ -57,8 +60,12 @@ def worthwhile(ops, prefix):
     return ops.use_cascade_attention(prefix, integers(1, 1).cpu(), integers(9, 9).cpu(), DIRECT)
 
 
-def schedule(ops, programs=1, heads=1, overhead=0):
-    return ops.plan_decode(integers(65), programs, heads, overhead).tile_ranges.tolist()
+def schedule(ops, programs=1, **costs):
+    return ops.plan_decode(integers(65), programs, ScheduleCosts(**costs)).tile_ranges.tolist()
+
+
+def cut(**numbers):
+    return dataclasses.replace(NEUTRAL_CUT, **numbers)
 
 
 def built(ops, requests=2, tokens=30, **options):
@@ -134,8 +141,12 @@ REFUSED = {
     "a negative query of several": (lambda ops: paths(ops, (0, -1)), "query_lens: expected lengths >= 0, got -1 at"),
     "a negative context of several": (lambda ops: paths(ops, context_lens=(0, -1)), "context_lens: expected lengths"),
     "no program": (lambda ops: schedule(ops, 0), "num_programs: expected at least 1, got 0"),
-    "no head": (lambda ops: schedule(ops, heads=0), "num_heads: expected at least 1, got 0"),
-    "an overhead below 0": (lambda ops: schedule(ops, overhead=-1), "fixed_overhead: expected an int >= 0 or None"),
+    "a cost below 0": (lambda ops: schedule(ops, request_cost=-1), "request_cost: expected an int >= 0, got -1"),
+    "a split below 0": (lambda ops: schedule(ops, split_cost=-1), "split_cost: expected an int >= 0, got -1"),
+    "an odd split": (lambda ops: cut(small_tiles=3), "small_tiles: expected an even number, got 3"),
+    "no splits": (lambda ops: cut(small_splits=0), "small_splits: expected a positive int, got 0"),
+    "large splits below small ones": (lambda ops: cut(large_tiles=14), "large_tiles: expected at least 16, got 14"),
+    "fewer splits than small ones": (lambda ops: cut(max_splits=7), "max_splits: expected at least 8, got 7"),
     "a request too many": (lambda ops: built(ops, 3), "common: expected at most 2 requests, got 3"),
     "a token too many": (lambda ops: built(ops, 2, 31), "common: expected at most 30 tokens a request, got 31 at re"),
     "a function below 0": (lambda ops: built(ops, num_programs=lambda _: -1),

@@ -18,9 +18,10 @@ import fast
 import reference
 from reference.interfaces import MLAConfig, check_type
 
-from ..malformed_calls import Call, report_of, tensors
+from ..malformed_calls import Call, report_of
 from ..support.commands import ROOT
 from ..support.factories import DIRECT, integers
+from ..support.malformed_values import tensors
 
 PACKAGES = ("reference", "fast")
 REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")

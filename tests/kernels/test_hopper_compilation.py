@@ -19,12 +19,13 @@ import pytest
 import torch
 
 import fast
-import reference
 from fast import compilation
-from reference.interfaces import DecodeMetadata, invariant_split_tiles
+from fast.kernels.schedule_costs import measured_costs
+from reference.interfaces import DecodeMetadata, InvariantCut, invariant_split_tiles
 
 from .. import memory_checks
 from ..support.backends import cpu_backend, with_backends
+from ..support.decode_inputs import cut_of, schedule_of
 from ..support.factories import LOW_RANK, integers, offsets
 from ..test_compilation import ROOMS, TYPES, Recorded, serve
 
@@ -91,14 +92,15 @@ def recorded(
     latent, rope = widths
     lens, keys = integers(600), 40 * block_size
     plan = DecodeMetadata(integers(*range(40))[None], lens, offsets([1]), 1, lens, keys, block_size)
-    schedule = (None, None, cut.startswith("batch-invariant"))
+    schedule = None
+    if cut.startswith("batch-invariant"):
+        schedule = schedule_of(plan, heads, 0, True)
     if cut in ("scheduled", "batch-invariant, planned"):
-        made = reference.plan_decode(plan.seq_lens, 3, heads, 5, cut != "scheduled")
-        schedule = (made.tile_ranges, made.split_offsets, made.batch_invariant)
+        schedule = schedule_of(plan, heads, 3, cut != "scheduled")
     decode.mla_decode(
         torch.zeros(1, heads, latent, dtype=dtype), torch.zeros(1, heads, rope, dtype=dtype),
         torch.zeros(40, block_size, latent + rope, dtype=dtype), plan.block_table, plan.seq_lens, plan.query_start_loc,
-        plan.visible_lens, 1, plan.max_seq_len, 0.1, out_dtype or dtype, *schedule,
+        plan.visible_lens, 1, plan.max_seq_len, 0.1, out_dtype or dtype, *cut_of(schedule),
     )  # fmt: skip
     *_, launch = launches.values()  # behind one that clears
     return launch
@@ -262,13 +264,14 @@ def test_choice_of_splits():
 def test_choice_of_runs():
     """Splits by their own length are spread over programs where there are programs to spare, never more than splits."""
     for heads, program_rows in ((16, 16), (32, 32), (128, 64)):
-        choose = partial(select.best_num_programs, heads=heads, program_rows=program_rows, processors=132)
+        cut = measured_costs(heads).cut
+        choose = partial(select.best_num_programs, heads=heads, program_rows=program_rows, processors=132, cut=cut)
         assert choose(items=1, rows=heads, keys=131072) > 20
         assert choose(items=256, rows=256 * program_rows, keys=4096) == 1
         assert choose(items=1, rows=heads, keys=64) == choose(items=1, rows=heads, keys=0) == 1
         for keys in (64, 300, 4096, 70_000):
             tiles = triton.cdiv(keys, 64)
-            assert choose(items=2, rows=heads, keys=keys) <= triton.cdiv(tiles, invariant_split_tiles(tiles, heads))
+            assert choose(items=2, rows=heads, keys=keys) <= triton.cdiv(tiles, invariant_split_tiles(tiles, cut))
 
 
 def test_choice_of_rows():
@@ -405,7 +408,8 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
             assert given["num_partials"] == slots and given["partial_out"].numel() == slots * heads * 512
             assert given["splits_bound"] == splits
     # a table of no page
-    assert select.assign_by_length(3, 64, 64, 0, 64, 512, 132) == select.Assignment(6, 1, 0, 0, most_splits=1, slices=2)
+    assigned = select.assign_by_length(3, 64, 64, 0, 64, 512, 132, measured_costs(64).cut)
+    assert assigned == select.Assignment(6, 1, 0, 0, most_splits=1, slices=2)
 
 
 def test_memory_checkers_see_every_variant(monkeypatch):
@@ -415,7 +419,8 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
-        decode.mla_decode(*given[:-1])  # but which set of kernels
+        *tensors, cut, _ = given  # the last is the name of the backend
+        decode.mla_decode(*tensors, InvariantCut(*cut))
     told = []
     for kernel, kinds, constants in launches.values():
         names = [parameter.name for parameter in kernel.params]

@@ -12,11 +12,16 @@ import pytest
 import torch
 
 import fast
+import reference
 from fast import backends
+from fast.kernels.schedule_costs import measured_costs
 from reference.interfaces import (
     AttentionState,
     DecodeMetadata,
+    DecodeSchedule,
+    InvariantCut,
     MLAConfig,
+    ScheduleCosts,
     UnsupportedConfiguration,
     most_invariant_splits,
 )
@@ -213,7 +218,7 @@ def test_lengths_beyond_the_table(batch_invariant, length):
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], heads, BF16)
         far = replace(plan, seq_lens=integers(1100, length, 70))
         # by the fast wing: the reference walks 2^25 tiles one by one
-        schedule = fast.plan_decode(far.seq_lens, 5, heads, batch_invariant=batch_invariant)
+        schedule = fast.plan_decode(far.seq_lens, 5, measured_costs(heads), batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
         verdict(state, ql, q_pe, cache, plan)  # that request still sees 64 keys, as `visible_lens` says
 
@@ -276,6 +281,24 @@ def test_any_scale(heads, scale):
         assert torch.allclose(state.lse[:, 0], torch.tensor(250.0).log().expand(heads), atol=1e-5)
 
 
+@pytest.mark.parametrize("cut", [InvariantCut(2, 3, 6, 7), InvariantCut(8, 1, 8, 1)], ids=str)
+@pytest.mark.parametrize("heads", [5, 32, 64, 128])
+def test_any_invariant_cut(heads, cut, monkeypatch):
+    """The cut comes with the schedule: planned, spread over programs and in two phases the same bits."""
+    inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], heads, BF16)
+    planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(cut=cut), True)
+    unplanned = DecodeSchedule(batch_invariant=True, cut=cut)
+    states = [launch(*inputs, schedule=planned), launch(*inputs, schedule=unplanned)]
+    monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
+    for programs in (1, 3):
+        monkeypatch.setattr(select, "best_num_programs", lambda *_, programs=programs: programs)
+        states.append(launch(*inputs, schedule=unplanned))
+    verdict(states[0], *inputs)
+    for state in states[1:]:
+        assert_same_bits(state.out, states[0].out)
+        assert_same_bits(state.lse, states[0].lse)
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [4, 64])
 def test_a_length_that_was_not_planned(heads, batch_invariant):
@@ -305,7 +328,7 @@ def test_values_outside_the_tensors(heads, block_size, cut):
         schedule = schedule_of(None, heads, 0, True) if cut == "batch-invariant" else None
         if cut in ("scheduled", "batch-invariant, planned"):
             lens = plan.seq_lens.clamp(min=0)  # who plans on a CPU refuses less
-            schedule = fast.plan_decode(lens, 3, heads, batch_invariant=cut != "scheduled")
+            schedule = fast.plan_decode(lens, 3, measured_costs(heads), batch_invariant=cut != "scheduled")
         return launch(ql, q_pe, cache, plan, schedule=schedule)
 
     state = decoded(plan)
@@ -360,7 +383,7 @@ def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monke
     schedule = None
     if cut in ("scheduled", "folded, planned"):
         lens = inputs[3].seq_lens.to(DEVICE)
-        schedule = fast.plan_decode(lens, 7, heads, batch_invariant=cut != "scheduled")
+        schedule = fast.plan_decode(lens, 7, measured_costs(heads), batch_invariant=cut != "scheduled")
     elif cut in ("folded", "runs"):
         schedule = schedule_of(inputs[3], heads, 0, True)
     given = arguments(*inputs, schedule=schedule)
@@ -420,7 +443,7 @@ def test_fewer_programs_than_requests(heads, batch_invariant, monkeypatch):
     facts = decode.device_facts(DEVICE)
     monkeypatch.setattr(decode, "device_facts", lambda _: facts._replace(processors=3))
     inputs = make_inputs([1, 2, 0, 1, 3, 1, 2], [130, 70, 20, 0, 700, 64, 300], heads, BF16)
-    verdict(launch(*inputs, schedule=schedule_of(None, 0, 0, batch_invariant)), *inputs)
+    verdict(launch(*inputs, schedule=schedule_of(None, heads, 0, batch_invariant)), *inputs)
 
 
 def test_query_strides_beyond_32_bit():
@@ -452,7 +475,7 @@ def test_offsets_beyond_32_bit(heads, block_size):
 def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
     """Pitfall 8: splits of the last request have their parts past element 2^31 of all parts."""
     pages = 2048  # of 64 keys: as many splits as any request may have
-    slots = requests * most_invariant_splits(pages, heads)
+    slots = requests * most_invariant_splits(pages, measured_costs(heads).cut)
     if torch.cuda.mem_get_info()[0] < 3 * slots * heads * 512 * 4:
         pytest.skip("too little memory")
     ql, q_pe, cache, plan = make_inputs([1], [40_000], heads, BF16)
@@ -468,7 +491,7 @@ def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
     )  # fmt: skip
     schedule = schedule_of(None, heads, 0, True)
     if planned:
-        schedule = fast.plan_decode(lens, 7, heads, batch_invariant=True)
+        schedule = fast.plan_decode(lens, 7, measured_costs(heads), batch_invariant=True)
     rows = torch.zeros(requests, heads, 512).to(BF16), torch.zeros(requests, heads, 64).to(BF16)
     for row, query in zip(rows, (ql, q_pe), strict=True):
         row[-1] = query[0]

@@ -10,7 +10,7 @@ import torch
 import fast
 from fast.parity import compare
 
-from ..mla.test_graphs import BLOCK, judged_steps, make_graph, moved
+from ..planning.test_graphs import BLOCK, judged_steps, make_graph, moved
 from ..support.factories import LOW_RANK, make_weights
 from ..support.triton_mode import DEVICE, ON_HOPPER
 

@@ -13,6 +13,9 @@ import pytest
 import torch
 
 import fast
+import reference
+from fast.kernels.schedule_costs import measured_costs
+from reference.interfaces import DecodeSchedule, InvariantCut, ScheduleCosts
 
 from ..support.decode_inputs import rising_inputs, schedule_of, verdict
 from ..support.factories import assert_same_bits, integers, offsets
@@ -149,9 +152,9 @@ def test_scheduled(programs, batch_invariant, dtype):
     if programs == 0 and not batch_invariant:
         pytest.skip("no schedule")
     lens = [0, 1100, 70, 9, 0, 300, 64, 33, 0], [1, 1, 2, 3, 2, 1, 0, 1, 1]
-    for heads, overhead in ((4, 0), (40, 5)):
+    for heads, request_cost in ((4, 0), (40, 5)):
         inputs = make_inputs(lens[1], lens[0], heads, dtype)
-        schedule = schedule_of(inputs[3], heads, programs, batch_invariant, overhead)
+        schedule = schedule_of(inputs[3], heads, programs, batch_invariant, request_cost)
         verdict(launch(*inputs, schedule=schedule), *inputs)
 
 
@@ -160,7 +163,23 @@ def test_scheduled(programs, batch_invariant, dtype):
 @pytest.mark.parametrize("widths", WIDTHS.values(), ids=WIDTHS)
 def test_scheduled_shapes(widths, block_size):
     inputs = make_inputs([1, 2], [300, 131], 4, DTYPES[-1], widths, block_size=block_size)
-    verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, 3, overhead=1)), *inputs)
+    verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, 3, request_cost=1)), *inputs)
+
+
+@runs
+@pytest.mark.parametrize("cut", [InvariantCut(2, 3, 6, 7), InvariantCut(8, 1, 8, 1)], ids=str)
+def test_any_invariant_cut(cut, monkeypatch):
+    """The cut comes with the schedule: planned and not, the same bits, whatever its numbers."""
+    inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], 4, DTYPES[-1], next(iter(NARROW.values())))
+    planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(cut=cut), True)
+    states = [launch(*inputs, schedule=planned)]
+    for num_runs in (1, 3):
+        monkeypatch.setattr(decode, "_num_splits", lambda *_, num_runs=num_runs: num_runs)
+        states.append(launch(*inputs, schedule=DecodeSchedule(batch_invariant=True, cut=cut)))
+    verdict(states[0], *inputs)
+    for state in states[1:]:
+        assert_same_bits(state.out, states[0].out)
+        assert_same_bits(state.lse, states[0].lse)
 
 
 @runs
@@ -213,7 +232,7 @@ def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch
         # by the fast wing: the reference walks 2^25 tiles one by one
         schedule = schedule_of(far, 4, 0, True)
         if programs > 0:
-            schedule = fast.plan_decode(far.seq_lens, programs, 4, batch_invariant=batch_invariant)
+            schedule = fast.plan_decode(far.seq_lens, programs, measured_costs(4), batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
         verdict(state, ql, q_pe, cache, plan)  # that request still sees as many keys as `visible_lens` says
 

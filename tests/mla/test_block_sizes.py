@@ -98,7 +98,8 @@ def test_slots_of_another_block_size_are_refused(ops, plain_errors):
         ops.MLAMetadataBuilder(CONFIG, 8, 64, 2).build(0, common)
     with pytest.raises(ValueError, match=wanted):
         ops.make_local_attention_virtual_batches(common, 16, 8)
-    graph = ops.DecodeGraph(lambda hidden, *_: hidden, CONFIG, [2], 8, 4, torch.float32, "cpu")
+    builder = ops.MLAMetadataBuilder(CONFIG, 8, 32, 2)
+    graph = ops.DecodeGraph(lambda hidden, *_: hidden, builder, [2], 4, CONFIG.hidden_size, torch.float32, "cpu")
     with pytest.raises(ValueError, match=wanted):
         graph.run(torch.zeros(2, CONFIG.hidden_size), torch.zeros(2, dtype=torch.int64), common)
     unknown = replace(common, block_size=None)

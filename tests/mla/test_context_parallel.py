@@ -139,9 +139,12 @@ def test_graphs(ops, query_len):
         positions = torch.cat([torch.arange(s - query_len, s) for s in lens])
         plan = ops.build_mla_metadata(common, 16, 4096, query_len, ownership=ranks.ownership)
         wanted = layer(hidden, positions, cache.clone(), plan)
+        builder = ops.MLAMetadataBuilder(
+            config, 16, 4096, 4, num_speculative_tokens=query_len - 1, num_programs=2, context_parallel=ranks
+        )
         graph = ops.DecodeGraph(
-            lambda *step: layer(*step[:2], cache, step[2]), config, [1, 4], 16, 8, torch.float64, "cpu", query_len,
-            num_programs=2, context_parallel=ranks,
+            lambda *step: layer(*step[:2], cache, step[2]), builder, [1, 4], 8, config.hidden_size, torch.float64,
+            "cpu", query_len,
         )  # fmt: skip
         return graph.run(hidden, positions, common), wanted
 

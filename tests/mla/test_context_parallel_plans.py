@@ -8,7 +8,7 @@ import fast
 import reference
 from reference.interfaces import TokenOwnership
 
-from ..support.context_parallel import CONFIGS, HEADS, MERGES, of_rank
+from ..support.context_parallel import CONFIGS, MERGES, of_rank
 from ..support.factories import make_batch
 from ..support.planning import batches, same
 from ..support.properties import given, st
@@ -77,7 +77,7 @@ def test_builder(ops, merge):
 
     for rank, plan in enumerate(ops.simulate(2, 4, program, 4, merge)):
         assert plan.ownership == TokenOwnership(2, rank % 2, 4) and plan.cascade is None
-        same(plan.schedule, ops.plan_decode(plan.decode.seq_lens, 3, HEADS // 2))
+        same(plan.schedule, ops.plan_decode(plan.decode.seq_lens, 3))
         assert plan.prefill.context_chunks[0].ownership == plan.ownership
 
 
@@ -96,7 +96,7 @@ def test_captured_plans(ops, query_len):
         held = captured.decode.seq_lens, captured.decode.visible_lens, captured.schedule.tile_ranges
         builder.update_captured(captured, batches[1])
         wanted = builder.build(0, batches[1])
-        planned = ops.plan_decode(wanted.decode.seq_lens, 3, builder._decode_heads)
+        planned = ops.plan_decode(wanted.decode.seq_lens, 3)
         fresh = wanted.decode.seq_lens, wanted.decode.visible_lens, planned.tile_ranges
         return [x.equal(y) for x, y in zip(held, fresh, strict=True)]
 

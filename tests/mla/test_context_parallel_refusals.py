@@ -79,12 +79,9 @@ class TestBadInput:
         with pytest.raises(ValueError, match=wanted):
             ops.MLAMetadataBuilder(CONFIGS["direct"], 16, 64, 2, num_programs=1, batch_invariant=True,
                                    context_parallel=ranks)  # fmt: skip
-        with pytest.raises(ValueError, match=wanted):
-            ops.DecodeGraph(print, CONFIGS["direct"], [1], 16, 2, torch.float32, "cpu", num_programs=1,
-                            batch_invariant=True, context_parallel=ranks)  # fmt: skip
         with pytest.raises(ValueError, match="^interleave: expected a divisor of the block size 16, got 3$"):
-            ops.DecodeGraph(print, CONFIGS["direct"], [1], 16, 2, torch.float32, "cpu",
-                            context_parallel=ops.simulate(2, 3, lambda ranks: ranks)[0])  # fmt: skip
+            ops.MLAMetadataBuilder(CONFIGS["direct"], 16, 64, 2,
+                                   context_parallel=ops.simulate(2, 3, lambda ranks: ranks)[0])  # fmt: skip
 
     def test_gather(self, ops):
         """A piece of another share, or of none, before anything is exchanged."""

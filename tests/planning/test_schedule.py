@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fast
 import reference
-from reference.interfaces import invariant_cut, invariant_split_tiles, most_invariant_splits
+from fast.kernels.schedule_costs import measured_costs
+from reference.interfaces import InvariantCut, ScheduleCosts, invariant_split_tiles, most_invariant_splits
 
 from ..support.even_chunks import even_chunks
 from ..support.factories import integers
@@ -126,7 +128,7 @@ def taken_by(schedule, lens):
 
 def check_schedule(ops, lens, programs, overhead):
     """Each tile once and in order; nobody carries more than its share and one overhead; splits as programs see them."""
-    schedule = ops.plan_decode(integers(*lens), programs, 16, overhead)
+    schedule = ops.plan_decode(integers(*lens), programs, ScheduleCosts(request_cost=overhead))
     assert schedule.tile_ranges.dtype == schedule.split_offsets.dtype == torch.int32
     assert schedule.tile_ranges.shape == (programs, 5) and not schedule.batch_invariant
     tiles, ranges = tiles_of(lens), taken_by(schedule, lens)
@@ -153,31 +155,39 @@ def test_schedule(lens, programs, overhead, ops):
 
 @given(LENS, PROGRAMS, st.sampled_from([0, 1, 5]), st.sampled_from([1, 64, 128]), st.booleans())
 def test_decode_planners_agree(lens, programs, overhead, heads, batch_invariant):
-    same(*(ops.plan_decode(integers(*lens), programs, heads, overhead, batch_invariant) for ops in (reference, fast)))
+    costs = replace(measured_costs(heads), request_cost=overhead)
+    same(*(ops.plan_decode(integers(*lens), programs, costs, batch_invariant) for ops in (reference, fast)))
 
 
 @pytest.mark.parametrize("heads", [16, 17])
 def test_planners_agree_on_long_requests(heads):
     """Every branch of the batch-invariant cut, up to the most splits."""
     lens = integers(8193, 17_000, 70_000, 140_000)
-    same(*(ops.plan_decode(lens, 33, heads, 5, True) for ops in (reference, fast)))
+    same(*(ops.plan_decode(lens, 33, measured_costs(heads), True) for ops in (reference, fast)))
 
 
-@pytest.mark.parametrize("heads, overhead", [(1, 5), (32, 5), (33, 8), (128, 8)])
-def test_overhead_by_heads(heads, overhead):
-    """Without a figure of its own, a plan reckons with what the kernels need for so many heads."""
+def test_costs_decide_where_programs_begin():
+    """Without costs of its own, a plan reckons with the neutral ones, the same in both packages."""
     lens = integers(700, 64, 3000, 129)
     for ops in (reference, fast):
-        chosen, given_one, none = (ops.plan_decode(lens, 7, heads, tiles) for tiles in (None, overhead, 0))
-        same(chosen, given_one)
-        assert chosen.tile_ranges.tolist() != none.tile_ranges.tolist()
+        neutral, given_them, none = (
+            ops.plan_decode(lens, 7, costs) for costs in (None, ScheduleCosts(), ScheduleCosts(request_cost=0))
+        )
+        same(neutral, given_them)
+        assert neutral.tile_ranges.tolist() != none.tile_ranges.tolist()
 
 
-@pytest.mark.parametrize("heads, each, sizes", [
-    (1, 1, (10, 4, 4)), (16, 1, (10, 4, 4)), (17, 4, (32, 16, 16)), (128, 4, (32, 16, 16)),
-])  # fmt: skip
-def test_folds_weigh_by_heads(heads, each, sizes, ops):
-    """Of an overhead of 5 each split has so many tiles, and the first the rest: programs begin where the line says."""
+def test_measured_costs_by_heads():
+    """Plans of fast's builders stay what they were before the figures of one chip became a record."""
+    few, some, many = InvariantCut(4, 32, 16, 128), InvariantCut(16, 8, 32, 64), InvariantCut(16, 8, 32, 64)
+    wanted = {1: (5, 1, few), 16: (5, 1, few), 17: (5, 4, some), 32: (5, 4, some), 33: (8, 4, many), 128: (8, 4, many)}
+    for heads, (request_cost, split_cost, cut) in wanted.items():
+        assert measured_costs(heads) == ScheduleCosts(request_cost, split_cost, cut, invariant_starts=4)
+
+
+@pytest.mark.parametrize("heads, each, sizes", [(16, 1, (10, 4, 4)), (17, 4, (32, 16, 16))])
+def test_splits_cost_a_part_of_a_request(heads, each, sizes, ops):
+    """Of a request's cost of 5 each split has some tiles and the first the rest: programs begin where the line says."""
     tiles, starts, place = (300, 40, 100), [], 0
     for request, (count, size) in enumerate(zip(tiles, sizes, strict=True)):
         place += 5 - each
@@ -187,7 +197,8 @@ def test_folds_weigh_by_heads(heads, each, sizes, ops):
     for programs in range(1, 12):
         ownership = -(-place // programs)
         firsts = [next(s for s in starts if s[0] // ownership == p)[1:] for p in range(programs)]
-        ranges = ops.plan_decode(integers(*(64 * count for count in tiles)), programs, heads, 5, True).tile_ranges
+        lens = integers(*(64 * count for count in tiles))
+        ranges = ops.plan_decode(lens, programs, measured_costs(heads), True).tile_ranges
         assert [(first, tile) for first, _, tile, _, _ in ranges.tolist()] == firsts
 
 
@@ -196,23 +207,35 @@ def test_folds_weigh_by_heads(heads, each, sizes, ops):
     (1, 3, 4), (16, 128, 4), (16, 200, 8), (16, 512, 16), (16, 2048, 16), (16, 4096, 32), (16, 4097, 34),
 ])  # fmt: skip
 def test_batch_invariant_cut(heads, tiles, size):
-    assert invariant_split_tiles(tiles, heads) == size
+    assert invariant_split_tiles(tiles, measured_costs(heads).cut) == size
 
 
 @pytest.mark.parametrize("heads", [16, 17])
 def test_most_batch_invariant_splits(heads):
     """Enough for every request that fits, and no more than some request of that length or less has."""
-    most = 1
+    most, cut = 1, measured_costs(heads).cut
     for tiles in range(1, 4200):
-        most = max(most, -(-tiles // invariant_split_tiles(tiles, heads)))
-        assert most_invariant_splits(tiles, heads) == most
-    assert most == invariant_cut(heads).max_splits
+        most = max(most, -(-tiles // invariant_split_tiles(tiles, cut)))
+        assert most_invariant_splits(tiles, cut) == most
+    assert most == cut.max_splits
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 20), st.integers(0, 60), st.integers(0, 3000))
+def test_buffers_hold_the_splits_of_any_cut(small_pairs, small_splits, more_pairs, more_splits, tiles):
+    """Kernels size their buffers by `most_invariant_splits`: no request of so many tiles or fewer has more splits."""
+    cut = InvariantCut(2 * small_pairs, small_splits, 2 * (small_pairs + more_pairs), small_splits + more_splits)
+    ScheduleCosts(cut=cut)  # what it accepts
+    bound = most_invariant_splits(tiles, cut)
+    for count in {*range(max(0, tiles - 40), tiles + 1), *range(0, tiles, 7)}:
+        assert -(-count // invariant_split_tiles(count, cut)) <= bound
 
 
 @given(LENS, PROGRAMS, st.sampled_from([0, 5]), st.sampled_from([16, 128]), WINGS)
 def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
     """Each tile once; a request is cut every so many tiles, alone as in company; a program's splits are whole."""
-    schedule = ops.plan_decode(integers(*lens), programs, heads, overhead, True)
+    costs = replace(measured_costs(heads), request_cost=overhead)
+    schedule = ops.plan_decode(integers(*lens), programs, costs, True)
+    assert schedule.cut == costs.cut  # the kernel cuts as the plan does
     tiles, ranges = tiles_of(lens), taken_by(schedule, lens)
     everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
     assert [item for own, _ in ranges for item in own] == everything and schedule.batch_invariant
@@ -237,25 +260,25 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
             carried = len(own) + each * len(splits) + (overhead - each) * len(begun)
             assert carried <= ownership - 1 + each + last_split
     for request, length in enumerate(lens):
-        alone = ops.plan_decode(integers(length), 3, heads, overhead, True)
+        alone = ops.plan_decode(integers(length), 3, costs, True)
         assert alone.split_offsets.tolist() == [0, parts[request]]
 
 
 def test_schedule_of_nothing(ops):
     for lens in ((), (0,), (0, 0, 0)):
         for batch_invariant in (False, True):
-            schedule = ops.plan_decode(integers(*lens), 3, 16, 5, batch_invariant)
+            schedule = ops.plan_decode(integers(*lens), 3, batch_invariant=batch_invariant)
             assert schedule.tile_ranges.tolist() == [[len(lens), len(lens) - 1, 0, 0, 0]] * 3
             assert schedule.split_offsets.tolist() == [0] * (len(lens) + 1)
 
 
 @pytest.mark.parametrize("lens", [(64 * 10, 64 * 10), (64 * 25,), (64 * 3, 64 * 3, 64 * 30)])
 def test_schedule_by_hand(lens, ops):
-    """Two programs; overhead 2; the line of the three examples is 24, 27 and 42 long."""
+    """Two programs; a request costs 2 tiles; the line of the three examples is 24, 27 and 42 long."""
     expected = {
         (640, 640): [[0, 0, 0, 10, 0], [1, 1, 0, 10, 0]],
         (1600,): [[0, 0, 0, 12, 0], [0, 0, 12, 25, 1]],
         (192, 192, 1920): [[0, 2, 0, 9, 0], [2, 2, 9, 30, 1]],
     }
-    schedule = ops.plan_decode(integers(*lens), 2, 16, 2)
+    schedule = ops.plan_decode(integers(*lens), 2, ScheduleCosts(request_cost=2))
     assert schedule.tile_ranges.tolist() == expected[lens]

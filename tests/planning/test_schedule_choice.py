@@ -12,6 +12,7 @@ import torch
 import fast
 import fast.mla.builder
 import reference
+from fast.kernels.schedule_costs import measured_costs
 from reference.interfaces import DECODE_TILE, CommonAttentionMetadata, ScheduleChoice, choose_schedule
 
 from ..benchmarks.decode import Row
@@ -21,7 +22,7 @@ from ..support.properties import given, st
 
 CONFIG = CONFIGS["direct"]
 EQUAL, RAGGED = [3000] * 6, [30_000, 64, 200, 1000, 90, 130]
-OVERHEAD = {1: 5, 32: 5, 33: 8, 128: 8}  # of starting on a request, in tiles, by heads
+START = {1: 5, 32: 5, 33: 8, 128: 8}  # what starting on a request was measured to cost, in tiles, by heads
 
 
 @pytest.fixture(params=["reference", "fast"])
@@ -50,10 +51,10 @@ def batch_of(seq_lens, query_len=1, ownership=None):
     return CommonAttentionMetadata.from_lens([query_len] * len(seq_lens), seq_lens, table, 64, ownership)
 
 
-@given(st.lists(st.integers(0, 9000), max_size=8), st.integers(0, 9), st.sampled_from(sorted(OVERHEAD)), st.booleans())
+@given(st.lists(st.integers(0, 9000), max_size=8), st.integers(0, 9), st.sampled_from(sorted(START)), st.booleans())
 def test_lengths_that_differ_are_planned(lens, programs, heads, invariant):
     """Planned where padding all requests to the longest costs more than a start for each request and program."""
-    choice = choose_schedule(integers(*lens).cpu(), programs, heads, invariant)
+    choice = choose_schedule(integers(*lens).cpu(), programs, measured_costs(heads), invariant)
     tiles = [len(range(0, length, DECODE_TILE)) for length in lens if length > 0]
     if programs == 0 or not lens:
         assert choice == ScheduleChoice(0, 0, 0, 0, False)
@@ -61,7 +62,7 @@ def test_lengths_that_differ_are_planned(lens, programs, heads, invariant):
     assert (choice.num_programs, choice.requests) == (programs, len(tiles))
     assert (choice.longest_tiles, choice.total_tiles) == (max(tiles, default=0), sum(tiles))
     saved = sum(max(tiles) - count for count in tiles) if tiles else 0
-    starts = (len(tiles) + programs) * OVERHEAD[heads] * (4 if invariant else 1)
+    starts = (len(tiles) + programs) * START[heads] * (4 if invariant else 1)
     assert choice.planned == (programs > 1 and saved > starts)
 
 
@@ -77,7 +78,7 @@ def test_the_choice_is_nearly_the_faster_way(invariant, most):
         own = "fast, invariant" if invariant else "fast"
         by_way = {planned: times[own + (", planned" if planned else "")]["median_us"] for planned in (False, True)}
         programs = 132 // max(1, dims.N // 64)
-        planned = choose_schedule(integers(*dims.seq_lens).cpu(), programs, dims.N, invariant).planned
+        planned = choose_schedule(integers(*dims.seq_lens).cpu(), programs, measured_costs(dims.N), invariant).planned
         lost[dims] = by_way[planned] / min(by_way.values())
     assert len(lost) == 25 and max(lost.values()) <= most, lost
 
@@ -90,7 +91,7 @@ def test_ragged_steps_are_planned_by_default(eight_programs, plain_errors):
     ):
         plan = make(batch_of(RAGGED))
         assert plan.schedule_choice == ScheduleChoice(8, 6, 469, 469 + 1 + 4 + 16 + 2 + 3, True)
-        same(plan.schedule, reference.plan_decode(integers(*RAGGED), 8, CONFIG.num_heads))
+        same(plan.schedule, reference.plan_decode(integers(*RAGGED), 8))
         plan = make(batch_of(EQUAL))
         assert plan.schedule is None and plan.schedule_choice == ScheduleChoice(8, 6, 47, 6 * 47, False)
     heads, how = eight_programs[0]
@@ -131,7 +132,7 @@ def test_both_make_the_same_choice(lens, programs, size):
         lens_here = [length if ownership is None else ownership.count(length) for length in lens]
         assert plan.decode.seq_lens.tolist() == lens_here
         if lens:
-            assert plan.schedule_choice == choose_schedule(integers(*lens_here).cpu(), programs, CONFIG.num_heads)
+            assert plan.schedule_choice == choose_schedule(integers(*lens_here).cpu(), programs)
         plans.append(plan)
     same(*plans)
 
@@ -155,7 +156,7 @@ def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
     assert captured.decode.max_seq_len == 1500
     builder.update_captured(captured, replace(batch_of([1500, 1, 3, 4, 5, 6])))
     ranges = captured.schedule.tile_ranges.clone()
-    same(ranges, ops.plan_decode(integers(1500, 1, 3, 4, 5, 6), 5, CONFIG.num_heads).tile_ranges)
+    same(ranges, ops.plan_decode(integers(1500, 1, 3, 4, 5, 6), 5).tile_ranges)
     narrow = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     with pytest.raises(ValueError, match="^common: expected at most 64 keys a request, as captured, got 65$"):
         builder.update_captured(narrow, batch_of([65, 1, 3, 4, 5, 6]))
@@ -187,10 +188,10 @@ def test_num_programs_needs_a_config(ops, plain_errors):
 
 
 def test_the_longest_lengths_do_not_overflow(plain_errors):
-    choice = choose_schedule(integers(2**31 - 1, 1).cpu(), 8, 16)
+    choice = choose_schedule(integers(2**31 - 1, 1).cpu(), 8)
     assert (choice.longest_tiles, choice.total_tiles, choice.planned) == (2**25, 2**25 + 1, True)
     with pytest.raises(ValueError, match="^seq_lens: expected lengths >= 0, got -1 at request 1$"):
-        choose_schedule(integers(5, -1).cpu(), 8, 16)
+        choose_schedule(integers(5, -1).cpu(), 8)
 
 
 def test_a_loose_bound_is_no_longer_request(ops, plain_errors):
@@ -198,5 +199,5 @@ def test_a_loose_bound_is_no_longer_request(ops, plain_errors):
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5)
     captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     builder.update_captured(captured, replace(batch_of([64, 1, 3, 4, 5, 6]), max_seq_len=1000))
-    wanted = ops.plan_decode(integers(64, 1, 3, 4, 5, 6), 5, CONFIG.num_heads)
+    wanted = ops.plan_decode(integers(64, 1, 3, 4, 5, 6), 5)
     same(captured.schedule.tile_ranges, wanted.tile_ranges)

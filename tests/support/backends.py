@@ -14,7 +14,8 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
     plans = sys.modules["fast.mla.metadata"]  # what it keeps of a choice outlives no test
-    monkeypatch.setattr(plans, "_kept_programs", plans._kept_programs.__wrapped__)
+    for kept in ("_kept_programs", "_kept_costs"):
+        monkeypatch.setattr(plans, kept, getattr(plans, kept).__wrapped__)
 
 
 def cpu_backend(kernels: Mapping[str, Callable]) -> Backend:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 import reference
+from fast.kernels.schedule_costs import measured_costs
 from fast.parity import compare_states
-from reference.interfaces import AttentionState, DecodeMetadata, DecodeSchedule
+from reference.interfaces import NEUTRAL_CUT, AttentionState, DecodeMetadata, DecodeSchedule
 
 from .factories import make_batch, make_cache, make_entries
 from .triton_mode import DEVICE
@@ -58,9 +59,9 @@ def on_device(plan: DecodeMetadata) -> DecodeMetadata:
 def cut_of(schedule) -> tuple:
     """What kernels take of a schedule, on the device."""
     if schedule is None:
-        return None, None, False
+        return None, None, False, NEUTRAL_CUT
     tensors = (t if t is None else t.to(DEVICE) for t in (schedule.tile_ranges, schedule.split_offsets))
-    return *tensors, schedule.batch_invariant
+    return *tensors, schedule.batch_invariant, schedule.cut
 
 
 def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> tuple:
@@ -110,8 +111,9 @@ def verdict(value, ql, q_pe, cache, plan):
     assert value.out[unseen].eq(0).all() and value.lse[:, unseen].eq(-torch.inf).all()
 
 
-def schedule_of(plan, heads, programs, batch_invariant=False, overhead=5):
-    """The reference's; for no programs the one that plans nothing."""
+def schedule_of(plan, heads, programs, batch_invariant=False, request_cost=5):
+    """The reference's, with the costs of the kernels for GPUs; for no programs the one that plans nothing."""
+    costs = replace(measured_costs(heads), request_cost=request_cost)
     if programs == 0:
-        return DecodeSchedule(batch_invariant=batch_invariant)
-    return reference.plan_decode(plan.seq_lens, programs, heads, overhead, batch_invariant)
+        return DecodeSchedule(batch_invariant=batch_invariant, cut=costs.cut)
+    return reference.plan_decode(plan.seq_lens, programs, costs, batch_invariant)

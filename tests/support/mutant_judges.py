@@ -34,7 +34,7 @@ BUILDER = Judge(
         "planning/test_schedule_choice",
         "interfaces/test_limits",
         "mla/test_cascade",
-        "mla/test_graphs",
+        "planning/test_graphs",
         "planning/test_rank_slots",
         "mla/test_context_parallel_plans",
         "mla/test_context_parallel_refusals",
@@ -63,6 +63,7 @@ SLOT_MAPPING = Judge((*BATCH.modules, "planning/test_rank_slots"))
 OWNERSHIP = Judge(
     ("interfaces/test_interfaces", "planning/test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection
 )
+SCHEDULE_CHOICE = Judge(("planning/test_schedule_choice", "planning/test_schedule", "interfaces/test_limits"))
 SIZES = Judge(
     (
         "planning/test_schedule_choice",
@@ -73,7 +74,7 @@ SIZES = Judge(
     )
 )
 SLOTS = Judge(("interfaces/test_from_lens", "planning/test_batch", "interfaces/test_limits"))
-GRAPHS = Judge(("mla/test_graphs", "mla/test_block_sizes", "interfaces/test_bad_input"))
+GRAPHS = Judge(("planning/test_graphs", "mla/test_block_sizes", "interfaces/test_bad_input"))
 KERNELS = Judge(
     (
         "kernels/test_cpu_pieces",
@@ -101,13 +102,16 @@ TABLE = {
         "planning/batch": BATCH, "planning/local_attention": BATCH, "planning/slots": SLOT_MAPPING,
         "planning/context_chunks": SCHEDULE, "planning/decode_schedule": SCHEDULE, "planning/shared_prefix": CASCADE,
         "mla/choose_path": PATH, "mla/cascade": CASCADE, "mla/metadata": BUILDER, "mla/builder": BUILDER,
-        "mla/graphs": GRAPHS,
+        "mla/captured": Judge(("interfaces/test_builders", "planning/test_graphs", "mla/test_builder")),
+        "planning/graphs": GRAPHS,
         "mla/context_parallel": CONTEXT_PARALLEL, "distributed/merge": CONTEXT_PARALLEL,
         "distributed/reorg": CONTEXT_PARALLEL,
     }.items()},
     "fast/mla/staging.py": BUILDER,
     "reference/interfaces/ownership.py": OWNERSHIP,
     "reference/interfaces/sizes.py": SIZES,
+    "reference/interfaces/decode_schedule.py": SCHEDULE_CHOICE,
+    "reference/interfaces/builder.py": GRAPHS,
     "reference/interfaces/slots.py": SLOTS,
     "fast/kernels/cpu/__init__.py": KERNELS,
     "fast/kernels/cpu/attention.py": KERNELS,

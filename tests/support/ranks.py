@@ -255,9 +255,12 @@ def replay_decodes(
         table = torch.randperm(40).view(4, 10).int()
     layer = make_rank_layer(fast, RANK_CONFIG, weights, dtype, ranks, device)
     cache = caches[ranks.rank].to(device)
+    builder = fast.MLAMetadataBuilder(
+        RANK_CONFIG, 16, 4096, 4, num_speculative_tokens=query_len - 1, context_parallel=ranks, dtype=dtype
+    )
     graph = fast.DecodeGraph(
-        lambda *step: layer(*step[:2], cache, step[2]), RANK_CONFIG, [2, 4], 16, 10, dtype, device, query_len,
-        context_parallel=ranks,
+        lambda *step: layer(*step[:2], cache, step[2]), builder, [2, 4], 10, RANK_CONFIG.hidden_size, dtype, device,
+        query_len,
     )  # fmt: skip
     found, held = [], set()
     for step, lens in enumerate(((90, 33, 17), (tokens, 3), (64, 65, 66, 160))):

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fast
 from fast.backends import decode_request, select
+from fast.kernels.schedule_costs import measured_costs
 from reference.interfaces import QueryLenSupport
 
 from ..support.factories import DIRECT, integers, make_batch, make_cache, make_entries, offsets
@@ -46,12 +47,13 @@ def decode_samples(
     batch = make_batch([1, 2, 0], seq_lens, block_size)
     cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, block_size, 4096, 2).decode
-    schedule, own = (fast.plan_decode(plan.seq_lens, 4, heads, batch_invariant=own) for own in (False, True))
+    costs = measured_costs(heads)
+    schedule, own = (fast.plan_decode(plan.seq_lens, 4, costs, own) for own in (False, True))
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
-         0.3, out_dtype or dtype, *cut, decode_backend(dtype, latent, rope, block_size))
-        for cut in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
+         0.3, out_dtype or dtype, *plan_of, list(costs.cut), decode_backend(dtype, latent, rope, block_size))
+        for plan_of in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))
     ]  # fmt: skip
 
@@ -107,7 +109,8 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
              rand(37, 32), backend)
         ],
         "mla_twins::plan_decode": [
-            (integers(20, 0, 3000), 4, 16, 5, batch_invariant, backend) for batch_invariant in (False, True)
+            (integers(20, 0, 3000), 4, 5, 1, [4, 32, 16, 128], batch_invariant, backend)
+            for batch_invariant in (False, True)
         ],
     }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, rope_norm_and_cache, swap_blocks
 from .context_parallel import combine_attn_states, pack_attn_state, reorg_kvcache, share_attn_out
-from .decode import decode_programs, mla_decode
+from .decode import decode_programs, mla_decode, schedule_costs
 from .merge import merge_attn_states
 from .rope import apply_rope
 from .schedule import plan_decode
@@ -22,6 +22,7 @@ KERNELS = {
     "plan_decode": plan_decode,
     "reorg_kvcache": reorg_kvcache,
     "rope_norm_and_cache": rope_norm_and_cache,
+    "schedule_costs": schedule_costs,
     "share_attn_out": share_attn_out,
     "swap_blocks": swap_blocks,
 }

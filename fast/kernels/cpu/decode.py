@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.interfaces import wide_dtype
+from reference.interfaces import NEUTRAL_COSTS, InvariantCut, ScheduleCosts, wide_dtype
 
 from .softmax import OnlineSoftmax
 
@@ -27,6 +27,7 @@ def mla_decode(
     tile_ranges: Tensor | None,
     split_offsets: Tensor | None,
     batch_invariant: bool,
+    cut: InvariantCut,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few query tokens a request over its cached latents.
 
@@ -42,9 +43,10 @@ def mla_decode(
         max_seq_len: likewise.
         softmax_scale: multiplies the scores.
         out_dtype: of out.
-        tile_ranges: of a schedule; nothing is cut here, so this and the next two are not looked at.
+        tile_ranges: of a schedule; nothing is cut here, so this and what follows are not looked at.
         split_offsets: likewise.
         batch_invariant: likewise; requests are attended one by one.
+        cut: likewise.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -95,6 +97,13 @@ def decode_programs(
 ) -> int:
     """How many programs of a schedule run at once: one, for nothing is cut here."""
     return 1
+
+
+def schedule_costs(
+    device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
+) -> ScheduleCosts:
+    """What schedules reckon with: the neutral costs, for nothing is cut here."""
+    return NEUTRAL_COSTS
 
 
 class _PageReader:

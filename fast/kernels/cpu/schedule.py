@@ -5,17 +5,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.interfaces import DECODE_TILE, fold_overhead, invariant_cut
+from reference.interfaces import DECODE_TILE, InvariantCut
 
 
 def plan_decode(
-    seq_lens: Tensor, num_programs: int, num_heads: int, fixed_overhead: int, batch_invariant: bool
+    seq_lens: Tensor,
+    num_programs: int,
+    request_cost: int,
+    split_cost: int,
+    invariant_cut: InvariantCut,
+    batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Tile ranges [programs, 5] and split offsets [B + 1] of `DecodeSchedule`."""
     requests = seq_lens.shape[0]
     tiles = (seq_lens.long() + (DECODE_TILE - 1)) // DECODE_TILE
-    cut = _cut_by_length if batch_invariant else _cut_by_program
-    columns, splits = cut(tiles, num_programs, fixed_overhead, num_heads) if requests else (None, tiles)
+    if requests == 0:
+        columns, splits = None, tiles
+    elif batch_invariant:
+        columns, splits = _cut_by_length(
+            tiles, num_programs, request_cost, min(request_cost, split_cost), invariant_cut
+        )
+    else:
+        columns, splits = _cut_by_program(tiles, num_programs, request_cost)
     idle = torch.tensor([requests, requests - 1, 0, 0, 0], device=seq_lens.device).expand(num_programs, 5)
     if columns is None:
         ranges = idle
@@ -26,11 +37,11 @@ def plan_decode(
     return ranges.to(torch.int32).contiguous(), offsets.to(torch.int32)
 
 
-def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: int):
+def _cut_by_program(tiles: Tensor, num_programs: int, request_cost: int):
     """Programs cut the line where it falls. Returns (works, five columns), and the splits of each request."""
-    ends = torch.where(tiles > 0, tiles + overhead, 0).cumsum(0)
+    ends = torch.where(tiles > 0, tiles + request_cost, 0).cumsum(0)
     first_tile_at = ends - tiles  # place of each request's first tile; an empty one has that of the next request's
-    first_tile_at += (tiles == 0) * overhead
+    first_tile_at += (tiles == 0) * request_cost
     total = int(ends[-1])
     piece = max(1, -(-total // num_programs))
     program = torch.arange(num_programs, device=tiles.device)
@@ -46,22 +57,20 @@ def _cut_by_program(tiles: Tensor, num_programs: int, overhead: int, _: int):
     return (works, first, last, first_tile, last_tile, first_split), splits * (tiles > 0)
 
 
-def _cut_by_length(tiles: Tensor, num_programs: int, overhead: int, num_heads: int):
+def _cut_by_length(tiles: Tensor, num_programs: int, request_cost: int, split_cost: int, cut: InvariantCut):
     """Requests are cut by their own length; a program takes the splits that start in its piece of the line."""
-    own = invariant_cut(num_heads)
-    grown = ((tiles + (own.small_splits - 1)) // own.small_splits).clamp_(own.small_tiles, own.large_tiles)
-    split_tiles = torch.maximum(grown, (tiles + (own.max_splits - 1)) // own.max_splits)
+    grown = ((tiles + (cut.small_splits - 1)) // cut.small_splits).clamp_(cut.small_tiles, cut.large_tiles)
+    split_tiles = torch.maximum(grown, (tiles + (cut.max_splits - 1)) // cut.max_splits)
     split_tiles += split_tiles % 2
     splits = (tiles + split_tiles - 1) // split_tiles
-    split_overhead = min(overhead, fold_overhead(num_heads))
-    lengths = tiles + splits * split_overhead + (tiles > 0) * (overhead - split_overhead)
+    lengths = tiles + splits * split_cost + (tiles > 0) * (request_cost - split_cost)
     ends, split_ends = lengths.cumsum(0), splits.cumsum(0)
-    starts, split_starts = ends - lengths + (overhead - split_overhead), split_ends - splits
+    starts, split_starts = ends - lengths + (request_cost - split_cost), split_ends - splits
     total, last_request = int(ends[-1]), tiles.shape[0] - 1
     piece = max(1, -(-total // num_programs))
     bounds = torch.arange(num_programs + 1, device=tiles.device) * piece
     request = torch.searchsorted(ends, bounds, right=True).clamp_(max=last_request)
-    stride = split_tiles[request] + split_overhead
+    stride = split_tiles[request] + split_cost
     number = ((bounds - starts[request] + stride - 1) // stride).clamp_(min=0)
     first_splits = split_starts[request] + torch.minimum(number, splits[request])  # of all, that start from there on
     low, high = first_splits[:-1], first_splits[1:]

@@ -16,10 +16,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from reference.interfaces import DECODE_TILE, UnsupportedConfiguration, check, most_invariant_splits
+from reference.interfaces import (
+    DECODE_TILE,
+    InvariantCut,
+    ScheduleCosts,
+    UnsupportedConfiguration,
+    check,
+    most_invariant_splits,
+)
 
 from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
 from ..device import device_facts
+from ..schedule_costs import measured_costs
 from .decode_tiles import LN_2, attend_tiles, load_queries
 from .scheduled_decode import launch_scheduled
 
@@ -114,6 +122,7 @@ def mla_decode(
     tile_ranges: Tensor | None,
     split_offsets: Tensor | None,
     batch_invariant: bool,
+    cut: InvariantCut,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few query tokens a request over its cached latents.
 
@@ -133,6 +142,7 @@ def mla_decode(
             many as suit the longest request.
         split_offsets: [B + 1] of that schedule.
         batch_invariant: requests are cut by their own length, whoever takes the splits.
+        cut: how they are cut then.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -143,7 +153,7 @@ def mla_decode(
     """
     found = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
     )  # fmt: skip
     combine_partial_outputs(
         found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -154,7 +164,7 @@ def mla_decode(
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
 ) -> SplitDecode:  # fmt: skip
     """Do all of `mla_decode` but the combine."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
@@ -192,14 +202,14 @@ def decode_splits(
     }  # fmt: skip
     pieces, rows = requests * row_blocks, requests * request_rows
     if tile_ranges is not None or batch_invariant:
-        cut, num_runs = (None, None), 1
+        plan, num_runs = (None, None), 1
         if tile_ranges is not None:
-            cut = tile_ranges.contiguous(), split_offsets.contiguous()
+            plan = tile_ranges.contiguous(), split_offsets.contiguous()
         else:
-            most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), heads)
+            most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), cut)
             num_runs = min(most_splits, _num_splits(pieces, rows, whole_tiles(max_keys), facts.processors))
         partials = launch_scheduled(
-            inputs, strides, constants, *cut, batch_invariant, out, lse, request_rows, row_blocks, num_runs,
+            inputs, strides, constants, *plan, batch_invariant, cut, out, lse, request_rows, row_blocks, num_runs,
             max_keys, softmax_scale,
         )  # fmt: skip
         return SplitDecode(out, lse, *partials)
@@ -243,6 +253,13 @@ def decode_programs(
         return turns / programs * (1 + TURN_COST * turns)
 
     return min(range(1, max(1, MOST_TURNS * places // row_blocks) + 1), key=time)
+
+
+def schedule_costs(
+    device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
+) -> ScheduleCosts:
+    """Return what schedules reckon with; so far the number of heads alone decides."""
+    return measured_costs(num_heads)
 
 
 @functools.lru_cache(maxsize=1024)

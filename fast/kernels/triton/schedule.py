@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from reference.interfaces import DECODE_TILE, fold_overhead, invariant_cut
+from reference.interfaces import DECODE_TILE, InvariantCut
 
 from ..device import device_facts
 
@@ -70,11 +70,11 @@ def invariant_split_tiles(tiles, rule):
 
 @triton.jit
 @no_type_check
-def _sizes(seq_lens, first, num_requests, overhead, split_overhead, rule, CHUNK: tl.constexpr, TILE: tl.constexpr,
+def _sizes(seq_lens, first, num_requests, request_cost, split_cost, rule, CHUNK: tl.constexpr, TILE: tl.constexpr,
            BATCH_INVARIANT: tl.constexpr):  # fmt: skip
     """Count the tiles of CHUNK requests.
 
-    A request has an overhead, and each split one more.
+    A request has a cost, and each split one more.
     """
     request = first + tl.arange(0, CHUNK)
     lens = tl.load(seq_lens + request, mask=request < num_requests, other=0)
@@ -83,13 +83,13 @@ def _sizes(seq_lens, first, num_requests, overhead, split_overhead, rule, CHUNK:
     if BATCH_INVARIANT:
         split_tiles = invariant_split_tiles(tiles, rule)
         splits = (tiles + split_tiles - 1) // split_tiles
-    length = tiles + tl.minimum(tiles, 1) * overhead + splits * split_overhead
+    length = tiles + tl.minimum(tiles, 1) * request_cost + splits * split_cost
     return RequestTiles(tiles, split_tiles, splits, length)
 
 
 @triton.jit
 @no_type_check
-def _place(tiles, length, before, splits_before, first, num_requests, low, high, piece, overhead, placed,
+def _place(tiles, length, before, splits_before, first, num_requests, low, high, piece, request_cost, placed,
            split_offsets, CHUNK: tl.constexpr):  # fmt: skip
     """Count CHUNK requests into what each program [PROGRAMS] finds before its ends of the line, and write their splits.
 
@@ -104,22 +104,22 @@ def _place(tiles, length, before, splits_before, first, num_requests, low, high,
     passed = real[None, :] & (ends[None, :] <= low[:, None])
     first_request += tl.sum(passed.to(tl.int32), 1)
     first_start = tl.maximum(first_start, tl.max(tl.where(passed, ends[None, :], 0), 1))
-    begun = real[None, :] & (starts[None, :] + overhead < high[:, None])
+    begun = real[None, :] & (starts[None, :] + request_cost < high[:, None])
     last_request += tl.sum(begun.to(tl.int32), 1)
     last_start = tl.maximum(last_start, tl.max(tl.where(begun, starts[None, :], 0), 1))
     last_end = tl.maximum(last_end, tl.max(tl.where(begun, ends[None, :], 0), 1))
     if tl.program_id(0) == 0:
-        splits = tl.where(tiles > 0, (ends - 1) // piece - (starts + overhead) // piece + 1, 0)
+        splits = tl.where(tiles > 0, (ends - 1) // piece - (starts + request_cost) // piece + 1, 0)
         tl.store(split_offsets + 1 + request, splits_before + tl.cumsum(splits, 0), mask=real)
         splits_before += tl.sum(splits)
     placed = Placed(first_request, first_start, last_request, last_start, last_end)
     return Counted(before + tl.sum(length), splits_before, placed)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_programs", "overhead"])
+@triton.jit(do_not_specialize=["num_requests", "num_programs", "request_cost"])
 @no_type_check
 def _plan_decode_kernel(
-    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead,
+    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, request_cost,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Programs cut the line where it falls."""
@@ -133,49 +133,51 @@ def _plan_decode_kernel(
     if tl.program_id(0) == 0:
         tl.store(split_offsets, 0)
     if ONE_CHUNK:
-        counts = _sizes(seq_lens, 0, num_requests, overhead, 0, 0, CHUNK, TILE, False)
+        counts = _sizes(seq_lens, 0, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
         total = tl.sum(counts.length)
         piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
         low = program * piece
         high = tl.minimum(low + piece, total)
-        counted = _place(counts.tiles, counts.length, zero, zero, 0, num_requests, low, high, piece, overhead, placed,
-                         split_offsets, CHUNK)  # fmt: skip
+        counted = _place(
+            counts.tiles, counts.length, zero, zero, 0, num_requests, low, high, piece, request_cost,
+            placed, split_offsets, CHUNK,
+        )  # fmt: skip
         placed = counted.placed
     else:
         total = zero
         for first in range(0, num_requests, CHUNK):
-            counts = _sizes(seq_lens, first, num_requests, overhead, 0, 0, CHUNK, TILE, False)
+            counts = _sizes(seq_lens, first, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
             total += tl.sum(counts.length)
         piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
         low = program * piece
         high = tl.minimum(low + piece, total)
         before, splits_before = zero, zero
         for first in range(0, num_requests, CHUNK):
-            counts = _sizes(seq_lens, first, num_requests, overhead, 0, 0, CHUNK, TILE, False)
+            counts = _sizes(seq_lens, first, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
             counted = _place(
-                counts.tiles, counts.length, before, splits_before, first, num_requests, low, high, piece, overhead,
+                counts.tiles, counts.length, before, splits_before, first, num_requests, low, high, piece, request_cost,
                 placed, split_offsets, CHUNK,
             )  # fmt: skip
             before, splits_before, placed = counted.before, counted.splits_before, counted.placed
     first_request, first_start, last_request = placed.first_request, placed.first_start, placed.last_request
     last_start, last_end = placed.last_start, placed.last_end
     works = (low < total) & (first_request <= last_request)
-    first_tile = tl.maximum(low - first_start - overhead, 0)
-    last_tile = tl.minimum(high, last_end) - last_start - overhead
-    first_split = program - (first_start + overhead) // piece
+    first_tile = tl.maximum(low - first_start - request_cost, 0)
+    last_tile = tl.minimum(high, last_end) - last_start - request_cost
+    first_split = program - (first_start + request_cost) // piece
     _write_ranges(tile_ranges, program, num_programs, num_requests, works, first_request, last_request, first_tile,
                   last_tile, first_split)  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_requests", "num_programs", "overhead", "split_overhead", "small_tiles", "small_splits", "large_tiles",
+        "num_requests", "num_programs", "request_cost", "split_cost", "small_tiles", "small_splits", "large_tiles",
         "max_splits",
     ]
 )  # fmt: skip
 @no_type_check
 def _plan_invariant_kernel(
-    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, overhead, split_overhead,
+    seq_lens, tile_ranges, split_offsets, num_requests, num_programs, request_cost, split_cost,
     small_tiles, small_splits, large_tiles, max_splits,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -185,12 +187,12 @@ def _plan_invariant_kernel(
         gdc_launch_dependents()
         gdc_wait()
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
-    request_overhead = overhead - split_overhead
+    first_cost = request_cost - split_cost
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     end = CHUNK if ONE_CHUNK else num_requests  # known to the compiler, it loads and counts once
     total = tl.zeros([], tl.int32)
     for first in range(0, end, CHUNK):
-        counts = _sizes(seq_lens, first, num_requests, request_overhead, split_overhead, rule, CHUNK, TILE, True)
+        counts = _sizes(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
         total += tl.sum(counts.length)
     piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
     low = program * piece
@@ -200,11 +202,11 @@ def _plan_invariant_kernel(
     if tl.program_id(0) == 0:
         tl.store(split_offsets, 0)
     for first in range(0, end, CHUNK):
-        counts = _sizes(seq_lens, first, num_requests, request_overhead, split_overhead, rule, CHUNK, TILE, True)
+        counts = _sizes(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
         split_tiles, splits, length = counts.split_tiles, counts.splits, counts.length
         request = first + tl.arange(0, CHUNK)
-        starts = before + tl.cumsum(length, 0) - length + request_overhead
-        stride = split_tiles + split_overhead
+        starts = before + tl.cumsum(length, 0) - length + first_cost
+        stride = split_tiles + split_cost
         passed = (low[:, None] - starts[None, :] + stride[None, :] - 1) // stride[None, :]
         low_split += tl.sum(tl.minimum(tl.maximum(passed, 0), splits[None, :]), 1)
         passed = (low[:, None] + piece - starts[None, :] + stride[None, :] - 1) // stride[None, :]
@@ -219,7 +221,7 @@ def _plan_invariant_kernel(
     last_tile = tl.zeros([PROGRAMS], tl.int32)
     splits_before = tl.zeros([], tl.int32)
     for first in range(0, end, CHUNK):  # from the numbers of the first and the last split to their requests
-        counts = _sizes(seq_lens, first, num_requests, request_overhead, split_overhead, rule, CHUNK, TILE, True)
+        counts = _sizes(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
         tiles, split_tiles, splits = counts.tiles, counts.split_tiles, counts.splits
         request = first + tl.arange(0, CHUNK)
         split_ends = splits_before + tl.cumsum(splits, 0)
@@ -253,7 +255,12 @@ def _write_ranges(tile_ranges, program, num_programs, num_requests, works, first
 
 
 def plan_decode(
-    seq_lens: Tensor, num_programs: int, num_heads: int, fixed_overhead: int, batch_invariant: bool
+    seq_lens: Tensor,
+    num_programs: int,
+    request_cost: int,
+    split_cost: int,
+    invariant_cut: InvariantCut,
+    batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Tile ranges [programs, 5] and split offsets [B + 1] of `DecodeSchedule`.
 
@@ -266,12 +273,12 @@ def plan_decode(
     chunk, warps = SHAPES[requests > SHAPES[0][0]]
     if batch_invariant:
         kernel = _plan_invariant_kernel
-        own = (min(fixed_overhead, fold_overhead(num_heads)), *invariant_cut(num_heads))
+        own = (min(request_cost, split_cost), *invariant_cut)
         warps = 4  # splits of every request are counted for every program: many divisions
     following = device_facts(seq_lens.device).following
     with torch.cuda.device_of(seq_lens):
         kernel[(triton.cdiv(num_programs, PROGRAMS),)](
-            seq_lens.contiguous(), tile_ranges, split_offsets, requests, num_programs, fixed_overhead, *own,
+            seq_lens.contiguous(), tile_ranges, split_offsets, requests, num_programs, request_cost, *own,
             CHUNK=chunk, ONE_CHUNK=requests <= chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps,
             **following,
         )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reference.interfaces import DECODE_TILE, invariant_cut, most_invariant_splits
+from reference.interfaces import DECODE_TILE, InvariantCut, most_invariant_splits
 
 from ..combine.kernels import Partials, RowState, add_partial, load_partial
 from .decode_tiles import LN_2, attend_tiles, load_queries
@@ -182,6 +182,7 @@ def launch_scheduled(
     tile_ranges: Tensor | None,
     split_offsets: Tensor | None,
     batch_invariant: bool,
+    cut: InvariantCut,
     out: Tensor,
     lse: Tensor,
     request_rows: int,
@@ -199,6 +200,7 @@ def launch_scheduled(
         tile_ranges: [programs, 5], or None without a schedule.
         split_offsets: [B + 1], likewise.
         batch_invariant: requests are cut by their own length.
+        cut: how they are cut then.
         out: [T, N, Lkv], contiguous.
         lse: [N, T], contiguous.
         request_rows: most rows of a request.
@@ -211,13 +213,13 @@ def launch_scheduled(
         The parts, flat, as `fast.kernels.combine` has them.
     """
     _, _, kv_cache, _, _, block_table, seq_lens, _, _ = inputs
-    tokens, heads, latent = out.shape
+    tokens, _, latent = out.shape
     requests, scheduled = block_table.shape[0], tile_ranges is not None
     programs = tile_ranges.shape[0] if scheduled else requests * num_runs
     # every program leaves at most one request unfinished
     slots, progress = requests + programs, 0
     if batch_invariant:
-        most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), heads)
+        most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), cut)
         slots = requests * (most_splits if scheduled or num_runs > 1 else 1)
         progress = 2 * requests
     partial_out = torch.empty(slots * request_rows * latent, dtype=torch.float32, device=out.device)
@@ -227,7 +229,7 @@ def launch_scheduled(
             *inputs, tile_ranges if scheduled else seq_lens, split_offsets if scheduled else seq_lens,
             out, lse, partial_out, partial_lse,
             tokens, kv_cache.shape[0], requests, max_keys, num_runs, row_blocks, request_rows, slots,
-            *invariant_cut(heads), softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
+            *cut, softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
             BY_LENGTH=batch_invariant, SCHEDULED=scheduled,
         )  # fmt: skip
     return partial_out, partial_lse

@@ -73,7 +73,9 @@ def step_layer(attention: torch.nn.Module, ops_layer: type[fast.MLAAttention]) -
         result: Tensor = layer(hidden_states, positions, cache, plan)
         return result
 
-    graph = fast.DecodeGraph(step, config, [1, 2], BLOCK_SIZE, max_blocks=4, dtype=torch.float32, device="cpu")
+    graph = fast.DecodeGraph(
+        step, builder, [1, 2], max_blocks=4, hidden_size=config.hidden_size, dtype=torch.float32, device="cpu"
+    )
     return graph.run(torch.randn(1, config.hidden_size), torch.tensor([20]), make_batch([1], [21], block_table))
 
 
@@ -101,6 +103,8 @@ def main() -> None:
     told: str = explain(config, device="cpu", dtype=torch.float32, block_size=BLOCK_SIZE)
     compiled: list[str] = fast.warmup(config, device="cpu", dtype=torch.float32, block_size=BLOCK_SIZE)
     programs: int = fast.decode_programs(config, device="cpu", dtype=torch.float32, block_size=BLOCK_SIZE)
+    costs: fast.ScheduleCosts = fast.schedule_costs(config, device="cpu", dtype=torch.float32, block_size=BLOCK_SIZE)
+    fast.plan_decode(torch.tensor([70, 9000], dtype=torch.int32), programs, costs)
     if generate(fast) != generate(reference):
         raise SystemExit("the packages generate different tokens")
     print(f"mla-twins {' '.join(versions)}: {tuple(rows.shape)}, {len(told.splitlines())} ops, "

@@ -14,10 +14,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from reference.interfaces import DECODE_TILE, check, invariant_cut
+from reference.interfaces import DECODE_TILE, InvariantCut, ScheduleCosts, check, most_invariant_splits
 
 from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request
 from ...device import device_facts
+from ...schedule_costs import measured_costs
 from ..common.dependent_launch import LAUNCH
 from .arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
@@ -53,6 +54,7 @@ def mla_decode(
     tile_ranges: Tensor | None,
     split_offsets: Tensor | None,
     batch_invariant: bool,
+    cut: InvariantCut,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a few query tokens a request over its cached latents.
 
@@ -72,6 +74,7 @@ def mla_decode(
             many as suit the longest request.
         split_offsets: [B + 1] of that schedule.
         batch_invariant: requests are cut by their own length, whoever takes the splits.
+        cut: how they are cut then.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -81,7 +84,7 @@ def mla_decode(
     """
     found = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
     )  # fmt: skip
     combine_partial_outputs(
         found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -92,7 +95,7 @@ def mla_decode(
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
 ) -> SplitDecode:  # fmt: skip
     """Do all of `mla_decode` but the combine."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
@@ -121,11 +124,10 @@ def decode_splits(
     row_blocks = triton.cdiv(request_rows, program_rows)
     if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
-        assigned = assign_planned(
-            tile_ranges.shape[0], batch_invariant, requests, request_rows, row_blocks, max_keys, heads
-        )
+        most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), cut) if batch_invariant else 0
+        assigned = assign_planned(tile_ranges.shape[0], requests, request_rows, row_blocks, most_splits)
     elif batch_invariant:
-        assigned = assign_by_length(requests, request_rows, program_rows, max_keys, heads, latent, processors)
+        assigned = assign_by_length(requests, request_rows, program_rows, max_keys, heads, latent, processors, cut)
     else:
         assigned = assign_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors)
     kept_values = assigned.programs * kept_values_of(program_rows, latent) if assigned.most_splits > 1 else 0
@@ -139,7 +141,7 @@ def decode_splits(
     )  # fmt: skip
     results = LaunchResults(out, lse, partial_out, partial_lse)
     numbers = Numbers(
-        *invariant_cut(heads), max(softmax_scale, LEAST_SCALE) / math.log(2), *latent_strides, *rope_strides,
+        *cut, max(softmax_scale, LEAST_SCALE) / math.log(2), *latent_strides, *rope_strides,
         *block_table.stride(),
     )  # fmt: skip
     widths = {"HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size}
@@ -213,3 +215,10 @@ def decode_programs(
     """Return how many programs of a schedule fill a device: one a multiprocessor, counting one for each row block."""
     rows = num_heads * query_len
     return max(1, device_facts(device).processors // triton.cdiv(rows, rows_of_a_program(rows)))
+
+
+def schedule_costs(
+    device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
+) -> ScheduleCosts:
+    """Return what schedules reckon with; so far the number of heads alone decides."""
+    return measured_costs(num_heads)

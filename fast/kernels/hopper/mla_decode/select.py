@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import triton
 
-from reference.interfaces import DECODE_TILE, most_invariant_splits
+from reference.interfaces import DECODE_TILE, InvariantCut, most_invariant_splits
 
 from ...combine import whole_tiles
 from .main_loops.epilogue_16_32 import SHARED_VALUES
@@ -44,28 +44,35 @@ class Assignment(NamedTuple):
     pairs: int = 0
 
 
-def assign_planned(
-    ranges: int, batch_invariant: bool, requests: int, request_rows: int, row_blocks: int, keys: int, heads: int
-) -> Assignment:
-    """Assign requests as a schedule says; each of its programs leaves at most one request unfinished."""
-    most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads) if batch_invariant else 0
-    num_partials = requests * most_splits if batch_invariant else requests + ranges
+def assign_planned(ranges: int, requests: int, request_rows: int, row_blocks: int, most_splits: int) -> Assignment:
+    """Assign requests as a schedule says; each of its programs leaves at most one request unfinished.
+
+    `most_splits` is of a request whose own length gives its splits, and 0 where programs cut requests.
+    """
+    num_partials = requests * most_splits if most_splits > 0 else requests + ranges
     return Assignment(ranges * row_blocks, 1, num_partials, num_partials * request_rows, most_splits)
 
 
 def assign_by_length(
-    requests: int, request_rows: int, program_rows: int, keys: int, heads: int, latent: int, processors: int
+    requests: int,
+    request_rows: int,
+    program_rows: int,
+    keys: int,
+    heads: int,
+    latent: int,
+    processors: int,
+    cut: InvariantCut,
 ) -> Assignment:
     """Assign requests that are split by their own length to as many programs as suit the longest request."""
     items = requests * triton.cdiv(request_rows, program_rows)
-    most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), heads)
+    most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), cut)
     pairs = triton.cdiv(keys, 2 * DECODE_TILE)
     spreads = program_rows == MANY_ROWS and latent == SPREAD_LATENT
     in_two_phases = spreads and _scored_at_once(items * pairs, processors)
     num_splits = most_splits
     if not in_two_phases:
         num_splits = best_num_programs(
-            items, requests * request_rows, whole_tiles(keys), heads, program_rows, processors
+            items, requests * request_rows, whole_tiles(keys), heads, program_rows, processors, cut
         )
     num_partials = requests * most_splits if num_splits > 1 else 0
     partial_rows = num_partials * request_rows

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import triton
 
-from reference.interfaces import DECODE_TILE, fold_overhead, invariant_split_tiles
+from reference.interfaces import DECODE_TILE, InvariantCut, invariant_split_tiles
 
+from ...schedule_costs import measured_costs
 from .main_loops.tile_scores import ROWS
 
 
@@ -59,7 +60,9 @@ def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blo
 
 
 @functools.lru_cache(maxsize=4096)
-def best_num_programs(items: int, rows: int, keys: int, heads: int, program_rows: int, processors: int) -> int:
+def best_num_programs(
+    items: int, rows: int, keys: int, heads: int, program_rows: int, processors: int, cut: InvariantCut
+) -> int:
     """Return over how many programs to spread the splits of each request, which its own length gives: the cheapest.
 
     Args:
@@ -69,12 +72,13 @@ def best_num_programs(items: int, rows: int, keys: int, heads: int, program_rows
         heads: N.
         program_rows: rows that a program computes at a time.
         processors: of the device.
+        cut: how requests are cut by their own length.
     """
     tiles = max(1, triton.cdiv(keys, DECODE_TILE))
-    split_tiles = invariant_split_tiles(tiles, heads)
+    split_tiles = invariant_split_tiles(tiles, cut)
     splits = triton.cdiv(tiles, split_tiles)
     loop = MANY_ROWS_COST if program_rows == ROWS.value else FEW_ROWS_COST
-    split_ns = (split_tiles + fold_overhead(heads)) * loop.tile_ns
+    split_ns = (split_tiles + measured_costs(heads).split_cost) * loop.tile_ns
 
     def cost(programs: int) -> int | float:
         taken = triton.cdiv(splits, programs)

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from reference.distributed.arguments import check_groups, check_invariant_merge
-from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
+    AttentionMetadataBuilder,
     CommonAttentionMetadata,
-    ContextParallelMetadata,
-    DecodeMetadata,
-    DecodeSchedule,
-    MLAConfig,
-    MLAMetadata,
-    PrefillMetadata,
-    ScheduleChoice,
-    TokenOwnership,
+    captured_batch,
     check,
-    check_config,
     check_device,
     check_dtype,
     check_function,
     check_graph_batch,
+    check_graph_query_len,
     check_graph_sizes,
     check_int,
-    check_interleave,
-    get_dcp_local_seq_lens,
+    most_captured_tokens,
 )
 
-from ..backends import BackendChoice, bind
-from ..planning.decode_schedule import plan_decode
-from .decode import decode_programs
-
-Step = Callable[[Tensor, Tensor, MLAMetadata], Tensor]
+Step = Callable[[Tensor, Tensor, Any], Tensor]
 
 
 WARM_UP_RUNS = 2  # before capture: kernels are compiled, libraries allocate what they keep
@@ -47,7 +34,8 @@ class DecodeGraph:
     """Runs a decode step, padded to the next of a few batch sizes, with any lengths, block tables and slots.
 
     Padding rows have seq_len 0, slot -1, block 0 and see nothing: they read no key, write no entry, and attention gives
-    them 0. The schedule of the decode is planned anew in each run, from the lengths of that run.
+    them 0. The builder plans inside the graph (`build_for_cudagraph_capture`), so that every run is planned anew, from
+    the lengths of that run.
 
     On a CUDA device each batch size is captured once, here, into a graph; all share their memory and the buffers that a
     run copies its batch into; the step runs a few times for that, over nothing but padding. Nothing is allocated later,
@@ -55,77 +43,56 @@ class DecodeGraph:
     same buffers.
 
     Args:
-        step: (hidden_states [T, H], positions [T], metadata) -> [T, H]: a layer over its cache, or all of a model's. It
+        step: (hidden_states [T, H], positions [T], plan) -> [T, H]: a layer over its cache, or all of a model's. It
             leaves its arguments as they are.
-        config: the layers'.
+        builder: plans the step (`MLAMetadataBuilder`). Where ranks share sequences, every rank makes the graph with its
+            own builder and runs it over the same batches, each with its own slots.
         batch_sizes: requests that a batch is padded to.
-        block_size: tokens a block.
         max_blocks: widest block table, in columns.
+        hidden_size: H.
         dtype: of the hidden states.
         device: of the step.
         query_len: tokens of each request; with speculation one and the drafted ones.
-        num_programs: that the decode is cut over, 0 leaves it to the kernel; None for as many as suit the device
-            (`decode_programs`).
-        batch_invariant: of `plan_decode`, or of a schedule that plans nothing.
-        context_parallel: the groups, where ranks share sequences: every rank makes the graph and runs it over the same
-            batches, each with its own slots.
-        backend: of `decode_programs` and `plan_decode`: a name, which binds those of the two that this backend
-            declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+
+    Attributes:
+        max_seq_len: most tokens of a request in any run: what the builder and `max_blocks` allow.
 
     Raises:
-        ValueError: no batch size, or a number below 1; an interleave that does not divide the block, heads that TP does
-            not divide, `batch_invariant` with "ag_rs".
+        TypeError: something that is no builder.
+        ValueError: no batch size, one below 1 or beyond the builder's; another number below 1; a query length that the
+            builder's plans for graphs do not take.
     """
 
     def __init__(
         self,
         step: Step,
-        config: MLAConfig,
+        builder: AttentionMetadataBuilder,
         batch_sizes: Sequence[int],
-        block_size: int,
         max_blocks: int,
+        hidden_size: int,
         dtype: torch.dtype,
         device: torch.device | str,
         query_len: int = 1,
-        num_programs: int | None = None,
-        batch_invariant: bool = False,
-        context_parallel: ContextParallel | None = None,
-        *,
-        backend: BackendChoice = None,
     ):
-        check_groups(context_parallel)
-        backend = bind(backend, ("decode_programs", "plan_decode"))
-        self.ownership = TokenOwnership(1, 0) if context_parallel is None else context_parallel.ownership
-        self.context_parallel = context_parallel
-        check_invariant_merge(context_parallel, batch_invariant)
         check_function("step", step)
-        check_config(config)
         check_dtype("dtype", dtype)
         device = check_device("device", device)
-        heads = config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
-        self._decode_heads = heads
-        if num_programs is None:
-            num_programs = decode_programs(
-                dataclasses.replace(config, num_heads=heads), device=device, dtype=dtype, block_size=block_size,
-                query_len=query_len, backend=backend,
-            )  # fmt: skip
-        check_graph_sizes(batch_sizes, block_size, max_blocks, query_len, num_programs)
-        check_interleave(self.ownership.interleave, block_size)
-        self.step, self.config, self.backend = step, config, backend
+        check_graph_sizes(builder, batch_sizes, max_blocks, hidden_size, query_len)
+        self.step, self.builder = step, builder
         self.batch_sizes = tuple(sorted(set(batch_sizes)))
-        self.block_size, self.max_blocks, self.query_len = block_size, max_blocks, query_len
+        self.max_blocks, self.hidden_size, self.query_len = max_blocks, hidden_size, query_len
         self.dtype, self.device = dtype, torch.empty(0, device=device).device
-        self.num_programs, self.batch_invariant = num_programs, batch_invariant
+        self.max_seq_len = most_captured_tokens(builder, max_blocks)
+        check_graph_query_len(self)
         requests, tokens = self.batch_sizes[-1], self.batch_sizes[-1] * query_len
         with torch.inference_mode(False):  # buffers that any mode may write
             kind = {"device": self.device}
-            self._hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, **kind)
+            self._hidden_states = torch.zeros(tokens, hidden_size, dtype=dtype, **kind)
             self._positions = torch.zeros(tokens, dtype=torch.int64, **kind)
             self._seq_lens = torch.zeros(requests, dtype=torch.int32, **kind)
             self._block_table = torch.zeros(requests, max_blocks, dtype=torch.int32, **kind)
             self._slot_mapping = torch.full((tokens,), -1, dtype=torch.int64, **kind)
             self._query_start_loc = query_len * torch.arange(requests + 1, dtype=torch.int32, **kind)
-            self._new_tokens = torch.arange(1 - query_len, 1, dtype=torch.int32, **kind)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
@@ -148,56 +115,13 @@ class DecodeGraph:
 
     def _run_padded(self, size: int) -> Tensor:
         """Plan and step over the first `size` requests of the buffers; this is what a graph holds."""
-        tokens, seq_lens, block_table = size * self.query_len, self._seq_lens[:size], self._block_table[:size]
-        visible_lens = seq_lens  # of one token: the whole request
-        if self.query_len > 1:
-            visible_lens = (seq_lens[:, None] + self._new_tokens).clamp_(min=0).flatten()
-        kind, which = MLAMetadata, {}
-        if self.context_parallel is not None:
-            kind, which, ownership = ContextParallelMetadata, {"ownership": self.ownership}, self.ownership
-            local_lens = get_dcp_local_seq_lens(seq_lens, ownership.size, ownership.rank, ownership.interleave)
-            if self.query_len > 1:
-                visible_lens = get_dcp_local_seq_lens(
-                    visible_lens, ownership.size, ownership.rank, ownership.interleave
-                )
-            else:
-                visible_lens = local_lens
-            seq_lens = local_lens
-        schedule = None
-        if self.num_programs > 0:
-            schedule = plan_decode(
-                seq_lens, self.num_programs, self._decode_heads, batch_invariant=self.batch_invariant,
-                backend=self.backend,
-            )  # fmt: skip
-        elif self.batch_invariant:
-            schedule = DecodeSchedule(batch_invariant=True)
-        metadata = kind(
-            **which,
-            slot_mapping=self._slot_mapping[:tokens],
-            num_actual_tokens=tokens,
-            num_decodes=size,
-            num_decode_tokens=tokens,
-            decode=DecodeMetadata(
-                block_table=block_table,
-                seq_lens=seq_lens,
-                query_start_loc=self._query_start_loc[: size + 1],
-                max_query_len=self.query_len,
-                visible_lens=visible_lens,
-                max_seq_len=self.max_blocks * self.block_size,  # of every replay
-                block_size=self.block_size,
-            ),
-            prefill=PrefillMetadata(
-                block_table=block_table[:0],
-                query_start_loc=self._query_start_loc[:1],
-                max_query_len=0,
-                context_chunks=(),
-                block_size=self.block_size,
-            ),
-            workspace_tokens=0,
-            schedule=schedule,
-            schedule_choice=ScheduleChoice(self.num_programs, size, 0, 0, planned=self.num_programs > 0),
-        )
-        return self.step(self._hidden_states[:tokens], self._positions[:tokens], metadata)
+        tokens = size * self.query_len
+        batch = captured_batch(
+            self, self._seq_lens[:size], self._query_start_loc[: size + 1], self._block_table[:size],
+            self._slot_mapping[:tokens],
+        )  # fmt: skip
+        plan = self.builder.build_for_cudagraph_capture(batch)
+        return self.step(self._hidden_states[:tokens], self._positions[:tokens], plan)
 
     @torch.no_grad()
     def run(
@@ -217,8 +141,8 @@ class DecodeGraph:
             [T, H], the rows of the batch without those that it was padded with; valid until the next run.
 
         Raises:
-            ValueError: more requests or a wider block table than were planned for; other query lengths; tensors that do
-                not fit. Nothing has been run then.
+            ValueError: more requests, longer ones or a wider block table than were planned for; other query lengths;
+                tensors that do not fit. Nothing has been run then.
         """
         check_graph_batch(self, hidden_states, positions, common)
         tokens, requests = common.num_actual_tokens, common.num_reqs

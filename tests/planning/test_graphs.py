@@ -49,8 +49,15 @@ def make_graph(ops, config, weights, dtype, device, query_len, **options):
     def step(hidden_states, positions, metadata):
         return layer(hidden_states, positions, held, metadata)
 
-    graph = ops.DecodeGraph(step, config, [1, 2, 4, 6], BLOCK, WIDTH, dtype, device, query_len, **options)
+    builder = make_builder(ops, config, query_len, **options)
+    graph = ops.DecodeGraph(step, builder, [1, 2, 4, 6], WIDTH, config.hidden_size, dtype, device, query_len)
     return layer, held, graph
+
+
+def make_builder(ops, config=DIRECT, query_len=1, **options):
+    """For 6 requests of as many tokens as the block table of a graph holds."""
+    sizes = {"max_model_len": BLOCK * WIDTH, "max_num_seqs": 6, "num_speculative_tokens": query_len - 1} | options
+    return ops.MLAMetadataBuilder(config, BLOCK, **sizes)
 
 
 def judged_steps(config, weights, dtype, query_len):
@@ -107,7 +114,8 @@ def test_a_run_leaves_nothing_behind():
         for programs, invariant in ((0, False), (0, True), (2, True)):
             seen.clear()
             options = {"num_programs": programs, "batch_invariant": invariant}
-            graph = ops.DecodeGraph(step, config, [2, 4], BLOCK, WIDTH, dtype, "cpu", **options)
+            builder = make_builder(ops, **options)
+            graph = ops.DecodeGraph(step, builder, [2, 4], WIDTH, config.hidden_size, dtype, "cpu")
             with torch.device("cpu"):
                 common = make_batch([1], [5], BLOCK).common
                 graph.run(torch.ones(1, config.hidden_size), torch.ones(1, dtype=torch.int64), common)
@@ -116,7 +124,8 @@ def test_a_run_leaves_nothing_behind():
             if schedule is not None:
                 assert schedule.batch_invariant and (schedule.tile_ranges is not None) == (programs > 0)
         seen.clear()
-        graph = ops.DecodeGraph(step, config, [2, 4], BLOCK, WIDTH, dtype, "cpu", num_programs=2)
+        builder = make_builder(ops, num_programs=2)
+        graph = ops.DecodeGraph(step, builder, [2, 4], WIDTH, config.hidden_size, dtype, "cpu")
         for lengths in ([20, 7, 40, 9], [5]):
             with torch.device("cpu"):
                 common = make_batch([1] * len(lengths), lengths, BLOCK).common
@@ -137,7 +146,9 @@ def test_in_any_grad_mode():
     for make_mode, run_mode in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
         with torch.device("cpu"):
             with make_mode():
-                graph = fast.DecodeGraph(lambda h, p, m: h + 1, DIRECT, [2], BLOCK, WIDTH, torch.float32, "cpu")
+                graph = fast.DecodeGraph(
+                    lambda h, *_: h + 1, make_builder(fast), [2], WIDTH, DIRECT.hidden_size, torch.float32, "cpu"
+                )
             with run_mode():
                 hidden = torch.randn(1, DIRECT.hidden_size)
                 assert graph.run(hidden, torch.tensor([4]), make_batch([1], [5]).common).equal(hidden + 1)
@@ -146,7 +157,7 @@ def test_in_any_grad_mode():
 
 
 def test_nothing_to_do(ops):
-    graph = ops.DecodeGraph(lambda h, p, m: h, DIRECT, [2], BLOCK, WIDTH, torch.float32, "cpu")
+    graph = ops.DecodeGraph(lambda h, *_: h, make_builder(ops), [2], WIDTH, DIRECT.hidden_size, torch.float32, "cpu")
     with torch.device("cpu"):
         empty = torch.empty(0, DIRECT.hidden_size)
         assert graph.run(empty, torch.empty(0, dtype=torch.int64), make_batch([], []).common).shape == empty.shape
@@ -160,8 +171,9 @@ def test_refusals(ops, plain_errors):
         steps_run.append(metadata)
         return hidden_states
 
-    def make(sizes=(1, 2), width=WIDTH, query_len=1, **options):
-        return ops.DecodeGraph(step, DIRECT, sizes, BLOCK, width, torch.float32, "cpu", query_len, **options)
+    def make(sizes=(1, 2), width=WIDTH, query_len=1, hidden=DIRECT.hidden_size, **options):
+        builder = make_builder(ops, **options)
+        return ops.DecodeGraph(step, builder, sizes, width, hidden, torch.float32, "cpu", query_len)
 
     with torch.device("cpu"):
 
@@ -180,6 +192,10 @@ def test_refusals(ops, plain_errors):
             run(make(), [1, 2], [4, 4])
         with pytest.raises(ValueError, match="^common.block_table: expected at most 8 columns, as captured, got 9$"):
             run(make(), [1], [7 * BLOCK])
+        with pytest.raises(
+            ValueError, match="^common: expected at most 40 tokens a request, as captured, got 41 at request 1$"
+        ):
+            run(make(max_model_len=40), [1, 1], [40, 41])
         with pytest.raises(ValueError, match=r"^hidden_states: expected shape \[1, 48\], got \[1, 47\]$"):
             run(make(), [1], [4], width=47)
         with pytest.raises(ValueError, match="^hidden_states: expected dtype torch.float32, got torch.float64$"):
@@ -192,8 +208,14 @@ def test_refusals(ops, plain_errors):
         make(width=0)
     with pytest.raises(ValueError, match="^query_len: expected a positive int, got 0$"):
         make(query_len=0)
-    with pytest.raises(ValueError, match="^num_programs: expected an int >= 0, got -1$"):
-        make(num_programs=-1)
+    with pytest.raises(ValueError, match="^hidden_size: expected a positive int, got 0$"):
+        make(hidden=0)
+    with pytest.raises(ValueError, match="^batch_sizes: expected at most 6 requests, as the builder, got 8$"):
+        make((1, 8))
+    with pytest.raises(ValueError, match="^query_len: expected one that the builder's graphs take, got 2$"):
+        make(query_len=2)
+    with pytest.raises(TypeError, match="^builder: expected an AttentionMetadataBuilder, got MLAConfig$"):
+        ops.DecodeGraph(step, DIRECT, [1], WIDTH, DIRECT.hidden_size, torch.float32, "cpu")
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")

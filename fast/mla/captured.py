@@ -1,0 +1,115 @@
+"""The plan of a captured decode, from tensors of the device alone: a CUDA graph can hold the planning too."""
+
+from __future__ import annotations
+
+import torch
+
+from reference.interfaces import (
+    CommonAttentionMetadata,
+    ContextParallelMetadata,
+    DecodeMetadata,
+    DecodeSchedule,
+    MLAMetadata,
+    PrefillMetadata,
+    ScheduleChoice,
+    ScheduleCosts,
+    TokenOwnership,
+    check,
+    check_common,
+    check_flag,
+    check_int,
+    check_ownership,
+    check_schedule_costs,
+    get_dcp_local_seq_lens,
+)
+
+from ..backends import BackendChoice
+from ..planning.decode_schedule import plan_decode
+
+
+def plan_captured_decodes(
+    common: CommonAttentionMetadata,
+    block_size: int,
+    num_programs: int,
+    costs: ScheduleCosts | None = None,
+    batch_invariant: bool = False,
+    ownership: TokenOwnership | None = None,
+    *,
+    backend: BackendChoice = None,
+) -> MLAMetadata:
+    """Plan decodes of one query length from the lengths in `common.seq_lens`; its CPU twins decide nothing.
+
+    Nothing is read back from the device or copied to it. `reference.mla.captured` explains the rest.
+
+    Args:
+        common: the batch: equally many tokens of each request, padding rows (S = 0) among them. `max_seq_len` bounds
+            the keys of every request in every replay.
+        block_size: tokens a block.
+        num_programs: programs that a schedule cuts the decode over; 0 leaves it to the kernel.
+        costs: what the schedule reckons with; None for the neutral ones.
+        batch_invariant: of the schedule, planned or not.
+        ownership: of a rank under context parallelism: `common` has whole lengths and this rank's slots.
+        backend: of `plan_decode`: a name, a mapping from op to name, or None for the choice by capability.
+
+    Returns:
+        The plan; a `ContextParallelMetadata` where an `ownership` is given.
+
+    Raises:
+        ValueError: no request; queries of several lengths; a number below its least value.
+    """
+    requests, tokens = _sizes(common)
+    query_len = tokens // requests
+    check_int("block_size", block_size)
+    check_int("num_programs", num_programs, 0)
+    costs = check_schedule_costs(costs)
+    check_flag("batch_invariant", batch_invariant)
+    check_ownership(ownership)
+    seq_lens, longest, kind, which = common.seq_lens, common.max_seq_len, MLAMetadata, {}
+    visible_lens = seq_lens  # of one token: the whole request
+    if query_len > 1:
+        before = torch.arange(1 - query_len, 1, dtype=torch.int32, device=seq_lens.device)
+        visible_lens = (seq_lens[:, None] + before).clamp_(min=0).flatten()
+    if ownership is not None:
+        size, rank, interleave = ownership.size, ownership.rank, ownership.interleave
+        seq_lens = get_dcp_local_seq_lens(seq_lens, size, rank, interleave)
+        visible_lens = seq_lens if query_len == 1 else get_dcp_local_seq_lens(visible_lens, size, rank, interleave)
+        longest = TokenOwnership(size, 0, interleave).count(longest)  # the first rank owns the most
+        kind, which = ContextParallelMetadata, {"ownership": ownership}
+    schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
+    if num_programs > 0:
+        schedule = plan_decode(seq_lens, num_programs, costs, batch_invariant, backend=backend)
+    return kind(
+        **which,
+        slot_mapping=common.slot_mapping,
+        num_actual_tokens=tokens,
+        num_decodes=requests,
+        num_decode_tokens=tokens,
+        decode=DecodeMetadata(
+            block_table=common.block_table,
+            seq_lens=seq_lens,
+            query_start_loc=common.query_start_loc,
+            max_query_len=query_len,
+            visible_lens=visible_lens,
+            max_seq_len=longest,
+            block_size=block_size,
+        ),
+        prefill=PrefillMetadata(
+            block_table=common.block_table[:0],
+            query_start_loc=common.query_start_loc[:1],
+            max_query_len=0,
+            context_chunks=(),
+            block_size=block_size,
+        ),
+        workspace_tokens=0,  # no context is expanded
+        schedule=schedule,
+        schedule_choice=ScheduleChoice(num_programs, requests, 0, 0, planned=num_programs > 0),
+    )
+
+
+def _sizes(common: CommonAttentionMetadata) -> tuple[int, int]:
+    """Requests and tokens of a batch whose requests all have equally many."""
+    check_common(common)
+    lens = common.query_start_loc_cpu.diff()
+    alike = lens.numel() > 0 and int(lens[0]) > 0 and bool((lens == lens[0]).all())
+    check(alike, "common", "decodes of one query length", f"lengths {lens.tolist()[:8]}")
+    return common.num_reqs, common.num_actual_tokens
