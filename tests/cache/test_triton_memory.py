@@ -12,7 +12,7 @@ import torch
 
 import fast
 import reference
-from fast.kernels.cpu import rope as cpu_rope
+from fast.kernels.rotation import rotate
 from fast.parity import compare, compare_states
 from reference.interfaces import AttentionState, RopeConfig, YarnConfig
 
@@ -393,7 +393,7 @@ def check_rope(value, positions, x, frequencies, config):
         cos, sin = angles.cos() * scale, angles.sin() * scale
         if entries.dim() == 3:
             cos, sin = cos[:, None], sin[:, None]
-        return cpu_rope.rotate(entries, cos, sin, config.interleaved)
+        return rotate(entries, cos, sin, config.interleaved)
 
     parity = compare("rope", value, turned(low_angles, x), turned(low_angles.double(), x.double()))
     assert parity.passed, parity
