@@ -81,7 +81,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     torch.manual_seed(0)
     is_fast = ops.__name__ == "fast"
     backend = {"backend": "cpu"} if is_fast else {}
-    served_by = {"dtype": torch.float32, "cache_format": COMPUTE_FORMAT, **backend}
+    formats = {"cache_format": COMPUTE_FORMAT, "dtype": torch.float32}
     batch = make_batch([1, 2, 3], [20, 33, 16])
     common, decodes = batch.common, make_batch([1, 1], [20, 33])
     cache = make_cache(batch, make_entries(batch, DIRECT.head_size, torch.float32), DIRECT.head_size, torch.float32)
@@ -136,12 +136,12 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         target: Any = ops
         for part in name.split("."):
             target = getattr(target, part)
-        return Call(name, target, with_format(target, arguments), hidden or {})
+        return Call(name, target, with_dtypes(target, arguments), hidden or {})
 
-    def with_format(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        takes_one = inspect.isfunction(function) or inspect.isclass(function)
-        takes_one = takes_one and "cache_format" in inspect.signature(function).parameters
-        return arguments | ({"cache_format": COMPUTE_FORMAT} if takes_one else {})
+    def with_dtypes(function: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        names = inspect.signature(function).parameters
+        values = {"cache_format": COMPUTE_FORMAT, "out_dtype": torch.float32}
+        return {name: value for name, value in values.items() if name in names} | arguments
 
     def method(owner: Any, name: str, /, **arguments: Any) -> Call:
         return Call(f"{type(owner).__name__}.{name}", getattr(owner, name), arguments)
@@ -194,9 +194,9 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("split_decodes_and_prefills", common=common, decode_threshold=2, require_uniform=True),
         call("reorder_batch_to_split_decodes_and_prefills", decodes=torch.tensor([False, True, True])),
         call("make_local_attention_virtual_batches", common=common, attention_chunk_size=32, block_size=16),
-        call("choose_path", query_len=4, context_len=100, config=DIRECT, costs=PathCosts()),
+        call("choose_path", query_len=4, context_len=100, config=DIRECT, costs=PathCosts(), dtype=torch.float32),
         call("choose_paths", query_lens=integers(1, 9), context_lens=integers(5, 100), decode_threshold=1,
-             config=DIRECT, costs=PathCosts(), query_len_support=QueryLenSupport.VARLEN),
+             config=DIRECT, costs=PathCosts(), query_len_support=QueryLenSupport.VARLEN, dtype=torch.float32),
         call("plan_context_chunks", context_lens=integers(20, 0, 33), workspace_tokens=64, block_size=16,
              context_parallel_size=1, interleave=1),
         call("plan_decode", seq_lens=integers(20, 0, 33), num_programs=2, costs=ScheduleCosts(), batch_invariant=False,
@@ -210,12 +210,12 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("reorder_batch_threshold", query_len_support=QueryLenSupport.VARLEN, num_speculative_tokens=2),
         call("common_prefix_len", common=prefix, block_size=16),
         call("use_cascade_attention", common_prefix_len=32, query_lens=integers(1, 1), seq_lens=integers(40, 40),
-             config=DIRECT),
+             config=DIRECT, dtype=torch.float32),
         call("split_shared_prefix", metadata=prefix_plan, common_prefix_len=32, block_size=16, row=1),
         call("build_mla_metadata", common=step.common, block_size=16, workspace_tokens=64, decode_threshold=2,
              config=DIRECT, costs=PathCosts(), query_len_support=QueryLenSupport.VARLEN,
              require_order=False, ownership=None, num_programs=2, schedule_costs=ScheduleCosts(),
-             **({"staging": None, **served_by} if is_fast else {})),
+             **formats, **({"staging": None, **backend} if is_fast else {})),
         call("CommonAttentionMetadata.make", query_start_loc_cpu=integers(0, 1, 3), seq_lens_cpu=integers(4, 2),
              block_table=torch.zeros(2, 1, dtype=torch.int32), slot_mapping=torch.arange(3), block_size=16),
         call("CommonAttentionMetadata.from_lens", query_lens=[1, 2], seq_lens=integers(4, 2),
@@ -245,7 +245,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("MLAMetadataBuilder", config=DIRECT, block_size=16, max_model_len=4096, max_num_seqs=8,
              query_len_support=QueryLenSupport.VARLEN, num_speculative_tokens=0, costs=PathCosts(), num_programs=2,
              batch_invariant=False, workspace_tokens=1024, context_parallel=ranks, schedule_costs=ScheduleCosts(),
-             **(served_by if is_fast else {})),
+             **formats, **backend),
         method(builder, "build", common_prefix_len=32, common=prefix, fast_build=False),
         method(builder, "build_for_cudagraph_capture", common=decodes.common),
         method(builder, "update_captured", captured=captured, common=decodes.common),

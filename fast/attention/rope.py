@@ -21,7 +21,7 @@ from reference.interfaces import (
 
 from .. import backends
 from ..backends import BackendChoice
-from ..kernels.cpu.rope import rotate as _rotate_pairs
+from ..kernels.rotation import rotate as _rotate_pairs
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:

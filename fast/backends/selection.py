@@ -169,6 +169,7 @@ def cache_request(
     kv_cache: torch.Tensor,
     head_dims: tuple[tuple[str, int], ...] | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    out_dtype: torch.dtype | None = None,
 ) -> KernelRequest:
     """Return what an op over a paged cache [num_blocks, block_size, columns] needs of a kernel.
 
@@ -177,11 +178,13 @@ def cache_request(
         kv_cache: the cache.
         head_dims: widths that the op works on; None where it knows the columns only.
         cache_format: format of the cache.
+        out_dtype: dtype of the output; None where the op gives no choice.
     """
     widths = (("head_dim", kv_cache.shape[2]),) if head_dims is None else head_dims
     return KernelRequest(
-        op, kv_cache.device, kv_cache.dtype, widths, block_size=kv_cache.shape[1], cache_format=cache_format
-    )
+        op, kv_cache.device, kv_cache.dtype, widths, block_size=kv_cache.shape[1], out_dtype=out_dtype,
+        cache_format=cache_format,
+    )  # fmt: skip
 
 
 def cache_in_words(kv_cache: torch.Tensor) -> bool:

@@ -115,13 +115,15 @@ def gather_and_maybe_dequant_cache(
     starts: Int32[Tensor, " B"],
     num_tokens: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    out_dtype: torch.dtype | None = None,
     *,
     out: Float[Tensor, "num_tokens head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "num_tokens head_size"]:
-    """Copy a piece of each request's tokens out of the pages, packed one request after another; bit-exact.
+    """Copy a piece of each request's tokens out of the pages, packed one request after another.
 
-    Request b contributes its tokens [starts[b], starts[b] + cu_seq_lens[b + 1] - cu_seq_lens[b]).
+    Request b contributes its tokens [starts[b], starts[b] + cu_seq_lens[b + 1] - cu_seq_lens[b]). In the dtype of the
+    cache the copy is bit-exact; another `out_dtype` rounds each element once.
 
     Args:
         kv_cache: the cache.
@@ -130,23 +132,28 @@ def gather_and_maybe_dequant_cache(
         starts: [B], first token of each piece.
         num_tokens: cu_seq_lens[-1].
         cache_format: format of the cache.
+        out_dtype: dtype of the result; None for that of the cache. A format with a storage dtype of its own needs it.
         out: where to put the result, such as the head of a workspace.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
-        [num_tokens, Lkv + R]; `out` where given.
+        [num_tokens, Lkv + R] in `out_dtype`; `out` where given.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall or a block outside the
             cache. Nothing is written then.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format)
-    request = backends.cache_request("gather_and_maybe_dequant_cache", kv_cache, cache_format=cache_format)
+    width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
+    request = backends.cache_request(
+        "gather_and_maybe_dequant_cache", kv_cache, cache_format=cache_format, out_dtype=dtype
+    )
     chosen = backends.select(request, backend).name
     if out is None:
-        return torch.ops.mla_twins.gather_cache(kv_cache, block_table, cu_seq_lens, starts, num_tokens, chosen)
-    check_tensor("out", out, (num_tokens, kv_cache.shape[2]), (kv_cache.dtype,), kv_cache.device)
+        return torch.ops.mla_twins.gather_cache(
+            kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, dtype, chosen
+        )
+    check_tensor("out", out, (num_tokens, width), (dtype,), kv_cache.device)
     torch.ops.mla_twins.gather_cache_out(kv_cache, block_table, cu_seq_lens, starts, out, chosen)
     return out
 
@@ -175,15 +182,15 @@ def _(kv_cache, block_table, cu_seq_lens, starts, out, backend):
 @torch.library.custom_op(
     "mla_twins::gather_cache",
     mutates_args=(),
-    schema="(Tensor kv_cache, Tensor block_table, Tensor cu_seq_lens, Tensor starts, SymInt num_tokens, str backend)"
-    " -> Tensor",
+    schema="(Tensor kv_cache, Tensor block_table, Tensor cu_seq_lens, Tensor starts, SymInt num_tokens, SymInt width,"
+    " ScalarType out_dtype, str backend) -> Tensor",
 )
-def _gather_cache(kv_cache, block_table, cu_seq_lens, starts, num_tokens, backend):
-    out = kv_cache.new_empty(num_tokens, kv_cache.shape[2])
+def _gather_cache(kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, out_dtype, backend):
+    out = kv_cache.new_empty(num_tokens, width, dtype=out_dtype)
     torch.ops.mla_twins.gather_cache_out(kv_cache, block_table, cu_seq_lens, starts, out, backend)
     return out
 
 
 @_gather_cache.register_fake
-def _(kv_cache, block_table, cu_seq_lens, starts, num_tokens, backend):
-    return kv_cache.new_empty(num_tokens, kv_cache.shape[2])
+def _(kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, out_dtype, backend):
+    return kv_cache.new_empty(num_tokens, width, dtype=out_dtype)

@@ -78,8 +78,8 @@ class MLAMetadataBuilder:
         context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
             slots; prefixes that decodes share are not attended apart.
         schedule_costs: what schedules reckon with; None takes those of the device (`schedule_costs`).
-        dtype: of queries, for the number of programs and the costs; a plan serves any dtype.
-        cache_format: of the cache, likewise.
+        cache_format: of the cache, for `choose_path`, the cascade, the number of programs and the costs.
+        dtype: of queries and keys, likewise; a plan serves any dtype.
         backend: of `decode_programs`, `schedule_costs` and `plan_decode`: a name, which binds those that this backend
             declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
@@ -101,9 +101,9 @@ class MLAMetadataBuilder:
         workspace_tokens: int | None = None,
         context_parallel: ContextParallel | None = None,
         schedule_costs: ScheduleCosts | None = None,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
         cache_format: CacheFormat = COMPUTE_FORMAT,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
         backend: BackendChoice = None,
     ):
         check_invariant_merge(context_parallel, batch_invariant)
@@ -156,6 +156,7 @@ class MLAMetadataBuilder:
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
             self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
+            cache_format=self.cache_format, dtype=self.dtype,
             staging=self._staging,
         )  # fmt: skip
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
@@ -310,7 +311,9 @@ class MLAMetadataBuilder:
         """
         if self.batch_invariant or self.ownership is not None:
             return False
-        return use_cascade_attention(common_prefix_len, query_lens, seq_lens, self.config)
+        return use_cascade_attention(
+            common_prefix_len, query_lens, seq_lens, self.config, self.cache_format, self.dtype
+        )
 
     def reorder_batch(
         self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
@@ -326,7 +329,7 @@ class MLAMetadataBuilder:
         """
         absorbed = choose_paths(
             query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs,
-            self.query_len_support,
+            self.query_len_support, self.cache_format, self.dtype,
         )  # fmt: skip
         if self.query_len_support is QueryLenSupport.UNIFORM:
             lens = query_lens[absorbed & (query_lens > 0)]

@@ -12,15 +12,20 @@ from jaxtyping import Bool, Int32
 from torch import Tensor
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CacheFormat,
     MLAConfig,
     PathCosts,
     QueryLenSupport,
     check_config,
     check_costs,
+    check_dtype,
+    check_format,
     check_int,
     check_not_negative,
     check_tensor,
     check_type,
+    element_bytes,
 )
 
 COUNTED = PathCosts()
@@ -29,7 +34,14 @@ COUNTED = PathCosts()
 COSTS = Path(__file__).parents[1] / "assets" / "costs"
 
 
-def choose_path(query_len: int, context_len: int, config: MLAConfig, costs: PathCosts | None = None) -> str:
+def choose_path(
+    query_len: int,
+    context_len: int,
+    config: MLAConfig,
+    costs: PathCosts | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype = torch.bfloat16,
+) -> str:
     """Absorbed (attend the latents themselves) or expanded (keys and values of every head first).
 
     With q new tokens over c cached ones there are n = q c + q (q + 1) / 2 pairs of a query and a key. Per head:
@@ -42,27 +54,33 @@ def choose_path(query_len: int, context_len: int, config: MLAConfig, costs: Path
     DeepSeek-V3. Without context the expanded path always computes less. Both hold where 2 Lkv > P + V, as in every
     model.
 
-    Bytes, at two an element: both read the c + q latents once. The absorbed path writes and reads 2 Lkv + R elements a
-    query and head; the expanded one writes and reads P + V elements a key and head. A path takes as long as the longer
-    of its computing and its moving.
+    Bytes: both read c + q entries of the cache once, in its format. The absorbed path writes and reads 2 Lkv + R
+    elements of `dtype` a query and head; the expanded one writes and reads P + V elements a key and head. A path takes
+    as long as the longer of its computing and its moving.
 
     Args:
         query_len: new tokens, q.
         context_len: cached tokens, c.
         config: the layer.
         costs: constants measured on a device; None counts.
+        cache_format: format of the cache.
+        dtype: dtype of queries, keys and values.
 
     Returns:
         "absorbed" or "expanded"; absorbed where they cost the same.
 
     Raises:
-        ValueError: a length below 0.
+        ValueError: a length below 0; a dtype or dims that the format does not exist for.
     """
     check_int("query_len", query_len, 0)
     check_int("context_len", context_len, 0)
     check_config(config)
     check_costs(costs)
-    least = _absorbed_costs_least(float(query_len), float(context_len), config, costs, max)
+    check_format(cache_format)
+    check_dtype("dtype", dtype)
+    entry_bytes = cache_format.entry_bytes(config.kv_lora_rank, config.qk_rope_head_dim, dtype)
+    lens = (float(query_len), float(context_len))
+    least = _absorbed_costs_least(*lens, config, costs, entry_bytes, element_bytes(dtype), max)
     return "absorbed" if least else "expanded"
 
 
@@ -73,6 +91,8 @@ def choose_paths(
     config: MLAConfig | None = None,
     costs: PathCosts | None = None,
     query_len_support: QueryLenSupport = QueryLenSupport.VARLEN,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Bool[Tensor, " B"]:
     """Which requests of a batch may take the absorbed path.
 
@@ -86,12 +106,15 @@ def choose_paths(
         config: the layer; None leaves the choice to the threshold.
         costs: of `choose_path`.
         query_len_support: of the decode kernel.
+        cache_format: of `choose_path`.
+        dtype: of `choose_path`.
 
     Returns:
         [B] bool on the CPU, True = absorbed.
 
     Raises:
-        ValueError: tensors that do not fit; a length or threshold below 0.
+        ValueError: tensors that do not fit; a length or threshold below 0; a dtype or dims that the format does not
+            exist for.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("context_lens", context_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
@@ -99,6 +122,8 @@ def choose_paths(
     check_config(config, optional=True)
     check_costs(costs)
     check_type("query_len_support", query_len_support, QueryLenSupport)
+    check_format(cache_format)
+    check_dtype("dtype", dtype)
     for name, lens in (("query_lens", query_lens), ("context_lens", context_lens)):
         check_not_negative(name, lens)
     absorbed = query_lens <= decode_threshold
@@ -107,28 +132,40 @@ def choose_paths(
     longer = (~absorbed).nonzero().flatten()  # the choice is asked for these alone
     if longer.numel():
         lens = (lens[longer].to(torch.float64) for lens in (query_lens, context_lens))
-        absorbed[longer] = _absorbed_costs_least(*lens, config, costs, torch.maximum)
+        entry_bytes = cache_format.entry_bytes(config.kv_lora_rank, config.qk_rope_head_dim, dtype)
+        sizes = (entry_bytes, element_bytes(dtype))
+        absorbed[longer] = _absorbed_costs_least(*lens, config, costs, *sizes, torch.maximum)
     return absorbed
 
 
-def _absorbed_costs_least(q, context, config: MLAConfig, costs: PathCosts | None, maximum: Callable):
+def _absorbed_costs_least(
+    q,
+    context,
+    config: MLAConfig,
+    costs: PathCosts | None,
+    entry_bytes: int,
+    bytes_per_element: int,
+    maximum: Callable,
+):
     """The reference's arithmetic in the reference's order, so that float64 rounds alike; of floats or of [B] each."""
     c, costs = config, costs or COUNTED
     heads, both = float(c.num_heads), float(c.qk_nope_head_dim + c.v_head_dim)
     keys = context + q
     pairs = q * context + q * (q + 1.0) * 0.5
     wide = 2.0 * c.kv_lora_rank + c.qk_rope_head_dim
-    latents = keys * c.head_size
+    cache_bytes = keys * entry_bytes
 
     attention, projection = 2.0 * heads * pairs * wide, 2.0 * heads * q * c.kv_lora_rank * both
     computed = costs.absorbed_flop * attention + costs.projection_flop * projection
-    moved = costs.byte * (2.0 * (latents + 2.0 * heads * q * wide))
+    elements = 2.0 * heads * q * wide  # written and read
+    moved = costs.byte * (cache_bytes + elements * bytes_per_element)
     absorbed = costs.absorbed_request + maximum(computed, moved)
 
     attention = 2.0 * heads * pairs * (both + c.qk_rope_head_dim)
     projection = 2.0 * heads * keys * c.kv_lora_rank * both
     computed = costs.expanded_flop * attention + costs.projection_flop * projection
-    moved = costs.byte * (2.0 * (latents + 2.0 * heads * keys * both))
+    elements = 2.0 * heads * keys * both  # written and read
+    moved = costs.byte * (cache_bytes + elements * bytes_per_element)
     fixed = costs.expanded_request + costs.expanded_context * (context > 0)
     expanded = fixed + maximum(computed, moved)
     return absorbed <= expanded

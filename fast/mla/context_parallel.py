@@ -39,6 +39,7 @@ def dcp_gather_context(
     chunk: ContextParallelChunk,
     context_parallel: ContextParallel,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    out_dtype: torch.dtype | None = None,
     *,
     workspace: Float[Tensor, "rows head_size"] | None = None,
     backend: BackendChoice = None,
@@ -51,11 +52,12 @@ def dcp_gather_context(
         chunk: the plan of the piece.
         context_parallel: the groups.
         cache_format: format of the cache.
-        workspace: rows for what is handed in and what arrives, at least (D + 1) padded_tokens.
+        out_dtype: dtype of the result, on the wire too; None as in `gather_and_maybe_dequant_cache`.
+        workspace: rows for what is handed in and what arrives, at least (D + 1) padded_tokens, in `out_dtype`.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
-        [num_tokens, Lkv + R].
+        [num_tokens, Lkv + R] in `out_dtype`.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; a chunk that was planned for another rank;
@@ -63,21 +65,21 @@ def dcp_gather_context(
         GroupError: the exchange failed.
         UnsupportedConfiguration: no backend, or not the named one, can serve.
     """
-    check_context(kv_cache, metadata, chunk, cache_format)
+    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     check_chunk_ownership(chunk, context_parallel)
     backend = backends.bind(backend, ("gather_and_maybe_dequant_cache", "reorg_kvcache"))
-    group, padded, width = context_parallel.cp_group, chunk.padded_tokens, kv_cache.shape[2]
+    group, padded = context_parallel.cp_group, chunk.padded_tokens
     rows = (group.size + 1) * padded
     if workspace is None:
-        workspace = kv_cache.new_empty(rows, width)
-    check_tensor("workspace", workspace, ("rows", width), (kv_cache.dtype,), kv_cache.device)
+        workspace = kv_cache.new_empty(rows, width, dtype=dtype)
+    check_tensor("workspace", workspace, ("rows", width), (dtype,), kv_cache.device)
     gaps = "" if workspace.is_contiguous() else " with gaps"
     check(workspace.shape[0] >= rows and not gaps, "workspace", f"at least {rows} rows without gaps",
           f"{workspace.shape[0]} rows{gaps}")  # fmt: skip
     arriving, handed_in = workspace[: group.size * padded], workspace[group.size * padded : rows]
     starts, offsets = chunk.held
     gather_and_maybe_dequant_cache(  # rows past those that lie here are padding, and nobody reads them
-        kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, cache_format,
+        kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, cache_format, dtype,
         out=handed_in[: chunk.local_tokens], backend=backend,
     )  # fmt: skip
     gathered = group.all_gather(handed_in, out=arriving.view(group.size, padded, width))

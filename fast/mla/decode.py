@@ -159,7 +159,7 @@ def mla_decode(
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
         metadata.visible_lens, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype,
         None if schedule is None else schedule.tile_ranges, None if schedule is None else schedule.split_offsets,
-        batch_invariant, list(cut), backends.select(request, backend).name,
+        batch_invariant, list(cut.numbers), backends.select(request, backend).name,
     )  # fmt: skip
     return AttentionState(out, lse)
 

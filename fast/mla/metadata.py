@@ -74,10 +74,10 @@ def build_mla_metadata(
     ownership: TokenOwnership | None = None,
     num_programs: int | None = None,
     schedule_costs: ScheduleCosts | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype = torch.bfloat16,
     *,
     staging: StagingBuffer | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
     """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
@@ -102,9 +102,9 @@ def build_mla_metadata(
             device (`decode_programs`) where a `config` is given, and never plans without one. Whether the decode gets a
             schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
         schedule_costs: what a schedule reckons with; None takes those of the device (`schedule_costs`).
+        cache_format: of the cache, for `choose_path`, the number of programs and the costs.
+        dtype: of queries and keys, likewise; a plan serves any dtype.
         staging: pinned memory through which plans go to a GPU; None takes it from PyTorch's allocator each time.
-        dtype: of queries, for the number of programs and the costs; a plan serves any dtype.
-        cache_format: of the cache, likewise.
         backend: of `decode_programs`, `schedule_costs` and `plan_decode`: a name, which binds those that this backend
             declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
@@ -139,14 +139,15 @@ def build_mla_metadata(
     requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
     check_chunking(workspace_tokens, context_unit(block_size, size, interleave))
     decodes, query_lens = requests, None
+    paths = {"config": config, "costs": costs, "cache_format": cache_format, "dtype": dtype}  # of `choose_path`
     if query_len_support is QueryLenSupport.UNIFORM:
         decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
     elif common.max_query_len > decode_threshold:
         query_lens = starts_cpu.diff()
-        decodes = _first_expanded(common, query_lens, decode_threshold, config, costs, query_len_support)
+        decodes = _first_expanded(common, query_lens, decode_threshold, query_len_support, paths)
     if require_order and decodes < requests:
         query_lens = starts_cpu.diff() if query_lens is None else query_lens
-        _check_order(common, query_lens, decodes, decode_threshold, config, costs, query_len_support)
+        _check_order(common, query_lens, decodes, decode_threshold, query_len_support, paths)
     decode_tokens = common.num_actual_tokens if decodes == requests else int(starts_cpu[decodes])
     one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
     if query_lens is None and not (one_each and decodes == requests):
@@ -304,30 +305,30 @@ def _with_schedule(
     return dataclasses.replace(metadata, schedule=schedule, schedule_choice=choice)
 
 
-def _first_expanded(common, query_lens, decode_threshold, config, costs, query_len_support) -> int:
+def _first_expanded(common, query_lens, decode_threshold, query_len_support, paths) -> int:
     """The first request that does not take the absorbed path; the number of requests where all do."""
     longer = (query_lens > decode_threshold).nonzero().flatten()
     if longer.numel() == 0:
         return common.num_reqs
     first = int(longer[0])
-    if config is None or query_len_support is not QueryLenSupport.VARLEN:
+    if paths["config"] is None or query_len_support is not QueryLenSupport.VARLEN:
         return first
     query_len = int(query_lens[first])
-    if choose_path(query_len, max(0, int(common.seq_lens_cpu[first]) - query_len), config, costs) == "expanded":
+    if choose_path(query_len, max(0, int(common.seq_lens_cpu[first]) - query_len), **paths) == "expanded":
         return first  # as it is most of the time: nobody else need be asked
     contexts = common.num_computed_tokens_cpu[longer]
-    expanded = longer[~choose_paths(query_lens[longer], contexts, decode_threshold, config, costs)]
+    expanded = longer[~choose_paths(query_lens[longer], contexts, decode_threshold, **paths)]
     return int(expanded[0]) if expanded.numel() else common.num_reqs
 
 
-def _check_order(common, query_lens, decodes, decode_threshold, config, costs, query_len_support) -> None:
+def _check_order(common, query_lens, decodes, decode_threshold, query_len_support, paths) -> None:
     """Raise where an absorbed request stands behind the first expanded one."""
     ahead, behind = query_lens[:decodes], query_lens[decodes:]
     if query_len_support is QueryLenSupport.UNIFORM:
         absorbed = behind == (ahead.max() if ahead.numel() else 0)
     else:
         contexts = (common.seq_lens_cpu[decodes:] - behind).clamp_(min=0)
-        absorbed = choose_paths(behind, contexts, decode_threshold, config, costs, query_len_support)
+        absorbed = choose_paths(behind, contexts, decode_threshold, query_len_support=query_len_support, **paths)
     absorbed &= behind > 0  # a request without new tokens takes neither path
     if bool(absorbed.any()):
         late = decodes + int(absorbed.int().argmax())

@@ -63,7 +63,13 @@ def plan_decode(
     request = backends.KernelRequest("plan_decode", seq_lens.device, batch_invariant=batch_invariant)
     chosen = backends.select(request, backend)
     tile_ranges, split_offsets = torch.ops.mla_twins.plan_decode(
-        seq_lens, num_programs, costs.request_cost, costs.split_cost, list(costs.cut), batch_invariant, chosen.name
+        seq_lens,
+        num_programs,
+        costs.request_cost,
+        costs.split_cost,
+        list(costs.cut.numbers),
+        batch_invariant,
+        chosen.name,
     )
     return DecodeSchedule(tile_ranges, split_offsets, batch_invariant, costs.cut)
 

@@ -91,10 +91,12 @@ def gather_and_maybe_dequant_cache(
     starts: Int32[Tensor, " B"],
     num_tokens: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    out_dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "num_tokens head_size"]:
-    """Copy a piece of each request's tokens out of the pages, packed one request after another; bit-exact.
+    """Copy a piece of each request's tokens out of the pages, packed one request after another.
 
-    Request b contributes its tokens [starts[b], starts[b] + cu_seq_lens[b + 1] - cu_seq_lens[b]).
+    Request b contributes its tokens [starts[b], starts[b] + cu_seq_lens[b + 1] - cu_seq_lens[b]). In the dtype of the
+    cache the copy is bit-exact; another `out_dtype` rounds each element once.
 
     Args:
         kv_cache: the cache.
@@ -103,20 +105,21 @@ def gather_and_maybe_dequant_cache(
         starts: [B], first token of each piece.
         num_tokens: cu_seq_lens[-1].
         cache_format: format of the cache.
+        out_dtype: dtype of the result; None for that of the cache. A format with a storage dtype of its own needs it.
 
     Returns:
-        [num_tokens, Lkv + R].
+        [num_tokens, Lkv + R] in `out_dtype`.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; offsets that fall; a block outside the cache.
     """
-    check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format)
+    width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
     check_offsets("cu_seq_lens", cu_seq_lens, num_tokens)
     lengths, first = cu_seq_lens.diff().tolist(), starts.tolist()
     check(all(start >= 0 for start in first), "starts", "values >= 0", first)
-    num_blocks, block_size, head_size = kv_cache.shape
+    num_blocks, block_size, _ = kv_cache.shape
     check_blocks(block_table, (s + n if n else 0 for s, n in zip(first, lengths, strict=True)), block_size, num_blocks)
-    rows = [kv_cache.new_empty(0, head_size)]
+    rows = [kv_cache.new_empty(0, width)]
     for table, start, length in zip(block_table.tolist(), first, lengths, strict=True):
         token, end = start, start + length
         while token < end:  # page by page: the rest of the page, or of the piece where it ends earlier
@@ -124,4 +127,4 @@ def gather_and_maybe_dequant_cache(
             offset = token % block_size
             rows.append(kv_cache[table[token // block_size], offset : offset + page_end - token])
             token = page_end
-    return torch.cat(rows)
+    return torch.cat(rows).to(dtype)

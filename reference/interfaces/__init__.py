@@ -48,7 +48,7 @@ from .cache_arguments import (
     check_reorg,
     check_swap,
 )
-from .cache_format import CACHE_FORMATS, COMPUTE_FORMAT, CacheFormat, check_format
+from .cache_format import CACHE_FORMATS, COMPUTE_FORMAT, CacheFormat, check_format, element_bytes
 from .checks import (
     FLOAT_DTYPES,
     check,
@@ -224,6 +224,7 @@ __all__ = [
     "chunked_prefill_workspace_size",
     "context_unit",
     "dcp_wire_bytes",
+    "element_bytes",
     "get_dcp_local_seq_lens",
     "infer_global_hyperparameters",
     "invariant_split_tiles",

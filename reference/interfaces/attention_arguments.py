@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cache_arguments import check_block_size, check_cache, check_chunk, check_formatted_cache
-from .cache_format import CacheFormat, check_format
+from .cache_arguments import check_block_size, check_chunk, check_formatted_cache, check_stored_cache
+from .cache_format import CacheFormat
 from .checks import (
     check,
     check_blocks,
@@ -193,9 +193,19 @@ def check_expanded(
     check_attention(q, k_nope, v, metadata.query_start_loc, ends, k_pe)
 
 
-def check_context(kv_cache: Tensor, metadata: PrefillMetadata, chunk: ContextChunk, cache_format: CacheFormat) -> None:
-    """Shapes, dtypes and devices of one chunk of context and of the cache that holds it; reads no values."""
-    check_format(cache_format)
-    check_cache(kv_cache)
+def check_context(
+    kv_cache: Tensor,
+    metadata: PrefillMetadata,
+    chunk: ContextChunk,
+    cache_format: CacheFormat,
+    out_dtype: torch.dtype | None,
+) -> tuple[int, torch.dtype]:
+    """Shapes, dtypes and devices of one chunk of context and of the cache that holds it; reads no values.
+
+    Returns:
+        Lkv + R and the dtype of the entries when they are gathered.
+    """
+    gathered = check_stored_cache(kv_cache, cache_format, out_dtype)
     check_chunk(chunk, check_prefill_requests(metadata, kv_cache.device), kv_cache.device, "chunk")
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
+    return gathered

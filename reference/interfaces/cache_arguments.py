@@ -56,6 +56,25 @@ def check_formatted_cache(
     check_cache(kv_cache, columns, cache_format.dtype_for(query_dtype), device)
 
 
+def check_stored_cache(
+    kv_cache: Tensor, cache_format: CacheFormat, out_dtype: torch.dtype | None
+) -> tuple[int, torch.dtype]:
+    """Check a cache that an op gathers from, and the dtype of what is gathered; reads no values.
+
+    Args:
+        kv_cache: the cache; the op knows its columns, and neither Lkv nor R.
+        cache_format: its format.
+        out_dtype: dtype of the result; None for that of a cache that holds values as they are computed.
+
+    Returns:
+        Lkv + R and the dtype of the result.
+    """
+    check_format(cache_format)
+    check_cache(kv_cache, dtype=cache_format.storage_dtype)
+    dtype = cache_format.gathered_dtype(kv_cache.dtype, out_dtype)
+    return cache_format.gathered_width(kv_cache.shape[2]), dtype
+
+
 def check_cache_write(
     kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, cache_format: CacheFormat
 ) -> None:
@@ -76,16 +95,21 @@ def check_gather(
     starts: Tensor,
     num_tokens: int,
     cache_format: CacheFormat,
-) -> None:
-    """Shapes, dtypes and devices of a gather; reads no values."""
-    check_format(cache_format)
-    check_cache(kv_cache)
+    out_dtype: torch.dtype | None,
+) -> tuple[int, torch.dtype]:
+    """Shapes, dtypes and devices of a gather; reads no values.
+
+    Returns:
+        Lkv + R and the dtype of the result.
+    """
+    gathered = check_stored_cache(kv_cache, cache_format, out_dtype)
     device = kv_cache.device
     check_tensor("block_table", block_table, ("B", "W"), (torch.int32,), device)
     requests = block_table.shape[0]
     check_tensor("cu_seq_lens", cu_seq_lens, (requests + 1,), (torch.int32,), device)
     check_tensor("starts", starts, (requests,), (torch.int32,), device)
     check_int("num_tokens", num_tokens, 0)
+    return gathered
 
 
 def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:

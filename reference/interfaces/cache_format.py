@@ -1,4 +1,4 @@
-"""How an entry of a paged latent cache is stored: its dtype and its columns."""
+"""How an entry of a paged latent cache is stored: its dtype, its columns and its bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .checks import FLOAT_DTYPES, check, check_int, check_type
 class CacheFormat:
     """The layout of one cache entry, the latent and the rope key of one token.
 
-    Ops check a cache by its format and by nothing else: columns and storage dtype come from here.
+    Ops check a cache by its format and by nothing else: columns and storage dtype come from here, and so do the bytes
+    of an entry and the dtype and width of what is gathered.
 
     Attributes:
         name: what `cache_format=` asks for.
@@ -42,8 +43,8 @@ class CacheFormat:
         Raises:
             ValueError: queries of that dtype cannot attend over this format.
         """
-        check(query_dtype in self.query_dtypes, "dtype", f"one of {', '.join(map(str, self.query_dtypes))}",
-              query_dtype)  # fmt: skip
+        if query_dtype not in self.query_dtypes:
+            check(False, "dtype", f"one of {', '.join(map(str, self.query_dtypes))}", query_dtype)
         return query_dtype if self.storage_dtype is None else self.storage_dtype
 
     def columns(self, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
@@ -55,8 +56,50 @@ class CacheFormat:
         check_int("kv_lora_rank", kv_lora_rank)
         check_int("qk_rope_head_dim", qk_rope_head_dim, 0)
         dims = (kv_lora_rank, qk_rope_head_dim)
-        check(self.dims in (None, dims), "dims", f"(Lkv, R) = {self.dims} for format {self.name}", dims)
+        if self.dims is not None and self.dims != dims:
+            check(False, "dims", f"(Lkv, R) = {self.dims} for format {self.name}", dims)
         return kv_lora_rank + qk_rope_head_dim
+
+    def entry_bytes(self, kv_lora_rank: int, qk_rope_head_dim: int, query_dtype: torch.dtype) -> int:
+        """Return the bytes of an entry in a cache that queries of a dtype attend over.
+
+        Raises:
+            ValueError: queries of that dtype, or dims, that the format does not exist for.
+        """
+        return self.columns(kv_lora_rank, qk_rope_head_dim) * element_bytes(self.dtype_for(query_dtype))
+
+    def gathered_dtype(self, cache_dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> torch.dtype:
+        """Return the dtype in which entries leave a cache when they are gathered.
+
+        Args:
+            cache_dtype: dtype of the cache.
+            out_dtype: dtype that the caller asks for. None gives that of the cache, which only a format that stores
+                values as they are computed can serve.
+
+        Raises:
+            ValueError: a dtype that no query over this format has; None where the format has a storage dtype.
+        """
+        out_dtype = cache_dtype if out_dtype is None and self.storage_dtype is None else out_dtype
+        if not isinstance(out_dtype, torch.dtype) or out_dtype not in self.query_dtypes:
+            check(False, "out_dtype", f"one of {', '.join(map(str, self.query_dtypes))}", out_dtype)
+        return out_dtype
+
+    def gathered_width(self, columns: int) -> int:
+        """Return Lkv + R, the elements of an entry that is gathered from a cache with so many columns.
+
+        Raises:
+            ValueError: other columns than the only dims of the format have.
+        """
+        if self.dims is None:
+            return columns
+        wanted = self.columns(*self.dims)
+        check(columns == wanted, "kv_cache", f"{wanted} columns for format {self.name}", columns)
+        return sum(self.dims)
+
+
+def element_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes of one element: of queries, outputs, states, expanded keys and values."""
+    return dtype.itemsize
 
 
 COMPUTE_FORMAT = CacheFormat("compute_dtype")  # values as they are computed: the dtype of the queries, latent then rope
@@ -71,5 +114,6 @@ def check_format(cache_format: CacheFormat) -> None:
         ValueError: a format that is not implemented.
     """
     check_type("cache_format", cache_format, CacheFormat)
-    known = CACHE_FORMATS.get(cache_format.name) == cache_format
-    check(known, "cache_format", f"one of {', '.join(CACHE_FORMATS)}", cache_format.name)
+    known = CACHE_FORMATS.get(cache_format.name)
+    if known is not cache_format and known != cache_format:  # identity first: every call of an op checks its format
+        check(False, "cache_format", f"one of {', '.join(CACHE_FORMATS)}", cache_format.name)

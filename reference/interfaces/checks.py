@@ -202,8 +202,8 @@ def lens_on_cpu(argument: str, lens: Sequence[SupportsIndex] | Tensor, count: in
 
 def check_dtype(argument: str, dtype: torch.dtype) -> None:
     """Check that a dtype is one of the floating types that are served."""
-    served = isinstance(dtype, torch.dtype) and dtype in FLOAT_DTYPES
-    check(served, argument, f"one of {', '.join(map(str, FLOAT_DTYPES))}", dtype)
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
+        check(False, argument, f"one of {', '.join(map(str, FLOAT_DTYPES))}", dtype)
 
 
 def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> None:

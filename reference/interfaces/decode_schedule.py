@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -17,8 +16,6 @@ DECODE_TILE = 64  # keys in a tile of the decode schedule, whatever the page
 @dataclass(frozen=True)
 class InvariantCut:
     """How requests are cut under `batch_invariant`: into small splits, then larger ones, then more of those.
-
-    It unpacks to its four numbers.
 
     Attributes:
         small_tiles: tiles of a small split, an even number.
@@ -44,8 +41,10 @@ class InvariantCut:
         check(self.small_tiles <= self.large_tiles, "large_tiles", f"at least {self.small_tiles}", self.large_tiles)
         check(self.small_splits <= self.max_splits, "max_splits", f"at least {self.small_splits}", self.max_splits)
 
-    def __iter__(self) -> Iterator[int]:
-        return iter((self.small_tiles, self.small_splits, self.large_tiles, self.max_splits))
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """The four numbers in the order of the fields, as kernels and ops take them."""
+        return self.small_tiles, self.small_splits, self.large_tiles, self.max_splits
 
 
 NEUTRAL_CUT = InvariantCut(small_tiles=16, small_splits=8, large_tiles=32, max_splits=64)

@@ -12,7 +12,9 @@ from torch import Tensor
 from ..distributed.arguments import check_invariant_merge
 from ..distributed.groups import ContextParallel
 from ..interfaces import (
+    COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
+    CacheFormat,
     CommonAttentionMetadata,
     DecodeMetadata,
     DecodeSchedule,
@@ -30,7 +32,9 @@ from ..interfaces import (
     check_common_prefix,
     check_config,
     check_costs,
+    check_dtype,
     check_flag,
+    check_format,
     check_int,
     check_interleave,
     check_schedule_costs,
@@ -71,6 +75,8 @@ class MLAMetadataBuilder:
         context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
             slots; prefixes that decodes share are not attended apart.
         schedule_costs: what schedules reckon with; None takes the neutral ones.
+        cache_format: of the cache, for `choose_path` and the cascade.
+        dtype: of queries and keys, likewise; a plan serves any dtype.
 
     Raises:
         ValueError: a number below its least value; heads that TP does not divide; `batch_invariant` with "ag_rs".
@@ -90,11 +96,15 @@ class MLAMetadataBuilder:
         workspace_tokens: int | None = None,
         context_parallel: ContextParallel | None = None,
         schedule_costs: ScheduleCosts | None = None,
+        cache_format: CacheFormat = COMPUTE_FORMAT,
+        dtype: torch.dtype = torch.bfloat16,
     ):
         check_invariant_merge(context_parallel, batch_invariant)
         check_config(config)
         check_costs(costs)
         check_schedule_costs(schedule_costs, "schedule_costs")
+        check_format(cache_format)
+        check_dtype("dtype", dtype)
         self.ownership = None if context_parallel is None else context_parallel.ownership
         size, interleave = (1, 1) if self.ownership is None else (self.ownership.size, self.ownership.interleave)
         check_interleave(interleave, block_size)
@@ -108,7 +118,7 @@ class MLAMetadataBuilder:
         self.max_model_len, self.max_num_seqs = max_model_len, max_num_seqs
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
-        self.schedule_costs = schedule_costs
+        self.schedule_costs, self.cache_format, self.dtype = schedule_costs, cache_format, dtype
         self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
         if workspace_tokens is None:  # packed chunks need no unit for each sequence, and a layer expands no more
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
@@ -135,6 +145,7 @@ class MLAMetadataBuilder:
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
             self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
+            cache_format=self.cache_format, dtype=self.dtype,
         )  # fmt: skip
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
@@ -285,7 +296,9 @@ class MLAMetadataBuilder:
         """
         if self.batch_invariant or self.ownership is not None:
             return False
-        return use_cascade_attention(common_prefix_len, query_lens, seq_lens, self.config)
+        return use_cascade_attention(
+            common_prefix_len, query_lens, seq_lens, self.config, self.cache_format, self.dtype
+        )
 
     def reorder_batch(
         self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
@@ -301,7 +314,7 @@ class MLAMetadataBuilder:
         """
         absorbed = choose_paths(
             query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs,
-            self.query_len_support,
+            self.query_len_support, self.cache_format, self.dtype,
         )  # fmt: skip
         if self.query_len_support is QueryLenSupport.UNIFORM:
             lens = [query_len for query_len in query_lens[absorbed].tolist() if query_len > 0]

@@ -16,9 +16,12 @@ from ..interfaces import (
     MLAConfig,
     check_config,
     check_decode,
+    check_dtype,
+    check_format,
     check_int,
     check_tensor,
     check_type,
+    element_bytes,
     wide_dtype,
 )
 from .decode import mla_decode
@@ -29,6 +32,8 @@ def use_cascade_attention(
     query_lens: Int32[Tensor, " B"],
     seq_lens: Int32[Tensor, " B"],
     config: MLAConfig,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
     """Whether a decode is faster with the shared prefix apart, by counted FLOPs and bytes.
 
@@ -41,14 +46,18 @@ def use_cascade_attention(
         query_lens: [B], on the CPU.
         seq_lens: [B], on the CPU; 0 for padding rows.
         config: the layer.
+        cache_format: format of the cache.
+        dtype: dtype of the queries.
 
     Raises:
-        ValueError: tensors that do not fit; a negative prefix.
+        ValueError: tensors that do not fit; a negative prefix; a dtype or dims that the format does not exist for.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("seq_lens", seq_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
     check_int("common_prefix_len", common_prefix_len, 0)
     check_config(config)
+    check_format(cache_format)
+    check_dtype("dtype", dtype)
     c, real, tokens, pairs, keys = config, 0, 0, 0, 0
     for query_len, length in zip(query_lens.tolist(), seq_lens.tolist(), strict=True):
         if length > 0:
@@ -57,11 +66,13 @@ def use_cascade_attention(
     if real == 0 or common_prefix_len == 0:
         return False
     flops = 2 * c.num_heads * pairs * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
-    whole_bytes = 2 * keys * c.head_size
-    apart_bytes = whole_bytes - 2 * (real - 1) * common_prefix_len * c.head_size
-    state_bytes = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)
+    entry_bytes = cache_format.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, dtype)
+    whole_bytes = keys * entry_bytes
+    apart_bytes = whole_bytes - (real - 1) * common_prefix_len * entry_bytes
+    state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # two states, each written and read
+    state_bytes = state_elements * element_bytes(wide_dtype(dtype))
     whole = max(flops, FLOPS_PER_BYTE * whole_bytes)
-    apart = max(flops, FLOPS_PER_BYTE * apart_bytes) + FLOPS_PER_BYTE * 4 * state_bytes  # two written, two read
+    apart = max(flops, FLOPS_PER_BYTE * apart_bytes) + FLOPS_PER_BYTE * state_bytes
     return apart < whole
 
 

@@ -35,6 +35,7 @@ def dcp_gather_context(
     chunk: ContextParallelChunk,
     context_parallel: ContextParallel,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    out_dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "S head_size"]:
     """The cache entries of one chunk from all ranks, in the order of the tokens: the gather of a prefill.
 
@@ -44,22 +45,23 @@ def dcp_gather_context(
         chunk: the plan of the piece.
         context_parallel: the groups.
         cache_format: format of the cache.
+        out_dtype: dtype of the result, on the wire too; None as in `gather_and_maybe_dequant_cache`.
 
     Returns:
-        [num_tokens, Lkv + R].
+        [num_tokens, Lkv + R] in `out_dtype`.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit; a chunk that was planned for another rank;
             a block outside the cache. Nothing has been exchanged then.
         GroupError: the exchange failed.
     """
-    check_context(kv_cache, metadata, chunk, cache_format)
+    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     check_chunk_ownership(chunk, context_parallel)
     starts, offsets = chunk.held
     held = chunk.local_tokens
-    handed_in = kv_cache.new_zeros(chunk.padded_tokens, kv_cache.shape[2])
+    handed_in = kv_cache.new_zeros(chunk.padded_tokens, width, dtype=dtype)
     handed_in[:held] = gather_and_maybe_dequant_cache(
-        kv_cache, metadata.block_table, offsets, starts, held, cache_format
+        kv_cache, metadata.block_table, offsets, starts, held, cache_format, dtype
     )
     return reorg_kvcache(context_parallel.cp_group.all_gather(handed_in), chunk)
 

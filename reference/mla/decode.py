@@ -75,6 +75,7 @@ def mla_decode(
             torch.zeros(1, dtype=torch.int32, device=q.device),
             length,
             cache_format,
+            out_dtype=ql_nope.dtype,
         )
         k = repeat(entries, "keys width -> keys heads width", heads=heads)
         visible = torch.arange(length, device=q.device) < metadata.visible_lens[rows, None]

@@ -10,6 +10,8 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from ..interfaces import (
+    COMPUTE_FORMAT,
+    CacheFormat,
     CommonAttentionMetadata,
     ContextParallelMetadata,
     DecodeMetadata,
@@ -25,7 +27,9 @@ from ..interfaces import (
     check_batch_block_size,
     check_config,
     check_costs,
+    check_dtype,
     check_flag,
+    check_format,
     check_int,
     check_interleave,
     check_no_prefill_padding,
@@ -54,6 +58,8 @@ def build_mla_metadata(
     ownership: TokenOwnership | None = None,
     num_programs: int | None = None,
     schedule_costs: ScheduleCosts | None = None,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> MLAMetadata:
     """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
 
@@ -77,6 +83,8 @@ def build_mla_metadata(
             device (1) where a `config` is given, and never plans without one. Whether the decode gets a
             schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
         schedule_costs: what a schedule reckons with; None takes the neutral ones.
+        cache_format: of the cache, for `choose_path`.
+        dtype: of queries and keys, likewise; a plan serves any dtype.
 
     Returns:
         The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where an `ownership` is given.
@@ -94,6 +102,8 @@ def build_mla_metadata(
     check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
     check_costs(costs)
     check_schedule_costs(schedule_costs, "schedule_costs")
+    check_format(cache_format)
+    check_dtype("dtype", dtype)
     check_flag("require_order", require_order)
     check_ownership(ownership)
     size, interleave = (ownership.size, ownership.interleave) if ownership is not None else (1, 1)
@@ -112,7 +122,14 @@ def build_mla_metadata(
         absorbed = [query_len == uniform for query_len in query_lens]
     else:
         absorbed = choose_paths(
-            common.query_start_loc_cpu.diff(), contexts, decode_threshold, config, costs, query_len_support
+            common.query_start_loc_cpu.diff(),
+            contexts,
+            decode_threshold,
+            config,
+            costs,
+            query_len_support,
+            cache_format,
+            dtype,
         ).tolist()
         decodes = [*absorbed, False].index(False)
     late = [request for request in range(decodes, len(query_lens)) if absorbed[request] and query_lens[request] > 0]

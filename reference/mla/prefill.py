@@ -81,15 +81,16 @@ def gather_context(
     metadata: PrefillMetadata,
     chunk: ContextChunk,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    out_dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "S head_size"]:
-    """The cache entries of one chunk, in request order.
+    """Return the cache entries of one chunk, in request order: [S, Lkv + R] in `out_dtype`, None as in the gather.
 
     Raises:
         ValueError: a plan for another block size; shapes, dtypes or devices that do not fit.
     """
-    check_context(kv_cache, metadata, chunk, cache_format)
+    check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     return gather_and_maybe_dequant_cache(
-        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format
+        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format, out_dtype
     )
 
 
@@ -116,7 +117,8 @@ def forward_prefill(
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
         softmax_scale: (P + R)^-1/2, with YaRN's factor.
-        gather: `(kv_cache, metadata, chunk, cache_format=) -> [S, Lkv + R]`; context parallelism passes its own.
+        gather: `(kv_cache, metadata, chunk, cache_format=, out_dtype=) -> [S, Lkv + R]` in `out_dtype`, the dtype of
+            `q`; context parallelism passes its own.
         cache_format: format of the cache.
 
     Returns:
@@ -132,7 +134,7 @@ def forward_prefill(
     state = run_prefill_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale)
     del k_nope, v
     for chunk in metadata.context_chunks:
-        context = gather(kv_cache, metadata, chunk, cache_format=cache_format)
+        context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
         k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv)
         piece = run_prefill_context_chunk(q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale)
         del k_nope, v, context  # before the next chunk is expanded: one chunk's expansion lives at a time

@@ -15,7 +15,7 @@ from fast import backends
 from fast.backends import Backend, OpSupport
 from fast.backends.own import CPU as CPU_BACKEND
 from fast.backends.own import OPS
-from reference.interfaces import (
+from reference.interfaces import COMPUTE_FORMAT, (
     CacheFormat,
     MLAConfig,
 )
@@ -146,7 +146,7 @@ def test_a_format_reaches_every_op(monkeypatch):
     reading = [op for op in OPS if op in ("mla_decode", "decode_programs", "gather_and_maybe_dequant_cache",
                                           "rope_norm_and_cache", "concat_and_cache_mla")]  # fmt: skip
     formats = sys.modules["reference.interfaces.cache_format"]
-    monkeypatch.setattr(formats, "CACHE_FORMATS", {"other": OTHER_FORMAT})
+    monkeypatch.setattr(formats, "CACHE_FORMATS", {"compute_dtype": COMPUTE_FORMAT, "other": OTHER_FORMAT})
     other = {op: replace(CPU_BACKEND.ops[op], cache_formats=("other",)) for op in reading}
     with_backends(monkeypatch, CPU_BACKEND, Backend("formatted", -1, "cpu", other))
     launched, right = set(), backends.kernel
@@ -181,12 +181,20 @@ def test_a_format_that_nothing_implements_is_refused(ops):
 
 
 def test_declarations_import_no_kernel():
-    """To ask who serves, no kernel is imported; the first call imports what it launches."""
+    """Neither `import fast` nor asking who serves imports a kernel; the first call imports what it launches.
+
+    Planted before: the module of `rotate` imported all cpu kernels.
+    """
     code = """
 import sys, torch, fast
 fast.backends.explain(fast.MLAConfig.from_preset("deepseek-v3"), device="cpu", dtype=torch.float32)
-loaded = [name for name in sys.modules if name.startswith("fast.kernels.") and "cpu" not in name]
+sets = tuple(f"fast.kernels.{name}" for name in ("cpu", "triton", "hopper", "combine"))
+loaded = [name for name in sys.modules if name.startswith(sets)]
 assert not loaded, loaded
+fast.rotate(torch.ones(1, 2), torch.ones(1, 1), torch.ones(1, 1), True)
+assert not [name for name in sys.modules if name.startswith(sets)]
+fast.apply_rope(torch.zeros(1).long(), torch.ones(1, 1, 2), torch.ones(1, 2), fast.RopeConfig())
+assert "fast.kernels.cpu" in sys.modules  # so that this test can fail
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

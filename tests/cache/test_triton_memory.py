@@ -5,12 +5,14 @@ On a GPU they run compiled; without one this file runs itself again in Triton's 
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import fast
 import reference
-from fast.kernels.cpu import rope as cpu_rope
+from fast.kernels.rotation import rotate
 from fast.parity import compare, compare_states
 from reference.interfaces import AttentionState, RopeConfig, YarnConfig
 
@@ -113,6 +115,26 @@ def test_gather(block_size, width, dtype):
         assert_same_bits(out, torch.stack(rows))
         out.fill_(torch.nan)
         assert workspace.isnan().all()  # nothing was written beside it
+
+
+@runs
+@pytest.mark.parametrize(
+    "dtype, out_dtype", [pair for pair in itertools.product(COMPUTED, COMPUTED) if pair[0] != pair[1]]
+)
+@pytest.mark.parametrize("width", [96, 27])
+def test_gather_converts(width, dtype, out_dtype):
+    """Another dtype than the cache's rounds each value once, as `Tensor.to`; rows without a token are 0.
+
+    Planted: the bytes of the cache moved as integers whatever the dtype of `out` is.
+    """
+    entries = noise(6, 4, width, dtype=dtype)
+    table = integers(5, 0, GARBAGE, 3, -1, 2).view(2, 3).to(DEVICE)
+    out = torch.full((16, width), torch.nan, dtype=out_dtype, device=DEVICE)
+    arguments = (offsets([7, 9]).to(DEVICE), integers(1, 2).to(DEVICE))
+    cache.gather_and_maybe_dequant_cache(entries, table, *arguments, out)
+    zeros = torch.zeros(1, width, dtype=dtype, device=DEVICE)
+    first, second = torch.cat((entries[5], entries[0])), torch.cat((entries[3], zeros.expand(4, -1), entries[2]))
+    assert_same_bits(out, torch.cat((first[1:8], second[2:11])).to(out_dtype))
 
 
 @runs
@@ -371,7 +393,7 @@ def check_rope(value, positions, x, frequencies, config):
         cos, sin = angles.cos() * scale, angles.sin() * scale
         if entries.dim() == 3:
             cos, sin = cos[:, None], sin[:, None]
-        return cpu_rope.rotate(entries, cos, sin, config.interleaved)
+        return rotate(entries, cos, sin, config.interleaved)
 
     parity = compare("rope", value, turned(low_angles, x), turned(low_angles.double(), x.double()))
     assert parity.passed, parity

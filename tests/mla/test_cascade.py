@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 import fast
 import reference
 from fast.parity import compare_states
-from reference.interfaces import CommonAttentionMetadata, MLAConfig
+from reference.interfaces import CacheFormat, CommonAttentionMetadata, MLAConfig
 
 from ..support.factories import DIRECT, GARBAGE, assert_states64, integers, make_batch
 from ..support.planning import same
@@ -104,29 +106,46 @@ def test_parity(dtype):
         assert parity.passed, parity
 
 
-def counted(prefix, query_lens, seq_lens, config):
-    """The decision again, request by request."""
+def counted(prefix, query_lens, seq_lens, config, stored=2, state=4):
+    """The decision again, request by request; bytes of an element of the cache and of an attention state."""
     read = shared_read = flops = tokens = 0
     for q, s in zip(query_lens, seq_lens, strict=True):
         if s:
-            read += s * config.head_size * 2
-            shared_read += (s - prefix) * config.head_size * 2
+            read += s * config.head_size * stored
+            shared_read += (s - prefix) * config.head_size * stored
             flops += config.num_heads * q * s * 2 * (config.head_size + config.kv_lora_rank)
             tokens += q
-    shared_read += prefix * config.head_size * 2
-    states = 4 * 4 * tokens * config.num_heads * (config.kv_lora_rank + 1)
+    shared_read += prefix * config.head_size * stored
+    states = 4 * state * tokens * config.num_heads * (config.kv_lora_rank + 1)
     return max(flops, 200 * shared_read) + 200 * states < max(flops, 200 * read)
 
 
 @given(
     st.lists(st.tuples(st.sampled_from([1, 1, 4]), st.sampled_from([0, 30, 500, 5000])), min_size=1, max_size=30),
     st.sampled_from([0, 16, 256, 4096]), st.sampled_from([SMALL, V3, DIRECT]),
+    st.sampled_from([(torch.bfloat16, 2, 4), (torch.float16, 2, 4), (torch.float32, 4, 4), (torch.float64, 8, 8)]),
 )  # fmt: skip
-def test_decision(pairs, prefix, config):
+def test_decision(pairs, prefix, config, sizes):
     query_lens, seq_lens = [q for q, _ in pairs], [s and s + prefix for _, s in pairs]
     lens = integers(*query_lens).cpu(), integers(*seq_lens).cpu()
-    found = {ops.use_cascade_attention(prefix, *lens, config) for ops in (reference, fast)}
-    assert found == {prefix > 0 and any(seq_lens) and counted(prefix, query_lens, seq_lens, config)}
+    dtype, *sizes = sizes
+    found = {ops.use_cascade_attention(prefix, *lens, config, dtype=dtype) for ops in (reference, fast)}
+    if dtype == torch.bfloat16:  # the default
+        found |= {ops.use_cascade_attention(prefix, *lens, config) for ops in (reference, fast)}
+    assert found == {prefix > 0 and any(seq_lens) and counted(prefix, query_lens, seq_lens, config, *sizes)}
+
+
+def test_bytes_come_from_the_format(ops, monkeypatch):
+    """A smaller entry makes the prefix cheaper to read twice; planted: two bytes for any cache."""
+    stored = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16,))
+    monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": stored})
+    query_lens, lengths, differ = [1] * 8, [4096] * 8, 0
+    lens = integers(*query_lens).cpu(), integers(*lengths).cpu()
+    for prefix in range(16, 1024, 16):
+        wanted = counted(prefix, query_lens, lengths, SMALL, 1)
+        assert ops.use_cascade_attention(prefix, *lens, SMALL, stored) == wanted
+        differ += wanted != counted(prefix, query_lens, lengths, SMALL)
+    assert differ
 
 
 def test_when_it_pays(ops):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import astuple
 
 import pytest
@@ -9,18 +10,22 @@ import torch
 
 import fast
 import reference
-from reference.interfaces import PRESETS, MLAConfig, PathCosts, QueryLenSupport
+from reference.interfaces import PRESETS, CacheFormat, MLAConfig, PathCosts, QueryLenSupport
 
 from ..support.factories import CONFIGS, integers
 from ..support.factories import preset as preset_config
 from ..support.properties import given, st
 
 V3 = MLAConfig.from_preset("deepseek-v3")
+ELEMENTS = {torch.float64: 8, torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes
 MEASURED = PathCosts(2.0, 3.5, 1.5, 2.1e-9, 1.7e-9, 1.6e-9, 2.4e-7)
 
 
-def counted(config, query_len, context_len, costs):
-    """What each path costs, from the shapes of its matrix products, token by token."""
+def counted(config, query_len, context_len, costs, element=2, stored=2):
+    """What each path costs, from the shapes of its matrix products, token by token.
+
+    `element` and `stored` are the bytes of an element of the queries and of the cache.
+    """
     c, keys = config, query_len + context_len
     latent, rope, nope, value = c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim
     absorbed = expanded = 0  # FLOPs of attention per head
@@ -34,14 +39,14 @@ def counted(config, query_len, context_len, costs):
     cache = keys * (latent + rope)
     a = costs.absorbed_request + max(
         c.num_heads * (costs.absorbed_flop * absorbed + costs.projection_flop * query_len * per_token),
-        2 * costs.byte * (cache + 2 * states),
+        costs.byte * (stored * cache + element * 2 * states),
     )
     e = (
         costs.expanded_request
         + (costs.expanded_context if context_len else 0)
         + max(
             c.num_heads * (costs.expanded_flop * expanded + costs.projection_flop * keys * per_token),
-            2 * costs.byte * (cache + 2 * expansions),
+            costs.byte * (stored * cache + element * 2 * expansions),
         )
     )
     return a, e
@@ -50,11 +55,14 @@ def counted(config, query_len, context_len, costs):
 @given(
     st.sampled_from(sorted(PRESETS)), st.integers(0, 600), st.sampled_from([0, 1, 7, 64, 1000, 20_000]),
     st.sampled_from([PathCosts(), MEASURED, PathCosts(absorbed_request=1e9)]),
+    st.sampled_from(sorted(ELEMENTS, key=str)),
 )  # fmt: skip
-def test_against_a_count(preset, query_len, context_len, costs):
-    config = preset_config(preset)
-    absorbed, expanded = counted(config, query_len, context_len, costs)
-    choices = {ops.choose_path(query_len, context_len, config, costs) for ops in (reference, fast)}
+def test_against_a_count(preset, query_len, context_len, costs, dtype):
+    config, element = preset_config(preset), ELEMENTS[dtype]
+    absorbed, expanded = counted(config, query_len, context_len, costs, element, element)
+    choices = {ops.choose_path(query_len, context_len, config, costs, dtype=dtype) for ops in (reference, fast)}
+    if element == 2:  # the default
+        choices |= {ops.choose_path(query_len, context_len, config, costs) for ops in (reference, fast)}
     assert len(choices) == 1
     if abs(absorbed - expanded) > 1e-9 * max(absorbed, expanded):
         assert choices == {"absorbed" if absorbed < expanded else "expanded"}
@@ -63,18 +71,19 @@ def test_against_a_count(preset, query_len, context_len, costs):
 @given(
     st.lists(st.tuples(st.integers(0, 100_000), st.integers(0, 10**6)), max_size=20),
     st.sampled_from([V3, *CONFIGS.values()]), st.sampled_from([None, MEASURED]), st.sampled_from([0, 1, 4]),
-    st.sampled_from(list(QueryLenSupport)),
+    st.sampled_from(list(QueryLenSupport)), st.sampled_from(sorted(ELEMENTS, key=str)),
 )  # fmt: skip
-def test_wings_agree(lens, config, costs, threshold, support):
+def test_wings_agree(lens, config, costs, threshold, support, dtype):
     """Bit by bit, whatever the lengths, and one by one as together."""
     query_lens, context_lens = (integers(*(pair[i] for pair in lens)).cpu() for i in (0, 1))
     ours, theirs = (
-        ops.choose_paths(query_lens, context_lens, threshold, config, costs, support) for ops in (reference, fast)
+        ops.choose_paths(query_lens, context_lens, threshold, config, costs, support, dtype=dtype)
+        for ops in (reference, fast)
     )
     assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype == torch.bool
     asked = support is QueryLenSupport.VARLEN
     for (query_len, context_len), absorbed in zip(lens, theirs.tolist(), strict=True):
-        own = asked and fast.choose_path(query_len, context_len, config, costs) == "absorbed"
+        own = asked and fast.choose_path(query_len, context_len, config, costs, dtype=dtype) == "absorbed"
         assert absorbed == (query_len <= threshold or own)
 
 
@@ -87,6 +96,34 @@ def test_crossover_of_flops(ops):
         even = config.kv_lora_rank * both / (2 * config.kv_lora_rank - both)
         paths = [ops.choose_path(q, 10**8, config) for q in (int(even), int(even) + 1)]
         assert paths == ["absorbed", "expanded"], preset
+
+
+BYTES_ALONE = PathCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
+STORED = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_come_from_the_format(ops, dtype, monkeypatch, plain_errors):
+    """A cache of one byte an element, and queries of two or four; planted: the dtype of the queries for the cache's.
+
+    Both paths read the cache once, so its bytes decide only beside what is computed: `flop` makes absorbed attention
+    cost just above or below the difference.
+    """
+    monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": STORED})
+    config, element = V3, ELEMENTS[dtype]
+    for query_len, context_len in ((3, 1000), (200, 5000)):
+        _, expanded = counted(config, query_len, context_len, BYTES_ALONE, element, 1)
+        attention = counted(config, query_len, context_len, PathCosts(byte=0.0, projection_flop=0.0))[0]
+        for factor, wanted in ((0.999, "absorbed"), (1.001, "expanded")):
+            costs = PathCosts(0.0, 0.0, 0.0, factor * expanded / attention, 0.0, 0.0, 1.0)
+            absorbed = counted(config, query_len, context_len, costs, element, 1)[0]
+            assert (absorbed <= expanded) == (wanted == "absorbed")
+            assert ops.choose_path(query_len, context_len, config, costs, STORED, dtype) == wanted
+            lens = integers(query_len).cpu(), integers(context_len).cpu()
+            together = ops.choose_paths(*lens, 0, config, costs, cache_format=STORED, dtype=dtype)
+            assert together.tolist() == [wanted == "absorbed"]
+    with pytest.raises(ValueError, match="^dtype: expected one of torch.bfloat16, torch.float32, got torch.float16$"):
+        ops.choose_path(3, 1000, config, None, STORED, torch.float16)
 
 
 def test_ends(ops):

@@ -20,7 +20,7 @@ def test_table():
     subjects += [path for package in ("reference", "fast") for folder in ("planning", "distributed")
                  for path in (ROOT / package / folder).glob("[!_]*.py")]  # fmt: skip
     modules = ("choose_path", "cascade", "metadata", "builder", "graphs", "context_parallel")
-    subjects += [ROOT / "fast" / "mla" / "staging.py"]
+    subjects += [ROOT / "fast" / "mla" / "staging.py", ROOT / "fast" / "kernels" / "rotation.py"]
     subjects += [ROOT / package / "mla" / f"{module}.py" for package in ("reference", "fast") for module in modules]
     transport = {ROOT / "reference" / "distributed" / f"{name}.py" for name in ("groups", "simulation", "arguments")}
     subjects = set(subjects) - transport

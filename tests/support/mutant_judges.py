@@ -122,6 +122,7 @@ TABLE = {
     "fast/kernels/cpu/rope.py": KERNELS,
     "fast/kernels/cpu/schedule.py": SCHEDULE,
     "fast/kernels/cpu/softmax.py": KERNELS,
+    "fast/kernels/rotation.py": KERNELS,
     "fast/integrations/transformers/__init__.py": ADAPTER,
     "fast/integrations/transformers/attention.py": ADAPTER,
     "fast/integrations/transformers/cache.py": ADAPTER,
@@ -130,6 +131,7 @@ TABLE = {
 SUBJECTS = {  # of a file, by the first of these that its path has
     "fast/kernels/cpu/schedule": "planning",
     "fast/kernels/cpu/": "cpu kernels",
+    "fast/kernels/rotation": "cpu kernels",
     "integrations/": "transformers adapter",
     "context_parallel": "context parallelism",
     "distributed/": "context parallelism",

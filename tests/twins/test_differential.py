@@ -266,9 +266,10 @@ def test_prefill_through_a_gather_of_ones_own(ops):
     """`gather` is the only way to the cache: context parallelism passes its own."""
     seen = []
 
-    def gather(kv_cache, metadata, chunk, cache_format):
+    def gather(kv_cache, metadata, chunk, cache_format, out_dtype):
         seen.append(chunk.num_tokens)
-        return torch.ones(chunk.num_tokens, DIRECT.head_size, dtype=torch.float64)
+        assert out_dtype == torch.float64
+        return torch.ones(chunk.num_tokens, DIRECT.head_size, dtype=out_dtype)
 
     batch = make_batch([2, 1], [40, 10])
     plan = expanding_plan(ops, batch, 32)

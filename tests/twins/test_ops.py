@@ -52,7 +52,7 @@ def decode_samples(
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
-         0.3, out_dtype or dtype, *plan_of, list(costs.cut), decode_backend(dtype, latent, rope, block_size))
+         0.3, out_dtype or dtype, *plan_of, list(costs.cut.numbers), decode_backend(dtype, latent, rope, block_size))
         for plan_of in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))
     ]  # fmt: skip
@@ -85,8 +85,13 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
              torch.rand(4, dtype=lse), 1.3, pairs, backend)
             for pairs in (True, False)
         ],
-        "mla_twins::gather_cache": [(cache, table, cu, starts, 37, backend)],
-        "mla_twins::gather_cache_out": [(cache, table, cu, starts, rand(37, DIRECT.head_size), backend)],
+        "mla_twins::gather_cache": [
+            (cache, table, cu, starts, 37, DIRECT.head_size, out_dtype, backend) for out_dtype in (dtype, torch.float32)
+        ],
+        "mla_twins::gather_cache_out": [
+            (cache, table, cu, starts, rand(37, DIRECT.head_size).to(out_dtype), backend)
+            for out_dtype in (dtype, torch.float32)
+        ],
         "mla_twins::copy_blocks": [([rand(4, 2, 3), rand(4, 2, 3)], torch.tensor([[0, 1], [2, 3]]), backend)],
         "mla_twins::swap_blocks": [(rand(4, 2, 3), rand(5, 2, 3), torch.tensor([[0, 4], [2, 3]]), backend)],
         "mla_twins::flash_attn_varlen": [

@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import reference
 
 ROOT = Path(reference.__file__).parents[1]
@@ -67,16 +69,93 @@ COUNTS_BYTES = (
 )  # fmt: skip
 
 
+def sources_without_bytes() -> dict[str, str]:
+    """Name and text of every source that takes its byte counts from a format."""
+    paths = {path.relative_to(ROOT).as_posix(): path for wing in ("reference", "fast") for path in
+             (ROOT / wing).rglob("*.py")}  # fmt: skip
+    left_out = ("fast/kernels/", "fast/assets/", *COUNTS_BYTES)
+    return {name: path.read_text(encoding="utf-8") for name, path in paths.items() if not name.startswith(left_out)}
+
+
 def test_formats_alone_count_bytes():
     """Outside kernels nothing but a format turns the widths of a cache into bytes."""
-    for package in ("reference", "fast"):
-        for path in (ROOT / package).rglob("*.py"):
-            name = path.relative_to(ROOT).as_posix()
-            if name.startswith(("fast/kernels/", "fast/assets/", *COUNTS_BYTES)):
-                continue
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-            assert not used & {"itemsize", "element_size", "nbytes"}, name
+    for name, source in sources_without_bytes().items():
+        used = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+        assert not used & {"itemsize", "element_size", "nbytes"}, name
+
+
+def is_number(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+
+
+def literal_byte_counts(source: str) -> list[int]:
+    """Lines where a literal stands for the bytes of an element.
+
+    That is a literal factor in a statement that names bytes or the width of an entry (`head_size`), and a name for
+    bytes or the size of an element that is 1, 2, 4 or 8. A number of elements has a name of its own, without "byte".
+    """
+    found = []
+    for statement in ast.walk(ast.parse(source)):
+        if isinstance(statement, ast.arguments):
+            places = statement.posonlyargs + statement.args
+            pairs = [*zip(places[len(places) - len(statement.defaults) :], statement.defaults, strict=True),
+                     *zip(statement.kwonlyargs, statement.kw_defaults, strict=True)]  # fmt: skip
+            found += [place.lineno for place, default in pairs if is_size(place.arg) and is_size_of_element(default)]
+        if not isinstance(statement, ast.stmt):
+            continue
+        own = [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.expr)]
+        nodes = [node for child in own for node in ast.walk(child)]
+        names = [node.id if isinstance(node, ast.Name) else node.attr for node in nodes
+                 if isinstance(node, ast.Name | ast.Attribute)]  # fmt: skip
+        factors = (node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.LShift))
+        counted = any("byte" in name.lower() or name == "head_size" for name in names)
+        if counted and any(is_number(node.left) or is_number(node.right) for node in factors):
+            found.append(statement.lineno)
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and any(map(is_size, names)):
+            found += [statement.lineno] * is_size_of_element(statement.value)
+    return sorted(found)
+
+
+def is_size(name: str) -> bool:
+    """Whether a name says that it holds bytes, or the size of an element."""
+    return any(word in name.lower() for word in ("byte", "element_size", "itemsize"))
+
+
+def is_size_of_element(node: ast.AST | None) -> bool:
+    return is_number(node) and node.value in (1, 2, 4, 8)
+
+
+def test_no_literal_stands_for_the_bytes_of_an_element():
+    """`choose_path` and `use_cascade_attention` once counted two bytes an element, whatever the cache held."""
+    found = {name: lines for name, source in sources_without_bytes().items() if (lines := literal_byte_counts(source))}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("whole_bytes = 2 * keys * c.head_size", 1),
+        ("apart_bytes = whole_bytes - 2 * (real - 1) * prefix * c.head_size", 1),
+        ("absorbed_bytes = 2.0 * (keys * width + states)", 1),
+        ("state_bytes = 4 * tokens * heads", 1),
+        ("moved = costs.byte * (2.0 * (latents + states))", 1),
+        ("read = 2 * keys * config.head_size", 1),
+        ("return keys * config.head_size << 1 if keys else 0", 1),
+        ("return max(flops, FLOPS_PER_BYTE * (width * 2))", 1),
+        ("BYTES_PER_ELEMENT = 2", 1),
+        ("element_size: int = 4", 1),
+        ("def read(keys, element_size=2): pass", 1),
+        ("def read(keys, *, element_bytes=2): pass", 1),
+        ("FLOPS_PER_BYTE = 200", 0),
+        ("state_elements = 4 * tokens * heads", 0),
+        ("whole_bytes = keys * entry_bytes", 0),
+        ("flops = 2 * heads * pairs", 0),
+        ("def read(keys, element_size): return keys * element_size", 0),
+    ],
+)
+def test_literal_byte_counts_are_seen(line, expected):
+    """The reader itself, on the lines that stood in `choose_path` and `use_cascade_attention` and on others."""
+    assert len(literal_byte_counts(line)) == expected
 
 
 def test_formats_alone_know_the_columns():

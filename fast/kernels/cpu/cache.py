@@ -46,7 +46,7 @@ def rope_norm_and_cache(
 def gather_and_maybe_dequant_cache(
     kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, starts: Tensor, out: Tensor
 ) -> None:
-    """Copy pieces of requests out of the pages into `out` [num_tokens, Lkv + R]."""
+    """Copy pieces of requests out of the pages into `out` [num_tokens, Lkv + R], converted to its dtype."""
     block_size, width = kv_cache.shape[1:]
     for first in range(0, out.shape[0], PIECE_TOKENS):  # bounds the index tensors, whatever the context
         tokens = torch.arange(first, min(first + PIECE_TOKENS, out.shape[0]), device=out.device)
@@ -54,7 +54,7 @@ def gather_and_maybe_dequant_cache(
         position = tokens - cu_seq_lens[request] + starts[request]
         block = block_table[request, position // block_size].long()
         target = out[first : first + PIECE_TOKENS]
-        if kv_cache.is_contiguous() and out.is_contiguous():
+        if kv_cache.is_contiguous() and out.is_contiguous() and kv_cache.dtype == out.dtype:
             slots = block * block_size + position % block_size
             torch.index_select(kv_cache.view(-1, width), 0, slots, out=target)
         else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from ..rotation import rotate
 
 
 def apply_rope(
@@ -13,11 +14,3 @@ def apply_rope(
     angles = positions.to(frequencies.dtype)[:, None] * frequencies
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return rotate(q_pe, cos[:, None], sin[:, None], interleaved), rotate(k_pe, cos, sin, interleaved)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turn the pairs of x [..., R] by cos and sin, broadcastable to [..., R/2]."""
-    pairs = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.unflatten(-1, (2, -1)).unbind(-2)
-    a, b = (half.to(cos.dtype) for half in pairs)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    return torch.stack(turned, dim=-1 if interleaved else -2).flatten(-2).to(x.dtype)

@@ -1,6 +1,7 @@
 """Movement of bytes in and out of the paged latent cache: every kernel copies rows of entries, 16 bytes an access.
 
-Elements travel as integers of their own width, so that NaN payloads and signs of zero arrive. No value in a table, a
+Elements travel as integers of their own width, so that NaN payloads and signs of zero arrive; a gather into another
+dtype alone moves values. No value in a table, a
 mapping or a slot makes a kernel touch memory outside its tensors: such rows are left out, and nothing raises. Sizes
 that change from step to step are not specialised on, so that one compilation serves a cache.
 """
@@ -41,7 +42,7 @@ def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, sl
 def gather_and_maybe_dequant_cache(
     kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, starts: Tensor, out: Tensor
 ) -> None:
-    """Copy pieces of requests out of the pages into `out` [num_tokens, Lkv + R].
+    """Copy pieces of requests out of the pages into `out` [num_tokens, Lkv + R], converted to its dtype.
 
     A row of `out` without a token in the cache (an out-of-range block, position or offset) becomes 0.
     """
@@ -49,7 +50,8 @@ def gather_and_maybe_dequant_cache(
     requests, columns = block_table.shape
     if out.numel() == 0:
         return
-    cache, target = as_integers(kv_cache, out)
+    # values, not integers, where the dtypes differ: the kernel's store then converts what it loaded
+    cache, target = as_integers(kv_cache, out) if kv_cache.dtype == out.dtype else (kv_cache, out)
     rows = rows_per_program(width * cache.element_size())
     with torch.cuda.device_of(cache):
         _gather_kernel[(triton.cdiv(out.shape[0], rows),)](

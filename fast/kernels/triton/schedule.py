@@ -273,7 +273,7 @@ def plan_decode(
     chunk, warps = SHAPES[requests > SHAPES[0][0]]
     if batch_invariant:
         kernel = _plan_invariant_kernel
-        own = (min(request_cost, split_cost), *invariant_cut)
+        own = (min(request_cost, split_cost), *invariant_cut.numbers)
         warps = 4  # splits of every request are counted for every program: many divisions
     following = device_facts(seq_lens.device).following
     with torch.cuda.device_of(seq_lens):

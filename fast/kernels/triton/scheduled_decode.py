@@ -229,7 +229,7 @@ def launch_scheduled(
             *inputs, tile_ranges if scheduled else seq_lens, split_offsets if scheduled else seq_lens,
             out, lse, partial_out, partial_lse,
             tokens, kv_cache.shape[0], requests, max_keys, num_runs, row_blocks, request_rows, slots,
-            *cut, softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
+            *cut.numbers, softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
             BY_LENGTH=batch_invariant, SCHEDULED=scheduled,
         )  # fmt: skip
     return partial_out, partial_lse

@@ -141,7 +141,7 @@ def decode_splits(
     )  # fmt: skip
     results = LaunchResults(out, lse, partial_out, partial_lse)
     numbers = Numbers(
-        *cut, max(softmax_scale, LEAST_SCALE) / math.log(2), *latent_strides, *rope_strides,
+        *cut.numbers, max(softmax_scale, LEAST_SCALE) / math.log(2), *latent_strides, *rope_strides,
         *block_table.stride(),
     )  # fmt: skip
     widths = {"HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size}
