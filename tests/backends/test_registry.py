@@ -15,7 +15,8 @@ from fast import backends
 from fast.backends import Backend, OpSupport
 from fast.backends.own import CPU as CPU_BACKEND
 from fast.backends.own import OPS
-from reference.interfaces import COMPUTE_FORMAT, (
+from reference.interfaces import (
+    COMPUTE_FORMAT,
     CacheFormat,
     MLAConfig,
 )
