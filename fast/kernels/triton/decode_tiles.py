@@ -18,16 +18,19 @@ LN_2 = tl.constexpr(math.log(2))
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for; every field is a `constexpr`. The fields of all records are values of a kernel.
+    """What a kernel is compiled for; every field is a `constexpr`.
+
+    Kernels construct this record inside the call that takes it: an assignment would turn its fields into tensors. The
+    fields of all records here are values of a kernel, which no type of Python describes.
 
     Attributes:
         LATENT: Lkv.
         ROPE: R.
         BLOCK_SIZE: tokens a page.
         TILE: keys of a tile.
-        LATENT_PAD: Lkv, padded to a power of two.
-        ROPE_PAD: R, likewise.
-        PIECE_COLUMNS: columns that a float32 product sums one after another; 0 for other products.
+        LATENT_PAD: power of two, at least Lkv.
+        ROPE_PAD: power of two, at least R.
+        PIECE_COLUMNS: columns of each partial sum of a float32 product (`_products`); 0 for other products.
         PAGED_COPY: the copy engine loads tiles.
     """
 
@@ -55,7 +58,7 @@ class Queries(NamedTuple):
 
 
 class RowQueries(NamedTuple):
-    """Queries of ROWS rows: latent part, and rope part (the latent part again without one)."""
+    """Queries of ROWS rows: latent part and rope part. Without a rope part, `rope` is the latent part again."""
 
     latent: Any
     rope: Any
@@ -66,12 +69,12 @@ class Cache(NamedTuple):
 
     Attributes:
         entries: pointer to all entries.
-        latent_pages: descriptor of the latent part for the copy engine, or None.
-        rope_pages: descriptor of the rope part, likewise.
-        num_blocks: pages.
-        block_stride: of pages, in elements.
-        entry_stride: of entries of a page.
-        element_stride: of elements of an entry.
+        latent_pages: descriptor by which the copy engine loads latent parts, or None.
+        rope_pages: descriptor by which the copy engine loads rope parts, or None.
+        num_blocks: number of pages.
+        block_stride: elements from one page to the next.
+        entry_stride: elements from one entry of a page to the next.
+        element_stride: elements from one element of an entry to the next.
     """
 
     entries: Any
@@ -88,10 +91,10 @@ class RowKeys(NamedTuple):
 
     Attributes:
         visible: number of keys that each row sees.
-        end: behind the last key that any row sees.
-        full_tiles: tiles that every row sees whole.
-        table_row: the request's row of the block table.
-        table_stride: of its entries.
+        end: index behind the last key that any row sees.
+        full_tiles: number of tiles that every row sees whole.
+        table_row: pointer to the request's row of the block table.
+        table_stride: elements from one entry of that row to the next.
     """
 
     visible: Any
@@ -102,7 +105,7 @@ class RowKeys(NamedTuple):
 
 
 class SoftmaxStep(NamedTuple):
-    """Running maximum and sum after a tile, the weight of older values, and the tile's probabilities."""
+    """The running softmax after a tile: largest score, factor of older values, sum, and the tile's probabilities."""
 
     largest: Any
     decay: Any
@@ -236,10 +239,10 @@ def attend_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c)
     """Return the state (`RowState`) of ROWS rows over the tiles [first_tile, last_tile).
 
     Args:
-        queries: of the rows, as `load_queries` loads them.
+        queries: queries of the rows (`load_queries`).
         row_keys: keys that the rows see.
-        first_tile: of the request.
-        last_tile: behind the last tile.
+        first_tile: first tile to attend.
+        last_tile: index behind the last tile to attend.
         cache: the paged cache.
         scale_log2: multiplies the scores, in base 2.
         c: what the kernel is compiled for.

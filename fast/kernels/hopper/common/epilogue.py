@@ -47,21 +47,21 @@ def in_base_two(state, scale_log2):
 @gluon.jit
 @no_type_check
 def divisor_of(state):
-    """Return what the weighted sums of each row are divided by: 1 for a row that saw no key, whose output is 0."""
+    """Return the divisor of each row's weighted sum; 1 for a row that saw no key, whose output is then 0."""
     return gl.where(state.total == 0, 1.0, state.total)
 
 
 @gluon.jit
 @no_type_check
 def lse_in_base_two(state, divisor, scale_log2):
-    """Return the LSE of rows in base 2; the LSE of a row that saw no key has no meaning yet (`write_lse`)."""
+    """Return the LSE of rows in base 2; `write_lse` replaces the LSE of a row that saw no key by -inf."""
     return state.largest * scale_log2 + gl.log2(divisor)
 
 
 @gluon.jit
 @no_type_check
 def write_lse(log, state, rows, written, block, results):
-    """Write the LSE of the rows that are `written`, which `log` has in base 2; -inf where no key was seen."""
+    """Write the natural LSE of the `written` rows, given as `log` in base 2; -inf for a row that saw no key."""
     log = gl.where(state.total == 0, float("-inf"), log)
     gl.store(results.lse + rows.head.to(gl.int64) * block.num_tokens + rows.token, log * LN_2, mask=written)
 
@@ -78,7 +78,7 @@ def out_columns(values, first_column, rows, block, results, LATENT: gl.constexpr
 @gluon.jit
 @no_type_check
 def partial_out_columns(values, first_column, rows, results, LATENT: gl.constexpr, ROW_AXIS: gl.constexpr):
-    """Return the same of the partial output of rows (`partial_rows`)."""
+    """Return where the partial output of rows (`partial_rows`) has the columns of `values`, as `out_columns` does."""
     columns = _columns_of(values, first_column, ROW_AXIS)
     offsets = gl.expand_dims(rows.place * LATENT, 1 - ROW_AXIS)
     return StoredColumns(results.partial_out, offsets, columns, gl.expand_dims(rows.real, 1 - ROW_AXIS))
@@ -95,7 +95,7 @@ def _columns_of(values, first_column, ROW_AXIS: gl.constexpr):
 @gluon.jit
 @no_type_check
 def store_columns(values, stored, SHIFT: gl.constexpr, EVICTION_POLICY: gl.constexpr):
-    """Store the columns of the real rows, SHIFT columns further."""
+    """Store the values of the real rows, SHIFT columns behind the columns that `stored` names."""
     place = stored.base + stored.rows + stored.columns + SHIFT
     gl.store(place, values.to(stored.base.dtype.element_ty), mask=stored.real, eviction_policy=EVICTION_POLICY)
 
@@ -103,14 +103,14 @@ def store_columns(values, stored, SHIFT: gl.constexpr, EVICTION_POLICY: gl.const
 @gluon.jit
 @no_type_check
 def write_partial_largest(state, scale_log2, rows, written, results):
-    """Write the largest scores, in base 2, of the rows of a partial output that are `written`."""
+    """Write the largest scores, in base 2, of the `written` rows of a partial output."""
     gl.store(results.partial_lse + rows.place, in_base_two(state, scale_log2), mask=written)
 
 
 @gluon.jit
 @no_type_check
 def write_partial_total(state, rows, written, plan, results):
-    """Write the sums of weights of the rows of a partial output that are `written`, behind all largest scores."""
+    """Write the sums of weights of the `written` rows of a partial output; they lie behind all largest scores."""
     totals = results.partial_lse + plan.num_partials.to(gl.int64) * rows.index_rows
     gl.store(totals + rows.place, state.total, mask=written)
 
