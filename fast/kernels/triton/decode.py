@@ -28,7 +28,7 @@ from reference.interfaces import (
 from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
 from ..device import device_facts
 from ..schedule_costs import measured_costs
-from .decode_tiles import LN_2, attend_tiles, load_queries
+from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles, load_queries
 from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -69,9 +69,12 @@ def _decode_kernel(
     token, head = query_start + rows // HEADS, rows % HEADS
     real = token < query_end
     if query_start + row_block * ROWS // HEADS < query_end:
-        q_latent, q_rope = load_queries(
-            ql_nope, q_pe, token, head, real, latent_token_stride, latent_head_stride, latent_element_stride,
-            rope_token_stride, rope_head_stride, rope_element_stride, LATENT, ROPE, LATENT_PAD, ROPE_PAD,
+        row_queries = load_queries(
+            Queries(
+                ql_nope, q_pe, latent_token_stride, latent_head_stride, latent_element_stride,
+                rope_token_stride, rope_head_stride, rope_element_stride,
+            ),
+            token, head, real, LATENT, ROPE, LATENT_PAD, ROPE_PAD,
         )  # fmt: skip
         length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), max_keys))
         visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), length)
@@ -83,26 +86,29 @@ def _decode_kernel(
         last_tile = tl.minimum(first_tile + split_tiles, tiles)
 
         table_row = block_table + request.to(tl.int64) * table_row_stride
-        largest, total, values = attend_tiles(
-            q_latent, q_rope, visible, key_end, full_tiles, first_tile, last_tile, table_row, table_stride, num_blocks,
-            kv_cache, latent_pages, rope_pages, block_stride, entry_stride, element_stride, scale_log2,
-            LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY,
+        state = attend_tiles(
+            row_queries, RowKeys(visible, key_end, full_tiles, table_row, table_stride), first_tile, last_tile,
+            Cache(kv_cache, latent_pages, rope_pages, num_blocks, block_stride, entry_stride, element_stride),
+            scale_log2,
+            Constants(LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY),
         )  # fmt: skip
+        weighted = state.weighted
 
         columns = tl.arange(0, LATENT_PAD)
         split_row = split.to(tl.int64) * num_tokens * HEADS
         if SPLIT:  # the parts of the sum themselves: a log-sum-exp would round, and the merge would raise that by exp
             partial_row = lse + split_row + token.to(tl.int64) * HEADS + head
-            tl.store(partial_row, largest, mask=real)
-            tl.store(partial_row + num_splits.to(tl.int64) * num_tokens * HEADS, total, mask=real)
+            tl.store(partial_row, state.largest, mask=real)
+            tl.store(partial_row + num_splits.to(tl.int64) * num_tokens * HEADS, state.total, mask=real)
         else:
-            divisor = tl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0, largest -inf
-            values = values / divisor[:, None]
-            tl.store(lse + head.to(tl.int64) * num_tokens + token, (largest + tl.log2(divisor)) * LN_2, mask=real)
+            divisor = tl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0, largest -inf
+            weighted = weighted / divisor[:, None]
+            lse_row = lse + head.to(tl.int64) * num_tokens + token
+            tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
         offsets = (split_row + token.to(tl.int64) * HEADS + head) * LATENT
         tl.store(
             out + offsets[:, None] + columns[None, :],
-            values.to(out.dtype.element_ty),
+            weighted.to(out.dtype.element_ty),
             mask=real[:, None] & (columns < LATENT)[None, :],
         )
 

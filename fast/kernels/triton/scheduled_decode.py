@@ -16,8 +16,8 @@ from torch import Tensor
 
 from reference.interfaces import DECODE_TILE, InvariantCut, most_invariant_splits
 
-from ..combine.kernels import Partials, RowState, add_partial, load_partial
-from .decode_tiles import LN_2, attend_tiles, load_queries
+from ..combine.kernels import Partials, add_partial, load_partial
+from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles, load_queries
 from .schedule import SplitRule, invariant_split_tiles
 
 
@@ -91,19 +91,23 @@ def _scheduled_decode_kernel(
             if SCHEDULED:
                 there = there & (first_tile < last_tile)
         if there & (query_start + row_block * ROWS // HEADS < query_end):
-            q_latent, q_rope = load_queries(
-                ql_nope, q_pe, token, head, real, latent_token_stride, latent_head_stride, latent_element_stride,
-                rope_token_stride, rope_head_stride, rope_element_stride, LATENT, ROPE, LATENT_PAD, ROPE_PAD,
+            row_queries = load_queries(
+                Queries(
+                    ql_nope, q_pe, latent_token_stride, latent_head_stride, latent_element_stride,
+                    rope_token_stride, rope_head_stride, rope_element_stride,
+                ),
+                token, head, real, LATENT, ROPE, LATENT_PAD, ROPE_PAD,
             )  # fmt: skip
             visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
             full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // TILE  # seen whole by every row
             table_row = block_table + request.to(tl.int64) * table_row_stride
-            largest, total, values = attend_tiles(
-                q_latent, q_rope, visible, key_end, full_tiles, first_tile * PER_TILE,
-                tl.minimum(last_tile * PER_TILE, tl.cdiv(key_end, TILE)), table_row, table_stride, num_blocks,
-                kv_cache, latent_pages, rope_pages, block_stride, entry_stride, element_stride, scale_log2,
-                LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY,
+            state = attend_tiles(
+                row_queries, RowKeys(visible, key_end, full_tiles, table_row, table_stride),
+                first_tile * PER_TILE, tl.minimum(last_tile * PER_TILE, tl.cdiv(key_end, TILE)),
+                Cache(kv_cache, latent_pages, rope_pages, num_blocks, block_stride, entry_stride, element_stride),
+                scale_log2,
+                Constants(LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY),
             )  # fmt: skip
             if BY_LENGTH:
                 # a program that has a request's splits from the first one on combines them at the first partial index
@@ -113,8 +117,7 @@ def _scheduled_decode_kernel(
                     tl.debug_barrier()  # what any thread has written there
                     partials = Partials(partial_out, partial_lse, num_partials, request_rows)
                     before = load_partial(partials, index, real, request_row, columns, LATENT)
-                    combined = add_partial(before, RowState(largest, total, values))
-                    largest, total, values = combined.largest, combined.total, combined.weighted
+                    state = add_partial(before, state)
                     tl.debug_barrier()
                 told = runs_on & (row_block == 0)
                 progress = partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
@@ -127,23 +130,23 @@ def _scheduled_decode_kernel(
                 # offsets and splits that nobody planned may lie anywhere
                 index = tl.minimum(tl.maximum(first_split + split, 0), num_partials - 1)
             if whole:
-                divisor = tl.where(total == 0, 1.0, total)  # a row that saw nothing: values 0, largest -inf
-                values = values * (1.0 / divisor)[:, None]
+                divisor = tl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0, largest -inf
+                weighted = state.weighted * (1.0 / divisor)[:, None]
                 lse_row = lse + head.to(tl.int64) * num_tokens + token
-                tl.store(lse_row, (largest + tl.log2(divisor)) * LN_2, mask=real)
+                tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
                 offsets = (token.to(tl.int64) * HEADS + head) * LATENT
                 tl.store(
                     out + offsets[:, None] + columns[None, :],
-                    values.to(out.dtype.element_ty),
+                    weighted.to(out.dtype.element_ty),
                     mask=real[:, None] & (columns < LATENT)[None, :],
                 )
             else:
                 partial_row = index.to(tl.int64) * request_rows + request_row
-                tl.store(partial_lse + partial_row, largest, mask=real)
-                tl.store(partial_lse + num_partials.to(tl.int64) * request_rows + partial_row, total, mask=real)
+                tl.store(partial_lse + partial_row, state.largest, mask=real)
+                tl.store(partial_lse + num_partials.to(tl.int64) * request_rows + partial_row, state.total, mask=real)
                 tl.store(
                     partial_out + (partial_row * LATENT)[:, None] + columns[None, :],
-                    values,
+                    state.weighted,
                     mask=real[:, None] & (columns < LATENT)[None, :],
                 )
         if BY_LENGTH:

@@ -10,7 +10,21 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...common.arrivals import arrive
-from ...common.epilogue import LN_2, STAYS, combine_weights, in_base_two, partial_rows
+from ...common.epilogue import (
+    NORMAL,
+    STAYS,
+    combine_weights,
+    divisor_of,
+    in_base_two,
+    lse_in_base_two,
+    out_columns,
+    partial_out_columns,
+    partial_rows,
+    store_columns,
+    write_lse,
+    write_partial_largest,
+    write_partial_total,
+)
 from ...common.gluon_versions import partition_barrier
 from ...common.loads import prefetch_queries, rows_at
 from ...common.records import RowState
@@ -63,10 +77,10 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     out, q_latent = ctx.results.out, ctx.shared.queries.q_latent
     rows = rows_at(block, c.ROWS, gl.SliceLayout(0, TRANSPOSED))
-    divisor = gl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0
+    divisor = divisor_of(state)
     weighted = state.weighted * (1.0 / divisor)[None, :]
-    log = gl.where(state.total == 0, float("-inf"), state.largest * scale_log2 + gl.log2(divisor))
-    gl.store(ctx.results.lse + rows.head.to(gl.int64) * block.num_tokens + rows.token, log * LN_2, mask=rows.real)
+    log = lse_in_base_two(state, divisor, scale_log2)
+    write_lse(log, state, rows, rows.real, block, ctx.results)
     if out.dtype.element_ty == q_latent.dtype:
         # by way of the queries' memory, which is multiplied no more, so that whole lines are written
         staged = q_latent.index(0)
@@ -75,14 +89,12 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
         lines = staged.load(WIDE)
         partition_barrier()
         prefetch_next(following, wanted, ctx, c)
-        columns = gl.arange(0, c.LATENT, gl.SliceLayout(0, WIDE))
-        offsets = (rows.token.to(gl.int64) * block.num_heads + rows.head) * c.LATENT
-        gl.store(out + offsets[:, None] + columns[None, :], lines, mask=rows.real[:, None])
+        stored = out_columns(lines, 0, rows, block, ctx.results, c.LATENT, ROW_AXIS=0)
+        store_columns(lines, stored, 0, NORMAL)
     else:
         prefetch_next(following, wanted, ctx, c)
-        columns = gl.arange(0, c.LATENT, gl.SliceLayout(1, TRANSPOSED))
-        offsets = (rows.token.to(gl.int64) * block.num_heads + rows.head) * c.LATENT
-        gl.store(out + offsets[None, :] + columns[:, None], weighted.to(out.dtype.element_ty), mask=rows.real[None, :])
+        stored = out_columns(weighted, 0, rows, block, ctx.results, c.LATENT, ROW_AXIS=1)
+        store_columns(weighted, stored, 0, NORMAL)
 
 
 @gluon.jit
@@ -90,14 +102,11 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
 def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.constexpr):
     """Write the partial output of rows."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
-    partial_lse = ctx.results.partial_lse
     rows = partial_rows(partial, block, c.ROWS, gl.SliceLayout(0, TRANSPOSED), OF_REQUEST)
-    gl.store(partial_lse + rows.place, in_base_two(state, scale_log2), mask=rows.real)
-    totals = partial_lse + ctx.plan.num_partials.to(gl.int64) * rows.index_rows
-    gl.store(totals + rows.place, state.total, mask=rows.real)
-    columns = gl.arange(0, c.LATENT, gl.SliceLayout(1, TRANSPOSED))
-    place = ctx.results.partial_out + (rows.place * c.LATENT)[None, :] + columns[:, None]
-    gl.store(place, state.weighted, mask=rows.real[None, :], eviction_policy=STAYS)
+    write_partial_largest(state, scale_log2, rows, rows.real, ctx.results)
+    write_partial_total(state, rows, rows.real, ctx.plan, ctx.results)
+    stored = partial_out_columns(state.weighted, 0, rows, ctx.results, c.LATENT, ROW_AXIS=1)
+    store_columns(state.weighted, stored, 0, STAYS)
 
 
 @gluon.jit

@@ -8,7 +8,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ...common.epilogue import LN_2, STAYS, combine_weights, in_base_two, partial_rows
+from ...common.epilogue import (
+    NORMAL,
+    STAYS,
+    combine_weights,
+    divisor_of,
+    in_base_two,
+    lse_in_base_two,
+    out_columns,
+    partial_out_columns,
+    partial_rows,
+    store_columns,
+    write_lse,
+    write_partial_largest,
+    write_partial_total,
+)
 from ...common.gluon_versions import partition_barrier
 from ...common.loads import prefetch_queries, rows_at
 from ...common.records import HalfState
@@ -74,16 +88,12 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
     out, q_latent = ctx.results.out, ctx.shared.queries.q_latent
     number = slice_of_program(WIDTH // SPAN)
-    divisor = gl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0
+    divisor = divisor_of(state)
     left, right = scaled(state.left, state.right, 1.0 / divisor, VALUES)
     if GROUP == 0:
         rows = rows_at(block, ROWS, gl.SliceLayout(1, SCORES))
-        log = gl.where(state.total == 0, float("-inf"), state.largest * scale_log2 + gl.log2(divisor))
-        gl.store(
-            ctx.results.lse + rows.head.to(gl.int64) * block.num_tokens + rows.token,
-            log * LN_2,
-            mask=rows.real & (number == 0),
-        )
+        log = lse_in_base_two(state, divisor, scale_log2)
+        write_lse(log, state, rows, rows.real & (number == 0), block, ctx.results)
     if ctx.results.out_rows is not None:
         _send_rows(left, right, block, ctx.results.out_rows, q_latent, GROUP)
         prefetch_next(following, wanted, ctx, c)
@@ -91,17 +101,15 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
         rows = rows_at(block, ROWS, gl.SliceLayout(1, WIDE))
         lines = _lines_of(left, right, q_latent, GROUP, WIDE)
         prefetch_next(following, wanted, ctx, c)
-        columns = GROUP * HALF + gl.arange(0, HALF, gl.SliceLayout(0, WIDE))
-        offsets = (rows.token.to(gl.int64) * block.num_heads + rows.head) * c.LATENT
-        gl.store(out + offsets[:, None] + columns[None, :], lines, mask=rows.real[:, None])
+        stored = out_columns(lines, GROUP * HALF, rows, block, ctx.results, c.LATENT, ROW_AXIS=0)
+        store_columns(lines, stored, 0, NORMAL)
     else:
         prefetch_next(following, wanted, ctx, c)
         rows = rows_at(block, ROWS, gl.SliceLayout(1, VALUES))
-        columns = GROUP * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
-        offsets = (rows.token.to(gl.int64) * block.num_heads + rows.head) * c.LATENT
-        place = out + offsets[:, None] + columns[None, :]
-        gl.store(place, left.to(out.dtype.element_ty), mask=rows.real[:, None])
-        gl.store(place + WIDTH, right.to(out.dtype.element_ty), mask=rows.real[:, None])
+        first_column = GROUP * HALF + number * SPAN
+        stored = out_columns(left, first_column, rows, block, ctx.results, c.LATENT, ROW_AXIS=0)
+        store_columns(left, stored, 0, NORMAL)
+        store_columns(right, stored, WIDTH, NORMAL)
 
 
 @gluon.jit
@@ -113,20 +121,18 @@ def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.cons
     HALF: gl.constexpr = c.LATENT // 2
     WIDTH: gl.constexpr = c.LATENT // 4
     SPAN: gl.constexpr = state.left.shape[1]
-    partial_lse = ctx.results.partial_lse
     number = slice_of_program(WIDTH // SPAN)
     rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, SCORES), OF_REQUEST)
-    real = rows.real & (number == 0)
+    written = rows.real & (number == 0)
     if c.GROUP == 0:
-        gl.store(partial_lse + rows.place, in_base_two(state, scale_log2), mask=real)
+        write_partial_largest(state, scale_log2, rows, written, ctx.results)
     else:
-        totals = partial_lse + ctx.plan.num_partials.to(gl.int64) * rows.index_rows
-        gl.store(totals + rows.place, state.total, mask=real)
+        write_partial_total(state, rows, written, ctx.plan, ctx.results)
     rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, VALUES), OF_REQUEST)
-    columns = c.GROUP * HALF + number * SPAN + gl.arange(0, SPAN, gl.SliceLayout(0, VALUES))
-    place = ctx.results.partial_out + (rows.place * c.LATENT)[:, None] + columns[None, :]
-    gl.store(place, state.left, mask=rows.real[:, None], eviction_policy=STAYS)
-    gl.store(place + WIDTH, state.right, mask=rows.real[:, None], eviction_policy=STAYS)
+    first_column = c.GROUP * HALF + number * SPAN
+    stored = partial_out_columns(state.left, first_column, rows, ctx.results, c.LATENT, ROW_AXIS=0)
+    store_columns(state.left, stored, 0, STAYS)
+    store_columns(state.right, stored, WIDTH, STAYS)
 
 
 @gluon.jit

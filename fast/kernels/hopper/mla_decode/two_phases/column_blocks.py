@@ -19,7 +19,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...common.arrivals import arrive
-from ...common.epilogue import LEAST, LN_2, STAYS, in_base_two, partial_rows
+from ...common.epilogue import (
+    LEAST,
+    NORMAL,
+    STAYS,
+    divisor_of,
+    in_base_two,
+    out_columns,
+    partial_out_columns,
+    partial_rows,
+    store_columns,
+    write_lse,
+    write_partial_largest,
+    write_partial_total,
+)
 from ...common.gluon_versions import partition_barrier
 from ...common.loads import load_columns, page_of, page_walk_of, rows_at, zero_from
 from ...common.own_length import TILE, ceil_div, own_splits, record_progress
@@ -233,46 +246,29 @@ def _rescaled(values, moved, before, after, scale_log2):
 
 @gluon.jit
 @no_type_check
-def _write_partial(
-    state, block, partial, results, num_partials, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr
-):
+def _write_partial(state, block, partial, plan, results, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
     """Write the partial output of rows: a column block, and with the first one the partial LSE."""
-    WIDTH: gl.constexpr = LATENT // COLUMN_BLOCKS
     rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, VALUES), True)
-    gl.store(results.partial_lse + rows.place, state.largest, mask=rows.real & (first_column == 0))
-    gl.store(
-        results.partial_lse + num_partials.to(gl.int64) * rows.index_rows + rows.place,
-        state.total,
-        mask=rows.real & (first_column == 0),
-    )
-    columns = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
-    place = results.partial_out + (rows.place * LATENT)[:, None] + columns[None, :]
-    gl.store(place, state.weighted, mask=rows.real[:, None], eviction_policy=STAYS)
+    written = rows.real & (first_column == 0)
+    write_partial_largest(state, 1.0, rows, written, results)
+    write_partial_total(state, rows, written, plan, results)
+    stored = partial_out_columns(state.weighted, first_column, rows, results, LATENT, ROW_AXIS=0)
+    store_columns(state.weighted, stored, 0, STAYS)
 
 
 @gluon.jit
 @no_type_check
-def _write_whole(state, block, results, first_column, HEADS: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
+def _write_whole(state, block, results, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
     """Write the outputs of rows that have one split: a column block, and with the first one the LSE."""
-    WIDTH: gl.constexpr = LATENT // COLUMN_BLOCKS
     rows = rows_at(block, ROWS, gl.SliceLayout(1, VALUES))
-    divisor = gl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0
+    divisor = divisor_of(state)
     # the compiler must not know of the 1: it would fuse the product that `largest` is into the sum
     one = gl.full([ROWS], gl.where(block.num_tokens > 0, 1.0, 0.0), gl.float32, state.largest.type.layout)
-    log = gl.where(state.total == 0, float("-inf"), gl.fma(state.largest, one, gl.log2(divisor)))
-    gl.store(
-        results.lse + rows.head.to(gl.int64) * block.num_tokens + rows.token,
-        log * LN_2,
-        mask=rows.real & (first_column == 0),
-    )
-    columns = first_column + gl.arange(0, WIDTH, gl.SliceLayout(0, VALUES))
-    offsets = (rows.token.to(gl.int64) * HEADS + rows.head) * LATENT
+    log = gl.fma(state.largest, one, gl.log2(divisor))
+    write_lse(log, state, rows, rows.real & (first_column == 0), block, results)
+    stored = out_columns(state.weighted, first_column, rows, block, results, LATENT, ROW_AXIS=0)
     weighted = state.weighted * (1.0 / divisor)[:, None]
-    gl.store(
-        results.out + offsets[:, None] + columns[None, :],
-        weighted.to(results.out.dtype.element_ty),
-        mask=rows.real[:, None],
-    )
+    store_columns(weighted, stored, 0, NORMAL)
 
 
 @gluon.jit
@@ -339,7 +335,7 @@ def multiply_column_blocks(
         state = RowState(in_base_two(unscaled, scale_log2), total, values)
         row_block = row_block_of(block, sizes, HEADS)
         if partial >= 0:
-            _write_partial(state, row_block, partial, results, plan.num_partials, first_column, LATENT, VALUES)
+            _write_partial(state, row_block, partial, plan, results, first_column, LATENT, VALUES)
         else:
-            _write_whole(state, row_block, results, first_column, HEADS, LATENT, VALUES)
+            _write_whole(state, row_block, results, first_column, LATENT, VALUES)
         block = seek_column_block(block.number + gl.num_programs(0), plan, inputs, sizes, splits_bound, HEADS)
