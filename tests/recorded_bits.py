@@ -138,7 +138,10 @@ def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
                 def plan(package=package, query_lens=query_lens, seq_lens=seq_lens, config=config) -> Any:
                     common = make_batch(query_lens, seq_lens).common
-                    return package.build_mla_metadata(common, 16, 512, config=config, num_programs=config and 7)
+                    costs = measured_costs(config.num_heads) if config else None
+                    return package.build_mla_metadata(
+                        common, 16, 512, config=config, num_programs=config and 7, schedule_costs=costs
+                    )
 
                 yield f"{package.__name__}.build_mla_metadata {label} {config and config.hidden_size}", plan
 

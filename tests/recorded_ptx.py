@@ -37,10 +37,11 @@ from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 import fast
-from reference.interfaces import MLAConfig
+from reference.interfaces import InvariantCut, MLAConfig
 
 from . import memory_checks
 from .kernels import test_hopper_compilation as hopper_tests
+from .support.backends import cpu_backend, with_backends
 from .support.factories import CONFIGS, LOW_RANK
 from .test_compilation import Recorded
 
@@ -84,18 +85,19 @@ def memory_checked() -> dict:
     with recording(found, hopper_tests.H200):
         decode = importlib.import_module("fast.kernels.hopper").KERNELS["mla_decode"]
         for given in memory_checks.decodes():
-            decode(*given[:-1])
+            *tensors, cut, _ = given  # the last is the name of the backend
+            decode(*tensors, InvariantCut(*cut))
     return found
 
 
 def warmed(sets, config, facts, **settings) -> dict:
     """Launch what `fast.warmup` launches; kernel sets serve the CPU meanwhile, the later ones first."""
     found: dict = {}
-    cpu = importlib.import_module("fast.kernels.cpu")
+    table: dict = {}
+    for name in sets:
+        table |= importlib.import_module(f"fast.kernels.{name}").KERNELS
     with recording(found, facts) as patch:
-        for name in sets:
-            for op, launch in importlib.import_module(f"fast.kernels.{name}").KERNELS.items():
-                patch.setitem(cpu.KERNELS, op, launch)
+        with_backends(patch, cpu_backend(table))
         fast.warmup(config, device="cpu", **settings)
     return found
 
@@ -166,11 +168,20 @@ def normalised(ptx: str, name: str) -> str:
 
 
 def variants(renamed: dict[str, str], only: str) -> dict[str, tuple]:
-    """Every launch of the scenarios that `only` matches by its key, under the kernels' names of the recorded file."""
+    """Every launch of the scenarios that `only` matches by its key, under the kernels' names of the recorded file.
+
+    Raises:
+        RuntimeError: a scenario that launches nothing any more.
+    """
     back = {new: old for old, new in renamed.items()}
     found, counts = {}, {}
     for scenario, launch_all in scenarios():
-        for launch in launch_all().values() if re.search(only, scenario) else ():
+        if not re.search(only, scenario):
+            continue
+        launches = launch_all()
+        if not launches:
+            raise RuntimeError(f"no launch was recorded in the scenario {scenario}")
+        for launch in launches.values():
             name = launch[0].fn.__name__.strip("_").removesuffix("_kernel")
             place = (scenario, back.get(name, name))
             counts[place] = counts.get(place, 0) + 1

@@ -26,7 +26,7 @@ from ..support.transformers_models import (
     VOCAB,
     assert_same,
     eager_model,
-    further_off,
+    furthest_off,
     gold_model,
     packed_step,
     padded_batch,
@@ -102,7 +102,7 @@ def test_the_latent_norms_own_epsilon_is_read(name, ops):
         )
         unchanged = gold_model(name)(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
     assert (gold - unchanged).abs().max() > 0.01, "an epsilon that decides nothing"
-    result = compare("logits", value, further_off(low, other, gold), gold)
+    result = compare("logits", value, furthest_off([low, other], gold), gold)
     assert result.passed, result
 
 
@@ -169,7 +169,7 @@ def test_packed_batch_against_each_request_alone(name, ops):
             for row, request in enumerate(live):
                 ids = prompts[request][None, : done[request]]
                 gold = gold_model(name)(ids).logits[0, -1]
-                low = further_off(STOCK[name](ids).logits[0, -1], eager_model(name)(ids).logits[0, -1], gold)
+                low = furthest_off([model(ids).logits[0, -1] for model in (STOCK[name], eager_model(name))], gold)
                 result = compare(f"request {request}", logits[0, row], low, gold)
                 assert result.passed, result
 

@@ -21,7 +21,7 @@ from ..support.transformers_models import (
     VOCAB,
     WITHOUT_SHAPE_CHECKS,
     eager_model,
-    further_off,
+    furthest_off,
     gold_model,
     packed_step,
     served,
@@ -112,7 +112,7 @@ def test_a_cache_without_padding_left_needs_no_mask(ops, operation):
         whole = torch.cat((kept, new[: len(kept)]), dim=1)
         gold = gold_model("v3-yarn")(whole).logits[:, kept.shape[1] :]
         low, other = (model(whole).logits[:, kept.shape[1] :] for model in (STOCK["v3-yarn"], eager_model("v3-yarn")))
-    result = compare("logits", value, further_off(low, other, gold), gold)
+    result = compare("logits", value, furthest_off([low, other], gold), gold)
     assert result.passed, result
 
 

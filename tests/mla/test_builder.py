@@ -10,7 +10,14 @@ import torch
 
 import fast
 import reference
-from reference.interfaces import CommonAttentionMetadata, DecodeSchedule, MLAConfig, PathCosts, QueryLenSupport
+from reference.interfaces import (
+    CommonAttentionMetadata,
+    DecodeSchedule,
+    MLAConfig,
+    PathCosts,
+    QueryLenSupport,
+    ScheduleCosts,
+)
 
 from ..planning.test_batch import brute_split
 from ..support.factories import DIRECT, GARBAGE, assert_same_bits, integers, make_batch, offsets
@@ -217,7 +224,8 @@ def test_slots_past_the_tokens(plain_errors):
 
 
 def make_builder(ops, **options):
-    given = {"block_size": 16, "max_model_len": 512, "max_num_seqs": 8, "workspace_tokens": 64} | options
+    sizes = {"block_size": 16, "max_model_len": 512, "max_num_seqs": 8, "workspace_tokens": 64}
+    given = sizes | {"schedule_costs": ScheduleCosts()} | options  # both packages reckon alike, on any device
     return ops.MLAMetadataBuilder(given.pop("config", DIRECT), **given)
 
 

@@ -13,7 +13,7 @@ import fast
 import fast.mla.builder
 import reference
 from fast.kernels.schedule_costs import measured_costs
-from reference.interfaces import DECODE_TILE, CommonAttentionMetadata, ScheduleChoice, choose_schedule
+from reference.interfaces import DECODE_TILE, CommonAttentionMetadata, ScheduleChoice, ScheduleCosts, choose_schedule
 
 from ..benchmarks.decode import Row
 from ..support.factories import CONFIGS, integers, make_batch
@@ -91,7 +91,8 @@ def test_ragged_steps_are_planned_by_default(eight_programs, plain_errors):
     ):
         plan = make(batch_of(RAGGED))
         assert plan.schedule_choice == ScheduleChoice(8, 6, 469, 469 + 1 + 4 + 16 + 2 + 3, True)
-        same(plan.schedule, reference.plan_decode(integers(*RAGGED), 8))
+        here = {"device": torch.get_default_device(), "dtype": torch.bfloat16, "block_size": 64}
+        same(plan.schedule, reference.plan_decode(integers(*RAGGED), 8, fast.schedule_costs(CONFIG, **here)))
         plan = make(batch_of(EQUAL))
         assert plan.schedule is None and plan.schedule_choice == ScheduleChoice(8, 6, 47, 6 * 47, False)
     heads, how = eight_programs[0]
@@ -123,12 +124,14 @@ def test_the_device_of_the_reference_runs_one_program():
 @pytest.mark.parametrize("programs", [1, 5, 132])
 @pytest.mark.parametrize("size", [1, 3])
 def test_both_make_the_same_choice(lens, programs, size):
-    """With the same number the same choice, from the rank-local lengths, and the same plan."""
+    """With the same number and the same costs the same choice, from the rank-local lengths, and the same plan."""
     plans = []
     for ops in (reference, fast):
         ownership = None if size == 1 else ops.TokenOwnership(size, 1)
         common = batch_of(lens, ownership=ownership)
-        plan = ops.build_mla_metadata(common, 64, 4096, config=CONFIG, num_programs=programs, ownership=ownership)
+        plan = ops.build_mla_metadata(
+            common, 64, 4096, config=CONFIG, num_programs=programs, ownership=ownership, schedule_costs=ScheduleCosts()
+        )
         lens_here = [length if ownership is None else ownership.count(length) for length in lens]
         assert plan.decode.seq_lens.tolist() == lens_here
         if lens:
@@ -147,7 +150,7 @@ def test_invariant_cuts_are_chosen_alike(ops):
 
 def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
     """A graph serves lengths that are not known yet: the builder's bounds hold, and there is always a schedule."""
-    builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5)
+    builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5, schedule_costs=ScheduleCosts())
     captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     assert captured.schedule_choice.planned and captured.schedule.tile_ranges.shape == (5, 5)
     assert captured.decode.max_seq_len == 64  # the table that was captured has one column
@@ -196,7 +199,7 @@ def test_the_longest_lengths_do_not_overflow(plain_errors):
 
 def test_a_loose_bound_is_no_longer_request(ops, plain_errors):
     """`max_seq_len` of a batch may be an engine's constant; a captured plan is held to the lengths themselves."""
-    builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5)
+    builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5, schedule_costs=ScheduleCosts())
     captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     builder.update_captured(captured, replace(batch_of([64, 1, 3, 4, 5, 6]), max_seq_len=1000))
     wanted = ops.plan_decode(integers(64, 1, 3, 4, 5, 6), 5)

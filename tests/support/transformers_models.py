@@ -69,6 +69,18 @@ def eager_model(name: str):
     return model
 
 
+@functools.cache
+def moved_model(name: str, draw: int):
+    """The eager model, its weights moved by at most one unit in the last place: as rounding anywhere might move them."""
+    model = copy.deepcopy(eager_model(name))
+    generator = torch.Generator().manual_seed(draw)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            signs = torch.randint(2, parameter.shape, generator=generator) * 2.0 - 1
+            parameter.copy_(parameter.double() * (1 + 2.0**-24 * signs.double()))
+    return model
+
+
 def served(name: str, ops, **options):
     return use_mla(copy.deepcopy(STOCK[name]), ops=ops, **{"block_size": BLOCK, "workspace_tokens": 16, **options})
 
@@ -81,21 +93,25 @@ def padded_batch():
     return ids, mask
 
 
-def further_off(low: torch.Tensor, other: torch.Tensor, gold: torch.Tensor) -> torch.Tensor:
-    """At each element, which of two results in float32 lies further from gold."""
-    return torch.where((low - gold).abs() > (other - gold).abs(), low, other)
+def furthest_off(results: list[torch.Tensor], gold: torch.Tensor) -> torch.Tensor:
+    """At each element, which of some results in float32 lies furthest from gold."""
+    return functools.reduce(
+        lambda low, other: torch.where((low - gold).abs() > (other - gold).abs(), low, other), results
+    )
 
 
 def assert_same(scenario, name: str, ops, **options) -> None:
     """`scenario(model) -> logits` of a served model within the budget that stock float32 sets against stock float64.
 
-    What float32 costs is taken from both of stock's own attentions: at each element, the one that lies further off.
+    What float32 costs is taken from both of stock's own attentions, and from four models whose weights were moved by a
+    unit in the last place: at each element, the one that lies furthest off. Some tokens are far worse conditioned than
+    others, and one result alone may be lucky there: 1 of 40 draws then missed twice its error.
     """
     with torch.no_grad():
         gold = scenario(gold_model(name))
-        low, other = scenario(STOCK[name]), scenario(eager_model(name))
+        low = [scenario(model) for model in (STOCK[name], eager_model(name), *(moved_model(name, n) for n in range(4)))]
         value = scenario(served(name, ops, **options))
-    result = compare("logits", value, further_off(low, other, gold), gold)
+    result = compare("logits", value, furthest_off(low, gold), gold)
     assert result.passed, result
 
 
