@@ -29,7 +29,7 @@ from torch import Tensor
 import fast
 import reference
 from fast.kernels.schedule_costs import measured_costs
-from reference.interfaces import DecodeSchedule, MLAConfig
+from reference.interfaces import DecodeSchedule, InvariantCut, MLAConfig
 
 from .benchmarks.report import provenance
 from .support.decode_inputs import make_inputs, on_device
@@ -48,7 +48,10 @@ LENGTHS = {  # of queries, and of keys
 
 
 def digest_of(value: Any) -> str:
-    """The sha256 of every tensor and number in a result, in order; NaN payloads count."""
+    """The sha256 of every tensor and number in a result, in order; NaN payloads count.
+
+    How requests are cut is left out: earlier trees did not say it in their plans, and outputs tell.
+    """
     found = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -56,7 +59,8 @@ def digest_of(value: Any) -> str:
             found.update(f"{list(value.shape)} {value.dtype}".encode())
             found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            add([getattr(value, field.name) for field in dataclasses.fields(value)])
+            held = [getattr(value, field.name) for field in dataclasses.fields(value)]
+            add([x for x in held if not isinstance(x, InvariantCut)])
         elif isinstance(value, list | tuple):
             found.update(f"{len(value)} of".encode())
             for item in value:
@@ -84,7 +88,8 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     from .twins import test_ops
 
     def outcome(op: Callable, arguments: tuple) -> Any:
-        return op(*arguments), [] if "combine_attn_states" in str(op) else list(arguments)
+        kept = [x for x in arguments if not isinstance(x, list)]  # the numbers of a cut are a list
+        return op(*arguments), [] if "combine_attn_states" in str(op) else kept
 
     for dtype in (F32, BF16) if device.type == "cuda" else (F32, torch.float64):
         torch.manual_seed(1)

@@ -71,7 +71,7 @@ def eager_model(name: str):
 
 @functools.cache
 def moved_model(name: str, draw: int):
-    """The eager model, its weights moved by at most one unit in the last place: as rounding anywhere might move them."""
+    """The eager model, its weights moved by at most one unit in the last place, as rounding might move anything."""
     model = copy.deepcopy(eager_model(name))
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
