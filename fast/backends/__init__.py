@@ -7,7 +7,7 @@ Every `backend=` of `fast` is None, a name, or a mapping from op to name (`Backe
 - A name at an op, a function that launches the kernels of one op (`mla_decode`, `merge_attn_states`), is that backend
   or an error: a backend that cannot serve the call raises `UnsupportedConfiguration` with every reason.
 - A name at whatever calls several ops binds the ops that the backend declares; the others are chosen as for None.
-  These are `MLAAttention`, `MLAMetadataBuilder`, `build_mla_metadata`, `DecodeGraph`, `use_mla`, `warmup`, `explain`,
+  These are `MLAAttention`, `MLAMetadataBuilder`, `build_mla_metadata`, `use_mla`, `warmup`, `explain`,
   the main job's `--backend`, and the functions `forward_prefill`, `cascade_attention`, `dcp_gather_context` and
   `dcp_decode`. A bound op that its backend cannot serve raises as above. A backend that declares none of the ops that
   are called is refused at once. So "hopper" binds the decode of `dcp_decode`, whose exchange is chosen, and is refused

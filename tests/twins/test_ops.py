@@ -89,8 +89,8 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
             (cache, table, cu, starts, 37, DIRECT.head_size, out_dtype, backend) for out_dtype in (dtype, torch.float32)
         ],
         "mla_twins::gather_cache_out": [
-            (cache, table, cu, starts, rand(37, DIRECT.head_size).to(out_dtype), backend)
-            for out_dtype in (dtype, torch.float32)
+            (cache, table, cu, starts, gathered.to(out_dtype, copy=True), backend)
+            for gathered in (rand(37, DIRECT.head_size),) for out_dtype in (dtype, torch.float32)
         ],
         "mla_twins::copy_blocks": [([rand(4, 2, 3), rand(4, 2, 3)], torch.tensor([[0, 1], [2, 3]]), backend)],
         "mla_twins::swap_blocks": [(rand(4, 2, 3), rand(5, 2, 3), torch.tensor([[0, 4], [2, 3]]), backend)],
