@@ -89,7 +89,7 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     def outcome(op: Callable, arguments: tuple) -> Any:
         kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]  # the numbers of a cut
-        return op(*arguments), [] if "combine_attn_states" in str(op) else kept
+        return op(*arguments), [] if "merge_packed_attn_states" in str(op) else kept
 
     for dtype in (F32, BF16) if device.type == "cuda" else (F32, torch.float64):
         torch.manual_seed(1)

@@ -38,7 +38,7 @@ def test_every_kernel_of_a_set_is_launched(monkeypatch, config):
     with_backends(monkeypatch, cpu_backend(kernels))
     settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2}
     assert fast.warmup(config, **settings) == []
-    between_ranks = {"combine_attn_states", "pack_attn_state", "reorg_kvcache", "share_attn_out"}
+    between_ranks = {"merge_packed_attn_states", "pack_attn_state", "reorg_kvcache", "weight_attn_out"}
     assert launched == set(cpu.KERNELS) - between_ranks
     config = replace(config, num_heads=2 * config.num_heads)
     ranks = fast.simulate(2, 8, lambda ranks: ranks)

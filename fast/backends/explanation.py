@@ -37,13 +37,13 @@ def layer_requests(config: MLAConfig, device: torch.device, dtype: torch.dtype, 
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
     widths = {  # as the op itself names them; for the other ops, one width
         "apply_rope": (("qk_rope_head_dim", rope),),
-        "combine_attn_states": (("head_dim", latent),),
+        "merge_packed_attn_states": (("head_dim", latent),),
         "concat_and_cache_mla": entry,
         "flash_attn_varlen": (("qk_head_dim", config.qk_head_dim), ("v_head_dim", config.v_head_dim)),
         "merge_attn_states": (("head_dim", config.v_head_dim),),
         "pack_attn_state": (("head_dim", latent),),
         "rope_norm_and_cache": entry,
-        "share_attn_out": (("head_dim", latent),),
+        "weight_attn_out": (("head_dim", latent),),
     }
     requests = []
     for op in all_ops():

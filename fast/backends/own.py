@@ -11,13 +11,14 @@ import torch
 from .registry import Backend, OpSupport, register
 
 DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # ops of one decode: one backend serves them together
-MESSAGES = ("pack_attn_state", "combine_attn_states")  # ops of one message between ranks: likewise
+MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # ops of one message between ranks: likewise
 OPS = (  # every op that has kernels
-    "apply_rope", "combine_attn_states", "concat_and_cache_mla", "copy_blocks", "decode_programs", "flash_attn_varlen",
-    "gather_and_maybe_dequant_cache", "merge_attn_states", "mla_decode", "pack_attn_state", "plan_decode",
-    "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "share_attn_out", "swap_blocks",
+    "apply_rope", "concat_and_cache_mla", "copy_blocks", "decode_programs", "flash_attn_varlen",
+    "gather_and_maybe_dequant_cache", "merge_attn_states", "merge_packed_attn_states", "mla_decode",
+    "pack_attn_state", "plan_decode", "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "swap_blocks",
+    "weight_attn_out",
 )  # fmt: skip
-READS = {"pack_attn_state": "combine_attn_states"}  # op to the op that reads the private buffers it writes
+READS = {"pack_attn_state": "merge_packed_attn_states"}  # op to the op that reads the private buffers it writes
 
 
 def missing(package: str, least: str | None = None) -> str | None:

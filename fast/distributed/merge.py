@@ -24,11 +24,11 @@ def cp_lse_ag_out_rs(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Merge over ranks: all-gather the LSE, scale the outputs by their shares, reduce-scatter the heads.
+    """Merge over ranks: all-gather the LSE, scale the outputs by their softmax weights, reduce-scatter the heads.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
-        group: the D ranks; rank r takes heads [r N / D, (r + 1) N / D) home.
+        group: the D ranks; rank r owns heads [r N / D, (r + 1) N / D) of the result.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
@@ -42,22 +42,22 @@ def cp_lse_ag_out_rs(
     """
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
-    chosen = backends.select(backends.state_request("share_attn_out", state.out), backend).name
+    chosen = backends.select(backends.state_request("weight_attn_out", state.out), backend).name
     lses = group.all_gather(state.lse)
-    by_owner, lse = torch.ops.mla_twins.share_attn_out(state.out, lses, group.rank, chosen)
+    by_owner, lse = torch.ops.mla_twins.weight_attn_out(state.out, lses, group.rank, chosen)
     return AttentionState(group.reduce_scatter(by_owner), lse)
 
 
 @torch.library.custom_op(
-    "mla_twins::share_attn_out",
+    "mla_twins::weight_attn_out",
     mutates_args=(),
     schema="(Tensor out, Tensor lses, SymInt rank, str backend) -> (Tensor, Tensor)",
 )
-def _share_attn_out(out, lses, rank, backend):
-    return backends.kernel(backend, "share_attn_out")(out, lses, rank)
+def _weight_attn_out(out, lses, rank, backend):
+    return backends.kernel(backend, "weight_attn_out")(out, lses, rank)
 
 
-@_share_attn_out.register_fake
+@_weight_attn_out.register_fake
 def _(out, lses, rank, backend):
     size, heads, tokens = lses.shape
     return out.new_empty(size, tokens, heads // size, out.shape[2]), lses.new_empty(heads // size, tokens)
@@ -73,7 +73,7 @@ def cp_lse_a2a(
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
-        group: the D ranks; rank r takes heads [r N / D, (r + 1) N / D) home.
+        group: the D ranks; rank r owns heads [r N / D, (r + 1) N / D) of the result.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
@@ -90,7 +90,7 @@ def cp_lse_a2a(
     request = backends.state_request("pack_attn_state", state.out)
     chosen = backends.select(request, backend).name
     message = torch.ops.mla_twins.pack_attn_state(state.out, state.lse, group.size, chosen)
-    out, lse = torch.ops.mla_twins.combine_attn_states(
+    out, lse = torch.ops.mla_twins.merge_packed_attn_states(
         group.all_to_all(message), tokens, heads // group.size, value, state.out.dtype, chosen
     )
     return AttentionState(out, lse)
@@ -127,20 +127,20 @@ def _(out, lse, size, backend):
 
 
 @torch.library.custom_op(
-    "mla_twins::combine_attn_states",
+    "mla_twins::merge_packed_attn_states",
     mutates_args=(),
     schema="(Tensor message, SymInt tokens, SymInt heads, SymInt value, ScalarType dtype, str backend)"
     " -> (Tensor, Tensor)",
 )
-def _combine_attn_states(message, tokens, heads, value, dtype, backend):
+def _merge_packed_attn_states(message, tokens, heads, value, dtype, backend):
     lse_bytes = _message_bytes(tokens, heads, value, dtype)[0]
     out = torch.empty(tokens, heads, value, dtype=dtype, device=message.device)
     lse = torch.empty(heads, tokens, dtype=wide_dtype(dtype), device=message.device)
-    backends.kernel(backend, "combine_attn_states")(message, lse_bytes, out, lse)
+    backends.kernel(backend, "merge_packed_attn_states")(message, lse_bytes, out, lse)
     return out, lse
 
 
-@_combine_attn_states.register_fake
+@_merge_packed_attn_states.register_fake
 def _(message, tokens, heads, value, dtype, backend):
     out = message.new_empty(tokens, heads, value, dtype=dtype)
     return out, message.new_empty(heads, tokens, dtype=wide_dtype(dtype))

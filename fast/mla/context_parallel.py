@@ -86,7 +86,7 @@ def dcp_gather_context(
     return reorg_kvcache(gathered, chunk, backend=backend)
 
 
-DCP_DECODE_OPS = ("mla_decode", "share_attn_out", *backends.MESSAGES)
+DCP_DECODE_OPS = ("mla_decode", "weight_attn_out", *backends.MESSAGES)
 
 
 def dcp_decode(

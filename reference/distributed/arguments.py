@@ -71,7 +71,7 @@ def check_invariant_merge(context_parallel: ContextParallel | None, batch_invari
 
 
 def check_merge_over_group(state: AttentionState, group_size: int) -> None:
-    """Shapes, dtypes and devices of a rank's attention state whose heads go home; reads no values."""
+    """Shapes, dtypes and devices of a rank's attention state whose heads go to their owner ranks; reads no values."""
     check_state("state", state)
     heads = state.out.shape[1]
     check(heads % group_size == 0, "state.out", f"heads in a multiple of {group_size} ranks", heads)

@@ -235,7 +235,8 @@ class ContextParallel:
     """The groups of decode context parallelism: D ranks share each sequence, TP ranks share the heads.
 
     A rank has N / TP heads. For a decode the D ranks of `cp_group` gather each other's queries, N D / TP heads; each
-    attends its own keys; the results are merged by LSE and the heads go home. `o_proj` is summed over `tp_group`.
+    attends its own keys; the results are merged by LSE, each head on its owner rank. `o_proj` is summed over
+    `tp_group`.
 
     Attributes:
         cp_group: a process group, a device mesh of one dimension, or a group of `simulate`; ranks that share sequences.

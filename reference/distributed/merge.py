@@ -32,11 +32,11 @@ def _shares_of(lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
-    """Merge over ranks: all-gather the LSE, scale the outputs by their shares, reduce-scatter the heads.
+    """Merge over ranks: all-gather the LSE, scale the outputs by their softmax weights, reduce-scatter the heads.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
-        group: the D ranks; rank r takes heads [r N / D, (r + 1) N / D) home.
+        group: the D ranks; rank r owns heads [r N / D, (r + 1) N / D) of the result.
 
     Returns:
         out [T, N / D, Dv] in the dtype of `state.out`, lse [N / D, T], over the keys of all ranks. A rank without keys
@@ -50,10 +50,10 @@ def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
     check_merge_over_group(state, group.size)
     shares, lse = _shares_of(group.all_gather(state.lse))
     scaled = _counted(state.out, shares[group.rank], state.lse)
-    by_home = rearrange(scaled.to(state.out.dtype), "tokens (ranks heads) value -> ranks tokens heads value",
+    by_owner = rearrange(scaled.to(state.out.dtype), "tokens (ranks heads) value -> ranks tokens heads value",
                         ranks=group.size)  # fmt: skip
     homes = rearrange(lse, "(ranks heads) tokens -> ranks heads tokens", ranks=group.size)
-    return AttentionState(group.reduce_scatter(by_home), homes[group.rank].clone())
+    return AttentionState(group.reduce_scatter(by_owner), homes[group.rank].clone())
 
 
 def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
@@ -61,7 +61,7 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
-        group: the D ranks; rank r takes heads [r N / D, (r + 1) N / D) home.
+        group: the D ranks; rank r owns heads [r N / D, (r + 1) N / D) of the result.
 
     Returns:
         As `cp_lse_ag_out_rs`; the sum is rounded once.

@@ -205,7 +205,7 @@ def test_a_compound_function_binds_what_a_backend_declares(launched):
     cascade = fast.split_shared_prefix(plan, 16, 16, 0)
     fast.cascade_attention(q, k_pe, cache, cascade, scale, backend="decoder")
     assert launched == {("decoder", "mla_decode"), ("cpu", "merge_attn_states")}
-    exchanges = {"ag_rs": {"share_attn_out"}, "a2a": {"pack_attn_state", "combine_attn_states"}}
+    exchanges = {"ag_rs": {"weight_attn_out"}, "a2a": {"pack_attn_state", "merge_packed_attn_states"}}
     for merge, exchange in exchanges.items():
         launched.clear()
         fast.simulate(
@@ -242,7 +242,7 @@ def test_a_graph_binds_what_a_backend_declares(backend, planner, launched):
 WRONG = [
     ("nosuch", "^backend: expected one of cpu, triton, hopper, got nosuch$"),
     (7, "^backend: expected None, a name or a mapping from op to name, got int$"),
-    ({"mla_decod": "cpu"}, "^backend: expected a mapping from some of apply_rope, .*, swap_blocks, got mla_decod$"),
+    ({"mla_decod": "cpu"}, "^backend: expected a mapping from some of apply_rope, .*, weight_attn_out, got mla_decod$"),
     ({"mla_decode": "nosuch"}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got nosuch$"),
     ({"mla_decode": None}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got None$"),
     ({"plan_decode": "cpu", "apply_rope": "hopper"}, "^hopper: has no kernel for apply_rope$"),
@@ -307,9 +307,9 @@ def test_ops_with_private_buffers_between_them_stay_together(capability):
         for other in DECODES:
             assert backends.select(replace(ON_GPU, op=other), {op: "triton"}).name == "triton"
             assert backends.select(replace(ON_GPU, op=other), {"apply_rope": "triton"}).name == "hopper"
-    half = deviceless("half", 1, ("pack_attn_state",), reads="combine_attn_states")
+    half = deviceless("half", 1, ("pack_attn_state",), reads="merge_packed_attn_states")
     request = KernelRequest("pack_attn_state", CPU, torch.float32)
-    assert half.validate_configuration(request) == ["half: has no kernel for combine_attn_states"]
+    assert half.validate_configuration(request) == ["half: has no kernel for merge_packed_attn_states"]
 
 
 def test_ops_say_which_output_they_need(capability):

@@ -93,7 +93,7 @@ def test_gather_any_piece(data, wing, block_size):
 
 
 def test_gather_in_small_pieces(monkeypatch):
-    monkeypatch.setattr("fast.kernels.cpu.cache.PIECE_TOKENS", 5)
+    monkeypatch.setattr("fast.kernels.cpu.cache.CHUNK_TOKENS", 5)
     check_gather(fast, (33, 5, 47), (16, 0, 30), (17, 5, 2), torch.float32)
 
 

@@ -19,7 +19,7 @@ LENS = (2500, 0, 3001, 1, 3900, 64)  # requests end within the first piece and t
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 16), (3, 5), (8, 1)])
 def test_reorg_of_several_thousand_tokens(ops, size, interleave, rows):
     """Planted: the second piece of 4096 tokens is read, or written, in the wrong place."""
-    assert sum(LENS) > 2 * cpu_kernels.PIECE_TOKENS, "otherwise there is no second piece, and no third"
+    assert sum(LENS) > 2 * cpu_kernels.CHUNK_TOKENS, "otherwise there is no second piece, and no third"
     entries = [torch.randn(length, 3) for length in LENS]
     chunk = ContextChunk(integers(*[0] * len(LENS)), offsets(LENS), sum(LENS), max(LENS))
     chunk = reference.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))

@@ -108,7 +108,7 @@ def test_merges(size, heads, value):
 
 def share_and_sum(states, size, dtype):
     lses = torch.stack([state.lse for state in states]).to(DEVICE)
-    shares = [kernels.share_attn_out(on(DEVICE, s, rank % 2)[0], lses, rank) for rank, s in enumerate(states)]
+    shares = [kernels.weight_attn_out(on(DEVICE, s, rank % 2)[0], lses, rank) for rank, s in enumerate(states)]
     homes = torch.stack([by_home for by_home, _ in shares]).sum(0)
     lse = torch.cat([lse for _, lse in shares])
     return AttentionState(homes.transpose(0, 1).flatten(1, 2).cpu(), lse.cpu())
@@ -126,7 +126,7 @@ def pack_and_combine(states, size, dtype):
     for rank in range(size):
         out = torch.full((tokens, own, value), torch.nan, dtype=dtype, device=DEVICE)
         lse = torch.full((own, tokens), torch.nan, device=DEVICE)
-        kernels.combine_attn_states(messages[:, rank].contiguous(), lse_bytes, out, lse)
+        kernels.merge_packed_attn_states(messages[:, rank].contiguous(), lse_bytes, out, lse)
         homes.append((out.cpu(), lse.cpu()))
     return AttentionState(torch.cat([out for out, _ in homes], 1), torch.cat([lse for _, lse in homes]))
 

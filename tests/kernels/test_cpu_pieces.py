@@ -118,7 +118,7 @@ def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
 def test_reorg_in_pieces(monkeypatch, piece, apart):
     """Token order over many pieces, and no index tensor longer than one."""
     kernel = room("context_parallel").reorg_kvcache
-    monkeypatch.setattr(room("context_parallel"), "PIECE_TOKENS", piece)
+    monkeypatch.setattr(room("context_parallel"), "CHUNK_TOKENS", piece)
     size, interleave, lens = 3, 2, (5, 0, 23, 1)
     chunk = ContextChunk(integers(*[0] * 4), offsets(lens), sum(lens), max(lens))
     chunk = fast.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
@@ -141,7 +141,7 @@ def test_ranks_without_keys_have_no_share():
     """The shares of a row that some rank saw sum to 1; those of a row that no rank saw are 0 and not NaN."""
     lses = torch.randn(3, 2, 4, dtype=torch.float64)
     lses[1, 0], lses[:, 1, 2] = -torch.inf, -torch.inf
-    shares, total = room("context_parallel").shares_of(lses)
+    shares, total = room("context_parallel").merge_weights(lses)
     assert shares[1, 0].eq(0).all() and shares[:, 1, 2].eq(0).all() and total[1, 2] == -torch.inf
     seen = total.isfinite()
     assert seen.sum() == 7
@@ -152,7 +152,7 @@ def test_ranks_without_keys_have_no_share():
 @pytest.mark.parametrize("piece", [1, 5, 64])
 def test_gather_in_pieces(monkeypatch, piece):
     """The pieces of several requests, and no index tensor longer than one piece."""
-    monkeypatch.setattr(room("cache"), "PIECE_TOKENS", piece)
+    monkeypatch.setattr(room("cache"), "CHUNK_TOKENS", piece)
     batch = make_batch([1, 1, 1], [20, 1, 33], 4)
     entries = make_entries(batch, 6, torch.float32)
     cache, starts, lens = make_cache(batch, entries, 6, torch.float32), (4, 0, 8), (15, 1, 21)
@@ -170,6 +170,6 @@ def test_gather_in_pieces(monkeypatch, piece):
 def test_pieces_are_worth_a_turn_of_the_loop():
     """The bounds as they ship are neither so small that the loop is what takes time, nor larger than a cache."""
     assert 1 << 20 <= room("decode").PIECE_BYTES <= 1 << 24
-    for tokens in (room("cache").PIECE_TOKENS, room("context_parallel").PIECE_TOKENS):
+    for tokens in (room("cache").CHUNK_TOKENS, room("context_parallel").CHUNK_TOKENS):
         assert 1 << 10 <= tokens <= 1 << 16
     assert all(1 << 6 <= size <= 1 << 10 for size in (room("attention").QUERY_BLOCK, room("attention").KEY_BLOCK))

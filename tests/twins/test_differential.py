@@ -54,7 +54,7 @@ def shrink(monkeypatch):
     monkeypatch.setattr("fast.kernels.cpu.attention.KEY_BLOCK", 5)
     monkeypatch.setattr("fast.kernels.cpu.attention.QUERY_BLOCK", 3)
     monkeypatch.setattr("fast.kernels.cpu.decode.PIECE_BYTES", 1)
-    monkeypatch.setattr("fast.kernels.cpu.cache.PIECE_TOKENS", 5)
+    monkeypatch.setattr("fast.kernels.cpu.cache.CHUNK_TOKENS", 5)
 
 
 def verdict(op: str, value: AttentionState, low: AttentionState, gold: AttentionState):

@@ -104,11 +104,11 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
         "mla_twins::mla_decode": decodes,
         # 8 tokens of 2 heads: no padding between the parts of a message, which nobody writes
         "mla_twins::pack_attn_state": [(rand(8, 4, 5), torch.randn(4, 8, dtype=lse), 2, backend)],
-        "mla_twins::combine_attn_states": [
+        "mla_twins::merge_packed_attn_states": [
             (fast.distributed.merge._pack_attn_state(rand(3, 4, 5), torch.randn(4, 3, dtype=lse), 2, backend), 3, 2, 5,
              dtype, backend)
         ],
-        "mla_twins::share_attn_out": [(rand(3, 4, 5), torch.randn(2, 4, 3, dtype=lse), 1, backend)],
+        "mla_twins::weight_attn_out": [(rand(3, 4, 5), torch.randn(2, 4, 3, dtype=lse), 1, backend)],
         "mla_twins::reorg_kvcache": [
             (rand(2, 20, 32), offsets([20, 0, 17]), torch.tensor([[0, 10, 10, 19], [0, 10, 10, 18]]).int(), 2,
              rand(37, 32), backend)

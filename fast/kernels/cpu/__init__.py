@@ -2,7 +2,7 @@
 
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, rope_norm_and_cache, swap_blocks
-from .context_parallel import combine_attn_states, pack_attn_state, reorg_kvcache, share_attn_out
+from .context_parallel import merge_packed_attn_states, pack_attn_state, reorg_kvcache, weight_attn_out
 from .decode import decode_programs, mla_decode, schedule_costs
 from .merge import merge_attn_states
 from .rope import apply_rope
@@ -10,19 +10,19 @@ from .schedule import plan_decode
 
 KERNELS = {
     "apply_rope": apply_rope,
-    "combine_attn_states": combine_attn_states,
     "concat_and_cache_mla": concat_and_cache_mla,
     "copy_blocks": copy_blocks,
     "decode_programs": decode_programs,
     "flash_attn_varlen": flash_attn_varlen,
     "gather_and_maybe_dequant_cache": gather_and_maybe_dequant_cache,
     "merge_attn_states": merge_attn_states,
+    "merge_packed_attn_states": merge_packed_attn_states,
     "mla_decode": mla_decode,
     "pack_attn_state": pack_attn_state,
     "plan_decode": plan_decode,
     "reorg_kvcache": reorg_kvcache,
     "rope_norm_and_cache": rope_norm_and_cache,
     "schedule_costs": schedule_costs,
-    "share_attn_out": share_attn_out,
     "swap_blocks": swap_blocks,
+    "weight_attn_out": weight_attn_out,
 }

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .rope import apply_rope
 
-PIECE_TOKENS = 4096
+CHUNK_TOKENS = 4096
 
 
 def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -48,12 +48,12 @@ def gather_and_maybe_dequant_cache(
 ) -> None:
     """Copy pieces of requests out of the pages into `out` [num_tokens, Lkv + R], converted to its dtype."""
     block_size, width = kv_cache.shape[1:]
-    for first in range(0, out.shape[0], PIECE_TOKENS):  # bounds the index tensors, whatever the context
-        tokens = torch.arange(first, min(first + PIECE_TOKENS, out.shape[0]), device=out.device)
+    for first in range(0, out.shape[0], CHUNK_TOKENS):  # bounds the index tensors, whatever the context
+        tokens = torch.arange(first, min(first + CHUNK_TOKENS, out.shape[0]), device=out.device)
         request = torch.searchsorted(cu_seq_lens[1:].long(), tokens, right=True)
         position = tokens - cu_seq_lens[request] + starts[request]
         block = block_table[request, position // block_size].long()
-        target = out[first : first + PIECE_TOKENS]
+        target = out[first : first + CHUNK_TOKENS]
         if kv_cache.is_contiguous() and out.is_contiguous() and kv_cache.dtype == out.dtype:
             slots = block * block_size + position % block_size
             torch.index_select(kv_cache.view(-1, width), 0, slots, out=target)

@@ -1,11 +1,11 @@
-"""What context parallelism adds to an exchange between ranks: order restored, heads sent home, states combined."""
+"""What context parallelism adds to an exchange between ranks: token order, heads by owner, merged states."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-PIECE_TOKENS = 4096
+CHUNK_TOKENS = 4096
 
 
 def reorg_kvcache(
@@ -13,23 +13,23 @@ def reorg_kvcache(
 ) -> None:
     """Copy entries [D, padded, Lkv + R] that all ranks handed in to `out` [num_tokens, Lkv + R], in token order."""
     size, padded, width = gathered.shape
-    for first in range(0, out.shape[0], PIECE_TOKENS):  # bounds the index tensors, whatever the context
-        tokens = torch.arange(first, min(first + PIECE_TOKENS, out.shape[0]), device=out.device)
+    for first in range(0, out.shape[0], CHUNK_TOKENS):  # bounds the index tensors, whatever the context
+        tokens = torch.arange(first, min(first + CHUNK_TOKENS, out.shape[0]), device=out.device)
         request = torch.searchsorted(cu_seq_lens[1:].long(), tokens, right=True)
         position = tokens - cu_seq_lens[request]
         run = position // interleave
         rank = run % size
         row = local_cu_seq_lens[rank, request] + run // size * interleave + position % interleave
-        target = out[first : first + PIECE_TOKENS]
+        target = out[first : first + CHUNK_TOKENS]
         if gathered.is_contiguous() and out.is_contiguous():
             torch.index_select(gathered.view(-1, width), 0, rank * padded + row, out=target)
         else:
             target.copy_(gathered[rank, row])
 
 
-def shares_of(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """What each rank counts in the whole [D, N, T], and the LSE of the whole [N, T]."""
-    # shares from differences, not from a rounded total: exp(lse - logsumexp) would lose |lse| ulps
+def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax weights of each rank's state [D, N, T], and the LSE of all keys [N, T]."""
+    # weights from differences, not from a rounded total: exp(lse - logsumexp) would lose |lse| ulps
     largest = lses.amax(0)
     shift = largest.masked_fill(largest == -torch.inf, 0)
     weights = torch.exp(lses - shift)
@@ -37,21 +37,21 @@ def shares_of(lses: Tensor) -> tuple[Tensor, Tensor]:
     return weights.div_(total.masked_fill(total == 0, 1)), total.log_().add_(shift)
 
 
-def share_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Scale out [T, N, Dv] by its share of the whole, from all ranks' lses [D, N, T].
+def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Scale out [T, N, Dv] by this rank's softmax weights, from all ranks' lses [D, N, T].
 
     Returns:
-        The outputs by home [D, T, N / D, Dv], and the LSE [N / D, T] of the heads whose home is here.
+        The outputs by owner rank [D, T, N / D, Dv], and the LSE [N / D, T] of the heads that this rank owns.
     """
     size, heads, tokens = lses.shape
-    shares, lse = shares_of(lses)
-    scaled = torch.where(lses[rank].T[..., None] == -torch.inf, 0, out * shares[rank].T[..., None]).to(out.dtype)
-    by_home = scaled.view(tokens, size, heads // size, out.shape[2]).transpose(0, 1).contiguous()
-    return by_home, lse.view(size, heads // size, tokens)[rank].clone()
+    weights, lse = merge_weights(lses)
+    scaled = torch.where(lses[rank].T[..., None] == -torch.inf, 0, out * weights[rank].T[..., None]).to(out.dtype)
+    by_owner = scaled.view(tokens, size, heads // size, out.shape[2]).transpose(0, 1).contiguous()
+    return by_owner, lse.view(size, heads // size, tokens)[rank].clone()
 
 
 def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -> None:
-    """Write out [T, N, Dv] and lse [N, T] by home into `message` [D, bytes]: LSE, then outputs `lse_bytes` behind."""
+    """Write out [T, N, Dv] and lse [N, T] by owner into `message` [D, bytes]: LSE, then outputs `lse_bytes` behind."""
     size = message.shape[0]
     tokens, heads, value = out.shape
     if lse.numel() == 0:
@@ -63,7 +63,7 @@ def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -
     outs.view(size, tokens, own, value).copy_(out.view(tokens, size, own, value).transpose(0, 1))
 
 
-def combine_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
+def merge_packed_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
     """Merge what arrived from all ranks, packed as above, into out [T, N / D, Dv] and lse [N / D, T]."""
     size = message.shape[0]
     tokens, own, value = out.shape
@@ -71,7 +71,7 @@ def combine_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tenso
         return
     lses = message[:, : own * tokens * lse.element_size()].view(lse.dtype).view(size, own, tokens)
     outs = message[:, lse_bytes : lse_bytes + out.numel() * out.element_size()].view(out.dtype)
-    shares, total = shares_of(lses)
-    counted = outs.view(size, tokens, own, value) * shares.transpose(1, 2)[..., None]
+    weights, total = merge_weights(lses)
+    counted = outs.view(size, tokens, own, value) * weights.transpose(1, 2)[..., None]
     out.copy_(torch.where(lses.transpose(1, 2)[..., None] == -torch.inf, 0, counted).sum(0))
     lse.copy_(total)

@@ -10,10 +10,10 @@ def merge_attn_states(
     prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Merge out [T, N, Dv] and lse [N, T] of two disjoint sets of keys; returns the pair."""
-    # shares from the difference of the two, not from a rounded total: exp(lse_a - lse) would lose |lse| ulps
+    # weights from the difference of the two, not from a rounded total: exp(lse_a - lse) would lose |lse| ulps
     difference = prefix_lse - suffix_lse
-    prefix_share, suffix_share = torch.sigmoid(difference).T[..., None], torch.sigmoid(-difference).T[..., None]
-    out = (prefix_out * prefix_share).add_(suffix_out * suffix_share).to(prefix_out.dtype)
+    prefix_weight, suffix_weight = torch.sigmoid(difference).T[..., None], torch.sigmoid(-difference).T[..., None]
+    out = (prefix_out * prefix_weight).add_(suffix_out * suffix_weight).to(prefix_out.dtype)
     lse = torch.logaddexp(prefix_lse, suffix_lse)
     # the identity comes back bitwise: -0.0 + 0.0 and a rounded log would not
     keep_prefix = (suffix_lse == -torch.inf) & (prefix_lse < torch.inf)

@@ -1,4 +1,4 @@
-"""What context parallelism adds to an exchange between ranks: order restored, heads sent home, states combined."""
+"""What context parallelism adds to an exchange between ranks: token order, heads by owner, merged states."""
 
 from __future__ import annotations
 
@@ -70,52 +70,52 @@ def _reorg_kernel(
     copy_rows(gathered, rows, source_column, owned, out, out_rows, out_column, written, WIDTH, HEAD, TAIL)
 
 
-def share_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Scale out [T, N, Dv] by its share of the whole, from all ranks' lses [D, N, T].
+def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Scale out [T, N, Dv] by this rank's softmax weights, from all ranks' lses [D, N, T].
 
     Returns:
-        The outputs by home [D, T, N / D, Dv], and the LSE [N / D, T] of the heads whose home is here.
+        The outputs by owner rank [D, T, N / D, Dv], and the LSE [N / D, T] of the heads that this rank owns.
     """
     size, heads, tokens = lses.shape
     own, value = heads // size, out.shape[2]
-    by_home = out.new_empty(size, tokens, own, value)
+    by_owner = out.new_empty(size, tokens, own, value)
     lse = lses.new_empty(own, tokens)
     if lse.numel():
         lses = lses.contiguous()
-        _send_home(out, lses, by_home, lse, size, 0, by_home.stride(0), rank=rank)
-    return by_home, lse
+        _sort_by_owner(out, lses, by_owner, lse, size, 0, by_owner.stride(0), rank=rank)
+    return by_owner, lse
 
 
 def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -> None:
-    """Write out [T, N, Dv] and lse [N, T] by home into `message` [D, bytes]: LSE, then outputs `lse_bytes` behind."""
+    """Write out [T, N, Dv] and lse [N, T] by owner into `message` [D, bytes]: LSE, then outputs `lse_bytes` behind."""
     size = message.shape[0]
     if lse.numel():
         outs, lses = message.view(out.dtype), message.view(lse.dtype)
         outs = outs[:, lse_bytes // out.element_size() :]
-        _send_home(out, lse.contiguous(), outs, lses, size, lses.stride(0), outs.stride(0), rank=None)
+        _sort_by_owner(out, lse.contiguous(), outs, lses, size, lses.stride(0), outs.stride(0), rank=None)
 
 
-def _send_home(out, lses, outs_home, lses_home, size, lse_home_stride, out_home_stride, rank) -> None:
-    """Rows of out [T, N, Dv] to [D, T, N / D, Dv]; scaled by rank `rank`'s share, or as they are with their LSE."""
+def _sort_by_owner(out, lses, outs_by_owner, lses_by_owner, size, lse_owner_stride, out_owner_stride, rank) -> None:
+    """Rows of out [T, N, Dv] to [D, T, N / D, Dv]; scaled by rank `rank`'s weights, or as they are with their LSE."""
     tokens, heads, value = out.shape
     value_tile = triton.next_power_of_2(value)
     rows = max(1, TILE_ELEMENTS // value_tile)
     with torch.cuda.device_of(out):
-        _send_home_kernel[(triton.cdiv(tokens * heads, rows),)](
-            out, lses, outs_home, lses_home, tokens, heads, heads // size, -1 if rank is None else rank,
-            *out.stride(), lse_home_stride, out_home_stride,
+        _sort_by_owner_kernel[(triton.cdiv(tokens * heads, rows),)](
+            out, lses, outs_by_owner, lses_by_owner, tokens, heads, heads // size, -1 if rank is None else rank,
+            *out.stride(), lse_owner_stride, out_owner_stride,
             SIZE=size, SCALED=rank is not None, VALUE=value, VALUE_TILE=value_tile, ROWS=rows, num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_heads", "own_heads", "rank", "lse_home_stride", "out_home_stride"],
-    do_not_specialize_on_alignment=["lses", "lses_home"],
+    do_not_specialize=["num_tokens", "num_heads", "own_heads", "rank", "lse_owner_stride", "out_owner_stride"],
+    do_not_specialize_on_alignment=["lses", "lses_by_owner"],
 )
 @no_type_check
-def _send_home_kernel(
-    out, lses, outs_home, lses_home, num_tokens, num_heads, own_heads, rank,
-    token_stride, head_stride, column_stride, lse_home_stride, out_home_stride,
+def _sort_by_owner_kernel(
+    out, lses, outs_by_owner, lses_by_owner, num_tokens, num_heads, own_heads, rank,
+    token_stride, head_stride, column_stride, lse_owner_stride, out_owner_stride,
     SIZE: tl.constexpr, SCALED: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # heads fastest, as they lie in memory
@@ -124,7 +124,7 @@ def _send_home_kernel(
     column = tl.arange(0, VALUE_TILE).to(tl.int64)
     held = inside[:, None] & (column < VALUE)[None, :]
     values = tl.load(out + (token * token_stride + head * head_stride)[:, None] + column * column_stride, held, 0.0)
-    home, own_head = head // own_heads, head % own_heads
+    owner, own_head = head // own_heads, head % own_heads
     lse_row = head * num_tokens + token
     all_rows = num_heads.to(tl.int64) * num_tokens
     if SCALED:
@@ -137,19 +137,19 @@ def _send_home_kernel(
         for other in tl.static_range(SIZE):
             total += tl.exp(tl.load(lses + other * all_rows + lse_row, inside, 0.0) - shift)
         own = tl.load(lses + rank * all_rows + lse_row, inside, 0.0)
-        share = tl.exp(own - shift) / tl.where(total == 0, 1.0, total)
-        counted = tl.where((own == float("-inf"))[:, None], 0.0, values.to(share.dtype) * share[:, None])
-        values = counted.to(outs_home.dtype.element_ty)
-        here = inside & (home == rank)
-        tl.store(lses_home + own_head * num_tokens + token, shift + tl.log(total), here)
+        weight = tl.exp(own - shift) / tl.where(total == 0, 1.0, total)
+        counted = tl.where((own == float("-inf"))[:, None], 0.0, values.to(weight.dtype) * weight[:, None])
+        values = counted.to(outs_by_owner.dtype.element_ty)
+        here = inside & (owner == rank)
+        tl.store(lses_by_owner + own_head * num_tokens + token, shift + tl.log(total), here)
     else:
         lse = tl.load(lses + lse_row, inside, 0.0)
-        tl.store(lses_home + home * lse_home_stride + own_head * num_tokens + token, lse, inside)
-    target = home * out_home_stride + (token * own_heads + own_head) * VALUE
-    tl.store(outs_home + target[:, None] + column[None, :], values, held)
+        tl.store(lses_by_owner + owner * lse_owner_stride + own_head * num_tokens + token, lse, inside)
+    target = owner * out_owner_stride + (token * own_heads + own_head) * VALUE
+    tl.store(outs_by_owner + target[:, None] + column[None, :], values, held)
 
 
-def combine_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
+def merge_packed_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
     """Merge what arrived from all ranks, packed as above, into out [T, N / D, Dv] and lse [N / D, T]."""
     tokens, own, value = out.shape
     if lse.numel() == 0:
@@ -159,7 +159,7 @@ def combine_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tenso
     value_tile = triton.next_power_of_2(value)
     rows = max(1, TILE_ELEMENTS // value_tile)
     with torch.cuda.device_of(out):
-        _combine_kernel[(triton.cdiv(tokens * own, rows),)](
+        _merge_packed_kernel[(triton.cdiv(tokens * own, rows),)](
             outs, lses, out, lse, tokens, own, outs.stride(0), lses.stride(0),
             SIZE=message.shape[0], VALUE=value, VALUE_TILE=value_tile, ROWS=rows, num_warps=4,
         )  # fmt: skip
@@ -170,7 +170,7 @@ def combine_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tenso
     do_not_specialize_on_alignment=["lses", "lse"],
 )
 @no_type_check
-def _combine_kernel(
+def _merge_packed_kernel(
     outs, lses, out, lse, num_tokens, own_heads, out_rank_stride, lse_rank_stride,
     SIZE: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -190,9 +190,9 @@ def _combine_kernel(
     for rank in tl.static_range(SIZE):
         part = tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0)
         weight = tl.exp(part - shift)
-        where = outs + rank * out_rank_stride.to(tl.int64) + (row * VALUE)[:, None] + column[None, :]
+        place = outs + rank * out_rank_stride.to(tl.int64) + (row * VALUE)[:, None] + column[None, :]
         read = held & (part != float("-inf"))[:, None]  # a rank without keys counts nothing
-        merged += weight[:, None] * tl.load(where, read, 0.0).to(merged.dtype)
+        merged += weight[:, None] * tl.load(place, read, 0.0).to(merged.dtype)
         total += weight
     merged = merged / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + (row * VALUE)[:, None] + column[None, :], merged.to(out.dtype.element_ty), held)

@@ -56,10 +56,10 @@ def _merge_kernel(
     a = tl.load(prefix_lse + head * prefix_lse_head + token * prefix_lse_token, inside, 0.0)
     b = tl.load(suffix_lse + head * suffix_lse_head + token * suffix_lse_token, inside, 0.0)
 
-    # shares from the difference of the two, not from a rounded total: exp(a - lse) would lose |lse| ulps
+    # weights from the difference of the two, not from a rounded total: exp(a - lse) would lose |lse| ulps
     infinity = float("inf")
-    a_share, b_share = 1 / (1 + tl.exp(b - a)), 1 / (1 + tl.exp(a - b))
-    merged = a_out.to(a.dtype) * a_share[:, None] + b_out.to(a.dtype) * b_share[:, None]
+    a_weight, b_weight = 1 / (1 + tl.exp(b - a)), 1 / (1 + tl.exp(a - b))
+    merged = a_out.to(a.dtype) * a_weight[:, None] + b_out.to(a.dtype) * b_weight[:, None]
     merged_lse = tl.maximum(a, b) + tl.log(1 + tl.exp(-tl.abs(a - b)))
     spoilt = (a == infinity) | (b == infinity) | (a != a) | (b != b)
     merged = tl.where(spoilt[:, None], float("nan"), merged).to(out.dtype.element_ty)
