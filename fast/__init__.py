@@ -57,6 +57,7 @@ from .compilation import warmup as warmup  # fast alone: the reference compiles 
 from .distributed.merge import cp_lse_a2a, cp_lse_ag_out_rs
 from .distributed.reorg import reorg_kvcache
 from .mla.builder import MLAMetadataBuilder, build_mla_metadata
+from .mla.captured import plan_captured_decodes
 from .mla.cascade import cascade_attention, use_cascade_attention
 from .mla.choose_path import choose_path, choose_paths
 from .mla.context_parallel import dcp_decode, dcp_gather_context
@@ -142,6 +143,7 @@ __all__ = [
     "make_local_attention_virtual_batches",
     "merge_attn_states",
     "mla_decode",
+    "plan_captured_decodes",
     "plan_context_chunks",
     "plan_decode",
     "query_to_latent",

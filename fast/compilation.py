@@ -31,9 +31,9 @@ from . import backends
 from .backends import BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
 from .cache.latent import allocate_kv_cache
-from .mla.builder import build_mla_metadata
-from .mla.decode import decode_programs, schedule_costs
+from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
+from .mla.metadata import build_mla_metadata
 from .planning.decode_schedule import plan_decode
 
 LONG_CONTEXT = 16384  # tokens: enough that a decode splits them and merges the parts
@@ -122,9 +122,8 @@ def _launch_all(
     projections = _projections_of_zeros(local, dtype, device)
     layer = MLAAttention(config, **projections, context_parallel=ranks, cache_format=cache_format, backend=backend)
     size = 1 if ownership is None else ownership.size
-    decoded = {"config": dataclasses.replace(config, num_heads=heads), "device": device, "dtype": dtype,
-               "block_size": block_size, "cache_format": cache_format, "backend": backend}  # fmt: skip
-    costs = schedule_costs(**decoded)
+    decoded = DecodeLayer(dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format)
+    costs = decoded.programs_and_costs(1, 0, None, backend).costs
 
     def step(
         query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold, scheduled: bool = True
@@ -137,8 +136,9 @@ def _launch_all(
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         layer(hidden_states, positions, kv_cache, plan)
         if plan.num_decodes and scheduled:
-            programs = decode_programs(**decoded, query_len=max(query_lens))
-            for count in {programs, *((1, 16) if len(query_lens) == 1 else ())}:  # few and many parts to merge
+            programs = decoded.programs_and_costs(max(query_lens), None, costs, backend).num_programs
+            few_and_many = (1, 16) if len(query_lens) == 1 else ()  # partial outputs to combine
+            for count in {programs, *few_and_many} - {0}:
                 schedule = plan_decode(plan.decode.seq_lens, count, costs, batch_invariant, backend=backend)
                 layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         if plan.num_decodes and batch_invariant:

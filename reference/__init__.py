@@ -47,6 +47,7 @@ from .interfaces import (
 )
 from .interfaces._version import __version__ as __version__
 from .mla.builder import MLAMetadataBuilder, build_mla_metadata
+from .mla.captured import plan_captured_decodes
 from .mla.cascade import cascade_attention, use_cascade_attention
 from .mla.choose_path import choose_path, choose_paths
 from .mla.context_parallel import dcp_decode, dcp_gather_context
@@ -130,6 +131,7 @@ __all__ = [
     "make_local_attention_virtual_batches",
     "merge_attn_states",
     "mla_decode",
+    "plan_captured_decodes",
     "plan_context_chunks",
     "plan_decode",
     "query_to_latent",

@@ -6,11 +6,13 @@ import torch
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    CacheFormat,
     MLAConfig,
     QueryLenSupport,
     UnsupportedConfiguration,
     check_config,
     check_device,
+    check_format,
     check_int,
     check_type,
 )
@@ -24,7 +26,13 @@ CACHE_OPS = (  # whose requests have a block size, besides those of DECODES
 )  # fmt: skip
 
 
-def layer_requests(config: MLAConfig, device: torch.device, dtype: torch.dtype, block_size: int) -> list[KernelRequest]:
+def layer_requests(
+    config: MLAConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
+) -> list[KernelRequest]:
     """Return what a layer of these dims needs of kernels: one request an op, by name, with any query lengths.
 
     Args:
@@ -32,6 +40,7 @@ def layer_requests(config: MLAConfig, device: torch.device, dtype: torch.dtype, 
         device: device of its tensors.
         dtype: dtype of its tensors.
         block_size: tokens a cache block.
+        cache_format: format of its cache.
     """
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
@@ -48,11 +57,15 @@ def layer_requests(config: MLAConfig, device: torch.device, dtype: torch.dtype, 
     requests = []
     for op in all_ops():
         if op in DECODES:
-            requests.append(decode_request(device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN, op=op))
+            requests.append(
+                decode_request(
+                    device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN, op=op, cache_format=cache_format
+                )
+            )
         elif op == "plan_decode":
             requests.append(KernelRequest(op, device))
         else:
-            more = {"block_size": block_size, "cache_format": COMPUTE_FORMAT} if op in CACHE_OPS else {}
+            more = {"block_size": block_size, "cache_format": cache_format} if op in CACHE_OPS else {}
             if op == "flash_attn_varlen":
                 more = {"query_lens": QueryLenSupport.VARLEN, "mask": "causal"}
             head_dims = widths.get(op, (("head_dim", config.head_size),))
@@ -66,6 +79,7 @@ def explain(
     device: torch.device | str,
     dtype: torch.dtype,
     block_size: int = 64,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> str:
     """One line per op of a layer: the backend that serves it, and why the others do not.
@@ -77,6 +91,7 @@ def explain(
         device: where it runs.
         dtype: in which type.
         block_size: tokens a cache block.
+        cache_format: format of the layer's cache.
         backend: as that of the layer: a name, a mapping from op to name, or None for the choice by capability.
 
     Raises:
@@ -86,8 +101,9 @@ def explain(
     device = check_device("device", device)
     check_type("dtype", dtype, torch.dtype)
     check_int("block_size", block_size)
+    check_format(cache_format)
     bound, lines = bind(backend), []
-    for request in layer_requests(config, device, dtype, block_size):
+    for request in layer_requests(config, device, dtype, block_size, cache_format):
         name = name_for(request.op, bound)
         how = "" if bound is None else ", chosen" if name is None else ", bound"
         try:

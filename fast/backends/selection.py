@@ -6,7 +6,14 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from reference.interfaces import COMPUTE_FORMAT, CacheFormat, QueryLenSupport, UnsupportedConfiguration, check
+from reference.interfaces import (
+    COMPUTE_FORMAT,
+    CacheFormat,
+    GraphSupport,
+    QueryLenSupport,
+    UnsupportedConfiguration,
+    check,
+)
 
 from .own import DECODES, MESSAGES
 from .registry import Backend, KernelRequest, by_priority, check_request, registered
@@ -142,6 +149,7 @@ def decode_request(
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     batch_invariant: bool = False,
+    graph: GraphSupport = GraphSupport.NONE,
 ) -> KernelRequest:
     """What `mla_decode`, or another op of DECODES, needs of a kernel."""
     return KernelRequest(
@@ -155,6 +163,7 @@ def decode_request(
         out_dtype=out_dtype,
         cache_format=cache_format,
         batch_invariant=batch_invariant,
+        graph=graph,
         mask="visible_lens" if op == "mla_decode" else None,
     )
 
@@ -169,6 +178,7 @@ def cache_request(
     kv_cache: torch.Tensor,
     head_dims: tuple[tuple[str, int], ...] | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> KernelRequest:
     """Return what an op over a paged cache [num_blocks, block_size, columns] needs of a kernel.
@@ -178,12 +188,14 @@ def cache_request(
         kv_cache: the cache.
         head_dims: widths that the op works on; None where it knows the columns only.
         cache_format: format of the cache.
+        dtype: compute dtype of what the op writes into the cache or reads from it; None for that of the cache, in ops
+            that copy entries as they are.
         out_dtype: dtype of the output; None where the op gives no choice.
     """
     widths = (("head_dim", kv_cache.shape[2]),) if head_dims is None else head_dims
     return KernelRequest(
-        op, kv_cache.device, kv_cache.dtype, widths, block_size=kv_cache.shape[1], out_dtype=out_dtype,
-        cache_format=cache_format,
+        op, kv_cache.device, kv_cache.dtype if dtype is None else dtype, widths, block_size=kv_cache.shape[1],
+        out_dtype=out_dtype, cache_format=cache_format,
     )  # fmt: skip
 
 

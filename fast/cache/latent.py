@@ -87,7 +87,7 @@ def concat_and_cache_mla(
     check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
     widths = (("kv_lora_rank", kv_c_normed.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
     chosen = backends.select(
-        backends.cache_request("concat_and_cache_mla", kv_cache, widths, cache_format), backend
+        backends.cache_request("concat_and_cache_mla", kv_cache, widths, cache_format, kv_c_normed.dtype), backend
     ).name
     torch.ops.mla_twins.concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, chosen)
 
@@ -146,7 +146,7 @@ def gather_and_maybe_dequant_cache(
     """
     width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
     request = backends.cache_request(
-        "gather_and_maybe_dequant_cache", kv_cache, cache_format=cache_format, out_dtype=dtype
+        "gather_and_maybe_dequant_cache", kv_cache, cache_format=cache_format, dtype=dtype, out_dtype=dtype
     )
     chosen = backends.select(request, backend).name
     if out is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import inspect
 import math
 from collections.abc import Callable
@@ -96,6 +97,8 @@ def flatten(value: Any) -> Tensor:
         return value.flatten()
     if dataclasses.is_dataclass(value):
         value = [getattr(value, each.name) for each in dataclasses.fields(value)]
+    if isinstance(value, enum.Enum):
+        value = list(type(value)).index(value)
     if isinstance(value, list | tuple):
         parts = [flatten(each) for each in value]
         counts = torch.tensor([part.numel() for part in parts], dtype=torch.int64)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from reference.interfaces import InvariantCut, ScheduleCosts
 
-FEW_HEADS = ScheduleCosts(request_cost=5, split_cost=1, cut=InvariantCut(4, 32, 16, 128))  # up to 16
-SOME_HEADS = ScheduleCosts(request_cost=5, split_cost=4, cut=InvariantCut(16, 8, 32, 64))  # up to 32
-MANY_HEADS = ScheduleCosts(request_cost=8, split_cost=4, cut=InvariantCut(16, 8, 32, 64))
+STARTS = 4  # of a batch-invariant schedule: each program starts in the midst of a request
+FEW_HEADS = ScheduleCosts(5, 1, InvariantCut(4, 32, 16, 128), STARTS)  # up to 16
+SOME_HEADS = ScheduleCosts(5, 4, InvariantCut(16, 8, 32, 64), STARTS)  # up to 32
+MANY_HEADS = ScheduleCosts(8, 4, InvariantCut(16, 8, 32, 64), STARTS)
 
 
 def measured_costs(num_heads: int) -> ScheduleCosts:

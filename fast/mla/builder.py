@@ -52,7 +52,8 @@ from ..planning.shared_prefix import split_shared_prefix
 from .captured import plan_captured_decodes
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
-from .metadata import PLANNING_OPS, DecodeLayer, _decode_lens_here, _with_schedule, build_mla_metadata
+from .device_choices import DecodeLayer, ProgramsAndCosts
+from .metadata import PLANNING_OPS, _decode_lens_here, _with_schedule, build_mla_metadata
 from .staging import StagingBuffer
 
 
@@ -189,7 +190,7 @@ class MLAMetadataBuilder:
         lens = _decode_lens_here(common, metadata.num_decodes, self.ownership)
         return _with_schedule(metadata, lens, programs, costs, self.batch_invariant, self.backend)
 
-    def _programs_and_costs(self, query_len: int, device: torch.device) -> tuple[int, ScheduleCosts]:
+    def _programs_and_costs(self, query_len: int, device: torch.device) -> ProgramsAndCosts:
         """Over how many programs a schedule cuts a decode with such a longest query, 0 for none, and its costs."""
         programs = self.num_programs
         if callable(programs):

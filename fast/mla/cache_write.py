@@ -71,7 +71,7 @@ def rope_norm_and_cache(
     frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
     widths = (("kv_lora_rank", kv_c.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
     chosen = backends.select(
-        backends.cache_request("rope_norm_and_cache", kv_cache, widths, cache_format), backend
+        backends.cache_request("rope_norm_and_cache", kv_cache, widths, cache_format, kv_c.dtype), backend
     ).name
     return torch.ops.mla_twins.rope_norm_and_cache(
         positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight.to(kv_c.dtype), eps, frequencies, magnitude,

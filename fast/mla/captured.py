@@ -9,6 +9,7 @@ from reference.interfaces import (
     ContextParallelMetadata,
     DecodeMetadata,
     DecodeSchedule,
+    GraphSupport,
     MLAMetadata,
     PrefillMetadata,
     ScheduleChoice,
@@ -77,7 +78,9 @@ def plan_captured_decodes(
         kind, which = ContextParallelMetadata, {"ownership": ownership}
     schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
     if num_programs > 0:
-        schedule = plan_decode(seq_lens, num_programs, costs, batch_invariant, backend=backend)
+        schedule = plan_decode(
+            seq_lens, num_programs, costs, batch_invariant, graph=GraphSupport.ONE_QUERY_LEN, backend=backend
+        )
     return kind(
         **which,
         slot_mapping=common.slot_mapping,
@@ -92,6 +95,7 @@ def plan_captured_decodes(
             visible_lens=visible_lens,
             max_seq_len=longest,
             block_size=block_size,
+            graph=GraphSupport.ONE_QUERY_LEN,
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[:0],

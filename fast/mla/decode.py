@@ -152,7 +152,7 @@ def mla_decode(
     request = backends.decode_request(
         ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens,
         backends.cache_in_words(kv_cache), out_dtype=out_dtype, cache_format=cache_format,
-        batch_invariant=batch_invariant,
+        batch_invariant=batch_invariant, graph=metadata.graph,
     )  # fmt: skip
     cut = NEUTRAL_CUT if schedule is None else schedule.cut
     out, lse = torch.ops.mla_twins.mla_decode(

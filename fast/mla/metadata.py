@@ -6,8 +6,6 @@ Plans are made on the CPU from the CPU twins of a batch; nothing is read back fr
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Int32
@@ -50,13 +48,12 @@ from reference.interfaces import (
     get_dcp_local_seq_lens,
 )
 
-from ..backends import BackendChoice, bind, on_change
+from ..backends import BackendChoice, bind
 from ..planning.batch import split_decodes_and_prefills
 from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from .choose_path import choose_path, choose_paths
-from .decode import decode_programs
-from .decode import schedule_costs as schedule_costs_of_device
+from .device_choices import DecodeLayer
 from .staging import StagingBuffer, to_device
 
 PLANNING_OPS = ("decode_programs", "schedule_costs", "plan_decode")
@@ -239,53 +236,6 @@ def _decode_lens_here(
         if ownership is None
         else get_dcp_local_seq_lens(lens, ownership.size, ownership.rank, ownership.interleave)
     )
-
-
-class DecodeLayer(NamedTuple):
-    """What decides which decode kernel serves a builder's layers, besides the query length.
-
-    Attributes:
-        config: the layer, with as many heads as its decode has.
-        device: where it runs.
-        dtype: of queries.
-        block_size: tokens a block.
-        cache_format: of the cache.
-    """
-
-    config: MLAConfig
-    device: torch.device
-    dtype: torch.dtype
-    block_size: int
-    cache_format: CacheFormat
-
-    def programs_and_costs(
-        self, query_len: int, num_programs: int | None, costs: ScheduleCosts | None, backend: BackendChoice
-    ) -> tuple[int, ScheduleCosts]:
-        """What is given, and the device's own (`decode_programs`, `schedule_costs`) where that is None."""
-        named = None if backend is None else tuple(sorted(backend.items()))
-        if num_programs is None:
-            num_programs = _kept_programs(self, query_len, named)
-        return num_programs, _kept_costs(self, named) if costs is None else costs
-
-
-@functools.lru_cache(maxsize=1024)
-def _kept_programs(layer: DecodeLayer, query_len: int, named) -> int:
-    """`decode_programs`, kept: every step of a builder asks for it."""
-    return decode_programs(**_asked(layer, named), query_len=query_len)
-
-
-@functools.lru_cache(maxsize=1024)
-def _kept_costs(layer: DecodeLayer, named) -> ScheduleCosts:
-    """`schedule_costs`, kept likewise."""
-    return schedule_costs_of_device(**_asked(layer, named))
-
-
-def _asked(layer: DecodeLayer, named: tuple[tuple[str, str], ...] | None) -> dict[str, Any]:
-    return {**layer._asdict(), "backend": None if named is None else dict(named)}
-
-
-on_change(_kept_programs.cache_clear)
-on_change(_kept_costs.cache_clear)
 
 
 def _with_schedule(

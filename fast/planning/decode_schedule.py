@@ -8,6 +8,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     DecodeSchedule,
+    GraphSupport,
     InvariantCut,
     ScheduleCosts,
     check_flag,
@@ -15,6 +16,7 @@ from reference.interfaces import (
     check_not_negative,
     check_schedule_costs,
     check_tensor,
+    check_type,
 )
 
 from .. import backends
@@ -27,6 +29,7 @@ def plan_decode(
     costs: ScheduleCosts | None = None,
     batch_invariant: bool = False,
     *,
+    graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> DecodeSchedule:
     """Cut the keys of a decode over programs, so that all take about as long.
@@ -46,6 +49,7 @@ def plan_decode(
         costs: of the kernel that decodes, beside its tiles; None for the neutral ones. `schedule_costs` gives
             those of a device, which builders pass.
         batch_invariant: see above.
+        graph: graphs in which the call is replayed.
         backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
 
     Returns:
@@ -60,7 +64,8 @@ def plan_decode(
     check_int("num_programs", num_programs, 1, "at least 1")
     check_flag("batch_invariant", batch_invariant)
     costs = check_schedule_costs(costs)
-    request = backends.KernelRequest("plan_decode", seq_lens.device, batch_invariant=batch_invariant)
+    check_type("graph", graph, GraphSupport)
+    request = backends.KernelRequest("plan_decode", seq_lens.device, batch_invariant=batch_invariant, graph=graph)
     chosen = backends.select(request, backend)
     tile_ranges, split_offsets = torch.ops.mla_twins.plan_decode(
         seq_lens,

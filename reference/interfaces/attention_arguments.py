@@ -20,6 +20,7 @@ from .checks import (
 )
 from .decode_schedule import DecodeSchedule, InvariantCut
 from .metadata import AttentionState, ContextChunk, DecodeMetadata, PrefillMetadata
+from .support import GraphSupport
 
 CPU = torch.device("cpu")
 
@@ -105,6 +106,7 @@ def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.d
     """Shapes, dtypes and devices of the tensors of a decode plan; reads no values."""
     int32 = (torch.int32,)
     check_type("metadata", metadata, DecodeMetadata)
+    check_type("metadata.graph", metadata.graph, GraphSupport)
     check_tensor("metadata.seq_lens", metadata.seq_lens, ("B",), int32, device)
     requests = metadata.seq_lens.shape[0]
     check_tensor("metadata.block_table", metadata.block_table, (requests, "W"), int32, device)

@@ -47,7 +47,7 @@ class InvariantCut:
         return self.small_tiles, self.small_splits, self.large_tiles, self.max_splits
 
 
-NEUTRAL_CUT = InvariantCut(small_tiles=16, small_splits=8, large_tiles=32, max_splits=64)
+NEUTRAL_CUT = InvariantCut(small_tiles=8, small_splits=16, large_tiles=32, max_splits=64)  # powers of two
 
 
 def invariant_split_tiles(num_tiles: int, cut: InvariantCut = NEUTRAL_CUT) -> int:
@@ -72,9 +72,9 @@ def most_invariant_splits(num_tiles: int, cut: InvariantCut = NEUTRAL_CUT) -> in
 class ScheduleCosts:
     """What a decode kernel's work costs besides its tiles: what a schedule reckons with.
 
-    The unit is the time that the kernel takes for one tile (`DECODE_TILE` keys of a request). The defaults belong to no
-    chip. A backend has a record of its own, measured beside its kernels (`fast.schedule_costs`); it depends on the
-    number of heads.
+    The unit is the time that the kernel takes for one tile (`DECODE_TILE` keys of a request). The defaults are round
+    numbers that were measured on no chip. A backend has a record of its own, measured beside its kernels
+    (`fast.schedule_costs`); it depends on the number of heads.
 
     Attributes:
         request_cost: of starting on a request: its queries, its results and the way into the kernel's loop.
@@ -84,10 +84,10 @@ class ScheduleCosts:
             `choose_schedule`, since such a schedule starts on splits.
     """
 
-    request_cost: int = 8
-    split_cost: int = 4
+    request_cost: int = 4
+    split_cost: int = 2
     cut: InvariantCut = NEUTRAL_CUT
-    invariant_starts: int = 4
+    invariant_starts: int = 2
 
     def __post_init__(self):
         check_int("request_cost", self.request_cost, 0)

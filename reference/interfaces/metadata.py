@@ -14,6 +14,7 @@ from .checks import check, check_blocks, check_lengths, check_not_negative, chec
 from .decode_schedule import NEVER_PLANNED, DecodeSchedule, ScheduleChoice
 from .ownership import TokenOwnership, check_interleave
 from .slots import slots_of_tokens
+from .support import GraphSupport
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,6 +287,7 @@ class DecodeMetadata:
             on a GPU a longer length is read as this one. Under context parallelism it bounds the rank-local lengths;
             inside a captured graph it bounds every replay.
         block_size: tokens a block of the cache that the plan was made for; a cache of another block size raises.
+        graph: graphs in which a decode of this plan is replayed; a backend that cannot be captured so is not chosen.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -295,6 +297,7 @@ class DecodeMetadata:
     visible_lens: Int32[Tensor, " T"]
     max_seq_len: int
     block_size: int
+    graph: GraphSupport = GraphSupport.NONE
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from ..interfaces import (
     ContextParallelMetadata,
     DecodeMetadata,
     DecodeSchedule,
+    GraphSupport,
     MLAMetadata,
     PrefillMetadata,
     ScheduleChoice,
@@ -86,6 +87,7 @@ def plan_captured_decodes(
             visible_lens=seq_lens if query_len == 1 else _on_device_of(common, visible),
             max_seq_len=longest,
             block_size=block_size,
+            graph=GraphSupport.ONE_QUERY_LEN,
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[:0],

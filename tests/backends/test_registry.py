@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fast
+import reference
 from fast import backends
 from fast.backends import Backend, OpSupport
 from fast.backends.own import CPU as CPU_BACKEND
@@ -18,7 +19,11 @@ from fast.backends.own import OPS
 from reference.interfaces import (
     COMPUTE_FORMAT,
     CacheFormat,
+    GraphSupport,
+    InvariantCut,
     MLAConfig,
+    ScheduleCosts,
+    UnsupportedConfiguration,
 )
 
 from ..support.backends import with_backends
@@ -134,6 +139,77 @@ def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
     finally:
         backends.unregister("seven")
     assert planned() == 1
+
+
+def test_builders_pass_the_costs_of_the_backend(plain_errors):
+    """Planted: a builder that forgets the device's record plans with the neutral costs."""
+    own = ScheduleCosts(request_cost=11, split_cost=3, cut=InvariantCut(2, 3, 6, 9), invariant_starts=1)
+    lens, config = [9000, 20, 300], DIRECT
+    common = make_batch([1, 1, 1], lens).common
+    unlike = Backend("unlike", 50, "cpu", {"schedule_costs": OpSupport(lambda *_: own)})
+    backends.register(unlike)
+    try:
+        assert fast.schedule_costs(config, device="cpu", dtype=torch.bfloat16, block_size=16) == own
+        for invariant in (False, True):
+            wanted = reference.plan_decode(integers(*lens), 4, own, invariant)
+            neutral = reference.plan_decode(integers(*lens), 4, None, invariant)
+            assert not wanted.tile_ranges.equal(neutral.tile_ranges)
+            builder = fast.MLAMetadataBuilder(config, 16, 16384, 8, num_programs=4, batch_invariant=invariant)
+            plans = [builder.build(0, common), builder.build_for_cudagraph_capture(common)]
+            if not invariant:
+                plans.append(fast.build_mla_metadata(common, 16, 4096, config=config, num_programs=4))
+            for plan in plans:
+                assert plan.schedule.tile_ranges.equal(wanted.tile_ranges) and plan.schedule.cut == own.cut
+            given = fast.MLAMetadataBuilder(config, 16, 16384, 8, num_programs=4, schedule_costs=ScheduleCosts())
+            assert given.build(0, common).schedule.cut == ScheduleCosts().cut
+        unplanned = fast.MLAMetadataBuilder(config, 16, 16384, 8, num_programs=0, batch_invariant=True)
+        assert unplanned.build(0, common).schedule.cut == own.cut
+    finally:
+        backends.unregister("unlike")
+
+
+def test_no_backend_has_to_tell_programs_or_costs(monkeypatch):
+    """Of a device whose only decode comes from another package: unplanned by default, neutral costs where asked."""
+    ops = {op: support for op, support in CPU_BACKEND.ops.items() if op not in ("decode_programs", "schedule_costs")}
+    with_backends(monkeypatch, replace(CPU_BACKEND, ops=ops))
+    common = make_batch([1, 1, 1], [9000, 20, 300]).common
+    for options, planned in (({}, False), ({"num_programs": 0}, False), ({"num_programs": 4}, True)):
+        builder = fast.MLAMetadataBuilder(DIRECT, 16, 16384, 8, **options)
+        assert builder.build(0, common).schedule_choice.planned is planned
+        captured = builder.build_for_cudagraph_capture(common)
+        assert (captured.schedule is not None) is planned
+        if planned:
+            assert captured.schedule.tile_ranges.equal(reference.plan_decode(common.seq_lens, 4).tile_ranges)
+    fast.warmup(DIRECT, device="cpu", dtype=torch.float32, block_size=16)
+    with pytest.raises(UnsupportedConfiguration, match="cpu: has no kernel for decode_programs"):
+        fast.MLAMetadataBuilder(DIRECT, 16, 16384, 8, backend={"decode_programs": "cpu"}).build(0, common)
+
+
+def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():
+    """Planted before: graph support was declared and never asked."""
+    launched = set()
+
+    def noted(op):
+        right = backends.kernel("cpu", op)
+        return lambda *given: launched.add(op) or right(*given)
+
+    ops = {op: OpSupport(noted(op), graph=GraphSupport.NONE) for op in ("mla_decode", "plan_decode")}
+    backends.register(Backend("eager", 50, "cpu", ops))
+    try:
+        q, k_pe, cache, plan, scale = decode_arguments()
+        fast.mla_decode(q, k_pe, cache, plan, scale)
+        fast.plan_decode(plan.seq_lens, 2)
+        assert launched == set(ops)
+        launched.clear()
+        builder = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8, num_programs=2)
+        captured = builder.build_for_cudagraph_capture(make_batch([1, 1], [20, 33]).common)
+        assert captured.decode.graph is GraphSupport.ONE_QUERY_LEN
+        fast.mla_decode(q, k_pe, cache, replace(plan, graph=captured.decode.graph), scale)
+        assert not launched
+        with pytest.raises(UnsupportedConfiguration, match="eager: can be captured for none"):
+            fast.mla_decode(q, k_pe, cache, replace(plan, graph=captured.decode.graph), scale, backend="eager")
+    finally:
+        backends.unregister("eager")
 
 
 OTHER_FORMAT = CacheFormat("other")

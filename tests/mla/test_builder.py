@@ -285,7 +285,8 @@ def test_builders_agree(lens, name, drafted, fast_build, programs):
     schedule, invariant = plans[0].schedule, options.get("batch_invariant", False)
     short = plans[0].num_decode_tokens > 0 and plans[0].decode.max_query_len <= threshold
     planned = options["num_programs"] > 0 and short and (invariant or not fast_build)
-    start = 8 * (4 if invariant else 1)  # the neutral costs, on a CPU
+    neutral = ScheduleCosts()
+    start = neutral.request_cost * (neutral.invariant_starts if invariant else 1)
     planned = planned and schedule_pays(plans[0].decode.seq_lens.tolist(), options["num_programs"], start)
     assert plans[0].schedule_choice.planned == planned
     assert (schedule is not None) == (planned or (invariant and plans[0].num_decode_tokens > 0))

@@ -39,10 +39,10 @@ def eight_programs(monkeypatch):
         asked.append((config.num_heads, given))
         return 8
 
-    fast.mla.metadata._kept_programs.cache_clear()
-    monkeypatch.setattr(fast.mla.metadata, "decode_programs", decode_programs)
+    fast.mla.device_choices._kept_programs.cache_clear()
+    monkeypatch.setattr(fast.mla.device_choices, "decode_programs", decode_programs)
     yield asked
-    fast.mla.metadata._kept_programs.cache_clear()
+    fast.mla.device_choices._kept_programs.cache_clear()
 
 
 def batch_of(seq_lens, query_len=1, ownership=None):

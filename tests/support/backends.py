@@ -13,7 +13,7 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
     registry = sys.modules["fast.backends.registry"]
     monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
-    plans = sys.modules["fast.mla.metadata"]  # what it keeps of a choice outlives no test
+    plans = sys.modules["fast.mla.device_choices"]  # what it keeps of a choice outlives no test
     for kept in ("_kept_programs", "_kept_costs"):
         monkeypatch.setattr(plans, kept, getattr(plans, kept).__wrapped__)
 

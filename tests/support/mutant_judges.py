@@ -108,6 +108,7 @@ TABLE = {
         "distributed/reorg": CONTEXT_PARALLEL,
     }.items()},
     "fast/mla/staging.py": BUILDER,
+    "fast/mla/device_choices.py": Judge(("backends/test_registry", "planning/test_schedule_choice")),
     "reference/interfaces/ownership.py": OWNERSHIP,
     "reference/interfaces/sizes.py": SIZES,
     "reference/interfaces/decode_schedule.py": SCHEDULE_CHOICE,
