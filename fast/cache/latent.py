@@ -13,10 +13,10 @@ from reference.interfaces import (
     check_blocks,
     check_cache_write,
     check_device,
-    check_dtype,
     check_gather,
     check_offsets,
     check_slots,
+    check_storage_dtype,
     check_tensor,
     kv_cache_shape,
     stride_order,
@@ -52,7 +52,7 @@ def allocate_kv_cache(
     Raises:
         ValueError: a size below 1, or another dtype or layout.
     """
-    check_dtype("dtype", dtype)
+    check_storage_dtype("dtype", dtype)
     device = check_device("device", device)
     shape = kv_cache_shape(num_blocks, block_size, head_size, num_layers)
     order = stride_order(num_layers is not None, layout)

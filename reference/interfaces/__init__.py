@@ -48,7 +48,14 @@ from .cache_arguments import (
     check_reorg,
     check_swap,
 )
-from .cache_format import CACHE_FORMATS, COMPUTE_FORMAT, CacheFormat, check_format, element_bytes
+from .cache_format import (
+    CACHE_FORMATS,
+    COMPUTE_FORMAT,
+    CacheFormat,
+    check_format,
+    check_storage_dtype,
+    element_bytes,
+)
 from .checks import (
     FLOAT_DTYPES,
     check,
@@ -215,6 +222,7 @@ __all__ = [
     "check_slots",
     "check_state",
     "check_step",
+    "check_storage_dtype",
     "check_swap",
     "check_table_width",
     "check_tensor",

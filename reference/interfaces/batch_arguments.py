@@ -21,7 +21,7 @@ from .metadata import (
     CommonAttentionMetadata,
     MLAMetadata,
 )
-from .support import QueryLenSupport
+from .support import GraphSupport, QueryLenSupport
 
 CPU = torch.device("cpu")
 
@@ -103,6 +103,7 @@ def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
 
 def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
     """Check that the tensors of a captured plan take those of another plan; reads no values."""
+    check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
     pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
              ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
     if captured.schedule is not None:

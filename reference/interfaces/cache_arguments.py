@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cache_format import CacheFormat, check_format
+from .cache_format import CacheFormat, check_format, storage_dtypes
 from .checks import (
-    FLOAT_DTYPES,
     check,
     check_int,
     check_offsets,
@@ -29,7 +28,7 @@ def check_cache(kv_cache: Tensor, columns: int | str = "columns", dtype: torch.d
                 device: torch.device | None = None) -> None:  # fmt: skip
     """Check a paged latent cache's rank, entry width, dtype and device."""
     check_tensor("kv_cache", kv_cache, ("num_blocks", "block_size", columns),
-                 FLOAT_DTYPES if dtype is None else (dtype,), device)  # fmt: skip
+                 storage_dtypes() if dtype is None else (dtype,), device)  # fmt: skip
     check(kv_cache.shape[1] >= 1, "kv_cache", "a block size of at least 1", kv_cache.shape[1])
 
 
@@ -114,7 +113,7 @@ def check_gather(
 
 def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
     """Shapes, dtypes and storage of two caches between which blocks are copied; reads no values."""
-    check_tensor("source", source, ("source_blocks", "block_size", "head_size"))
+    check_tensor("source", source, ("source_blocks", "block_size", "head_size"), storage_dtypes())
     check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
     for name, tensor in (("source", source), ("target", target), ("block_mapping", block_mapping)):

@@ -106,6 +106,22 @@ COMPUTE_FORMAT = CacheFormat("compute_dtype")  # values as they are computed: th
 CACHE_FORMATS: Mapping[str, CacheFormat] = {COMPUTE_FORMAT.name: COMPUTE_FORMAT}
 
 
+def storage_dtypes() -> tuple[torch.dtype, ...]:
+    """Return every dtype that a cache tensor may have, over all formats."""
+    stored = [each.storage_dtype for each in CACHE_FORMATS.values() if each.storage_dtype is not None]
+    return tuple(dict.fromkeys((*FLOAT_DTYPES, *stored)))
+
+
+def check_storage_dtype(argument: str, dtype: torch.dtype) -> None:
+    """Check that a cache tensor may have a dtype: that some format stores it.
+
+    Raises:
+        ValueError: another dtype, or no dtype.
+    """
+    allowed = storage_dtypes()
+    check(dtype in allowed, argument, f"one of {', '.join(map(str, allowed))}", dtype)
+
+
 def check_format(cache_format: CacheFormat) -> None:
     """Check that a cache format is one of `CACHE_FORMATS`: those that the reference reads and writes.
 

@@ -181,8 +181,11 @@ def test_no_backend_has_to_tell_programs_or_costs(monkeypatch):
         if planned:
             assert captured.schedule.tile_ranges.equal(reference.plan_decode(common.seq_lens, 4).tile_ranges)
     fast.warmup(DIRECT, device="cpu", dtype=torch.float32, block_size=16)
-    with pytest.raises(UnsupportedConfiguration, match="cpu: has no kernel for decode_programs"):
-        fast.MLAMetadataBuilder(DIRECT, 16, 16384, 8, backend={"decode_programs": "cpu"}).build(0, common)
+    half = Backend("half", 0, "cpu", {"decode_programs": OpSupport(lambda *_: 7, dtypes=(torch.float16,))})
+    with_backends(monkeypatch, replace(CPU_BACKEND, ops=ops), half)
+    asked = fast.MLAMetadataBuilder(DIRECT, 16, 16384, 8, backend={"decode_programs": "half"})
+    with pytest.raises(UnsupportedConfiguration, match="half: serves torch.float16, got torch.bfloat16"):
+        asked.build(0, common)  # named by the user: no silent replacement
 
 
 def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():

@@ -19,13 +19,17 @@ def test_table():
     subjects = [*ROOT.glob("fast/kernels/cpu/*.py"), *ROOT.glob("fast/integrations/transformers/*.py")]
     subjects += [path for package in ("reference", "fast") for folder in ("planning", "distributed")
                  for path in (ROOT / package / folder).glob("[!_]*.py")]  # fmt: skip
-    modules = ("choose_path", "cascade", "metadata", "builder", "graphs", "context_parallel")
-    subjects += [ROOT / "fast" / "mla" / "staging.py", ROOT / "fast" / "kernels" / "rotation.py"]
+    modules = ("choose_path", "cascade", "metadata", "builder", "captured", "context_parallel")
+    subjects += [
+        ROOT / "fast" / "mla" / "staging.py",
+        ROOT / "fast" / "mla" / "device_choices.py",
+        ROOT / "fast" / "kernels" / "rotation.py",
+    ]
     subjects += [ROOT / package / "mla" / f"{module}.py" for package in ("reference", "fast") for module in modules]
     transport = {ROOT / "reference" / "distributed" / f"{name}.py" for name in ("groups", "simulation", "arguments")}
     subjects = set(subjects) - transport
     assert set(TABLE) == {str(path.relative_to(ROOT)) for path in subjects} | {
-        f"reference/interfaces/{room}.py" for room in ("ownership", "sizes", "slots")
+        f"reference/interfaces/{room}.py" for room in ("ownership", "sizes", "slots", "decode_schedule", "builder")
     }
     for file, judge in TABLE.items():
         assert (ROOT / file).is_file(), file
