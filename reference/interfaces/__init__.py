@@ -98,6 +98,7 @@ from .layer_arguments import (
 )
 from .metadata import (
     AttentionState,
+    BatchSplit,
     CascadeMetadata,
     CommonAttentionMetadata,
     ContextChunk,
@@ -136,6 +137,7 @@ __all__ = [
     "PRESETS",
     "AttentionMetadataBuilder",
     "AttentionState",
+    "BatchSplit",
     "CacheFormat",
     "CascadeMetadata",
     "CommonAttentionMetadata",
