@@ -14,7 +14,7 @@ import torch
 
 import fast
 from fast.kernels import cpu
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import DecodeSchedule, MLAConfig
 
 from .support.backends import cpu_backend, with_backends
@@ -105,7 +105,7 @@ STEPS = (
 def serve(config, dtype, threshold, batch_invariant=False):
     """Steps of every kind and many sizes; where they are to be batch-invariant, planned and not."""
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
-    costs = measured_costs(config.num_heads)
+    costs = measured_schedule_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
         cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)

@@ -9,7 +9,7 @@ SOME_HEADS = ScheduleCosts(request_cost=5, split_cost=4, cut=InvariantCut(16, 8,
 MANY_HEADS = ScheduleCosts(request_cost=8, split_cost=4, cut=InvariantCut(16, 8, 32, 64))
 
 
-def measured_costs(num_heads: int) -> ScheduleCosts:
+def measured_schedule_costs(num_heads: int) -> ScheduleCosts:
     """Return the costs of a decode with so many heads (`docs/log.md` has the measurements).
 
     For more than 32 heads 8 tiles a request were measured; up to 32, whose tiles take longer beside the rest, anything

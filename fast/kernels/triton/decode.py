@@ -27,7 +27,7 @@ from reference.interfaces import (
 
 from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
 from ..device import device_facts
-from ..schedule_costs import measured_costs
+from ..schedule_costs import measured_schedule_costs
 from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles, load_queries
 from .scheduled_decode import launch_scheduled
 
@@ -265,7 +265,7 @@ def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
     """Return what schedules reckon with; so far the number of heads alone decides."""
-    return measured_costs(num_heads)
+    return measured_schedule_costs(num_heads)
 
 
 @functools.lru_cache(maxsize=1024)
