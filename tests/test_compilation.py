@@ -293,7 +293,7 @@ def test_too_wide_for_a_chip():
     small = DeviceFacts(1, (8, 6), 101376)
     wanted = "^triton: mla_decode has no tile of 2112 columns of torch.float32 for 101376 bytes of shared memory$"
     with pytest.raises(fast.UnsupportedConfiguration, match=wanted):
-        launch_shape(1, 64, 2048 + 64, torch.float32, small.capability, small.shared)
+        launch_shape(1, 64, 2048 + 64, torch.float32, 4, small.capability, small.shared)
     wanted = "^triton: flash_attn_varlen has no tile of 4096 and 4096 columns of torch.bfloat16 for 101376 bytes of"
     with pytest.raises(fast.UnsupportedConfiguration, match=wanted):
         _blocks(torch.bfloat16, small, 4096, 4096)
