@@ -15,6 +15,7 @@ from reference.distributed.simulation import simulate
 from reference.interfaces import (
     PRESETS,
     AttentionState,
+    BatchSplit,
     CascadeMetadata,
     CommonAttentionMetadata,
     ContextChunk,
@@ -86,6 +87,7 @@ from .planning.slots import dcp_slot_mapping, slot_mapping
 __all__ = [
     "PRESETS",
     "AttentionState",
+    "BatchSplit",
     "CascadeMetadata",
     "CommonAttentionMetadata",
     "ContextChunk",

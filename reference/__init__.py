@@ -15,6 +15,7 @@ from .distributed.simulation import simulate
 from .interfaces import (
     PRESETS,
     AttentionState,
+    BatchSplit,
     CascadeMetadata,
     CommonAttentionMetadata,
     ContextChunk,
@@ -74,6 +75,7 @@ from .planning.slots import dcp_slot_mapping, slot_mapping
 __all__ = [
     "PRESETS",
     "AttentionState",
+    "BatchSplit",
     "CascadeMetadata",
     "CommonAttentionMetadata",
     "ContextChunk",

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import fast
 import reference
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import DecodeSchedule, InvariantCut, MLAConfig
 
 from .benchmarks.report import provenance
@@ -117,7 +117,7 @@ def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
             ql, q_pe, cache, plan = make_inputs(*lengths, heads, dtype, width)
             if device.type == "cuda":
                 plan = on_device(plan)
-            schedule, costs = None, measured_costs(heads)
+            schedule, costs = None, measured_schedule_costs(heads)
             if programs:
                 schedule = fast.plan_decode(plan.seq_lens, programs, costs, batch_invariant)
             elif batch_invariant:
@@ -136,14 +136,14 @@ def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
         for heads, programs, requests in itertools.product(HEADS, (1, 7, 132), (1, 5, 64, 300)):
             lens = torch.randint(0, 9000, (requests,), generator=drawn, dtype=torch.int32)
             for invariant in (False, True):
-                plan = partial(package.plan_decode, lens, programs, measured_costs(heads), invariant)
+                plan = partial(package.plan_decode, lens, programs, measured_schedule_costs(heads), invariant)
                 yield f"{package.__name__}.plan_decode {heads} {programs} {requests} {invariant}", plan
         for label, (query_lens, seq_lens) in LENGTHS.items():
             for config in (None, CONFIGS["low-rank"], MLAConfig.from_preset("deepseek-v3")):
 
                 def plan(package=package, query_lens=query_lens, seq_lens=seq_lens, config=config) -> Any:
                     common = make_batch(query_lens, seq_lens).common
-                    costs = measured_costs(config.num_heads) if config else None
+                    costs = measured_schedule_costs(config.num_heads) if config else None
                     return package.build_mla_metadata(
                         common, 16, 512, config=config, num_programs=config and 7, schedule_costs=costs
                     )

@@ -14,7 +14,7 @@ import torch
 
 import fast
 from fast.kernels import cpu
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import DecodeSchedule, MLAConfig
 
 from .support.backends import cpu_backend, with_backends
@@ -105,7 +105,7 @@ STEPS = (
 def serve(config, dtype, threshold, batch_invariant=False):
     """Steps of every kind and many sizes; where they are to be batch-invariant, planned and not."""
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
-    costs = measured_costs(config.num_heads)
+    costs = measured_schedule_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
         cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)
@@ -293,7 +293,7 @@ def test_too_wide_for_a_chip():
     small = DeviceFacts(1, (8, 6), 101376)
     wanted = "^triton: mla_decode has no tile of 2112 columns of torch.float32 for 101376 bytes of shared memory$"
     with pytest.raises(fast.UnsupportedConfiguration, match=wanted):
-        launch_shape(1, 64, 2048 + 64, torch.float32, small.capability, small.shared)
+        launch_shape(1, 64, 2048 + 64, torch.float32, 4, small.capability, small.shared)
     wanted = "^triton: flash_attn_varlen has no tile of 4096 and 4096 columns of torch.bfloat16 for 101376 bytes of"
     with pytest.raises(fast.UnsupportedConfiguration, match=wanted):
         _blocks(torch.bfloat16, small, 4096, 4096)

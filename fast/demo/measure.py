@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from reference.interfaces import QueryLenSupport
+from reference.interfaces import COMPUTE_FORMAT, QueryLenSupport, element_bytes
 
 from .. import backends
 from ..compilation import warmup
@@ -167,9 +167,9 @@ def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) ->
 
 def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Bytes of 1000 tokens over all layers: the latent, and what expanded keys and values would take."""
-    c, elements = job.config, job.model.config.num_hidden_layers * job.dtype.itemsize * 1000
-    latent = elements * c.head_size
-    expanded = elements * c.num_heads * (c.qk_head_dim + c.v_head_dim)
+    c, entries = job.config, job.model.config.num_hidden_layers * 1000
+    latent = entries * COMPUTE_FORMAT.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, job.dtype)
+    expanded = entries * c.num_heads * (c.qk_head_dim + c.v_head_dim) * element_bytes(job.dtype)
     return {
         "latent_bytes_per_1000_tokens": latent,
         "expanded_bytes_per_1000_tokens": expanded,

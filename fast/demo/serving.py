@@ -12,6 +12,7 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from reference.distributed.arguments import check_groups
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     CommonAttentionMetadata,
     GroupError,
     MLAConfig,
@@ -45,6 +47,22 @@ def _layers_of(model: nn.Module) -> list[nn.Module]:
     forwards = (module.__dict__.get("forward") for module in model.modules())
     layers = (getattr(forward, "attention", None) for forward in forwards)
     return [layer for layer in layers if hasattr(layer, "workspace_tokens")]
+
+
+class _Schedule(NamedTuple):
+    """What a step runs.
+
+    Attributes:
+        plan: tokens of each request, in batch order.
+        preempted: ids of the requests that gave their blocks back.
+        taken: blocks that each request took for this step.
+        admitted: requests that ran for the first time, or again, with this step.
+    """
+
+    plan: dict[Request, int]
+    preempted: list[int]
+    taken: dict[Request, int]
+    admitted: list[Request]
 
 
 class ServingLoop:
@@ -134,9 +152,12 @@ class ServingLoop:
         self.model, self.config, self.ops = model, config, ops
         self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
         self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs
-        self.device, dtype = model.device, model.dtype
+        self.device = model.device
+        dims = config.kv_lora_rank, config.qk_rope_head_dim
+        columns, dtype = COMPUTE_FORMAT.columns(*dims), COMPUTE_FORMAT.dtype_for(model.dtype)
+        self._entry_bytes = COMPUTE_FORMAT.entry_bytes(*dims, model.dtype)
         self.kv_caches = [
-            ops.allocate_kv_cache(num_blocks, block_size, config.head_size, dtype, self.device)
+            ops.allocate_kv_cache(num_blocks, block_size, columns, dtype, self.device)
             for _ in range(model.config.num_hidden_layers)
         ]
         self.waiting: deque[Request] = deque()
@@ -147,13 +168,12 @@ class ServingLoop:
 
     @property
     def cache_bytes_in_use(self) -> int:
-        """Resident bytes over all layers: (Lkv + R) x element size x tokens, rounded up to blocks for each request.
+        """Return the resident bytes over all layers: entry bytes x tokens, rounded up to blocks for each request.
 
         Of this rank alone where ranks share sequences.
         """
         owned = self.allocator.num_blocks - self.allocator.num_free
-        per_layer = owned * self.block_size * self.config.head_size * self.kv_caches[0].element_size()
-        return per_layer * len(self.kv_caches)
+        return owned * self.block_size * self._entry_bytes * len(self.kv_caches)
 
     def add(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Request:
         """Queue a request.
@@ -243,18 +263,19 @@ class ServingLoop:
             StepLost: a rank did not answer; it names the group, the operation and the requests of this step.
         """
         self._refuse_where_lost()
-        plan, preempted, taken, admitted = self._schedule()
+        scheduled = self._schedule()
+        plan = scheduled.plan
         if not plan:  # nobody runs and nobody waits
-            return StepReport(0, 0, 0, 0, 0, tuple(preempted), (), 0, 0, self.cache_bytes_in_use)
+            return StepReport(0, 0, 0, 0, 0, tuple(scheduled.preempted), (), 0, 0, self.cache_bytes_in_use)
         in_flight = tuple(request.request_id for request in plan)
         try:
             with deadline(self.context_parallel, in_flight):
                 metadata, next_ids = self._forward(plan)
         except BaseException as error:
-            for request in admitted[::-1]:
+            for request in scheduled.admitted[::-1]:
                 self.running.remove(request)
                 self.waiting.appendleft(request)
-            for request, count in taken.items():
+            for request, count in scheduled.taken.items():
                 self.allocator.free(request.blocks[-count:])
                 del request.blocks[-count:]
             if self.context_parallel is not None:
@@ -270,7 +291,7 @@ class ServingLoop:
             num_prefills=metadata.num_prefills,
             num_context_chunks=len(metadata.prefill.context_chunks),
             num_generated=len(next_ids),
-            preempted=tuple(preempted),
+            preempted=tuple(scheduled.preempted),
             finished=tuple(finished),
             num_running=len(self.running),
             num_waiting=len(self.waiting),
@@ -282,12 +303,8 @@ class ServingLoop:
             self._lost is None, "ServingLoop", "ranks that stand at the same step", f"a step that failed ({self._lost})"
         )
 
-    def _schedule(self) -> tuple[dict[Request, int], list[int], dict[Request, int], list[Request]]:
-        """Choose the tokens of a step and take blocks for them.
-
-        Returns:
-            Tokens of each request in batch order, ids of the preempted, blocks taken by each request, new requests.
-        """
+    def _schedule(self) -> _Schedule:
+        """Choose the tokens of a step and take blocks for them."""
         plan: dict[Request, int] = {}
         taken: dict[Request, int] = {}
         preempted: list[int] = []
@@ -320,7 +337,7 @@ class ServingLoop:
             plan[request] = min(request.num_pending, budget)
             budget -= plan[request]
             self._take(request, self._blocks_for(request, plan[request]), taken)
-        return plan, preempted, taken, admitted
+        return _Schedule(plan, preempted, taken, admitted)
 
     def _blocks_for(self, request: Request, count: int) -> int:
         """Blocks that `request` lacks for its next `count` tokens."""

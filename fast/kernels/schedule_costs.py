@@ -10,7 +10,7 @@ SOME_HEADS = ScheduleCosts(5, 4, InvariantCut(16, 8, 32, 64), STARTS)  # up to 3
 MANY_HEADS = ScheduleCosts(8, 4, InvariantCut(16, 8, 32, 64), STARTS)
 
 
-def measured_costs(num_heads: int) -> ScheduleCosts:
+def measured_schedule_costs(num_heads: int) -> ScheduleCosts:
     """Return the costs of a decode with so many heads (`docs/log.md` has the measurements).
 
     For more than 32 heads 8 tiles a request were measured; up to 32, whose tiles take longer beside the rest, anything

@@ -181,7 +181,7 @@ def costs_file(gpu: str, num_heads: int) -> str:
     return f"{short_name(gpu)}-{num_heads}.json"
 
 
-def measured_costs(config: MLAConfig, device: torch.device | str) -> PathCosts | None:
+def measured_path_costs(config: MLAConfig, device: torch.device | str) -> PathCosts | None:
     """The constants that were measured on a device of this kind, for the number of heads next to the layer's.
 
     Args:

@@ -138,7 +138,7 @@ def build_mla_metadata(
     decodes, query_lens = requests, None
     paths = {"config": config, "costs": costs, "cache_format": cache_format, "dtype": dtype}  # of `choose_path`
     if query_len_support is QueryLenSupport.UNIFORM:
-        decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
+        decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True).num_decodes
     elif common.max_query_len > decode_threshold:
         query_lens = starts_cpu.diff()
         decodes = _first_expanded(common, query_lens, decode_threshold, query_len_support, paths)

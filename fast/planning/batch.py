@@ -7,6 +7,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from reference.interfaces import (
+    BatchSplit,
     CommonAttentionMetadata,
     check_common,
     check_flag,
@@ -17,8 +18,8 @@ from reference.interfaces import (
 
 def split_decodes_and_prefills(
     common: CommonAttentionMetadata, decode_threshold: int = 1, require_uniform: bool = False
-) -> tuple[int, int, int, int]:
-    """Where the leading requests that may decode end.
+) -> BatchSplit:
+    """Count the leading requests that may decode, the prefills behind them, and the query tokens of both.
 
     A request decodes where its query is at most `decode_threshold` tokens long; the first longer one starts the
     prefills, and everything after it is a prefill too. Rows of length 0 are padding and count as decodes.
@@ -29,7 +30,7 @@ def split_decodes_and_prefills(
         require_uniform: the first row of another (non-zero) length starts the prefills.
 
     Returns:
-        num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens.
+        Requests and query tokens of both parts; it unpacks in the order of the fields.
 
     Raises:
         ValueError: `decode_threshold` below 1.
@@ -45,7 +46,7 @@ def split_decodes_and_prefills(
     num_decodes = int(prefills.int().argmax()) if bool(prefills.any()) else common.num_reqs
     num_decode_tokens = int(common.query_start_loc_cpu[num_decodes])
     num_prefill_tokens = int(common.query_start_loc_cpu[-1]) - num_decode_tokens
-    return num_decodes, common.num_reqs - num_decodes, num_decode_tokens, num_prefill_tokens
+    return BatchSplit(num_decodes, common.num_reqs - num_decodes, num_decode_tokens, num_prefill_tokens)
 
 
 def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> tuple[tuple[int, int], ...]:

@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,14 @@ class _Turns:
         self.changed.notify_all()
 
 
+class _Contribution(NamedTuple):
+    """What one rank hands in to an exchange."""
+
+    rank: int
+    operation: str
+    value: Any
+
+
 class SimulatedRanks(Group):
     """A rank of a group whose members are threads of one process (`simulate` makes them).
 
@@ -79,7 +87,9 @@ class SimulatedRanks(Group):
         board: what the members of this group handed in, shared by them.
     """
 
-    def __init__(self, name: str, rank: int, members: tuple[int, ...], turns: _Turns, board: dict[int, list[Any]]):
+    def __init__(
+        self, name: str, rank: int, members: tuple[int, ...], turns: _Turns, board: dict[int, list[_Contribution]]
+    ):
         super().__init__(name, len(members), rank, members)
         self._turns, self._board, self._exchanges = turns, board, 0
 
@@ -87,15 +97,17 @@ class SimulatedRanks(Group):
         """Hand in a value, wait for those of all members."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
         handed_in = self._board.setdefault(number, [])
-        handed_in.append((self.rank, operation, value))
+        handed_in.append(_Contribution(self.rank, operation, value))
         what = f"{operation} of {self.name}, ranks {list(self.members)}"
         self._turns.wait(self.members[self.rank], lambda: len(handed_in) == self.size, what)
-        by_rank = sorted(handed_in, key=lambda entry: entry[0])
+        by_rank = sorted(handed_in, key=lambda contribution: contribution.rank)
         self._board.pop(number - 1, None)  # all have read the one before
-        for rank, other, _ in by_rank:
-            if other != operation:
-                raise GroupError(f"{self.name}: {operation} on rank {self.rank}, but {other} on rank {rank}")
-        return [entry[2] for entry in by_rank]
+        for other in by_rank:
+            if other.operation != operation:
+                raise GroupError(
+                    f"{self.name}: {operation} on rank {self.rank}, but {other.operation} on rank {other.rank}"
+                )
+        return [contribution.value for contribution in by_rank]
 
     def _tensors(self, operation: str, x: Tensor) -> list[Tensor]:
         found = self._exchange(operation, x.clone())
@@ -159,7 +171,7 @@ def simulate(
     check(is_positive_int(total) and total % size == 0, "tensor_parallel_size", f"a multiple of {size}", total)
     check(total <= MOST_RANKS, "tensor_parallel_size", f"at most {MOST_RANKS} ranks in one process", total)
     turns, everyone = _Turns(total), tuple(range(total))
-    boards: list[dict[int, list[Any]]] = [{} for _ in range(1 + total // size)]
+    boards: list[dict[int, list[_Contribution]]] = [{} for _ in range(1 + total // size)]
     results: list[Any] = [None] * total
     enter = _surroundings()
 

@@ -105,6 +105,7 @@ from .layer_arguments import (
 )
 from .metadata import (
     AttentionState,
+    BatchSplit,
     CascadeMetadata,
     CommonAttentionMetadata,
     ContextChunk,
@@ -143,6 +144,7 @@ __all__ = [
     "PRESETS",
     "AttentionMetadataBuilder",
     "AttentionState",
+    "BatchSplit",
     "CacheFormat",
     "CascadeMetadata",
     "CommonAttentionMetadata",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsIndex
 
 import torch
 from jaxtyping import Float, Int32, Int64
@@ -34,6 +34,22 @@ class AttentionState:
         """Yield `out`, then `lse`."""
         yield self.out
         yield self.lse
+
+
+class BatchSplit(NamedTuple):
+    """Sizes of the two parts of a batch: the leading requests that decode, and the prefills behind them.
+
+    Attributes:
+        num_decodes: leading requests that decode, padding rows among them.
+        num_prefills: requests after the decodes.
+        num_decode_tokens: query tokens of the decodes.
+        num_prefill_tokens: query tokens of the prefills.
+    """
+
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -117,7 +117,7 @@ def build_mla_metadata(
     contexts = common.num_computed_tokens_cpu
 
     if query_len_support is QueryLenSupport.UNIFORM:
-        decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True)[0]
+        decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True).num_decodes
         uniform = next((query_len for query_len in query_lens[:decodes] if query_len > 0), None)
         absorbed = [query_len == uniform for query_len in query_lens]
     else:

@@ -214,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--heads", type=int, nargs="+", default=[16, 128], metavar="N", help="heads (default: 16 128)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write hardware, versions, points and costs here")
     parser.add_argument("--costs", type=Path, metavar="DIR", help="write the constants here, one file for each number "
-                        "of heads, for fast.mla.choose_path.measured_costs (it reads fast/assets/costs)")  # fmt: skip
+                        "of heads; fast.mla.choose_path.measured_path_costs reads fast/assets/costs")  # fmt: skip
     parser.add_argument("--time", type=float, default=20.0, metavar="MS", help="how long each path is timed at each "
                         "point (default: %(default)s)")  # fmt: skip
     argv = list(sys.argv[1:] if argv is None else argv)

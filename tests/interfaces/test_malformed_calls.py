@@ -27,7 +27,7 @@ PACKAGES = ("reference", "fast")
 REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
 
 # Records that check nothing where they are made: what takes them checks them (`metadata.*` and others in the report).
-UNCHECKED = {"AttentionState", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
+UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
              "ContextParallelMetadata", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters", "MLAMetadata",
              "PrefillMetadata", "ScheduleChoice"}  # fmt: skip
 NOT_CALLED = UNCHECKED | {"PRESETS", "QueryLenSupport", "GroupError", "UnsupportedConfiguration"}

@@ -20,7 +20,7 @@ import torch
 
 import fast
 from fast import compilation
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import DecodeMetadata, InvariantCut, invariant_split_tiles
 
 from .. import memory_checks
@@ -264,7 +264,7 @@ def test_choice_of_splits():
 def test_choice_of_runs():
     """Splits by their own length are spread over programs where there are programs to spare, never more than splits."""
     for heads, program_rows in ((16, 16), (32, 32), (128, 64)):
-        cut = measured_costs(heads).cut
+        cut = measured_schedule_costs(heads).cut
         choose = partial(select.best_num_programs, heads=heads, program_rows=program_rows, processors=132, cut=cut)
         assert choose(items=1, rows=heads, keys=131072) > 20
         assert choose(items=256, rows=256 * program_rows, keys=4096) == 1
@@ -408,7 +408,7 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
             assert given["num_partials"] == slots and given["partial_out"].numel() == slots * heads * 512
             assert given["splits_bound"] == splits
     # a table of no page
-    assigned = select.assign_by_length(3, 64, 64, 0, 64, 512, 132, measured_costs(64).cut)
+    assigned = select.assign_by_length(3, 64, 64, 0, 64, 512, 132, measured_schedule_costs(64).cut)
     assert assigned == select.Assignment(6, 1, 0, 0, most_splits=1, slices=2)
 
 

@@ -14,7 +14,7 @@ import torch
 import fast
 import reference
 from fast import backends
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import (
     AttentionState,
     DecodeMetadata,
@@ -218,7 +218,7 @@ def test_lengths_beyond_the_table(batch_invariant, length):
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], heads, BF16)
         far = replace(plan, seq_lens=integers(1100, length, 70))
         # by the fast wing: the reference walks 2^25 tiles one by one
-        schedule = fast.plan_decode(far.seq_lens, 5, measured_costs(heads), batch_invariant=batch_invariant)
+        schedule = fast.plan_decode(far.seq_lens, 5, measured_schedule_costs(heads), batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
         verdict(state, ql, q_pe, cache, plan)  # that request still sees 64 keys, as `visible_lens` says
 
@@ -328,7 +328,7 @@ def test_values_outside_the_tensors(heads, block_size, cut):
         schedule = schedule_of(None, heads, 0, True) if cut == "batch-invariant" else None
         if cut in ("scheduled", "batch-invariant, planned"):
             lens = plan.seq_lens.clamp(min=0)  # who plans on a CPU refuses less
-            schedule = fast.plan_decode(lens, 3, measured_costs(heads), batch_invariant=cut != "scheduled")
+            schedule = fast.plan_decode(lens, 3, measured_schedule_costs(heads), batch_invariant=cut != "scheduled")
         return launch(ql, q_pe, cache, plan, schedule=schedule)
 
     state = decoded(plan)
@@ -383,7 +383,7 @@ def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monke
     schedule = None
     if cut in ("scheduled", "folded, planned"):
         lens = inputs[3].seq_lens.to(DEVICE)
-        schedule = fast.plan_decode(lens, 7, measured_costs(heads), batch_invariant=cut != "scheduled")
+        schedule = fast.plan_decode(lens, 7, measured_schedule_costs(heads), batch_invariant=cut != "scheduled")
     elif cut in ("folded", "runs"):
         schedule = schedule_of(inputs[3], heads, 0, True)
     given = arguments(*inputs, schedule=schedule)
@@ -475,7 +475,7 @@ def test_offsets_beyond_32_bit(heads, block_size):
 def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
     """Pitfall 8: splits of the last request have their parts past element 2^31 of all parts."""
     pages = 2048  # of 64 keys: as many splits as any request may have
-    slots = requests * most_invariant_splits(pages, measured_costs(heads).cut)
+    slots = requests * most_invariant_splits(pages, measured_schedule_costs(heads).cut)
     if torch.cuda.mem_get_info()[0] < 3 * slots * heads * 512 * 4:
         pytest.skip("too little memory")
     ql, q_pe, cache, plan = make_inputs([1], [40_000], heads, BF16)
@@ -491,7 +491,7 @@ def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
     )  # fmt: skip
     schedule = schedule_of(None, heads, 0, True)
     if planned:
-        schedule = fast.plan_decode(lens, 7, measured_costs(heads), batch_invariant=True)
+        schedule = fast.plan_decode(lens, 7, measured_schedule_costs(heads), batch_invariant=True)
     rows = torch.zeros(requests, heads, 512).to(BF16), torch.zeros(requests, heads, 64).to(BF16)
     for row, query in zip(rows, (ql, q_pe), strict=True):
         row[-1] = query[0]

@@ -14,7 +14,7 @@ import torch
 
 import fast
 import reference
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import DecodeSchedule, InvariantCut, ScheduleCosts
 
 from ..support.decode_inputs import rising_inputs, schedule_of, verdict
@@ -232,7 +232,8 @@ def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch
         # by the fast wing: the reference walks 2^25 tiles one by one
         schedule = schedule_of(far, 4, 0, True)
         if programs > 0:
-            schedule = fast.plan_decode(far.seq_lens, programs, measured_costs(4), batch_invariant=batch_invariant)
+            costs = measured_schedule_costs(4)
+            schedule = fast.plan_decode(far.seq_lens, programs, costs, batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
         verdict(state, ql, q_pe, cache, plan)  # that request still sees as many keys as `visible_lens` says
 

@@ -59,7 +59,7 @@ def test_plan(lens, block_size, extra, threshold):
     query_lens, seq_lens = lens
     workspace = max(1, len(query_lens)) * block_size + extra
     common = make_batch(query_lens, seq_lens, block_size).common
-    decodes = reference.split_decodes_and_prefills(common, threshold)[0]
+    decodes = reference.split_decodes_and_prefills(common, threshold).num_decodes
     if any(new > 0 and length == 0 for new, length in zip(query_lens[decodes:], seq_lens[decodes:], strict=True)):
         for ops in (reference, fast):  # padding computed as a prefill would not come out as zero
             with pytest.raises(ValueError, match="^seq_lens: expected padding rows among the decodes only"):

@@ -133,19 +133,19 @@ def test_ends(ops):
     assert ops.choose_path(0, 0, V3) == "absorbed"
 
 
-def test_measured_costs(monkeypatch, tmp_path):
+def test_measured_path_costs(monkeypatch, tmp_path):
     """Of the card's name and the nearest number of heads, on a logarithmic scale; of no other card."""
     from fast.mla import choose_path as path
 
     assert path.costs_file("NVIDIA H200", 16) == "h200-16.json"
-    assert path.measured_costs(V3, "cpu") is None
+    assert path.measured_path_costs(V3, "cpu") is None
     monkeypatch.setattr(path, "COSTS", tmp_path)
     for heads in (16, 128):
         PathCosts(byte=float(heads)).save(tmp_path / f"h200-{heads}.json")
     for name, heads, expected in (("NVIDIA H200", 128, 128), ("NVIDIA H200", 64, 128), ("NVIDIA H200", 8, 16),
                                   ("NVIDIA H200 NVL", 16, None), ("NVIDIA H20", 16, None)):  # fmt: skip
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        found = path.measured_costs(MLAConfig.from_preset("deepseek-v3", num_heads=heads), "cuda")
+        found = path.measured_path_costs(MLAConfig.from_preset("deepseek-v3", num_heads=heads), "cuda")
         assert (found and found.byte) == expected
 
 

@@ -9,6 +9,7 @@ import torch
 
 import fast
 import reference
+from reference.interfaces import BatchSplit
 
 from ..support.factories import assert_same_bits, assert_states64, integers, make_batch, offsets
 from ..support.planning import QUERY_LENS, WINGS, batches, same
@@ -48,12 +49,18 @@ def brute_split(query_lens, threshold, uniform):
         return all(n <= threshold for n in prefix) and not (uniform and len(lengths) > 1)
 
     decodes = max(n for n in range(len(query_lens) + 1) if fits(query_lens[:n]))
-    return decodes, len(query_lens) - decodes, sum(query_lens[:decodes]), sum(query_lens[decodes:])
+    return BatchSplit(
+        num_decodes=decodes,
+        num_prefills=len(query_lens) - decodes,
+        num_decode_tokens=sum(query_lens[:decodes]),
+        num_prefill_tokens=sum(query_lens[decodes:]),
+    )
 
 
 def check_split(ops, query_lens, threshold, uniform):
     common = make_batch(query_lens, query_lens).common
-    assert ops.split_decodes_and_prefills(common, threshold, uniform) == brute_split(query_lens, threshold, uniform)
+    split = ops.split_decodes_and_prefills(common, threshold, uniform)
+    assert type(split) is BatchSplit and split == brute_split(query_lens, threshold, uniform)
 
 
 @given(QUERY_LENS, st.sampled_from([1, 2, 3, 16, 17]), st.booleans(), WINGS)

@@ -10,7 +10,7 @@ import torch
 
 import fast
 import reference
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import InvariantCut, ScheduleCosts, invariant_split_tiles, most_invariant_splits
 
 from ..support.even_chunks import even_chunks
@@ -155,7 +155,7 @@ def test_schedule(lens, programs, overhead, ops):
 
 @given(LENS, PROGRAMS, st.sampled_from([0, 1, 5]), st.sampled_from([1, 64, 128]), st.booleans())
 def test_decode_planners_agree(lens, programs, overhead, heads, batch_invariant):
-    costs = replace(measured_costs(heads), request_cost=overhead)
+    costs = replace(measured_schedule_costs(heads), request_cost=overhead)
     same(*(ops.plan_decode(integers(*lens), programs, costs, batch_invariant) for ops in (reference, fast)))
 
 
@@ -163,7 +163,7 @@ def test_decode_planners_agree(lens, programs, overhead, heads, batch_invariant)
 def test_planners_agree_on_long_requests(heads):
     """Every branch of the batch-invariant cut, up to the most splits."""
     lens = integers(8193, 17_000, 70_000, 140_000)
-    same(*(ops.plan_decode(lens, 33, measured_costs(heads), True) for ops in (reference, fast)))
+    same(*(ops.plan_decode(lens, 33, measured_schedule_costs(heads), True) for ops in (reference, fast)))
 
 
 def test_costs_decide_where_programs_begin():
@@ -177,12 +177,12 @@ def test_costs_decide_where_programs_begin():
         assert neutral.tile_ranges.tolist() != none.tile_ranges.tolist()
 
 
-def test_measured_costs_by_heads():
+def test_measured_schedule_costs_by_heads():
     """Plans of fast's builders stay what they were before the figures of one chip became a record."""
     few, some, many = InvariantCut(4, 32, 16, 128), InvariantCut(16, 8, 32, 64), InvariantCut(16, 8, 32, 64)
     wanted = {1: (5, 1, few), 16: (5, 1, few), 17: (5, 4, some), 32: (5, 4, some), 33: (8, 4, many), 128: (8, 4, many)}
     for heads, (request_cost, split_cost, cut) in wanted.items():
-        assert measured_costs(heads) == ScheduleCosts(request_cost, split_cost, cut, invariant_starts=4)
+        assert measured_schedule_costs(heads) == ScheduleCosts(request_cost, split_cost, cut, invariant_starts=4)
 
 
 @pytest.mark.parametrize("heads, each, sizes", [(16, 1, (10, 4, 4)), (17, 4, (32, 16, 16))])
@@ -198,7 +198,7 @@ def test_splits_cost_a_part_of_a_request(heads, each, sizes, ops):
         ownership = -(-place // programs)
         firsts = [next(s for s in starts if s[0] // ownership == p)[1:] for p in range(programs)]
         lens = integers(*(64 * count for count in tiles))
-        ranges = ops.plan_decode(lens, programs, measured_costs(heads), True).tile_ranges
+        ranges = ops.plan_decode(lens, programs, measured_schedule_costs(heads), True).tile_ranges
         assert [(first, tile) for first, _, tile, _, _ in ranges.tolist()] == firsts
 
 
@@ -207,13 +207,13 @@ def test_splits_cost_a_part_of_a_request(heads, each, sizes, ops):
     (1, 3, 4), (16, 128, 4), (16, 200, 8), (16, 512, 16), (16, 2048, 16), (16, 4096, 32), (16, 4097, 34),
 ])  # fmt: skip
 def test_batch_invariant_cut(heads, tiles, size):
-    assert invariant_split_tiles(tiles, measured_costs(heads).cut) == size
+    assert invariant_split_tiles(tiles, measured_schedule_costs(heads).cut) == size
 
 
 @pytest.mark.parametrize("heads", [16, 17])
 def test_most_batch_invariant_splits(heads):
     """Enough for every request that fits, and no more than some request of that length or less has."""
-    most, cut = 1, measured_costs(heads).cut
+    most, cut = 1, measured_schedule_costs(heads).cut
     for tiles in range(1, 4200):
         most = max(most, -(-tiles // invariant_split_tiles(tiles, cut)))
         assert most_invariant_splits(tiles, cut) == most
@@ -233,7 +233,7 @@ def test_buffers_hold_the_splits_of_any_cut(small_pairs, small_splits, more_pair
 @given(LENS, PROGRAMS, st.sampled_from([0, 5]), st.sampled_from([16, 128]), WINGS)
 def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
     """Each tile once; a request is cut every so many tiles, alone as in company; a program's splits are whole."""
-    costs = replace(measured_costs(heads), request_cost=overhead)
+    costs = replace(measured_schedule_costs(heads), request_cost=overhead)
     schedule = ops.plan_decode(integers(*lens), programs, costs, True)
     assert schedule.cut == costs.cut  # the kernel cuts as the plan does
     tiles, ranges = tiles_of(lens), taken_by(schedule, lens)

@@ -12,7 +12,7 @@ import torch
 import fast
 import fast.mla.builder
 import reference
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import DECODE_TILE, CommonAttentionMetadata, ScheduleChoice, ScheduleCosts, choose_schedule
 
 from ..benchmarks.decode import Row
@@ -54,7 +54,7 @@ def batch_of(seq_lens, query_len=1, ownership=None):
 @given(st.lists(st.integers(0, 9000), max_size=8), st.integers(0, 9), st.sampled_from(sorted(START)), st.booleans())
 def test_lengths_that_differ_are_planned(lens, programs, heads, invariant):
     """Planned where padding all requests to the longest costs more than a start for each request and program."""
-    choice = choose_schedule(integers(*lens).cpu(), programs, measured_costs(heads), invariant)
+    choice = choose_schedule(integers(*lens).cpu(), programs, measured_schedule_costs(heads), invariant)
     tiles = [len(range(0, length, DECODE_TILE)) for length in lens if length > 0]
     if programs == 0 or not lens:
         assert choice == ScheduleChoice(0, 0, 0, 0, False)
@@ -78,7 +78,8 @@ def test_the_choice_is_nearly_the_faster_way(invariant, most):
         own = "fast, invariant" if invariant else "fast"
         by_way = {planned: times[own + (", planned" if planned else "")]["median_us"] for planned in (False, True)}
         programs = 132 // max(1, dims.N // 64)
-        planned = choose_schedule(integers(*dims.seq_lens).cpu(), programs, measured_costs(dims.N), invariant).planned
+        costs = measured_schedule_costs(dims.N)
+        planned = choose_schedule(integers(*dims.seq_lens).cpu(), programs, costs, invariant).planned
         lost[dims] = by_way[planned] / min(by_way.values())
     assert len(lost) == 25 and max(lost.values()) <= most, lost
 

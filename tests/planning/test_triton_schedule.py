@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import reference
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import NEUTRAL_CUT
 
 from ..support.factories import integers
@@ -29,7 +29,7 @@ def test_in_the_interpreter():
 
 
 def check(lens, programs, heads, overhead, batch_invariant):
-    costs = replace(measured_costs(heads), request_cost=overhead)
+    costs = replace(measured_schedule_costs(heads), request_cost=overhead)
     wanted = reference.plan_decode(integers(*lens).cpu(), programs, costs, batch_invariant)
     lens = integers(*lens).to(DEVICE)
     strided = torch.stack((lens, lens + 77), 1)[:, 0]

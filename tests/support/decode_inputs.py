@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 import reference
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from fast.parity import compare_states
 from reference.interfaces import NEUTRAL_CUT, AttentionState, DecodeMetadata, DecodeSchedule
 
@@ -113,7 +113,7 @@ def verdict(value, ql, q_pe, cache, plan):
 
 def schedule_of(plan, heads, programs, batch_invariant=False, request_cost=5):
     """The reference's, with the costs of the kernels for GPUs; for no programs the one that plans nothing."""
-    costs = replace(measured_costs(heads), request_cost=request_cost)
+    costs = replace(measured_schedule_costs(heads), request_cost=request_cost)
     if programs == 0:
         return DecodeSchedule(batch_invariant=batch_invariant, cut=costs.cut)
     return reference.plan_decode(plan.seq_lens, programs, costs, batch_invariant)

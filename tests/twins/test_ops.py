@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fast
 from fast.backends import decode_request, select
-from fast.kernels.schedule_costs import measured_costs
+from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import QueryLenSupport
 
 from ..support.factories import DIRECT, integers, make_batch, make_cache, make_entries, offsets
@@ -47,7 +47,7 @@ def decode_samples(
     batch = make_batch([1, 2, 0], seq_lens, block_size)
     cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, block_size, 4096, 2).decode
-    costs = measured_costs(heads)
+    costs = measured_schedule_costs(heads)
     schedule, own = (fast.plan_decode(plan.seq_lens, 4, costs, own) for own in (False, True))
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
     return [

@@ -61,27 +61,40 @@ def test_repeated_lines_are_seen(tmp_path):
     assert repeated(sorted(tmp_path.glob("*.py"))) == {}
 
 
-# modules that may count the bytes of an element: the formats, the alignment that the copy engine asks for, messages
-# between ranks, and reports of the main job
-COUNTS_BYTES = (
-    "reference/interfaces/cache_format.py", "fast/backends/selection.py", "fast/distributed/merge.py",
-    "reference/distributed/merge.py", "reference/distributed/groups.py", "fast/demo/",
-)  # fmt: skip
+# modules that may count the bytes of an element, and why
+COUNTS_BYTES = {
+    "reference/interfaces/cache_format.py": "the formats",
+    "fast/backends/selection.py": "alignment of pointers and strides to the words of the copy engine",
+    "reference/distributed/merge.py": "messages between ranks, which hold states of two dtypes",
+    "fast/distributed/merge.py": "the same messages",
+    "reference/distributed/groups.py": "bytes on the wire",
+    "fast/kernels/cpu/context_parallel.py": "the same messages",
+    "fast/kernels/cpu/decode.py": "PIECE_BYTES is a share of the processor's cache",
+    "fast/kernels/triton/attention.py": "shared memory of tiles; alignment to the words of the copy engine",
+    "fast/kernels/triton/cache.py": "integers as wide as an element, rows of a program by their bytes",
+    "fast/kernels/triton/context_parallel.py": "rows of a program by their bytes; the same messages",
+    "fast/kernels/triton/decode.py": "shared memory of tiles; alignment to the words of the copy engine",
+}
 
 
 def sources_without_bytes() -> dict[str, str]:
     """Name and text of every source that takes its byte counts from a format."""
     paths = {path.relative_to(ROOT).as_posix(): path for wing in ("reference", "fast") for path in
              (ROOT / wing).rglob("*.py")}  # fmt: skip
-    left_out = ("fast/kernels/", "fast/assets/", *COUNTS_BYTES)
+    left_out = ("fast/assets/", *COUNTS_BYTES)
     return {name: path.read_text(encoding="utf-8") for name, path in paths.items() if not name.startswith(left_out)}
 
 
+def counts_bytes(source: str) -> bool:
+    """Whether a source asks a dtype or a tensor for its bytes."""
+    used = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+    return bool(used & {"itemsize", "element_size", "nbytes"})
+
+
 def test_formats_alone_count_bytes():
-    """Outside kernels nothing but a format turns the widths of a cache into bytes."""
-    for name, source in sources_without_bytes().items():
-        used = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
-        assert not used & {"itemsize", "element_size", "nbytes"}, name
+    """Only the listed modules ask for the bytes of an element; each of them does."""
+    assert not [name for name, source in sources_without_bytes().items() if counts_bytes(source)]
+    assert not [name for name in COUNTS_BYTES if not counts_bytes((ROOT / name).read_text(encoding="utf-8"))]
 
 
 def is_number(node: ast.AST | None) -> bool:
@@ -91,8 +104,9 @@ def is_number(node: ast.AST | None) -> bool:
 def literal_byte_counts(source: str) -> list[int]:
     """Lines where a literal stands for the bytes of an element.
 
-    That is a literal factor in a statement that names bytes or the width of an entry (`head_size`), and a name for
-    bytes or the size of an element that is 1, 2, 4 or 8. A number of elements has a name of its own, without "byte".
+    That is a literal factor in a statement that names bytes, the width of an entry (`head_size`) or the bytes that an
+    mbarrier expects (`expect`), and a name for bytes or the size of an element that is 1, 2, 4 or 8. A number of
+    elements has a name of its own, without "byte".
     """
     found = []
     for statement in ast.walk(ast.parse(source)):
@@ -108,7 +122,7 @@ def literal_byte_counts(source: str) -> list[int]:
         names = [node.id if isinstance(node, ast.Name) else node.attr for node in nodes
                  if isinstance(node, ast.Name | ast.Attribute)]  # fmt: skip
         factors = (node for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.LShift))
-        counted = any("byte" in name.lower() or name == "head_size" for name in names)
+        counted = any("byte" in name.lower() or name in ("head_size", "expect") for name in names)
         if counted and any(is_number(node.left) or is_number(node.right) for node in factors):
             found.append(statement.lineno)
         if isinstance(statement, ast.Assign | ast.AnnAssign) and any(map(is_size, names)):
@@ -146,6 +160,9 @@ def test_no_literal_stands_for_the_bytes_of_an_element():
         ("element_size: int = 4", 1),
         ("def read(keys, element_size=2): pass", 1),
         ("def read(keys, *, element_bytes=2): pass", 1),
+        ("mbarrier.expect(bar, TILE * (WIDTH + TAIL) * 2)", 1),
+        ("BYTES: gl.constexpr = TILE * WIDTH * 2", 1),
+        ("BYTES: gl.constexpr = ELEMENTS * (tiles.dtype.primitive_bitwidth // 8)", 0),
         ("FLOPS_PER_BYTE = 200", 0),
         ("state_elements = 4 * tokens * heads", 0),
         ("whole_bytes = keys * entry_bytes", 0),

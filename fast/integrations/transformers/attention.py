@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64, Shaped
@@ -21,6 +21,7 @@ import fast
 from reference.distributed.arguments import check_groups
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     MLAConfig,
     MLAMetadata,
     PathCosts,
@@ -228,8 +229,8 @@ class ModelAdapter:
         check_tensor("position_ids", positions, tuple(inputs.shape[:2]), (torch.int64, torch.int32), inputs.device)
         for index, (layer, kv_cache) in enumerate(zip(layers, kv_caches, strict=True)):
             shape = ("num_blocks", "block_size") if index == 0 else tuple(kv_caches[0].shape[:2])
-            head_size, dtype, device = entry_of(layer.self_attn)
-            check_tensor(f"mla_kv_caches[{index}]", kv_cache, (*shape, head_size), (dtype,), device)
+            entry = entry_of(layer.self_attn)
+            check_tensor(f"mla_kv_caches[{index}]", kv_cache, (*shape, entry.columns), (entry.dtype,), entry.device)
         starts = {kv_cache.data_ptr() for kv_cache in kv_caches}
         check(kv_caches[0].numel() == 0 or len(starts) == len(kv_caches), "mla_kv_caches", "a cache of its own a layer",
               "one tensor for several layers")  # fmt: skip
@@ -284,11 +285,13 @@ class ModelAdapter:
 
         entries = [entry_of(layer.self_attn) for layer in self.base.layers]
         if layers is None:
-            shared = ops.allocate_kv_cache(table.numel(), record.block_size, *entries[0])
+            entry = entries[0]
+            shared = ops.allocate_kv_cache(table.numel(), record.block_size, entry.columns, entry.dtype, entry.device)
             kv_caches = [shared] * len(entries)
         else:
             kv_caches = [
-                layer.reserve(ops, rows, table.shape[1], *entry) for layer, entry in zip(layers, entries, strict=True)
+                layer.reserve(ops, rows, table.shape[1], entry.columns, entry.dtype, entry.device)
+                for layer, entry in zip(layers, entries, strict=True)
             ]
         return Step(metadata, positions, tokens, kv_caches), lens
 
@@ -305,10 +308,19 @@ def same_storage(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def entry_of(module: nn.Module) -> tuple[int, torch.dtype, torch.device]:
-    """Width, dtype and device of a cache entry of one attention module."""
+class CacheEntry(NamedTuple):
+    """Columns, storage dtype and device of the cache entries of one attention module."""
+
+    columns: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def entry_of(module: nn.Module) -> CacheEntry:
+    """Return what the format of the cache makes of a module's dims and of the dtype of its weights."""
     weight = module.kv_a_layernorm.weight
-    return module.kv_lora_rank + module.qk_rope_head_dim, weight.dtype, weight.device
+    columns = COMPUTE_FORMAT.columns(module.kv_lora_rank, module.qk_rope_head_dim)
+    return CacheEntry(columns, COMPUTE_FORMAT.dtype_for(weight.dtype), weight.device)
 
 
 def base_of(model: Any) -> PreTrainedModel:

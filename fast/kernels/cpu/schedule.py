@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from reference.interfaces import DECODE_TILE, InvariantCut
+
+
+class _ProgramRanges(NamedTuple):
+    """Columns of the tile ranges, [programs] each, in the order of `DecodeSchedule.tile_ranges`."""
+
+    first_request: Tensor
+    last_request: Tensor
+    first_tile: Tensor
+    last_tile: Tensor
+    first_split: Tensor
+
+
+class _ProgramCut(NamedTuple):
+    """How programs cut the line of all requests.
+
+    Attributes:
+        works: [programs], whether a program has tiles; where it has none, its range has no meaning.
+        ranges: where programs begin and end.
+        splits: [B], splits of each request.
+    """
+
+    works: Tensor
+    ranges: _ProgramRanges
+    splits: Tensor
 
 
 def plan_decode(
@@ -19,26 +45,21 @@ def plan_decode(
     """Tile ranges [programs, 5] and split offsets [B + 1] of `DecodeSchedule`."""
     requests = seq_lens.shape[0]
     tiles = (seq_lens.long() + (DECODE_TILE - 1)) // DECODE_TILE
-    if requests == 0:
-        columns, splits = None, tiles
-    elif batch_invariant:
-        columns, splits = _cut_by_length(
-            tiles, num_programs, request_cost, min(request_cost, split_cost), invariant_cut
-        )
-    else:
-        columns, splits = _cut_by_program(tiles, num_programs, request_cost)
-    idle = torch.tensor([requests, requests - 1, 0, 0, 0], device=seq_lens.device).expand(num_programs, 5)
-    if columns is None:
-        ranges = idle
-    else:
-        works, *columns = columns
-        ranges = torch.where(works[:, None], torch.stack(columns, 1), idle)
+    ranges = torch.tensor([requests, requests - 1, 0, 0, 0], device=seq_lens.device).expand(num_programs, 5)  # idle
+    splits = tiles
+    if requests > 0:
+        if batch_invariant:
+            found = _cut_by_length(tiles, num_programs, request_cost, min(request_cost, split_cost), invariant_cut)
+        else:
+            found = _cut_by_program(tiles, num_programs, request_cost)
+        ranges = torch.where(found.works[:, None], torch.stack(found.ranges, 1), ranges)
+        splits = found.splits
     offsets = torch.nn.functional.pad(splits.cumsum(0), (1, 0))
     return ranges.to(torch.int32).contiguous(), offsets.to(torch.int32)
 
 
-def _cut_by_program(tiles: Tensor, num_programs: int, request_cost: int):
-    """Programs cut the line where it falls. Returns (works, five columns), and the splits of each request."""
+def _cut_by_program(tiles: Tensor, num_programs: int, request_cost: int) -> _ProgramCut:
+    """Cut the line into equally long parts, one for each program, wherever the cuts fall."""
     ends = torch.where(tiles > 0, tiles + request_cost, 0).cumsum(0)
     first_tile_at = ends - tiles  # place of each request's first tile; an empty one has that of the next request's
     first_tile_at += (tiles == 0) * request_cost
@@ -54,11 +75,13 @@ def _cut_by_program(tiles: Tensor, num_programs: int, request_cost: int):
     last_tile = torch.minimum(high, ends[last]) - first_tile_at[last]
     first_split = program - first_tile_at[first] // piece
     splits = (ends - 1) // piece - first_tile_at // piece + 1
-    return (works, first, last, first_tile, last_tile, first_split), splits * (tiles > 0)
+    return _ProgramCut(works, _ProgramRanges(first, last, first_tile, last_tile, first_split), splits * (tiles > 0))
 
 
-def _cut_by_length(tiles: Tensor, num_programs: int, request_cost: int, split_cost: int, cut: InvariantCut):
-    """Requests are cut by their own length; a program takes the splits that start in its piece of the line."""
+def _cut_by_length(
+    tiles: Tensor, num_programs: int, request_cost: int, split_cost: int, cut: InvariantCut
+) -> _ProgramCut:
+    """Cut requests by their own length; a program takes the splits that start in its part of the line."""
     grown = ((tiles + (cut.small_splits - 1)) // cut.small_splits).clamp_(cut.small_tiles, cut.large_tiles)
     split_tiles = torch.maximum(grown, (tiles + (cut.max_splits - 1)) // cut.max_splits)
     split_tiles += split_tiles % 2
@@ -78,4 +101,5 @@ def _cut_by_length(tiles: Tensor, num_programs: int, request_cost: int, split_co
     last = torch.searchsorted(split_ends, high - 1, right=True).clamp_(max=last_request)
     first_split = low - split_starts[first]
     last_tile = torch.minimum((high - split_starts[last]) * split_tiles[last], tiles[last])
-    return (low < high, first, last, first_split * split_tiles[first], last_tile, first_split), splits
+    first_tile = first_split * split_tiles[first]
+    return _ProgramCut(low < high, _ProgramRanges(first, last, first_tile, last_tile, first_split), splits)

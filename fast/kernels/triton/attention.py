@@ -6,7 +6,7 @@ part (split in two where its width is no power of two, 192 = 128 + 64) and the r
 
 from __future__ import annotations
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -79,10 +79,24 @@ def _load_keys(
     return tile
 
 
+class SoftmaxState(NamedTuple):
+    """The online softmax of BLOCK_M rows.
+
+    Attributes:
+        weighted: [BLOCK_M, VALUE], sum of the values by exp2(score - largest), not divided yet.
+        total: [BLOCK_M], sum of those weights.
+        largest: [BLOCK_M], the largest score in base 2.
+    """
+
+    weighted: Any
+    total: Any
+    largest: Any
+
+
 @triton.jit
 @no_type_check
 def _attend_keys(
-    values, total, largest, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, first, end,
+    state, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, first, end,
     key_start, key_end, scale,
     k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
     P: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
@@ -90,6 +104,7 @@ def _attend_keys(
     USE_TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [first, end) of a request, in whole blocks; MASKED where not all rows see all."""
+    values, total, largest = state.weighted, state.total, state.largest
     for start in tl.range(first, end, BLOCK_N):
         row = key_start + start
         k = _load_keys(k_nope, row, head, k_stride_s, k_stride_n, k_stride_p, key_end,
@@ -120,7 +135,7 @@ def _attend_keys(
                           0, VALUE, V, BLOCK_N, USE_TMA, False, MASKED, True)  # fmt: skip
         values = tl.dot(weights.to(tile.dtype), tile, values, input_precision="ieee")
         largest = now
-    return values, total, largest
+    return SoftmaxState(values, total, largest)
 
 
 # one kernel for both masks and for every length
@@ -182,31 +197,33 @@ def _flash_attn_varlen_kernel(
     end = tl.minimum(seen + first_row + BLOCK_M, key_len)
     if softmax_scale < 0:  # the largest product is the smallest score: all blocks scale before they compare
         whole = 0
-    values = tl.zeros([BLOCK_M, VALUE], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    values, total, largest = _attend_keys(
-        values, total, largest, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, 0, whole,
+    state = SoftmaxState(
+        tl.zeros([BLOCK_M, VALUE], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.full([BLOCK_M], -float("inf"), tl.float32),
+    )
+    state = _attend_keys(
+        state, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, 0, whole,
         key_start, key_end, scale,
         k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
         P, V, R, BLOCK_N, FIRST, SECOND, ROPE, VALUE, USE_TMA, False,
     )  # fmt: skip
-    values, total, largest = _attend_keys(
-        values, total, largest, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, whole, end,
+    state = _attend_keys(
+        state, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, whole, end,
         key_start, key_end, scale,
         k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
         P, V, R, BLOCK_N, FIRST, SECOND, ROPE, VALUE, USE_TMA, True,
     )  # fmt: skip
 
     # 4. normalise: 0 and -inf for rows that saw nothing
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
-    values = values / total[:, None]
+    empty = state.total == 0
+    total = tl.where(empty, 1.0, state.total)
+    values = state.weighted / total[:, None]
     tokens = (query_start + rows).to(tl.int64)
     columns = tl.arange(0, VALUE)[None, :]
     places = (tokens * num_heads + head)[:, None] * V + columns
     tl.store(out + places, values.to(out.dtype.element_ty), mask=inside & (columns < V))
-    natural = (largest + tl.math.log2(total)) / LOG2_E  # -inf + 0 where empty
+    natural = (state.largest + tl.math.log2(total)) / LOG2_E  # -inf + 0 where empty
     tl.store(lse + head.to(tl.int64) * num_tokens + tokens, natural, mask=rows < query_len)
 
 
@@ -218,27 +235,39 @@ def _pieces(width: int) -> tuple[int, int]:
     return (first, second) if first >= SMALLEST_DOT and first + second < whole else (whole, 0)
 
 
-# (BLOCK_M, BLOCK_N, num_warps, num_stages), best first; the first whose tiles fit into shared memory is taken
-HOPPER_BLOCKS = ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2))
-PORTABLE_BLOCKS = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 2), (16, 16, 4, 1))
-FLOAT32_BLOCKS = ((32, 32, 8, 1), (16, 16, 4, 1))  # IEEE products run without matrix units, from registers
-INTERPRETER_BLOCKS = ((32, 32, 1, 1),)
+class Blocks(NamedTuple):
+    """Rows and keys that a program multiplies at a time, its warps, and stages of its key and value tiles."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
 
 
-def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width: int) -> tuple[int, int, int, int]:
-    """Tile sizes for a dtype, the padded widths of key and value, and a device; the first that fit.
+# best first; the first whose tiles fit into shared memory is taken
+HOPPER_BLOCKS = (
+    Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2)
+)  # fmt: skip
+PORTABLE_BLOCKS = (
+    Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 1)
+)  # fmt: skip
+FLOAT32_BLOCKS = (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))  # IEEE products run without matrix units, from registers
+INTERPRETER_BLOCKS = Blocks(32, 32, 1, 1)
+
+
+def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width: int) -> Blocks:
+    """Return the tile sizes for a dtype, the padded widths of key and value, and a device; the first that fit.
 
     Raises:
         UnsupportedConfiguration: none fits.
     """
     if device.interpreted:
-        return INTERPRETER_BLOCKS[0]
+        return INTERPRETER_BLOCKS
     table = HOPPER_BLOCKS if device.capability[0] == 9 else PORTABLE_BLOCKS
     if dtype == torch.float32:
         table = FLOAT32_BLOCKS
     for blocks in table:
-        block_m, block_n, _, stages = blocks
-        elements = block_m * key_width + stages * block_n * (key_width + value_width)
+        elements = blocks.block_m * key_width + blocks.num_stages * blocks.block_n * (key_width + value_width)
         if elements * dtype.itemsize + 4096 <= device.shared:
             return blocks
     widths = f"{key_width} and {value_width} columns of {dtype}"
@@ -306,15 +335,15 @@ def flash_attn_varlen(
     rope_columns = max(triton.next_power_of_2(rope), SMALLEST_DOT) if rope else 0
     value_columns = max(triton.next_power_of_2(value), SMALLEST_DOT)
     device = device_facts(q.device)
-    block_m, block_n, num_warps, num_stages = _blocks(q.dtype, device, first + second + rope_columns, value_columns)
+    blocks = _blocks(q.dtype, device, first + second + rope_columns, value_columns)
     sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
     whole_pieces = (first + second, rope_columns, value_columns) == (nope, rope, value)
     copied = device.has_copy_engine and not device.interpreted and q.element_size() == 2
     use_tma = copied and whole_pieces and all(map(_describable, sources))
     if use_tma:
         columns = (first, second or SMALLEST_DOT, rope_columns or SMALLEST_DOT, value_columns)
-        sources = tuple(_describe(x, block_n, width) for x, width in zip(sources, columns, strict=True))
-    num_tiles = tokens // block_m + requests
+        sources = tuple(_describe(x, blocks.block_n, width) for x, width in zip(sources, columns, strict=True))
+    num_tiles = tokens // blocks.block_m + requests
     with torch.cuda.device_of(q):
         _flash_attn_varlen_kernel[(num_tiles * heads,)](
             q, *sources, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), out, lse,
@@ -322,7 +351,7 @@ def flash_attn_varlen(
             *q.stride(), *k_nope.stride(), *shared_strides, *v.stride(),
             P=nope, R=rope, V=value,
             FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns,
-            BLOCK_M=block_m, BLOCK_N=block_n, USE_TMA=use_tma, LOG2_E=LOG2_E,
-            num_warps=num_warps, num_stages=num_stages,
+            BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, USE_TMA=use_tma, LOG2_E=LOG2_E,
+            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip
     return out, lse

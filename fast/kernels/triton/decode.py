@@ -1,7 +1,7 @@
-"""Absorbed decode over the pages themselves: keys split among programs (flash-decoding), then one merge of the parts.
+"""Absorbed decode over the pages themselves: keys split among programs (flash-decoding), then one combine.
 
-Every request is cut into equally many parts here; `scheduled_decode` cuts as a schedule says, or each request by its
-own length. `fast.kernels.combine` merges.
+Every request is cut into equally many splits here; `scheduled_decode` cuts as a schedule says, or each request by its
+own length. `fast.kernels.combine` combines the partial outputs.
 """
 
 from __future__ import annotations
@@ -17,25 +17,28 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reference.interfaces import (
+    COMPUTE_FORMAT,
     DECODE_TILE,
     InvariantCut,
     ScheduleCosts,
     UnsupportedConfiguration,
     check,
+    element_bytes,
     most_invariant_splits,
 )
 
 from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
 from ..device import device_facts
-from ..schedule_costs import measured_costs
+from ..schedule_costs import measured_schedule_costs
+from .arguments import DecodeInputs, DecodeStrides
 from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles, load_queries
 from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PROGRAM_COST = 256  # what a program costs besides its keys, in keys: its start, its queries, its results
-ROWS_COMBINED_PER_KEY = 64  # rows of splits that merge in the time that one key takes
+PROGRAM_COST = 256  # what a program costs besides its keys, in keys: its start, its queries, its output
+ROWS_COMBINED_PER_KEY = 64  # rows of splits that are combined in the time that one key takes
 FLOAT32_PIECE_COLUMNS = 16  # of a float32 product that are summed one after another
-TURN_COST = 0.35  # of a whole decode: what each further turn of programs adds in starts and parts to merge
+TURN_COST = 0.35  # of a whole decode: what each further turn of programs adds, in starts and in partial outputs
 MOST_TURNS = 4
 
 
@@ -96,7 +99,7 @@ def _decode_kernel(
 
         columns = tl.arange(0, LATENT_PAD)
         split_row = split.to(tl.int64) * num_tokens * HEADS
-        if SPLIT:  # the parts of the sum themselves: a log-sum-exp would round, and the merge would raise that by exp
+        if SPLIT:  # the largest score and the sum: a log-sum-exp would round, and the combine would raise that by exp
             partial_row = lse + split_row + token.to(tl.int64) * HEADS + head
             tl.store(partial_row, state.largest, mask=real)
             tl.store(partial_row + num_splits.to(tl.int64) * num_tokens * HEADS, state.total, mask=real)
@@ -193,33 +196,36 @@ def decode_splits(
     shape_rows = (
         heads if batch_invariant else request_rows
     )  # a neighbour's query length must not change a request's tiles
-    shape = launch_shape(shape_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, facts.capability, facts.shared)
+    shape = launch_shape(
+        shape_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, kv_cache.element_size(), facts.capability,
+        facts.shared,
+    )  # fmt: skip
     row_blocks = triton.cdiv(request_rows, shape["ROWS"])
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
-    inputs = (
+    inputs = DecodeInputs(
         ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens.contiguous(),
         query_start_loc.contiguous(), visible_lens.contiguous(),
     )  # fmt: skip
-    strides = (*ql_nope.stride(), *q_pe.stride(), *kv_cache.stride(), *block_table.stride())
+    strides = DecodeStrides(*ql_nope.stride(), *q_pe.stride(), *kv_cache.stride(), *block_table.stride())
     constants = {
         "HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size, "LATENT_PAD": latent_pad,
         "ROPE_PAD": rope_pad, "PIECE_COLUMNS": FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
         "PAGED_COPY": latent_pages is not None, **shape,
     }  # fmt: skip
-    pieces, rows = requests * row_blocks, requests * request_rows
+    request_programs, rows = requests * row_blocks, requests * request_rows
     if tile_ranges is not None or batch_invariant:
         plan, num_runs = (None, None), 1
         if tile_ranges is not None:
             plan = tile_ranges.contiguous(), split_offsets.contiguous()
         else:
             most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), cut)
-            num_runs = min(most_splits, _num_splits(pieces, rows, whole_tiles(max_keys), facts.processors))
+            num_runs = min(most_splits, _num_splits(request_programs, rows, whole_tiles(max_keys), facts.processors))
         partials = launch_scheduled(
             inputs, strides, constants, *plan, batch_invariant, cut, out, lse, request_rows, row_blocks, num_runs,
             max_keys, softmax_scale,
         )  # fmt: skip
         return SplitDecode(out, lse, *partials)
-    num_splits = _num_splits(pieces, rows, whole_tiles(max_keys), facts.processors)
+    num_splits = _num_splits(request_programs, rows, whole_tiles(max_keys), facts.processors)
     split_out, split_lse = out, lse
     if num_splits > 1:
         split_out = torch.empty(num_splits, tokens, heads, latent, dtype=torch.float32, device=ql_nope.device)
@@ -243,14 +249,15 @@ def decode_programs(
     block_size: int,
     query_len: int,
 ) -> int:
-    """How many programs of a schedule fill a device: each has one program of the kernel for each block of rows.
+    """Return how many programs of a schedule fill a device: each has one program of the kernel for each row block.
 
-    Where the blocks of rows alone leave the last turn of the device half empty, more and shorter programs fill it.
+    Where the row blocks alone leave the last turn of the device half empty, more and shorter programs fill it.
     """
     facts = device_facts(device)
     width = max(16, triton.next_power_of_2(kv_lora_rank)) + max(16, triton.next_power_of_2(qk_rope_head_dim))
     rows = num_heads * query_len
-    shape = launch_shape(rows, block_size, width, dtype, facts.capability, facts.shared)
+    cache_element_size = element_bytes(COMPUTE_FORMAT.dtype_for(dtype))  # the only format that these kernels read
+    shape = launch_shape(rows, block_size, width, dtype, cache_element_size, facts.capability, facts.shared)
     places = (2 if shape["ROWS"] == 16 else 1) * facts.processors
     row_blocks = triton.cdiv(rows, shape["ROWS"])
 
@@ -265,12 +272,18 @@ def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
     """Return what schedules reckon with; so far the number of heads alone decides."""
-    return measured_costs(num_heads)
+    return measured_schedule_costs(num_heads)
 
 
 @functools.lru_cache(maxsize=1024)
 def launch_shape(
-    request_rows: int, block_size: int, width: int, dtype: torch.dtype, capability: tuple[int, int], shared: int
+    request_rows: int,
+    block_size: int,
+    width: int,
+    dtype: torch.dtype,
+    cache_element_size: int,
+    capability: tuple[int, int],
+    shared: int,
 ) -> dict[str, int]:
     """Rows and tokens a program works on at a time, with how many warps and stages: the first that fits.
 
@@ -278,7 +291,8 @@ def launch_shape(
         request_rows: of one request.
         block_size: tokens a page.
         width: columns of an entry, padded.
-        dtype: of the queries.
+        dtype: of the queries; weights of keys have it too.
+        cache_element_size: bytes of an element of the cache, in which tiles of it are staged.
         capability: of the device.
         shared: bytes of shared memory that a program may have.
 
@@ -294,7 +308,8 @@ def launch_shape(
         if capability[0] == 9:
             shapes = ((64, 32 if block_size == 32 else 64, 8, 2), *shapes)
     for rows, tile, warps, stages in shapes:
-        if ((rows + stages * tile) * width + rows * tile) * dtype.itemsize <= shared:
+        query_elements, cache_elements = rows * (width + tile), stages * tile * width
+        if query_elements * dtype.itemsize + cache_elements * cache_element_size <= shared:
             return {"ROWS": rows, "TILE": tile, "num_warps": warps, "num_stages": stages}
     raise UnsupportedConfiguration(
         [f"triton: mla_decode has no tile of {width} columns of {dtype} for {shared} bytes of shared memory"]
@@ -303,7 +318,7 @@ def launch_shape(
 
 @functools.lru_cache(maxsize=4096)
 def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
-    """Into how many parts to cut each request's keys, from bounds that the host knows; the least that costs least.
+    """Return into how many splits to cut each request, from bounds that the host knows; the least that costs least.
 
     Args:
         programs: of one split.
@@ -314,8 +329,8 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
 
     def cost(splits: int) -> int:
         waves = -(-programs * splits // processors)
-        merge = splits * rows // ROWS_COMBINED_PER_KEY if splits > 1 else 0
-        return waves * (-(-keys // splits) + PROGRAM_COST) + merge
+        combine = splits * rows // ROWS_COMBINED_PER_KEY if splits > 1 else 0
+        return waves * (-(-keys // splits) + PROGRAM_COST) + combine
 
     return min(range(1, max(1, min(keys // 64, 2 * processors)) + 1), key=cost)
 

@@ -156,13 +156,11 @@ def _rope_kernel(
         )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=["num_blocks", "num_partials"], do_not_specialize_on_alignment=["positions", "slot_mapping"]
-)
+@triton.jit(do_not_specialize=["num_blocks", "num_slots"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 @no_type_check
 def _rope_norm_cache_kernel(
     positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, frequencies, q_out, normed_out, k_out,
-    num_heads, parts, num_blocks, num_partials, magnitude, eps,
+    num_heads, parts, num_blocks, num_slots, magnitude, eps,
     position_stride, q_token, q_head, q_column, kv_c_token, kv_c_column, k_token, k_column,
     block_stride, entry_stride, cache_column, slot_stride, weight_stride, frequency_stride,
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, LATENT_TILE: tl.constexpr,
@@ -170,7 +168,7 @@ def _rope_norm_cache_kernel(
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
     if part == 0:  # the entry: latent and shared key
-        slot = tl.load(slot_mapping + token * slot_stride, token < num_partials, -1)
+        slot = tl.load(slot_mapping + token * slot_stride, token < num_slots, -1)
         written = (slot >= 0) & (slot // BLOCK_SIZE < num_blocks)
         entry = kv_cache + slot_offsets(slot, block_stride, entry_stride, BLOCK_SIZE)
         column = tl.arange(0, LATENT_TILE).to(tl.int64)

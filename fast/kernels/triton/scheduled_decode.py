@@ -17,6 +17,7 @@ from torch import Tensor
 from reference.interfaces import DECODE_TILE, InvariantCut, most_invariant_splits
 
 from ..combine.kernels import Partials, add_partial, load_partial
+from .arguments import DecodeInputs, DecodeStrides
 from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles, load_queries
 from .schedule import SplitRule, invariant_split_tiles
 
@@ -179,8 +180,8 @@ def _tiles(length, TILE: tl.constexpr):
 
 
 def launch_scheduled(
-    inputs: tuple,
-    strides: tuple[int, ...],
+    inputs: DecodeInputs,
+    strides: DecodeStrides,
     constants: dict[str, Any],
     tile_ranges: Tensor | None,
     split_offsets: Tensor | None,
@@ -194,11 +195,11 @@ def launch_scheduled(
     max_keys: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as a schedule says, or requests cut by their own length: into `out` and `lse`, or into parts.
+    """Attend as a schedule says, or requests cut by their own length: into `out` and `lse`, or into partial outputs.
 
     Args:
-        inputs: queries, cache, its descriptors, and the tensors of the plan, as the kernel takes them.
-        strides: of queries, cache and block table.
+        inputs: tensors and descriptors, as the kernel takes them.
+        strides: likewise.
         constants: of the kernel: dims and launch shape.
         tile_ranges: [programs, 5], or None without a schedule.
         split_offsets: [B + 1], likewise.
@@ -213,25 +214,25 @@ def launch_scheduled(
         softmax_scale: multiplies the scores.
 
     Returns:
-        The parts, flat, as `fast.kernels.combine` has them.
+        Partial outputs and partial LSE, flat, as `fast.kernels.combine` has them.
     """
-    _, _, kv_cache, _, _, block_table, seq_lens, _, _ = inputs
     tokens, _, latent = out.shape
-    requests, scheduled = block_table.shape[0], tile_ranges is not None
+    requests, scheduled = inputs.block_table.shape[0], tile_ranges is not None
     programs = tile_ranges.shape[0] if scheduled else requests * num_runs
     # every program leaves at most one request unfinished
-    slots, progress = requests + programs, 0
+    num_partials, progress = requests + programs, 0
     if batch_invariant:
         most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), cut)
-        slots = requests * (most_splits if scheduled or num_runs > 1 else 1)
+        num_partials = requests * (most_splits if scheduled or num_runs > 1 else 1)
         progress = 2 * requests
-    partial_out = torch.empty(slots * request_rows * latent, dtype=torch.float32, device=out.device)
-    partial_lse = torch.empty(2 * slots * request_rows + progress, dtype=torch.float32, device=out.device)
+    partial_out = torch.empty(num_partials * request_rows * latent, dtype=torch.float32, device=out.device)
+    partial_lse = torch.empty(2 * num_partials * request_rows + progress, dtype=torch.float32, device=out.device)
     with torch.cuda.device_of(out):
         _scheduled_decode_kernel[(programs * row_blocks,)](
-            *inputs, tile_ranges if scheduled else seq_lens, split_offsets if scheduled else seq_lens,
+            *inputs, tile_ranges if scheduled else inputs.seq_lens,
+            split_offsets if scheduled else inputs.seq_lens,
             out, lse, partial_out, partial_lse,
-            tokens, kv_cache.shape[0], requests, max_keys, num_runs, row_blocks, request_rows, slots,
+            tokens, inputs.kv_cache.shape[0], requests, max_keys, num_runs, row_blocks, request_rows, num_partials,
             *cut.numbers, softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
             BY_LENGTH=batch_invariant, SCHEDULED=scheduled,
         )  # fmt: skip

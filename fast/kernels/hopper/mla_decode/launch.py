@@ -18,7 +18,7 @@ from reference.interfaces import DECODE_TILE, InvariantCut, ScheduleCosts, check
 
 from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request
 from ...device import device_facts
-from ...schedule_costs import measured_costs
+from ...schedule_costs import measured_schedule_costs
 from ..common.dependent_launch import LAUNCH
 from .arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
@@ -221,4 +221,4 @@ def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
     """Return what schedules reckon with; so far the number of heads alone decides."""
-    return measured_costs(num_heads)
+    return measured_schedule_costs(num_heads)

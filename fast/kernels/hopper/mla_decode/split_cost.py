@@ -9,7 +9,7 @@ import triton
 
 from reference.interfaces import DECODE_TILE, InvariantCut, invariant_split_tiles
 
-from ...schedule_costs import measured_costs
+from ...schedule_costs import measured_schedule_costs
 from .main_loops.tile_scores import ROWS
 
 
@@ -78,7 +78,7 @@ def best_num_programs(
     split_tiles = invariant_split_tiles(tiles, cut)
     splits = triton.cdiv(tiles, split_tiles)
     loop = MANY_ROWS_COST if program_rows == ROWS.value else FEW_ROWS_COST
-    split_ns = (split_tiles + measured_costs(heads).split_cost) * loop.tile_ns
+    split_ns = (split_tiles + measured_schedule_costs(heads).split_cost) * loop.tile_ns
 
     def cost(programs: int) -> int | float:
         taken = triton.cdiv(splits, programs)

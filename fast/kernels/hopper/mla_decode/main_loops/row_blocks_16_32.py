@@ -140,7 +140,7 @@ def _produce(ctx, latent_pages, rope_pages, c):
     k_latent, k_rope = shared.k_latent, shared.k_rope
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
-    BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE) * 2
+    BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE) * (k_latent.dtype.primitive_bitwidth // 8)
     KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES  # in memory
     kept_values = kept_in_memory(ctx, c.LATENT)
     walk = start_walk(ctx.plan, sizes, c.SCHEDULED, 1)

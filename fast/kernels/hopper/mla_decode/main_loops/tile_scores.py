@@ -28,8 +28,9 @@ def fetch_quarter(
     QUARTER: gl.constexpr = (2 * PLACE + NUMBER) % 4
     # the rope part goes with the quarter that the other consumer releases last: it then holds what that one multiplies
     TAIL: gl.constexpr = ROPE if NUMBER == 3 else 0
+    BYTES: gl.constexpr = TILE * (WIDTH + TAIL) * (latents.dtype.primitive_bitwidth // 8)
     bar = full.index(4 * PLACE + QUARTER)
-    mbarrier.expect(bar, TILE * (WIDTH + TAIL) * 2)
+    mbarrier.expect(bar, BYTES)
     load_columns(
         tile, page, pages, latent_pages, latents, (4 * PLACE + QUARTER) * BUFFERS, bar, BLOCK_SIZE, QUARTER * WIDTH,
         WIDTH,

@@ -123,9 +123,11 @@ def _load_pair(
     """Load a column block's columns of a pair of tiles, as the program's number `step`."""
     WIDTH: gl.constexpr = value_pages.block_shape[2]
     BUFFERS: gl.constexpr = TILE // value_pages.block_shape[1]
+    ELEMENTS: gl.constexpr = 2 * TILE * WIDTH
+    BYTES: gl.constexpr = ELEMENTS * (tiles.dtype.primitive_bitwidth // 8)
     pages = page_walk_of(block, block_table, strides)
     stage = step % STAGES
-    mbarrier.expect(full.index(stage), 2 * TILE * WIDTH * 2)
+    mbarrier.expect(full.index(stage), BYTES)
     for place in gl.static_range(2):
         load_columns(
             block.begin + 2 * pair + place, tile_pages[place], pages, value_pages, tiles, (2 * stage + place) * BUFFERS,
@@ -155,10 +157,12 @@ def _load_phase_one(score_block, row_values, probability_pairs, shared, full, pl
     element = gl.arange(0, ROW_VALUES, gl.BlockedLayout([4], [32], [1], [0]))
     source = row_values + score_block.to(gl.int64) * ROW_VALUES + element
     async_copy.async_copy_global_to_shared(shared.row_places.index(place), source)
+    ELEMENTS: gl.constexpr = 2 * ROWS * TILE
+    BYTES: gl.constexpr = ELEMENTS * (shared.probability_places.dtype.primitive_bitwidth // 8)
     bar = full.index(place)
     async_copy.mbarrier_arrive(bar)  # later, so each thread adds itself to the arrivals: all before one arrives
     partition_barrier()
-    mbarrier.expect(bar, 2 * ROWS * TILE * 2)
+    mbarrier.expect(bar, BYTES)
     tma.async_copy_global_to_shared(
         probability_pairs, [score_block * (2 * ROWS), 0], bar, shared.probability_places.index(place)
     )
