@@ -8,6 +8,7 @@ A main loop is six functions, which a consumer passes by name:
 | `attend(begin, stop, end, visibility, ctx, counters, c)` | attends tiles; returns the state and the counters |
 | `with_kept(state, kept_values, ctx, counters, c)` | adds the state that was kept; returns the same two |
 | `keep(state, kept_values, ctx, c)` | keeps a state for the next split of the item |
+| `to_base_two(state, scale_log2)` | returns the state with its largest scores in base 2 |
 | `write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST)` | writes a partial output |
 | `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | writes outputs; prefetches the next queries |
 
