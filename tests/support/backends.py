@@ -15,7 +15,8 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
     plans = sys.modules["fast.mla.device_choices"]  # what it keeps of a choice outlives no test
     for kept in ("_kept_programs", "_kept_costs"):
-        monkeypatch.setattr(plans, kept, getattr(plans, kept).__wrapped__)
+        function = getattr(plans, kept)
+        monkeypatch.setattr(plans, kept, getattr(function, "__wrapped__", function))  # twice in one test too
 
 
 def cpu_backend(kernels: Mapping[str, Callable]) -> Backend:
