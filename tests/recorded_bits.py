@@ -29,7 +29,7 @@ from torch import Tensor
 import fast
 import reference
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import DecodeSchedule, InvariantCut, MLAConfig
+from reference.interfaces import DecodeSchedule, GraphSupport, InvariantCut, MLAConfig
 
 from .benchmarks.report import provenance
 from .support.decode_inputs import make_inputs, on_device
@@ -50,7 +50,7 @@ LENGTHS = {  # of queries, and of keys
 def digest_of(value: Any) -> str:
     """The sha256 of every tensor and number in a result, in order; NaN payloads count.
 
-    How requests are cut is left out: earlier trees did not say it in their plans, and outputs tell.
+    How requests are cut and the graphs of a plan are left out: earlier trees did not say them, and outputs tell.
     """
     found = hashlib.sha256()
 
@@ -60,7 +60,7 @@ def digest_of(value: Any) -> str:
             found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             held = [getattr(value, field.name) for field in dataclasses.fields(value)]
-            add([x for x in held if not isinstance(x, InvariantCut)])
+            add([x for x in held if not isinstance(x, InvariantCut | GraphSupport)])
         elif isinstance(value, list | tuple):
             found.update(f"{len(value)} of".encode())
             for item in value:
