@@ -18,6 +18,7 @@ from rich.console import Console
 import fast
 import reference
 from fast import backends
+from fast.demo.interrupts import repeated_interrupts
 from fast.demo.job import ASSETS, DTYPES, check_outputs, one_line, prepare
 from fast.demo.measure import measure
 from fast.demo.parallel import serve_in_parallel
@@ -125,7 +126,8 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
     """
     args = make_parser().parse_args(argv)
     try:
-        return run(args, ops, oracle) if args.context_parallel is None else serve_in_parallel(args, ops, oracle)
+        with repeated_interrupts():
+            return run(args, ops, oracle) if args.context_parallel is None else serve_in_parallel(args, ops, oracle)
     except KeyboardInterrupt:
         status = 130  # as a shell has it: 128 and the number of SIGINT
     if os.environ.get("RANK", "0") == "0":

@@ -139,10 +139,10 @@ class ServingLoop:
         check_interleave(interleave, block_size)
         unit = context_unit(block_size, size, interleave)
         check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
-        takes = inspect.signature(ops.build_mla_metadata).parameters  # of `fast`: for the number of programs
-        self._planning = {"dtype": model.dtype} if "dtype" in takes else {}
+        takes_backend = "backend" in inspect.signature(ops.build_mla_metadata).parameters  # `reference` has no backends
+        self._planning = {"dtype": model.dtype}
         for attention in _layers_of(model):
-            if "backend" in takes:
+            if takes_backend:
                 self._planning["backend"] = getattr(attention, "backend", None)
             check(workspace_tokens <= attention.workspace_tokens, "workspace_tokens",
                   f"at most the {attention.workspace_tokens} of the model's layers (use_mla(workspace_tokens=))",

@@ -199,7 +199,7 @@ class MLAMetadataBuilder:
         elif programs is not None and query_len > self.reorder_batch_threshold:
             programs = 0
         layer = DecodeLayer(self._decode_config, device, self.dtype, self.block_size, self.cache_format)
-        return layer.programs_and_costs(query_len, programs, self.schedule_costs, self.backend)
+        return layer.programs_and_costs(query_len, programs, self.schedule_costs, self.batch_invariant, self.backend)
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
         """The plan of a batch that is captured, for any lengths up to `max_model_len` and the width of the block table.

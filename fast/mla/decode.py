@@ -13,7 +13,6 @@ from reference.interfaces import (
     CacheFormat,
     DecodeMetadata,
     DecodeSchedule,
-    InvariantCut,
     MLAConfig,
     QueryLenSupport,
     ScheduleCosts,
@@ -26,6 +25,7 @@ from reference.interfaces import (
     check_int,
     check_number,
     check_type,
+    invariant_cut,
     wide_dtype,
 )
 
@@ -183,7 +183,7 @@ def _mla_decode(
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, InvariantCut(*cut),
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_cut(*cut),
     )  # fmt: skip
 
 

@@ -38,23 +38,48 @@ class DecodeLayer(NamedTuple):
     cache_format: CacheFormat
 
     def programs_and_costs(
-        self, query_len: int, num_programs: int | None, costs: ScheduleCosts | None, backend: BackendChoice
+        self,
+        query_len: int,
+        num_programs: int | None,
+        costs: ScheduleCosts | None,
+        batch_invariant: bool,
+        backend: BackendChoice,
     ) -> ProgramsAndCosts:
-        """What is given, and the device's own (`decode_programs`, `schedule_costs`) where that is None.
+        """Return the given values, and the device's own (`decode_programs`, `schedule_costs`) in place of None.
 
         No backend has to serve these two ops. Where none does, nothing is planned by default, and costs are neutral.
+
+        Args:
+            query_len: query tokens of the longest decode.
+            num_programs: programs of a schedule; None for those of the device.
+            costs: costs of a schedule; None for those of the device.
+            batch_invariant: whether decodes are cut by their own length. If not, and `num_programs` is 0, nothing
+                reads the costs, and neutral ones are returned without asking a backend.
+            backend: name of a backend for each of the two ops, or None for the choice by capability.
         """
+        if num_programs is not None and costs is not None:
+            return ProgramsAndCosts(num_programs, costs)
+        if num_programs == 0 and not batch_invariant:
+            return ProgramsAndCosts(0, NEUTRAL_COSTS)
         named = None if backend is None else tuple(sorted(backend.items()))
+        if num_programs is None and costs is None:
+            return _of_device(self, query_len, named)
         if num_programs is None:
-            num_programs = _kept_programs(self, query_len, named)
-        return ProgramsAndCosts(num_programs, _kept_costs(self, named) if costs is None else costs)
+            return ProgramsAndCosts(_programs_of_device(self, query_len, named), costs)
+        return ProgramsAndCosts(num_programs, _costs_of_device(self, named))
 
 
 @functools.lru_cache(maxsize=1024)
-def _kept_programs(layer: DecodeLayer, query_len: int, named) -> int:
-    """`decode_programs`, kept, for every step of a builder asks for it; 0 where no backend serves it."""
+def _of_device(layer: DecodeLayer, query_len: int, named) -> ProgramsAndCosts:
+    """Return both, with one lookup: every step of a builder asks."""
+    return ProgramsAndCosts(_programs_of_device(layer, query_len, named), _costs_of_device(layer, named))
+
+
+@functools.lru_cache(maxsize=1024)
+def _programs_of_device(layer: DecodeLayer, query_len: int, named) -> int:
+    """Return `decode_programs` of the layer; 0 where no backend serves that op."""
     try:
-        return decode_programs(**_asked(layer, named), query_len=query_len)
+        return decode_programs(**_arguments(layer, named), query_len=query_len)
     except UnsupportedConfiguration:
         if _is_named("decode_programs", named):
             raise
@@ -62,10 +87,10 @@ def _kept_programs(layer: DecodeLayer, query_len: int, named) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _kept_costs(layer: DecodeLayer, named) -> ScheduleCosts:
-    """`schedule_costs`, kept likewise; the neutral ones where no backend serves it."""
+def _costs_of_device(layer: DecodeLayer, named) -> ScheduleCosts:
+    """Return `schedule_costs` of the layer; the neutral ones where no backend serves that op."""
     try:
-        return schedule_costs(**_asked(layer, named))
+        return schedule_costs(**_arguments(layer, named))
     except UnsupportedConfiguration:
         if _is_named("schedule_costs", named):
             raise
@@ -73,13 +98,19 @@ def _kept_costs(layer: DecodeLayer, named) -> ScheduleCosts:
 
 
 def _is_named(op: str, named: tuple[tuple[str, str], ...] | None) -> bool:
-    """Whether the user bound the op to a backend: then a refusal is the user's to see."""
+    """Return whether the user bound the op to a backend; the user then sees why that backend refuses."""
     return named is not None and op in dict(named)
 
 
-def _asked(layer: DecodeLayer, named: tuple[tuple[str, str], ...] | None) -> dict[str, Any]:
+def _arguments(layer: DecodeLayer, named: tuple[tuple[str, str], ...] | None) -> dict[str, Any]:
+    """Return the keyword arguments of the two ops."""
     return {**layer._asdict(), "backend": None if named is None else dict(named)}
 
 
-on_change(_kept_programs.cache_clear)
-on_change(_kept_costs.cache_clear)
+def forget_choices() -> None:
+    """Drop every kept answer: backends were registered or removed."""
+    for kept in (_of_device, _programs_of_device, _costs_of_device):
+        kept.cache_clear()
+
+
+on_change(forget_choices)

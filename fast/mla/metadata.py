@@ -221,7 +221,7 @@ def build_mla_metadata(
         return metadata
     query_len = metadata.decode.max_query_len
     layer = DecodeLayer(config, common.block_table.device, dtype, block_size, cache_format)
-    num_programs, costs = layer.programs_and_costs(query_len, num_programs, schedule_costs, backend)
+    num_programs, costs = layer.programs_and_costs(query_len, num_programs, schedule_costs, False, backend)
     lens = _decode_lens_here(common, decodes, ownership)
     return _with_schedule(metadata, lens, num_programs, costs, backend=backend)
 
@@ -242,12 +242,11 @@ def _with_schedule(
     metadata: MLAMetadata,
     decode_lens: Int32[Tensor, " decodes"],
     num_programs: int,
-    costs: ScheduleCosts | None,
+    costs: ScheduleCosts,
     batch_invariant: bool = False,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
     """The plan with a schedule where its lengths ask for one, and the choice beside it."""
-    costs = check_schedule_costs(costs)
     choice = choose_schedule(decode_lens, num_programs, costs, batch_invariant)
     schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
     if choice.planned:

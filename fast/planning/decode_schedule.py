@@ -9,7 +9,6 @@ from torch import Tensor
 from reference.interfaces import (
     DecodeSchedule,
     GraphSupport,
-    InvariantCut,
     ScheduleCosts,
     check_flag,
     check_int,
@@ -17,6 +16,7 @@ from reference.interfaces import (
     check_schedule_costs,
     check_tensor,
     check_type,
+    invariant_cut,
 )
 
 from .. import backends
@@ -89,7 +89,7 @@ def _plan_decode(seq_lens, num_programs, request_cost, split_cost, cut, batch_in
     if seq_lens.device.type == "cpu":
         check_not_negative("seq_lens", seq_lens)
     launch = backends.kernel(backend, "plan_decode")
-    return launch(seq_lens, num_programs, request_cost, split_cost, InvariantCut(*cut), batch_invariant)
+    return launch(seq_lens, num_programs, request_cost, split_cost, invariant_cut(*cut), batch_invariant)
 
 
 @_plan_decode.register_fake

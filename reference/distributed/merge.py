@@ -16,19 +16,26 @@ from .arguments import check_merge_over_group
 from .groups import Group
 
 
-def _counted(out: Tensor, share: Tensor, lse: Tensor) -> Tensor:
-    """Outputs [.., T, N, Dv] times their shares [.., N, T]; those of a rank without keys are not read."""
+def _weighted(out: Tensor, weights: Tensor, lse: Tensor) -> Tensor:
+    """Return outputs [.., T, N, Dv] times their weights [.., N, T].
+
+    An output is not read where its lse [.., N, T] is -inf: a rank without keys.
+    """
     per_row = "... heads tokens -> ... tokens heads 1"
-    return torch.where(rearrange(lse, per_row) == -torch.inf, 0, rearrange(share, per_row) * out.to(share.dtype))
+    return torch.where(rearrange(lse, per_row) == -torch.inf, 0, rearrange(weights, per_row) * out.to(weights.dtype))
 
 
-def _shares_of(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """What each rank's output counts in the whole [D, N, T], and the LSE of the whole [N, T]."""
+def _merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the softmax weight of each rank's output [D, N, T], and the merged LSE [N, T].
+
+    Args:
+        lses: [D, N, T], each rank's LSE.
+    """
     largest = lses.amax(0)
     shift = largest.masked_fill(largest == -torch.inf, 0)  # no rank has a key: exp(-inf - 0) = 0, not NaN
-    weights = torch.exp(lses - shift)
-    total = weights.sum(0)
-    return weights / total.masked_fill(total == 0, 1), shift + torch.log(total)
+    sums = torch.exp(lses - shift)  # each rank's sum of exp(score - shift)
+    total = sums.sum(0)
+    return sums / total.masked_fill(total == 0, 1), shift + torch.log(total)
 
 
 def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
@@ -48,12 +55,12 @@ def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
     """
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
-    shares, lse = _shares_of(group.all_gather(state.lse))
-    scaled = _counted(state.out, shares[group.rank], state.lse)
-    by_owner = rearrange(scaled.to(state.out.dtype), "tokens (ranks heads) value -> ranks tokens heads value",
+    weights, lse = _merge_weights(group.all_gather(state.lse))
+    weighted = _weighted(state.out, weights[group.rank], state.lse)
+    by_owner = rearrange(weighted.to(state.out.dtype), "tokens (ranks heads) value -> ranks tokens heads value",
                         ranks=group.size)  # fmt: skip
-    homes = rearrange(lse, "(ranks heads) tokens -> ranks heads tokens", ranks=group.size)
-    return AttentionState(group.reduce_scatter(by_owner), homes[group.rank].clone())
+    lse_by_owner = rearrange(lse, "(ranks heads) tokens -> ranks heads tokens", ranks=group.size)
+    return AttentionState(group.reduce_scatter(by_owner), lse_by_owner[group.rank].clone())
 
 
 def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
@@ -81,8 +88,8 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
     out_bytes = tokens * heads // group.size * value * state.out.element_size()
     outs = _from_bytes(arrived[:, :out_bytes], outs)
     lses = _from_bytes(arrived[:, out_bytes:], lses)
-    shares, lse = _shares_of(lses)
-    return AttentionState(_counted(outs, shares, lses).sum(0).to(state.out.dtype), lse)
+    weights, lse = _merge_weights(lses)
+    return AttentionState(_weighted(outs, weights, lses).sum(0).to(state.out.dtype), lse)
 
 
 def _as_bytes(x: Tensor) -> Tensor:

@@ -45,6 +45,20 @@ def check_common(common: CommonAttentionMetadata) -> None:
         check_int("common.block_size", common.block_size, 1, "a positive int or None")
 
 
+def check_equal_query_lens(common: CommonAttentionMetadata) -> int:
+    """Return the query length that all requests of a batch have; the batch has at least one request and one token.
+
+    Raises:
+        TypeError: not a `CommonAttentionMetadata`.
+        ValueError: tensors that do not fit; no request; no token; query lengths that differ.
+    """
+    check_common(common)
+    lens = common.query_start_loc_cpu.diff()
+    equal = lens.numel() > 0 and int(lens[0]) > 0 and bool((lens == lens[0]).all())
+    check(equal, "common", "decodes of one query length", f"lengths {lens.tolist()[:8]}")
+    return int(lens[0])
+
+
 def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
     """Check on the CPU that no padding row with query tokens stands among the prefills."""
     if num_decodes == common.num_reqs or int(common.seq_lens_cpu[num_decodes:].min()) > 0:
@@ -106,10 +120,15 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
     check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
     pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
              ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
+    check(captured.schedule is not None or plan.schedule is None, "captured.schedule",
+          "a schedule as in the plan of the batch", None)  # fmt: skip
     if captured.schedule is not None:
         check_schedule(captured.schedule, captured.num_decodes, plan.decode.seq_lens.device, "captured.schedule")
         check(plan.schedule is not None, "captured.schedule", "None as in the plan of the batch", "a schedule")
-        check(captured.schedule.cut == plan.schedule.cut, "captured.schedule.cut",
+        invariant = plan.schedule.batch_invariant
+        check(captured.schedule.batch_invariant == invariant, "captured.schedule.batch_invariant",
+              f"{invariant} as in the plan of the batch", captured.schedule.batch_invariant)  # fmt: skip
+        check(captured.schedule.cut == plan.schedule.cut or not invariant, "captured.schedule.cut",
               f"{plan.schedule.cut} as in the plan of the batch", captured.schedule.cut)  # fmt: skip
         if captured.schedule.tile_ranges is not None:
             pairs += [("schedule.tile_ranges", captured.schedule.tile_ranges, plan.schedule.tile_ranges)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
 import torch
@@ -47,10 +48,22 @@ class InvariantCut:
         return self.small_tiles, self.small_splits, self.large_tiles, self.max_splits
 
 
+@functools.lru_cache(maxsize=64)
+def invariant_cut(small_tiles: int, small_splits: int, large_tiles: int, max_splits: int) -> InvariantCut:
+    """Return `InvariantCut` of the four numbers, checked at the first call with these numbers only.
+
+    Ops receive a cut as four numbers at every call.
+
+    Raises:
+        ValueError: as `InvariantCut`.
+    """
+    return InvariantCut(small_tiles, small_splits, large_tiles, max_splits)
+
+
 NEUTRAL_CUT = InvariantCut(small_tiles=8, small_splits=16, large_tiles=32, max_splits=64)  # powers of two
 
 
-def invariant_split_tiles(num_tiles: int, cut: InvariantCut = NEUTRAL_CUT) -> int:
+def invariant_split_tiles(num_tiles: int, cut: InvariantCut) -> int:
     """Tiles of a split under `batch_invariant`, from the request's own length and the cut alone; an even number.
 
     Raises:
@@ -62,7 +75,7 @@ def invariant_split_tiles(num_tiles: int, cut: InvariantCut = NEUTRAL_CUT) -> in
     return tiles + tiles % 2  # kernels take them in pairs
 
 
-def most_invariant_splits(num_tiles: int, cut: InvariantCut = NEUTRAL_CUT) -> int:
+def most_invariant_splits(num_tiles: int, cut: InvariantCut) -> int:
     """Most splits of any request of at most so many tiles under `batch_invariant`; at least 1."""
     small = min(cut.small_splits, -(-num_tiles // cut.small_tiles))
     return max(1, small, min(cut.max_splits, -(-num_tiles // cut.large_tiles)))
@@ -82,6 +95,10 @@ class ScheduleCosts:
         cut: how requests are cut under `batch_invariant`.
         invariant_starts: how many times `request_cost` a request and a program are counted under `batch_invariant` by
             `choose_schedule`, since such a schedule starts on splits.
+
+    Raises:
+        TypeError: a cut that is no `InvariantCut`.
+        ValueError: a cost below 0, or `invariant_starts` below 1.
     """
 
     request_cost: int = 4

@@ -15,8 +15,7 @@ from ..interfaces import (
     ScheduleChoice,
     ScheduleCosts,
     TokenOwnership,
-    check,
-    check_common,
+    check_equal_query_lens,
     check_flag,
     check_int,
     check_ownership,
@@ -55,8 +54,8 @@ def plan_captured_decodes(
     Raises:
         ValueError: no request; queries of several lengths; a number below its least value.
     """
-    requests, tokens = _sizes(common)
-    query_len = tokens // requests
+    query_len = check_equal_query_lens(common)
+    requests, tokens = common.num_reqs, common.num_actual_tokens
     check_int("block_size", block_size)
     check_int("num_programs", num_programs, 0)
     costs = check_schedule_costs(costs)
@@ -100,15 +99,6 @@ def plan_captured_decodes(
         schedule=schedule,
         schedule_choice=ScheduleChoice(num_programs, requests, 0, 0, planned=num_programs > 0),
     )
-
-
-def _sizes(common: CommonAttentionMetadata) -> tuple[int, int]:
-    """Requests and tokens of a batch whose requests all have equally many."""
-    check_common(common)
-    lens = common.query_start_loc_cpu.diff()
-    alike = lens.numel() > 0 and int(lens[0]) > 0 and bool((lens == lens[0]).all())
-    check(alike, "common", "decodes of one query length", f"lengths {lens.tolist()[:8]}")
-    return common.num_reqs, common.num_actual_tokens
 
 
 def _on_device_of(common: CommonAttentionMetadata, values: list[int]) -> torch.Tensor:

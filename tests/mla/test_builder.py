@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ import reference
 from reference.interfaces import (
     CommonAttentionMetadata,
     DecodeSchedule,
+    InvariantCut,
     MLAConfig,
     PathCosts,
     QueryLenSupport,
@@ -348,6 +350,32 @@ def test_captured_plans_are_updated_in_place(ops, plain_errors):
     unplanned.update_captured(captured, common)  # there is no schedule to write
     assert vars(captured.schedule) == vars(DecodeSchedule(batch_invariant=True))
     same(captured.decode.visible_lens, fresh.decode.visible_lens)
+
+
+def test_captured_plans_of_another_builder_are_refused(ops, plain_errors):
+    """A captured plan that was cut in another way than this builder cuts is left as it is."""
+    common = make_batch([1] * 3, [20, 70, 5]).common
+    kinds = {
+        "planned": {"num_programs": 3},
+        "kernel": {"num_programs": 0},
+        "invariant": {"num_programs": 3, "batch_invariant": True},
+        "other cut": {"num_programs": 3, "batch_invariant": True,
+                      "schedule_costs": ScheduleCosts(cut=InvariantCut(2, 8, 4, 16))},
+    }  # fmt: skip
+    wanted = {
+        ("planned", "invariant"): "batch_invariant: expected False as in the plan of the batch, got True",
+        ("invariant", "planned"): "batch_invariant: expected True as in the plan of the batch, got False",
+        ("invariant", "other cut"): "cut: expected InvariantCut(",
+        ("kernel", "planned"): ": expected None as in the plan of the batch, got a schedule",
+        ("planned", "kernel"): ": expected a schedule as in the plan of the batch, got None",
+    }
+    builders = {name: make_builder(ops, max_model_len=2000, **given) for name, given in kinds.items()}
+    for (updating, capturing), message in wanted.items():
+        captured = builders[capturing].build_for_cudagraph_capture(common)
+        held = captured.decode.seq_lens.clone(), captured.schedule and captured.schedule.tile_ranges.clone()
+        with pytest.raises(ValueError, match="^captured.schedule" + re.escape("." * (message[0] != ":") + message)):
+            builders[updating].update_captured(captured, make_batch([1] * 3, [9, 9, 9]).common)
+        same(held, (captured.decode.seq_lens, captured.schedule and captured.schedule.tile_ranges))
 
 
 def test_requests_without_new_tokens_take_no_path(ops):

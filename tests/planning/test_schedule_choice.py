@@ -39,10 +39,10 @@ def eight_programs(monkeypatch):
         asked.append((config.num_heads, given))
         return 8
 
-    fast.mla.device_choices._kept_programs.cache_clear()
+    fast.mla.device_choices.forget_choices()
     monkeypatch.setattr(fast.mla.device_choices, "decode_programs", decode_programs)
     yield asked
-    fast.mla.device_choices._kept_programs.cache_clear()
+    fast.mla.device_choices.forget_choices()
 
 
 def batch_of(seq_lens, query_len=1, ownership=None):

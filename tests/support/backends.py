@@ -14,7 +14,7 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
     monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
     plans = sys.modules["fast.mla.device_choices"]  # what it keeps of a choice outlives no test
-    for kept in ("_kept_programs", "_kept_costs"):
+    for kept in ("_of_device", "_programs_of_device", "_costs_of_device"):
         function = getattr(plans, kept)
         monkeypatch.setattr(plans, kept, getattr(function, "__wrapped__", function))  # twice in one test too
 

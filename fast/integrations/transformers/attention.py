@@ -297,10 +297,11 @@ class ModelAdapter:
 
 
 def planning_options(ops: ModuleType, attention: nn.Module) -> dict[str, Any]:
-    """Dtype and backend of a layer, where `ops.build_mla_metadata` takes them for the number of programs."""
-    takes = inspect.signature(ops.build_mla_metadata).parameters
-    given = {"dtype": attention.kv_a_layernorm.weight.dtype, "backend": getattr(attention, "backend", None)}
-    return {name: value for name, value in given.items() if name in takes}
+    """Return the dtype of a layer, and its backend where `ops` has backends, for `ops.build_mla_metadata`."""
+    options: dict[str, Any] = {"dtype": attention.kv_a_layernorm.weight.dtype}
+    if "backend" in inspect.signature(ops.build_mla_metadata).parameters:  # `reference` has no backends
+        options["backend"] = getattr(attention, "backend", None)
+    return options
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,40 @@
+"""Ctrl-C that is not lost."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+SECONDS_BETWEEN = 2.0  # longer than the clean-up that the first interrupt starts
+
+
+@contextlib.contextmanager
+def repeated_interrupts(seconds: float = SECONDS_BETWEEN) -> Iterator[None]:
+    """Raise KeyboardInterrupt after Ctrl-C again and again until the block ends.
+
+    Python discards an exception that is raised inside a finaliser or a weak reference's callback. A KeyboardInterrupt
+    that Python raises there is lost, and the program goes on. Here the first SIGINT starts a timer, and each signal of
+    the timer raises KeyboardInterrupt once more.
+
+    Outside the main thread, which alone may set signal handlers, nothing is changed.
+
+    Args:
+        seconds: time between two of these exceptions.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+        raise KeyboardInterrupt
+
+    earlier = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGALRM)}
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
