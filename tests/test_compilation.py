@@ -18,6 +18,7 @@ from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import DecodeSchedule, MLAConfig
 
 from .support.backends import cpu_backend, with_backends
+from .support.compiled import Recorded, compiled
 from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_cache, make_entries, make_layer, make_weights
 
 gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -121,43 +122,6 @@ def serve(config, dtype, threshold, batch_invariant=False):
             layer(*inputs, replace(plan, schedule=DecodeSchedule(batch_invariant=True, cut=costs.cut)))
 
 
-class Recorded:
-    """A kernel that is not launched: it notes what Triton would compile.
-
-    Integers count as 1, as multiples of 16 or as others, pointers by type and alignment, as far as the kernel's own
-    `do_not_specialize` lets them; constants by value.
-    """
-
-    def __init__(self, kernel, launches: dict):
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid):
-        def launch(*args, **constants):
-            kinds = {p.name: self.kind(p, value) for p, value in zip(self.kernel.params, args, strict=False)}
-            key = (self.kernel.fn.__name__, *kinds.items(), *sorted((k, str(v)) for k, v in constants.items()))
-            self.launches[key] = (self.kernel, kinds, constants)
-
-        return launch
-
-    @staticmethod
-    def kind(parameter, value) -> tuple:
-        """Triton's type of an argument, and whether 16 divides it; or its value, where it becomes a constant."""
-        if isinstance(value, torch.Tensor):
-            aligned = not parameter.do_not_specialize_on_alignment and value.data_ptr() % 16 == 0
-            return "*" + TYPES[value.dtype], aligned
-        if value is None or (value == 1 and isinstance(value, int) and not parameter.do_not_specialize):
-            return "constexpr", value
-        if isinstance(value, int):
-            return "i32", not parameter.do_not_specialize and value % 16 == 0
-        if isinstance(value, float):
-            return "fp32", False
-        return f"tensordesc<{TYPES[value.base.dtype]}{value.block_shape}>", False
-
-
-TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int32: "i32",
-    torch.int64: "i64",
-}  # fmt: skip
 ROOMS = (
     "combine.launch", "triton.attention", "triton.cache", "triton.decode", "triton.merge", "triton.rope",
     "triton.schedule", "triton.scheduled_decode",
@@ -228,23 +192,6 @@ CHIPS = {  # multiprocessors, capability, bytes of shared memory that a program 
     "B200": (148, (10, 0), 232448),
     "RTX 5090": (170, (12, 0), 101376),
 }
-
-
-def compiled(kernel, kinds: dict, constants: dict, capability: tuple[int, int]):
-    """A recorded launch, compiled for a chip that need not be here."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    options = {key: constants[key] for key in ("num_warps", "num_stages", "launch_pdl") if key in constants}
-    values = {key: value for key, value in constants.items() if key not in options}
-    values |= {name: what for name, (kind, what) in kinds.items() if kind == "constexpr"}
-    names = [parameter.name for parameter in kernel.params]
-    signature = {name: "constexpr" if name in values else kinds[name][0] for name in names}
-    divided = {(names.index(n),): [["tt.divisibility", 16]] for n, (kind, what) in kinds.items()
-               if kind != "constexpr" and what}  # fmt: skip
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in values.items()}, divided)
-    return triton.compile(source, target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options=options)
 
 
 @pytest.mark.parametrize("heads", [16, 128])

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -67,16 +67,28 @@ def _after(*, fn, **_: Any) -> None:
     logger.info("compiled %s in %.1f s", fn.name.strip("_"), time.perf_counter() - _STARTED.get())
 
 
-def describe(name: str, signature: dict[str, str], constants: dict) -> str:
+def describe(name: str, signature: Mapping[str, Any], constants: Mapping) -> str:
     """A kernel in words: its name, the types of its data, its upper-case constants.
 
     Args:
         name: of the kernel's function.
-        signature: parameter names to Triton types.
-        constants: (path of a parameter's position) to value.
+        signature: parameter name to Triton type; a tuple of types where the parameter is a record.
+        constants: (path of a parameter's position) to value; a record's fields count as constants of their own.
     """
     parameters = list(signature)
-    types = dict.fromkeys(kind.lstrip("*") for kind in signature.values() if kind.startswith(("*fp", "*bf")))
-    sizes = {parameters[path[0]]: value for path, value in constants.items() if len(path) == 1}
+    types = dict.fromkeys(kind.lstrip("*") for kind in _types_in(signature.values()) if kind.startswith(("*fp", "*bf")))
+    sizes: dict[str, Any] = {}
+    for path, value in constants.items():
+        if len(path) == 1:
+            sizes |= value._asdict() if hasattr(value, "_asdict") else {parameters[path[0]]: value}
     told = [f"{key} {value}" for key, value in sizes.items() if key.isupper()]
     return f"{name.strip('_')} ({', '.join([*types, *told])})"
+
+
+def _types_in(kinds: Iterable[Any]) -> Iterator[str]:
+    """Yield the Triton types of parameters, and of the fields of parameters that are records."""
+    for kind in kinds:
+        if isinstance(kind, str):
+            yield kind
+        else:
+            yield from _types_in(kind)

@@ -25,16 +25,15 @@ from reference.interfaces import DecodeMetadata, InvariantCut, invariant_split_t
 
 from .. import memory_checks
 from ..support.backends import cpu_backend, with_backends
+from ..support.compiled import Recorded, RecordedGluon, Source, compiled
 from ..support.decode_inputs import cut_of, schedule_of
 from ..support.factories import LOW_RANK, integers, offsets
-from ..test_compilation import ROOMS, TYPES, Recorded, serve
+from ..test_compilation import ROOMS, serve
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("interpreted kernels are not compiled", allow_module_level=True)
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from fast.kernels import hopper  # noqa: E402
 from fast.kernels import triton as portable  # noqa: E402
@@ -57,16 +56,6 @@ ONLY_MANY = CUTS[-2:]  # heads
 LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch}  # fmt: skip
-
-
-class RecordedGluon(Recorded):
-    """As for portable kernels; descriptors carry the layout of their boxes."""
-
-    @staticmethod
-    def kind(parameter, value) -> tuple:
-        if hasattr(value, "block_shape"):
-            return f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)},{value.layout!r}>", False
-        return Recorded.kind(parameter, value)
 
 
 def record(monkeypatch, launches: dict) -> None:
@@ -120,20 +109,6 @@ def watched(monkeypatch) -> list[tuple]:
 
     monkeypatch.setattr(RecordedGluon, "__getitem__", noted, raising=False)
     return launches
-
-
-def compiled(kernel, kinds, constants):
-    """Compiled for sm_90a, which need not be here."""
-    settings = {"num_warps", "launch_pdl", "launch_cooperative_grid"}
-    options = {key: value for key, value in constants.items() if key in settings}
-    values = {key: value for key, value in constants.items() if key not in settings}
-    values |= {name: what for name, (kind, what) in kinds.items() if kind == "constexpr"}
-    names = [parameter.name for parameter in kernel.params]
-    signature = {name: "constexpr" if name in values else kinds[name][0] for name in names}
-    divided = {(names.index(n),): [["tt.divisibility", 16]] for n, (kind, what) in kinds.items()
-               if kind != "constexpr" and what}  # fmt: skip
-    source = GluonASTSource(kernel, signature, values, divided)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def run(tool, *arguments) -> str:
@@ -294,7 +269,7 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
         (33, "_row_blocks_64_kernel"),
     ):
         kernel, _, constants = recorded(monkeypatch, heads)
-        assert kernel.fn.__name__ == name and constants["HEADS"] == heads
+        assert kernel.fn.__name__ == name and heads == constants["c"].HEADS
 
 
 @pytest.mark.parametrize("heads, cut, latent, out_dtype, box", [
@@ -343,7 +318,7 @@ def test_slices_where_processors_are_idle(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
         _, _, constants = recorded(monkeypatch, heads, cut, widths=widths)
-        assert constants.get("SLICES") == slices
+        assert slices == constants["c"].SLICES
         assert launches[-1][1] == programs
 
 
@@ -363,9 +338,9 @@ def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, m
     recorded(monkeypatch, heads, cut)
     ((_, launched, given),) = launches
     assert (launched, given["num_partials"]) == (programs, slots)
-    assert given["partial_out"].numel() == partial_rows * heads * 512 + programs * kept
+    assert given["outputs"].partial_out.numel() == partial_rows * heads * 512 + programs * kept
     progress = 2 if cut.startswith("batch-invariant") else 0
-    assert given["partial_lse"].numel() == 2 * partial_rows * heads + progress
+    assert given["outputs"].partial_lse.numel() == 2 * partial_rows * heads + progress
 
 
 def test_two_phases_where_processors_are_idle(monkeypatch):
@@ -405,7 +380,7 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
             assert given["row_values"].numel() == units * 256 and given["pairs"] == block_size * 20 // 64
             assert given["probabilities"].shape == given["probability_pairs"].base.shape == (units * 128, 64)
             slots = 3 if splits == 3 else 0  # what is one split is no part
-            assert given["num_partials"] == slots and given["partial_out"].numel() == slots * heads * 512
+            assert given["num_partials"] == slots and given["outputs"].partial_out.numel() == slots * heads * 512
             assert given["splits_bound"] == splits
     # a table of no page
     assigned = select.assign_by_length(3, 64, 64, 0, 64, 512, 132, measured_schedule_costs(64).cut)
@@ -423,10 +398,8 @@ def test_memory_checkers_see_every_variant(monkeypatch):
         decode.mla_decode(*tensors, InvariantCut(*cut))
     told = []
     for kernel, kinds, constants in launches.values():
-        names = [parameter.name for parameter in kernel.params]
-        signature = {name: kinds[name][0] if name in kinds else "constexpr" for name in names}
-        constants = {(at,): constants[name] for at, name in enumerate(names) if name in constants}
-        told.append(describe(kernel.fn.__name__, signature, constants))
+        source = Source(kernel, kinds, constants)
+        told.append(describe(kernel.fn.__name__, source.signature, source.constants))
     assert {line.split()[0] for line in told} == memory_checks.kernels_of(["hopper"])
     assert not [missing for missing in memory_checks.never_launched(told, hopper=True) if " of " in missing]
 

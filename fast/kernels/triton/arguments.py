@@ -1,4 +1,9 @@
-"""Groups of kernel arguments, in the order in which the portable decode kernels take them."""
+"""Groups of arguments, in the order in which the portable decode kernels take them.
+
+Triton limits what a kernel can take as a record. Its launcher does not look for tensor descriptors inside a record, and
+`do_not_specialize` does not reach the fields of one: a number that changes from step to step would compile the kernel
+again. Descriptors, such numbers, and pointers of any alignment are therefore parameters of their own.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
-class DecodeInputs(NamedTuple):
-    """Queries, the cache and its descriptors (None where the copy engine cannot read it), and the batch."""
+class DecodeSources(NamedTuple):
+    """Queries and the cache; kernels take the record as one parameter."""
 
     ql_nope: Tensor
     q_pe: Tensor
     kv_cache: Tensor
+
+
+class DecodeInputs(NamedTuple):
+    """Queries, the cache and its descriptors (None where TMA, the GPU's copy engine, cannot read it), and the batch."""
+
+    sources: DecodeSources
     latent_pages: TensorDescriptor | None
     rope_pages: TensorDescriptor | None
     block_table: Tensor
@@ -22,8 +33,17 @@ class DecodeInputs(NamedTuple):
     visible_lens: Tensor
 
 
-class DecodeStrides(NamedTuple):
-    """Strides, in elements, of queries, cache and block table."""
+class DecodeOutputs(NamedTuple):
+    """Outputs and partial outputs of a scheduled decode; the kernel takes the record as one parameter."""
+
+    out: Tensor
+    lse: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+
+
+class SourceStrides(NamedTuple):
+    """Strides of queries and cache, in elements; kernels take the record as one parameter."""
 
     latent_token: int
     latent_head: int
@@ -34,5 +54,11 @@ class DecodeStrides(NamedTuple):
     block: int
     entry: int
     element: int
+
+
+class DecodeStrides(NamedTuple):
+    """Strides, in elements, of queries, cache and block table."""
+
+    sources: SourceStrides
     table_row: int
     table: int

@@ -22,6 +22,48 @@ LOG2_E = 1.4426950408889634
 SMALLEST_DOT = 16  # columns; narrower pieces are padded with zeros in registers, never in memory
 
 
+class Strides(NamedTuple):
+    """Strides of queries, keys and values, in elements; `k_pe` has no head."""
+
+    q_token: Any
+    q_head: Any
+    q_column: Any
+    k_token: Any
+    k_head: Any
+    k_column: Any
+    k_pe_token: Any
+    k_pe_column: Any
+    v_token: Any
+    v_head: Any
+    v_column: Any
+
+
+class Constants(NamedTuple):
+    """What the kernel is compiled for.
+
+    Attributes:
+        P: columns of the head's own part of a key, or of the whole key where no part is shared.
+        R: columns of the key's part that all heads share; 0 without one.
+        V: columns of a value.
+        FIRST: columns of the first part of P, a power of two.
+        SECOND: columns of the second part of P, a power of two; 0 where the first part holds all.
+        ROPE: R rounded up to a power of two; 0 without that part.
+        VALUE: V rounded up to a power of two.
+        BLOCK_N: keys of a tile.
+        USE_TMA: TMA, the GPU's copy engine, loads keys and values.
+    """
+
+    P: Any
+    R: Any
+    V: Any
+    FIRST: Any
+    SECOND: Any
+    ROPE: Any
+    VALUE: Any
+    BLOCK_N: Any
+    USE_TMA: Any
+
+
 @triton.jit
 @no_type_check
 def _offset(cu_seqlens, request, limit):
@@ -97,29 +139,25 @@ class SoftmaxState(NamedTuple):
 @no_type_check
 def _attend_keys(
     state, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, first, end,
-    key_start, key_end, scale,
-    k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
-    P: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK_N: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr,
-    USE_TMA: tl.constexpr, MASKED: tl.constexpr,
+    key_start, key_end, scale, strides, c, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys [first, end) of a request, in whole blocks; MASKED where not all rows see all."""
     values, total, largest = state.weighted, state.total, state.largest
-    for start in tl.range(first, end, BLOCK_N):
+    for start in tl.range(first, end, c.BLOCK_N):
         row = key_start + start
-        k = _load_keys(k_nope, row, head, k_stride_s, k_stride_n, k_stride_p, key_end,
-                       0, FIRST, P, BLOCK_N, USE_TMA, False, MASKED)  # fmt: skip
-        scores = tl.dot(q_first, k.T, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if SECOND:
-            k = _load_keys(k_rest, row, head, k_stride_s, k_stride_n, k_stride_p, key_end,
-                           FIRST, SECOND, P, BLOCK_N, USE_TMA, False, MASKED)  # fmt: skip
+        k = _load_keys(k_nope, row, head, strides.k_token, strides.k_head, strides.k_column, key_end,
+                       0, c.FIRST, c.P, c.BLOCK_N, c.USE_TMA, False, MASKED)  # fmt: skip
+        scores = tl.dot(q_first, k.T, input_precision="ieee")  # [BLOCK_M, c.BLOCK_N]
+        if c.SECOND:
+            k = _load_keys(k_rest, row, head, strides.k_token, strides.k_head, strides.k_column, key_end,
+                           c.FIRST, c.SECOND, c.P, c.BLOCK_N, c.USE_TMA, False, MASKED)  # fmt: skip
             scores = tl.dot(q_second, k.T, scores, input_precision="ieee")
-        if ROPE:
-            k = _load_keys(k_pe, row, head, pe_stride_s, 0, pe_stride_r, key_end,
-                           0, ROPE, R, BLOCK_N, USE_TMA, True, MASKED)  # fmt: skip
+        if c.ROPE:
+            k = _load_keys(k_pe, row, head, strides.k_pe_token, 0, strides.k_pe_column, key_end,
+                           0, c.ROPE, c.R, c.BLOCK_N, c.USE_TMA, True, MASKED)  # fmt: skip
             scores = tl.dot(q_pe, k.T, scores, input_precision="ieee")
         if MASKED:
-            visible = start + tl.arange(0, BLOCK_N)[None, :] <= last_seen[:, None]
+            visible = start + tl.arange(0, c.BLOCK_N)[None, :] <= last_seen[:, None]
             scores = tl.where(visible, scores * scale, -float("inf"))
             now = tl.maximum(largest, tl.max(scores, 1))
             shift = tl.where(now == -float("inf"), 0.0, now)  # a row that saw nothing yet: exp2(-inf - 0) = 0
@@ -131,8 +169,8 @@ def _attend_keys(
         decay = tl.math.exp2(largest - shift)
         total = total * decay + tl.sum(weights, 1)
         values = values * decay[:, None]
-        tile = _load_keys(v, row, head, v_stride_s, v_stride_n, v_stride_v, key_end,
-                          0, VALUE, V, BLOCK_N, USE_TMA, False, MASKED, True)  # fmt: skip
+        tile = _load_keys(v, row, head, strides.v_token, strides.v_head, strides.v_column, key_end,
+                          0, c.VALUE, c.V, c.BLOCK_N, c.USE_TMA, False, MASKED, True)  # fmt: skip
         values = tl.dot(weights.to(tile.dtype), tile, values, input_precision="ieee")
         largest = now
     return SoftmaxState(values, total, largest)
@@ -147,11 +185,7 @@ def _attend_keys(
 def _flash_attn_varlen_kernel(
     q, k_nope, k_rest, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse,
     num_tokens, num_keys, num_heads, num_requests, num_tiles, softmax_scale, causal,
-    q_stride_t, q_stride_n, q_stride_d,
-    k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
-    P: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, ROPE: tl.constexpr, VALUE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, LOG2_E: tl.constexpr,
+    strides, BLOCK_M: tl.constexpr, LOG2_E: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """One tile of BLOCK_M queries of one request and one head. FLOPs: 2 Sq S N (P + R + V), halved where causal.
 
@@ -177,26 +211,27 @@ def _flash_attn_varlen_kernel(
     # 2. the queries, unchanged: products read them from shared memory
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = (rows < query_len)[:, None]
-    q_rows = q + head.to(tl.int64) * q_stride_n + (query_start + rows)[:, None].to(tl.int64) * q_stride_t
-    columns = tl.arange(0, FIRST)[None, :].to(tl.int64)
-    q_first = tl.load(q_rows + columns * q_stride_d, mask=inside & (columns < P), other=0.0)
+    q_rows = q + head.to(tl.int64) * strides.q_head + (query_start + rows)[:, None].to(tl.int64) * strides.q_token
+    columns = tl.arange(0, c.FIRST)[None, :].to(tl.int64)
+    q_first = tl.load(q_rows + columns * strides.q_column, mask=inside & (columns < c.P), other=0.0)
     q_second = q_first
     q_pe = q_first
-    if SECOND:
-        columns = FIRST + tl.arange(0, SECOND)[None, :].to(tl.int64)
-        q_second = tl.load(q_rows + columns * q_stride_d, mask=inside & (columns < P), other=0.0)
-    if ROPE:
-        columns = tl.arange(0, ROPE)[None, :].to(tl.int64)
-        q_pe = tl.load(q_rows + (P + columns) * q_stride_d, mask=inside & (columns < R), other=0.0)
+    if c.SECOND:
+        columns = c.FIRST + tl.arange(0, c.SECOND)[None, :].to(tl.int64)
+        q_second = tl.load(q_rows + columns * strides.q_column, mask=inside & (columns < c.P), other=0.0)
+    if c.ROPE:
+        columns = tl.arange(0, c.ROPE)[None, :].to(tl.int64)
+        q_pe = tl.load(q_rows + (c.P + columns) * strides.q_column, mask=inside & (columns < c.R), other=0.0)
     scale = softmax_scale * LOG2_E
 
     # 3. the keys: blocks that every row sees whole, then those on the diagonal or past the last key
     seen = key_len - causal * query_len  # row i sees the keys up to seen + i
     last_seen = tl.minimum(seen + rows, key_len - 1)
-    whole = tl.maximum(tl.minimum(seen + first_row + 1, key_len), 0) // BLOCK_N * BLOCK_N
+    whole = tl.maximum(tl.minimum(seen + first_row + 1, key_len), 0) // c.BLOCK_N * c.BLOCK_N
     end = tl.minimum(seen + first_row + BLOCK_M, key_len)
     if softmax_scale < 0:  # the largest product is the smallest score: all blocks scale before they compare
         whole = 0
+    VALUE: tl.constexpr = c.VALUE  # `tl.zeros` takes no field of a record in its shape
     state = SoftmaxState(
         tl.zeros([BLOCK_M, VALUE], tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
@@ -204,15 +239,11 @@ def _flash_attn_varlen_kernel(
     )
     state = _attend_keys(
         state, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, 0, whole,
-        key_start, key_end, scale,
-        k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
-        P, V, R, BLOCK_N, FIRST, SECOND, ROPE, VALUE, USE_TMA, False,
+        key_start, key_end, scale, strides, c, False,
     )  # fmt: skip
     state = _attend_keys(
         state, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, whole, end,
-        key_start, key_end, scale,
-        k_stride_s, k_stride_n, k_stride_p, pe_stride_s, pe_stride_r, v_stride_s, v_stride_n, v_stride_v,
-        P, V, R, BLOCK_N, FIRST, SECOND, ROPE, VALUE, USE_TMA, True,
+        key_start, key_end, scale, strides, c, True,
     )  # fmt: skip
 
     # 4. normalise: 0 and -inf for rows that saw nothing
@@ -220,9 +251,9 @@ def _flash_attn_varlen_kernel(
     total = tl.where(empty, 1.0, state.total)
     values = state.weighted / total[:, None]
     tokens = (query_start + rows).to(tl.int64)
-    columns = tl.arange(0, VALUE)[None, :]
-    places = (tokens * num_heads + head)[:, None] * V + columns
-    tl.store(out + places, values.to(out.dtype.element_ty), mask=inside & (columns < V))
+    columns = tl.arange(0, c.VALUE)[None, :]
+    places = (tokens * num_heads + head)[:, None] * c.V + columns
+    tl.store(out + places, values.to(out.dtype.element_ty), mask=inside & (columns < c.V))
     natural = (state.largest + tl.math.log2(total)) / LOG2_E  # -inf + 0 where empty
     tl.store(lse + head.to(tl.int64) * num_tokens + tokens, natural, mask=rows < query_len)
 
@@ -348,10 +379,12 @@ def flash_attn_varlen(
         _flash_attn_varlen_kernel[(num_tiles * heads,)](
             q, *sources, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), out, lse,
             tokens, keys, heads, requests, num_tiles, softmax_scale, int(causal),
-            *q.stride(), *k_nope.stride(), *shared_strides, *v.stride(),
-            P=nope, R=rope, V=value,
-            FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns,
-            BLOCK_M=blocks.block_m, BLOCK_N=blocks.block_n, USE_TMA=use_tma, LOG2_E=LOG2_E,
+            Strides(*q.stride(), *k_nope.stride(), *shared_strides, *v.stride()),
+            BLOCK_M=blocks.block_m, LOG2_E=LOG2_E,
+            c=Constants(
+                P=nope, R=rope, V=value, FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns,
+                BLOCK_N=blocks.block_n, USE_TMA=use_tma,
+            ),
             num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip
     return out, lse

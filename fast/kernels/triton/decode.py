@@ -30,7 +30,7 @@ from reference.interfaces import (
 from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
 from ..device import device_facts
 from ..schedule_costs import measured_schedule_costs
-from .arguments import DecodeInputs, DecodeStrides
+from .arguments import DecodeInputs, DecodeSources, DecodeStrides, SourceStrides
 from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles, load_queries
 from .scheduled_decode import launch_scheduled
 
@@ -48,14 +48,10 @@ MOST_TURNS = 4
 )
 @no_type_check
 def _decode_kernel(
-    ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens, out, lse,
+    sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens, out, lse,
     num_tokens, num_blocks, max_keys, num_splits, row_blocks, scale_log2,
-    latent_token_stride, latent_head_stride, latent_element_stride,
-    rope_token_stride, rope_head_stride, rope_element_stride,
-    block_stride, entry_stride, element_stride, table_row_stride, table_stride,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PIECE_COLUMNS: tl.constexpr, PAGED_COPY: tl.constexpr, SPLIT: tl.constexpr,
+    strides, table_row_stride, table_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """One split of one request for ROWS of its rows.
 
@@ -74,16 +70,16 @@ def _decode_kernel(
     if query_start + row_block * ROWS // HEADS < query_end:
         row_queries = load_queries(
             Queries(
-                ql_nope, q_pe, latent_token_stride, latent_head_stride, latent_element_stride,
-                rope_token_stride, rope_head_stride, rope_element_stride,
+                sources.ql_nope, sources.q_pe, strides.latent_token, strides.latent_head, strides.latent_element,
+                strides.rope_token, strides.rope_head, strides.rope_element,
             ),
-            token, head, real, LATENT, ROPE, LATENT_PAD, ROPE_PAD,
+            token, head, real, c.LATENT, c.ROPE, c.LATENT_PAD, c.ROPE_PAD,
         )  # fmt: skip
         length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), max_keys))
         visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), length)
         key_end = tl.maximum(tl.max(visible, 0), 0)
-        full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // TILE  # seen whole by every row
-        tiles = tl.cdiv(key_end, TILE)
+        full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE  # seen whole by every row
+        tiles = tl.cdiv(key_end, c.TILE)
         split_tiles = tl.cdiv(tiles, num_splits)
         first_tile = tl.minimum(split * split_tiles, tiles)
         last_tile = tl.minimum(first_tile + split_tiles, tiles)
@@ -91,13 +87,15 @@ def _decode_kernel(
         table_row = block_table + request.to(tl.int64) * table_row_stride
         state = attend_tiles(
             row_queries, RowKeys(visible, key_end, full_tiles, table_row, table_stride), first_tile, last_tile,
-            Cache(kv_cache, latent_pages, rope_pages, num_blocks, block_stride, entry_stride, element_stride),
+            Cache(
+                sources.kv_cache, latent_pages, rope_pages, num_blocks, strides.block, strides.entry, strides.element
+            ),
             scale_log2,
-            Constants(LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY),
+            c,
         )  # fmt: skip
         weighted = state.weighted
 
-        columns = tl.arange(0, LATENT_PAD)
+        columns = tl.arange(0, c.LATENT_PAD)
         split_row = split.to(tl.int64) * num_tokens * HEADS
         if SPLIT:  # the largest score and the sum: a log-sum-exp would round, and the combine would raise that by exp
             partial_row = lse + split_row + token.to(tl.int64) * HEADS + head
@@ -108,11 +106,11 @@ def _decode_kernel(
             weighted = weighted / divisor[:, None]
             lse_row = lse + head.to(tl.int64) * num_tokens + token
             tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
-        offsets = (split_row + token.to(tl.int64) * HEADS + head) * LATENT
+        offsets = (split_row + token.to(tl.int64) * HEADS + head) * c.LATENT
         tl.store(
             out + offsets[:, None] + columns[None, :],
             weighted.to(out.dtype.element_ty),
-            mask=real[:, None] & (columns < LATENT)[None, :],
+            mask=real[:, None] & (columns < c.LATENT)[None, :],
         )
 
 
@@ -203,14 +201,19 @@ def decode_splits(
     row_blocks = triton.cdiv(request_rows, shape["ROWS"])
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
     inputs = DecodeInputs(
-        ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens.contiguous(),
+        DecodeSources(ql_nope, q_pe, kv_cache), latent_pages, rope_pages, block_table, seq_lens.contiguous(),
         query_start_loc.contiguous(), visible_lens.contiguous(),
     )  # fmt: skip
-    strides = DecodeStrides(*ql_nope.stride(), *q_pe.stride(), *kv_cache.stride(), *block_table.stride())
+    source_strides = SourceStrides(*ql_nope.stride(), *q_pe.stride(), *kv_cache.stride())
+    strides = DecodeStrides(source_strides, *block_table.stride())
     constants = {
-        "HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size, "LATENT_PAD": latent_pad,
-        "ROPE_PAD": rope_pad, "PIECE_COLUMNS": FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
-        "PAGED_COPY": latent_pages is not None, **shape,
+        "HEADS": heads,
+        "c": Constants(
+            LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size, TILE=shape["TILE"], LATENT_PAD=latent_pad,
+            ROPE_PAD=rope_pad, PIECE_COLUMNS=FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
+            PAGED_COPY=latent_pages is not None,
+        ),
+        **{name: value for name, value in shape.items() if name != "TILE"},
     }  # fmt: skip
     request_programs, rows = requests * row_blocks, requests * request_rows
     if tile_ranges is not None or batch_invariant:

@@ -18,10 +18,9 @@ LN_2 = tl.constexpr(math.log(2))
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for; every field is a `constexpr`.
+    """What a kernel is compiled for; kernels take the record as one `constexpr`.
 
-    Kernels construct this record inside the call that takes it: an assignment would turn its fields into tensors. The
-    fields of all records here are values of a kernel, which no type of Python describes.
+    The fields of the other records here are values of a kernel, which no type of Python describes.
 
     Attributes:
         LATENT: Lkv.
@@ -248,9 +247,10 @@ def attend_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c)
         c: what the kernel is compiled for.
     """
     ROWS: tl.constexpr = queries.latent.shape[0]
+    LATENT_PAD: tl.constexpr = c.LATENT_PAD  # `tl.zeros` takes no field of a record in its shape
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    state = RowState(largest, total, tl.zeros([ROWS, c.LATENT_PAD], tl.float32))
+    state = RowState(largest, total, tl.zeros([ROWS, LATENT_PAD], tl.float32))
     for tile in tl.range(first_tile, tl.minimum(row_keys.full_tiles, last_tile)):
         state = _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, False)
     for tile in tl.range(tl.maximum(row_keys.full_tiles, first_tile), last_tile, num_stages=1):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -10,6 +10,50 @@ import triton.language as tl
 from torch import Tensor
 
 from .cache import slot_offsets
+
+
+class TokenValues(NamedTuple):
+    """What `rope_norm_and_cache` reads of each token, and the cache."""
+
+    q_pe: Any
+    kv_c: Any
+    k_pe: Any
+    kv_cache: Any
+
+
+class Tables(NamedTuple):
+    """The norm's weight and the frequencies of the rotation."""
+
+    norm_weight: Any
+    frequencies: Any
+
+
+class Rotated(NamedTuple):
+    """Outputs of `rope_norm_and_cache`."""
+
+    q_pe: Any
+    normed: Any
+    k_pe: Any
+
+
+class TokenStrides(NamedTuple):
+    """Strides of what `rope_norm_and_cache` reads and of the cache, in elements."""
+
+    position: Any
+    q_token: Any
+    q_head: Any
+    q_column: Any
+    kv_c_token: Any
+    kv_c_column: Any
+    k_token: Any
+    k_column: Any
+    block: Any
+    entry: Any
+    element: Any
+    slot: Any
+    weight: Any
+    frequency: Any
+
 
 TILE_ELEMENTS = 8192  # of q_pe that a program turns
 
@@ -73,10 +117,13 @@ def rope_norm_and_cache(
     head_tile, head_tiles = _head_tiles(heads, rope)
     with torch.cuda.device_of(q_pe):
         _rope_norm_cache_kernel[(tokens * (1 + head_tiles),)](
-            positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, frequencies, q_out, normed, k_out,
+            positions, TokenValues(q_pe, kv_c, k_pe, kv_cache), slot_mapping,
+            Tables(norm_weight, frequencies), Rotated(q_out, normed, k_out),
             heads, 1 + head_tiles, num_blocks, slot_mapping.shape[0], magnitude, eps,
-            positions.stride(0), *q_pe.stride(), *kv_c.stride(), *k_pe.stride(), *kv_cache.stride(),
-            slot_mapping.stride(0), norm_weight.stride(0), frequencies.stride(0),
+            TokenStrides(
+                positions.stride(0), *q_pe.stride(), *kv_c.stride(), *k_pe.stride(), *kv_cache.stride(),
+                slot_mapping.stride(0), norm_weight.stride(0), frequencies.stride(0),
+            ),
             BLOCK_SIZE=block_size, LATENT=kv_c.shape[1], LATENT_TILE=triton.next_power_of_2(kv_c.shape[1]),
             ROPE=rope, PAIRS=triton.next_power_of_2(max(1, rope // 2)), HEADS=head_tile, INTERLEAVED=interleaved,
         )  # fmt: skip
@@ -159,38 +206,40 @@ def _rope_kernel(
 @triton.jit(do_not_specialize=["num_blocks", "num_slots"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 @no_type_check
 def _rope_norm_cache_kernel(
-    positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, frequencies, q_out, normed_out, k_out,
-    num_heads, parts, num_blocks, num_slots, magnitude, eps,
-    position_stride, q_token, q_head, q_column, kv_c_token, kv_c_column, k_token, k_column,
-    block_stride, entry_stride, cache_column, slot_stride, weight_stride, frequency_stride,
+    positions, values, slot_mapping, tables, outputs, num_heads, parts, num_blocks, num_slots, magnitude, eps, strides,
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, LATENT_TILE: tl.constexpr,
     ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     token, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
     if part == 0:  # the entry: latent and shared key
-        slot = tl.load(slot_mapping + token * slot_stride, token < num_slots, -1)
+        slot = tl.load(slot_mapping + token * strides.slot, token < num_slots, -1)
         written = (slot >= 0) & (slot // BLOCK_SIZE < num_blocks)
-        entry = kv_cache + slot_offsets(slot, block_stride, entry_stride, BLOCK_SIZE)
+        entry = values.kv_cache + slot_offsets(slot, strides.block, strides.entry, BLOCK_SIZE)
         column = tl.arange(0, LATENT_TILE).to(tl.int64)
         held = column < LATENT
-        x = tl.load(kv_c + token * kv_c_token + column * kv_c_column, held, 0.0).to(tl.float32)
-        weight = tl.load(norm_weight + column * weight_stride, held, 0.0).to(tl.float32)
+        x = tl.load(values.kv_c + token * strides.kv_c_token + column * strides.kv_c_column, held, 0.0).to(tl.float32)
+        weight = tl.load(tables.norm_weight + column * strides.weight, held, 0.0).to(tl.float32)
         normed = x * tl.rsqrt(tl.sum(x * x, 0) / LATENT + eps) * weight
-        tl.store(normed_out + token * LATENT + column, normed, held)
-        tl.store(entry + column * cache_column, normed, held & written)
+        tl.store(outputs.normed + token * LATENT + column, normed, held)
+        tl.store(entry + column * strides.element, normed, held & written)
         if ROPE > 0:
             cos, sin = _cos_sin(
-                positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS, ROPE
+                positions, tables.frequencies, token, magnitude, strides.position, strides.frequency, PAIRS, ROPE
             )
-            key = k_pe + token * k_token
-            _rotate(key, 0, k_column, k_out + token * ROPE, 0, 1, 0, 1, cos, sin, 1, ROPE, PAIRS, INTERLEAVED)
+            key = values.k_pe + token * strides.k_token
+            _rotate(
+                key, 0, strides.k_column, outputs.k_pe + token * ROPE, 0, 1, 0, 1, cos, sin, 1, ROPE, PAIRS, INTERLEAVED
+            )
             _rotate(  # once more, into the cache: no row at all where the slot is out of range
-                key, 0, k_column, entry + LATENT * cache_column, 0, cache_column, 0, written.to(tl.int32), cos, sin,
-                1, ROPE, PAIRS, INTERLEAVED,
+                key, 0, strides.k_column, entry + LATENT * strides.element, 0, strides.element, 0,
+                written.to(tl.int32), cos, sin, 1, ROPE, PAIRS, INTERLEAVED,
             )  # fmt: skip
     elif ROPE > 0:
-        cos, sin = _cos_sin(positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS, ROPE)
+        cos, sin = _cos_sin(
+            positions, tables.frequencies, token, magnitude, strides.position, strides.frequency, PAIRS, ROPE
+        )
         _rotate(
-            q_pe + token * q_token, q_head, q_column, q_out + token * num_heads * ROPE, ROPE, 1,
+            values.q_pe + token * strides.q_token, strides.q_head, strides.q_column,
+            outputs.q_pe + token * num_heads * ROPE, ROPE, 1,
             (part - 1) * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED,
         )  # fmt: skip

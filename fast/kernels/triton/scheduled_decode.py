@@ -17,8 +17,8 @@ from torch import Tensor
 from reference.interfaces import DECODE_TILE, InvariantCut, most_invariant_splits
 
 from ..combine.kernels import Partials, add_partial, load_partial
-from .arguments import DecodeInputs, DecodeStrides
-from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles, load_queries
+from .arguments import DecodeInputs, DecodeOutputs, DecodeStrides
+from .decode_tiles import LN_2, Cache, Queries, RowKeys, attend_tiles, load_queries
 from .schedule import SplitRule, invariant_split_tiles
 
 
@@ -33,17 +33,13 @@ from .schedule import SplitRule, invariant_split_tiles
 )  # fmt: skip
 @no_type_check
 def _scheduled_decode_kernel(
-    ql_nope, q_pe, kv_cache, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, out, lse, partial_out, partial_lse,
+    sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
+    tile_ranges, split_offsets, outputs,
     num_tokens, num_blocks, num_requests, max_keys, num_runs, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
-    latent_token_stride, latent_head_stride, latent_element_stride,
-    rope_token_stride, rope_head_stride, rope_element_stride,
-    block_stride, entry_stride, element_stride, table_row_stride, table_stride,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    PIECE_COLUMNS: tl.constexpr, PAGED_COPY: tl.constexpr, SCHEDULE_TILE: tl.constexpr, BY_LENGTH: tl.constexpr,
-    SCHEDULED: tl.constexpr,
+    strides, table_row_stride, table_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, SCHEDULE_TILE: tl.constexpr, BY_LENGTH: tl.constexpr,
+    SCHEDULED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
     """Attend the range of one program of the schedule, for ROWS of each request's rows; write whole or partial outputs.
 
@@ -69,8 +65,8 @@ def _scheduled_decode_kernel(
         runs_on = place % num_runs == 0
     request_row = row_block * ROWS + tl.arange(0, ROWS)
     head = request_row % HEADS
-    columns = tl.arange(0, LATENT_PAD)
-    PER_TILE: tl.constexpr = SCHEDULE_TILE // TILE
+    columns = tl.arange(0, c.LATENT_PAD)
+    PER_TILE: tl.constexpr = SCHEDULE_TILE // c.TILE
     while request <= last_request:
         query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
         query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
@@ -94,21 +90,24 @@ def _scheduled_decode_kernel(
         if there & (query_start + row_block * ROWS // HEADS < query_end):
             row_queries = load_queries(
                 Queries(
-                    ql_nope, q_pe, latent_token_stride, latent_head_stride, latent_element_stride,
-                    rope_token_stride, rope_head_stride, rope_element_stride,
+                    sources.ql_nope, sources.q_pe, strides.latent_token, strides.latent_head, strides.latent_element,
+                    strides.rope_token, strides.rope_head, strides.rope_element,
                 ),
-                token, head, real, LATENT, ROPE, LATENT_PAD, ROPE_PAD,
+                token, head, real, c.LATENT, c.ROPE, c.LATENT_PAD, c.ROPE_PAD,
             )  # fmt: skip
             visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
-            full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // TILE  # seen whole by every row
+            full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE  # seen whole by every row
             table_row = block_table + request.to(tl.int64) * table_row_stride
             state = attend_tiles(
                 row_queries, RowKeys(visible, key_end, full_tiles, table_row, table_stride),
-                first_tile * PER_TILE, tl.minimum(last_tile * PER_TILE, tl.cdiv(key_end, TILE)),
-                Cache(kv_cache, latent_pages, rope_pages, num_blocks, block_stride, entry_stride, element_stride),
+                first_tile * PER_TILE, tl.minimum(last_tile * PER_TILE, tl.cdiv(key_end, c.TILE)),
+                Cache(
+                    sources.kv_cache, latent_pages, rope_pages, num_blocks, strides.block, strides.entry,
+                    strides.element,
+                ),
                 scale_log2,
-                Constants(LATENT, ROPE, BLOCK_SIZE, TILE, LATENT_PAD, ROPE_PAD, PIECE_COLUMNS, PAGED_COPY),
+                c,
             )  # fmt: skip
             if BY_LENGTH:
                 # a program that has a request's splits from the first one on combines them at the first partial index
@@ -116,12 +115,12 @@ def _scheduled_decode_kernel(
                 whole = runs_on & (split + 1 >= splits)
                 if runs_on & (split > 0):
                     tl.debug_barrier()  # what any thread has written there
-                    partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-                    before = load_partial(partials, index, real, request_row, columns, LATENT)
+                    partials = Partials(outputs.partial_out, outputs.partial_lse, num_partials, request_rows)
+                    before = load_partial(partials, index, real, request_row, columns, c.LATENT)
                     state = add_partial(before, state)
                     tl.debug_barrier()
                 told = runs_on & (row_block == 0)
-                progress = partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
+                progress = outputs.partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
                 progress = progress.to(tl.pointer_type(tl.int32), bitcast=True)
                 tl.store(progress, split + 1, mask=told)
                 tl.store(progress + 1, splits, mask=told)
@@ -133,22 +132,23 @@ def _scheduled_decode_kernel(
             if whole:
                 divisor = tl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0, largest -inf
                 weighted = state.weighted * (1.0 / divisor)[:, None]
-                lse_row = lse + head.to(tl.int64) * num_tokens + token
+                lse_row = outputs.lse + head.to(tl.int64) * num_tokens + token
                 tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
-                offsets = (token.to(tl.int64) * HEADS + head) * LATENT
+                offsets = (token.to(tl.int64) * HEADS + head) * c.LATENT
                 tl.store(
-                    out + offsets[:, None] + columns[None, :],
-                    weighted.to(out.dtype.element_ty),
-                    mask=real[:, None] & (columns < LATENT)[None, :],
+                    outputs.out + offsets[:, None] + columns[None, :],
+                    weighted.to(outputs.out.dtype.element_ty),
+                    mask=real[:, None] & (columns < c.LATENT)[None, :],
                 )
             else:
                 partial_row = index.to(tl.int64) * request_rows + request_row
-                tl.store(partial_lse + partial_row, state.largest, mask=real)
-                tl.store(partial_lse + num_partials.to(tl.int64) * request_rows + partial_row, state.total, mask=real)
+                tl.store(outputs.partial_lse + partial_row, state.largest, mask=real)
+                partial_total = outputs.partial_lse + num_partials.to(tl.int64) * request_rows + partial_row
+                tl.store(partial_total, state.total, mask=real)
                 tl.store(
-                    partial_out + (partial_row * LATENT)[:, None] + columns[None, :],
+                    outputs.partial_out + (partial_row * c.LATENT)[:, None] + columns[None, :],
                     state.weighted,
-                    mask=real[:, None] & (columns < LATENT)[None, :],
+                    mask=real[:, None] & (columns < c.LATENT)[None, :],
                 )
         if BY_LENGTH:
             done = (last_tile >= own_end) | (split + 1 >= splits)
@@ -231,9 +231,9 @@ def launch_scheduled(
         _scheduled_decode_kernel[(programs * row_blocks,)](
             *inputs, tile_ranges if scheduled else inputs.seq_lens,
             split_offsets if scheduled else inputs.seq_lens,
-            out, lse, partial_out, partial_lse,
-            tokens, inputs.kv_cache.shape[0], requests, max_keys, num_runs, row_blocks, request_rows, num_partials,
-            *cut.numbers, softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
+            DecodeOutputs(out, lse, partial_out, partial_lse),
+            tokens, inputs.sources.kv_cache.shape[0], requests, max_keys, num_runs, row_blocks, request_rows,
+            num_partials, *cut.numbers, softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
             BY_LENGTH=batch_invariant, SCHEDULED=scheduled,
         )  # fmt: skip
     return partial_out, partial_lse

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton import constexpr_function
+
 
 class Inputs(NamedTuple):
     """Queries and the lists that describe the batch."""
@@ -120,6 +122,12 @@ class Constants(NamedTuple):
     SCHEDULED: Any
     SPLIT: Any
     SLICES: Any
+
+
+@constexpr_function
+def of_group(c, group):
+    """Return the constants of another consumer."""
+    return c._replace(GROUP=group)
 
 
 class Context(NamedTuple):

@@ -1,4 +1,9 @@
-"""Groups of kernel arguments, in the order in which the decode kernels take them."""
+"""Groups of arguments, in the order in which the decode kernels take them.
+
+Triton limits what a kernel can take as a record. Its launcher does not look for tensor descriptors inside a record, and
+`do_not_specialize` does not reach the fields of one: a number that changes from step to step would compile the kernel
+again. Descriptors, such numbers, and pointers of any alignment are therefore parameters of their own.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +27,7 @@ class LaunchInputs(NamedTuple):
 
 
 class LaunchResults(NamedTuple):
-    """What a decode writes."""
+    """Outputs and partial outputs; kernels take the record as one parameter."""
 
     out: Tensor
     lse: Tensor
@@ -31,7 +36,7 @@ class LaunchResults(NamedTuple):
 
 
 class BatchSizes(NamedTuple):
-    """Tokens, pages of the cache, requests, and keys of a request at most."""
+    """Tokens, blocks of the cache, requests, and the most keys of a request."""
 
     tokens: int
     num_blocks: int
@@ -47,6 +52,15 @@ class RowSizes(NamedTuple):
     num_partials: int
 
 
+class QueryStrides(NamedTuple):
+    """Strides of `ql_nope` and `q_pe`, in elements; kernels take the record as one parameter."""
+
+    latent_token: int
+    latent_head: int
+    rope_token: int
+    rope_head: int
+
+
 class Numbers(NamedTuple):
     """The numbers of `InvariantCut`, the scale in base 2, and strides of queries and block table."""
 
@@ -55,9 +69,6 @@ class Numbers(NamedTuple):
     large_tiles: int
     max_splits: int
     scale_log2: float
-    latent_token_stride: int
-    latent_head_stride: int
-    rope_token_stride: int
-    rope_head_stride: int
+    query_strides: QueryStrides
     table_row_stride: int
     table_stride: int

@@ -20,7 +20,8 @@ from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows
 from ...device import device_facts
 from ...schedule_costs import measured_schedule_costs
 from ..common.dependent_launch import LAUNCH
-from .arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, RowSizes
+from ..common.records import Constants
+from .arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, QueryStrides, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
 from .select import (
@@ -141,35 +142,33 @@ def decode_splits(
     )  # fmt: skip
     results = LaunchResults(out, lse, partial_out, partial_lse)
     numbers = Numbers(
-        *cut.numbers, max(softmax_scale, LEAST_SCALE) / math.log(2), *latent_strides, *rope_strides,
+        *cut.numbers, max(softmax_scale, LEAST_SCALE) / math.log(2), QueryStrides(*latent_strides, *rope_strides),
         *block_table.stride(),
     )  # fmt: skip
-    widths = {"HEADS": heads, "LATENT": latent, "ROPE": rope, "BLOCK_SIZE": block_size}
     sizes = BatchSizes(tokens, num_blocks, requests, max_keys)
     row_sizes = RowSizes(row_blocks, request_rows, assigned.num_partials)
-    constants = {
-        **widths, "BY_LENGTH": batch_invariant, "SCHEDULED": planned,
-        "SPLIT": assigned.num_splits > 1 and not batch_invariant,
-    }  # fmt: skip
+    constants = Constants(
+        GROUP=0, ROWS=program_rows, HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
+        BY_LENGTH=batch_invariant, SCHEDULED=planned, SPLIT=assigned.num_splits > 1 and not batch_invariant,
+        SLICES=assigned.slices,
+    )  # fmt: skip
     arguments = (
         *inputs, tile_ranges if planned else seq_lens, split_offsets if planned else seq_lens,
-        *results, *sizes, assigned.num_splits, *row_sizes, *numbers,
+        results, *sizes, assigned.num_splits, *row_sizes, *numbers,
     )  # fmt: skip
     with torch.cuda.device_of(ql_nope):
         if assigned.pairs > 0:
             launch_two_phases(
-                inputs, results, sizes, row_sizes, numbers, widths, assigned.programs, assigned.pairs,
+                inputs, results, sizes, row_sizes, numbers, constants, assigned.programs, assigned.pairs,
                 assigned.num_splits,
             )  # fmt: skip
         elif program_rows < MANY_ROWS:
-            _row_blocks_16_32_kernel[(assigned.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
+            _row_blocks_16_32_kernel[(assigned.programs,)](*arguments, c=constants, **LAUNCH)
         else:
-            in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants["SPLIT"]  # rows of one token
+            in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants.SPLIT  # rows of one token
             out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
-            _row_blocks_64_kernel[(assigned.programs,)](
-                *arguments, out_rows, *cache, SLICES=assigned.slices, **constants, **LAUNCH
-            )
+            _row_blocks_64_kernel[(assigned.programs,)](*arguments, out_rows, *cache, c=constants, **LAUNCH)
     return SplitDecode(out, lse, partial_out, partial_lse)
 
 

@@ -25,7 +25,6 @@ from ...common.gluon_versions import partition_barrier
 from ...common.loads import load_columns, page_of, page_walk_of, zero_from
 from ...common.own_length import TILE
 from ...common.records import (
-    Constants,
     Context,
     Inputs,
     Queries,
@@ -198,37 +197,35 @@ def _produce(ctx, latent_pages, rope_pages, c):
 @no_type_check
 def _row_blocks_16_32_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, out, lse, partial_out, partial_lse,
+    tile_ranges, split_offsets, outputs,
     num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
-    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
-    ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
+    query_strides, table_row_stride, table_stride, c: gl.constexpr,
 ):  # fmt: skip
-    """Attend a program's work items for row blocks of ROWS; partial outputs are for `fast.kernels.combine`."""
+    """Attend a program's work items for row blocks of `c.ROWS` rows; partial outputs are for `fast.kernels.combine`."""
     dtype: gl.constexpr = latent_pages.dtype
     BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
     BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
     TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
+    ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * c.ROPE if c.ROPE > 0 else 128, 16)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     boxes: gl.constexpr = TILE // BOX_KEYS
     k_latent = gl.allocate_shared_memory(
-        dtype, [STAGES * boxes * (LATENT // BOX_COLUMNS), 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout
+        dtype, [STAGES * boxes * (c.LATENT // BOX_COLUMNS), 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout
     )
-    q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
+    q_latent = gl.allocate_shared_memory(dtype, [1, c.ROWS, c.LATENT], TILE_SHARED)
     k_rope, q_rope = k_latent, q_latent
-    if ROPE > 0:
-        k_rope = gl.allocate_shared_memory(dtype, [STAGES * boxes, 1, BOX_KEYS, ROPE], rope_pages.layout)
-        q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
-    weights = gl.allocate_shared_memory(dtype, [1, TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16))
+    if c.ROPE > 0:
+        k_rope = gl.allocate_shared_memory(dtype, [STAGES * boxes, 1, BOX_KEYS, c.ROPE], rope_pages.layout)
+        q_rope = gl.allocate_shared_memory(dtype, [1, c.ROWS, c.ROPE], ROPE_SHARED)
+    weights = gl.allocate_shared_memory(dtype, [1, TILE, c.ROWS], gl.NVMMASharedLayout(2 * c.ROWS, 16))
     row_values, weighted, stored = weights, weights, weights
-    if BY_LENGTH:
-        row_values = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if c.BY_LENGTH:
+        row_values = gl.allocate_shared_memory(gl.float32, [2, c.ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         # all latents, or half of them; 8 of them by 8 rows meet no bank twice
-        SHARED_LATENTS: gl.constexpr = LATENT if ROWS * LATENT <= SHARED_VALUES else LATENT // 2
+        SHARED_LATENTS: gl.constexpr = c.LATENT if c.ROWS * c.LATENT <= SHARED_VALUES else c.LATENT // 2
         weighted = gl.allocate_shared_memory(
-            gl.float32, [SHARED_LATENTS, ROWS], gl.SwizzledSharedLayout(8, 32 // ROWS, ROWS // 8, [1, 0])
+            gl.float32, [SHARED_LATENTS, c.ROWS], gl.SwizzledSharedLayout(8, 32 // c.ROWS, c.ROWS // 8, [1, 0])
         )
         stored = gl.allocate_shared_memory(gl.int64, [1], BAR)
         mbarrier.init(stored, 1)
@@ -246,24 +243,24 @@ def _row_blocks_16_32_kernel(
     follow_kernel()
 
     inputs = Inputs(ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
-    progress = (partial_lse + 2 * num_partials.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
+    progress = outputs.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
+    progress = progress.to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     plan = SplitPlan(tile_ranges, split_offsets, num_splits, num_partials, progress, rule)
-    results = Results(out, lse, partial_out, partial_lse, None)
+    results = Results(outputs.out, outputs.lse, outputs.partial_out, outputs.partial_lse, None)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = Strides(
-        latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
-    )
+        query_strides.latent_token, query_strides.latent_head, query_strides.rope_token, query_strides.rope_head,
+        table_row_stride, table_stride,
+    )  # fmt: skip
     queries = Queries(ql_nope, q_pe, q_latent, q_rope, strides)
     shared = Shared(queries, k_latent, k_rope, weights, Kept(row_values, weighted, stored), items)
     bars = Bars(full, empty, item_begun, item_written)
     ctx = Context(inputs, plan, results, sizes, strides, shared, bars)
-    # constants are written in place: an assignment would make values of the kernel of them
     gl.warp_specialize(
         [
-            (_consume, (ctx, Constants(0, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, 1))),
-            (_produce, (ctx, latent_pages, rope_pages,
-                        Constants(0, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, 1))),
+            (_consume, (ctx, c)),
+            (_produce, (ctx, latent_pages, rope_pages, c)),
         ],
         [1],
         [24],

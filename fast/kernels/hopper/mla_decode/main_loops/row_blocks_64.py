@@ -19,7 +19,7 @@ from ...common.dependent_launch import await_before, launch_next
 from ...common.l2_prefetch import prefetch_first_item
 from ...common.loads import page_of, page_walk_of
 from ...common.own_length import TILE
-from ...common.records import Constants, Context, Inputs, Queries, Results, Sizes, SplitPlan, SplitRule, Strides
+from ...common.records import Context, Inputs, Queries, Results, Sizes, SplitPlan, SplitRule, Strides, of_group
 from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, next_place, seek_item, start_walk, write_item
 from ...common.work_loop import run_work_items
 from .epilogue_64 import keep, prefetch_next, to_base_two, with_kept, write_partial, write_whole
@@ -110,13 +110,11 @@ def _produce(ctx, latent_pages, rope_pages, c):
 @no_type_check
 def _row_blocks_64_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, out, lse, partial_out, partial_lse,
+    tile_ranges, split_offsets, outputs,
     num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
-    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
-    out_rows, kv_cache, page_stride, key_stride,
-    HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr, SLICES: gl.constexpr,
+    query_strides, table_row_stride, table_stride,
+    out_rows, kv_cache, page_stride, key_stride, c: gl.constexpr,
 ):  # fmt: skip
     """Attend a program's work items for row blocks of 64; partial outputs are for `fast.kernels.combine`.
 
@@ -126,19 +124,19 @@ def _row_blocks_64_kernel(
     BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
     BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
     TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
+    ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * c.ROPE if c.ROPE > 0 else 128, 16)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (LATENT // BOX_COLUMNS)
+    boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (c.LATENT // BOX_COLUMNS)
     latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout)
-    q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
+    q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, c.LATENT], TILE_SHARED)
     # rope parts of the keys, then the probabilities of their tile
     tails = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
     q_rope = q_latent
-    if ROPE > 0:
-        q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
+    if c.ROPE > 0:
+        q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, c.ROPE], ROPE_SHARED)
     row_values = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     kept = row_values
-    if BY_LENGTH:
+    if c.BY_LENGTH:
         kept = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)  # quarters of both tiles
     empty = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)
@@ -159,29 +157,29 @@ def _row_blocks_64_kernel(
     launch_next()
 
     inputs = Inputs(ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
-    progress = (partial_lse + 2 * num_partials.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
+    progress = outputs.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
+    progress = progress.to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     plan = SplitPlan(tile_ranges, split_offsets, num_splits, num_partials, progress, rule)
-    results = Results(out, lse, partial_out, partial_lse, out_rows)
+    results = Results(outputs.out, outputs.lse, outputs.partial_out, outputs.partial_lse, out_rows)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = Strides(
-        latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
-    )
-    if HEADS <= ROWS and not (BY_LENGTH or SCHEDULED or SPLIT):
+        query_strides.latent_token, query_strides.latent_head, query_strides.rope_token, query_strides.rope_head,
+        table_row_stride, table_stride,
+    )  # fmt: skip
+    if c.HEADS <= ROWS and not (c.BY_LENGTH or c.SCHEDULED or c.SPLIT):
         prefetch_first_item(
-            inputs, kv_cache, page_stride, key_stride, sizes, strides, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE
+            inputs, kv_cache, page_stride, key_stride, sizes, strides, ROWS, c.HEADS, c.LATENT, c.ROPE, c.BLOCK_SIZE
         )
     await_before()
     shared = Shared(Queries(ql_nope, q_pe, q_latent, q_rope, strides), latents, tails, row_values, kept, items)
     bars = Bars(full, empty, probabilities_ready, item_begun, sums_ready, item_written)
     ctx = Context(inputs, plan, results, sizes, strides, shared, bars)
-    # constants are written in place: an assignment would make values of the kernel of them
     gl.warp_specialize(
         [
-            (_consume, (ctx, Constants(0, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, SLICES))),
-            (_consume, (ctx, Constants(1, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, SLICES))),
-            (_produce, (ctx, latent_pages, rope_pages,
-                        Constants(0, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, SLICES))),
+            (_consume, (ctx, c)),
+            (_consume, (ctx, of_group(c, 1))),
+            (_produce, (ctx, latent_pages, rope_pages, c)),
         ],
         [4, 1],
         [240, 24],

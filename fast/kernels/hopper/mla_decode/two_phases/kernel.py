@@ -51,38 +51,39 @@ def _clear_kernel(words, num_words):
 @gluon.jit
 @no_type_check
 def _consume(
-    inputs, plan, words, phase_one, results, sizes, strides, shared, bars, pairs, splits_bound,
-    HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    inputs, plan, words, phase_one, results, sizes, strides, shared, bars, pairs, splits_bound, c,
 ):  # fmt: skip
     """Multiply, in both phases: the one consumer."""
-    item, there = score_block_of_program(plan, inputs, sizes, pairs, HEADS)
+    item, there = score_block_of_program(plan, inputs, sizes, pairs, c.HEADS)
     if there:
-        prefetch_queries(item, shared.queries, sizes, ROWS, HEADS, 0, LATENT, ROPE)
-    block = seek_column_block(first_column_block(), plan, inputs, sizes, splits_bound, HEADS)
+        prefetch_queries(item, shared.queries, sizes, ROWS, c.HEADS, 0, c.LATENT, c.ROPE)
+    block = seek_column_block(first_column_block(), plan, inputs, sizes, splits_bound, c.HEADS)
     if there:
         compute_score_block(
-            item, inputs, words, phase_one, sizes, strides, shared, bars, pairs, HEADS, LATENT, ROPE, BLOCK_SIZE
+            item, inputs, words, phase_one, sizes, strides, shared, bars, pairs, c.HEADS, c.LATENT, c.ROPE, c.BLOCK_SIZE
         )
     else:
         arrive(bars.scored)
-    multiply_column_blocks(block, inputs, plan, results, sizes, shared, bars, splits_bound, HEADS, LATENT, BLOCK_SIZE)
+    multiply_column_blocks(
+        block, inputs, plan, results, sizes, shared, bars, splits_bound, c.HEADS, c.LATENT, c.BLOCK_SIZE
+    )
 
 
 @gluon.jit
 @no_type_check
 def _produce(
     inputs, plan, words, row_values, sizes, strides, latent_pages, rope_pages, value_pages, probability_pairs, shared,
-    bars, pairs, splits_bound, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    bars, pairs, splits_bound, c,
 ):  # fmt: skip
     """Load, in both phases: one warp."""
     flags = flags_behind(words, sizes, pairs)
     load_score_block(
-        plan, inputs, latent_pages, rope_pages, sizes, strides, (shared.latents, shared.tails), bars.full, pairs, HEADS,
-        LATENT, ROPE, BLOCK_SIZE,
+        plan, inputs, latent_pages, rope_pages, sizes, strides, (shared.latents, shared.tails), bars.full, pairs,
+        c.HEADS, c.LATENT, c.ROPE, c.BLOCK_SIZE,
     )  # fmt: skip
     load_column_blocks(
         plan, inputs, value_pages, row_values, probability_pairs, sizes, strides, shared, bars, flags, pairs,
-        splits_bound, HEADS, LATENT, BLOCK_SIZE,
+        splits_bound, c.HEADS, c.LATENT, c.BLOCK_SIZE,
     )  # fmt: skip
 
 
@@ -96,11 +97,10 @@ def _produce(
 @no_type_check
 def _two_phases_kernel(
     ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    out, lse, partial_out, partial_lse, value_pages, probability_pairs, words, row_values, probabilities,
+    outputs, value_pages, probability_pairs, words, row_values, probabilities,
     num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, num_partials, pairs, splits_bound,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
-    latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
-    HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    query_strides, table_row_stride, table_stride, c: gl.constexpr,
 ):  # fmt: skip
     """Compute a score block, then column blocks, of requests that are split by their own length.
 
@@ -112,17 +112,17 @@ def _two_phases_kernel(
     BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
     BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
     TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
+    ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * c.ROPE if c.ROPE > 0 else 128, 16)
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (LATENT // BOX_COLUMNS)
+    boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (c.LATENT // BOX_COLUMNS)
     # both tiles of a pair, then a column block's columns of STAGES pairs
     latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout)
     # then the probabilities of PLACES pairs
-    q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
+    q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, c.LATENT], TILE_SHARED)
     tails = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
     q_rope = q_latent
-    if ROPE > 0:
-        q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
+    if c.ROPE > 0:
+        q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, c.ROPE], ROPE_SHARED)
     row_places = gl.allocate_shared_memory(gl.float32, [PLACES, ROW_VALUES], ONE)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [2 * QUARTERS, 1], BAR)
@@ -142,17 +142,19 @@ def _two_phases_kernel(
     follow_kernel()
 
     inputs = Inputs(ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
-    progress = (partial_lse + 2 * num_partials.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
+    progress = outputs.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
+    progress = progress.to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     plan = SplitPlan(seq_lens, seq_lens, splits_bound, num_partials, progress, rule)
-    results = Results(out, lse, partial_out, partial_lse, None)
+    results = Results(outputs.out, outputs.lse, outputs.partial_out, outputs.partial_lse, None)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = Strides(
-        latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
-    )
+        query_strides.latent_token, query_strides.latent_head, query_strides.rope_token, query_strides.rope_head,
+        table_row_stride, table_stride,
+    )  # fmt: skip
     VALUE_KEYS: gl.constexpr = value_pages.block_shape[1]
     tiles = latents._reinterpret(
-        dtype, [2 * STAGES * (TILE // VALUE_KEYS), 1, VALUE_KEYS, LATENT // COLUMN_BLOCKS], value_pages.layout
+        dtype, [2 * STAGES * (TILE // VALUE_KEYS), 1, VALUE_KEYS, c.LATENT // COLUMN_BLOCKS], value_pages.layout
     )
     probability_places = q_latent._reinterpret(dtype, [PLACES, 2 * ROWS, TILE], probability_pairs.layout)
     queries = Queries(ql_nope, q_pe, q_latent, q_rope, strides)
@@ -161,10 +163,9 @@ def _two_phases_kernel(
     phase_one = PhaseOne(row_values, probabilities)
     gl.warp_specialize(
         [
-            (_consume, (inputs, plan, words, phase_one, results, sizes, strides, shared, bars, pairs, splits_bound,
-                        HEADS, LATENT, ROPE, BLOCK_SIZE)),
+            (_consume, (inputs, plan, words, phase_one, results, sizes, strides, shared, bars, pairs, splits_bound, c)),
             (_produce, (inputs, plan, words, row_values, sizes, strides, latent_pages, rope_pages, value_pages,
-                        probability_pairs, shared, bars, pairs, splits_bound, HEADS, LATENT, ROPE, BLOCK_SIZE)),
+                        probability_pairs, shared, bars, pairs, splits_bound, c)),
         ],
         [1],
         [96],

@@ -9,6 +9,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common.dependent_launch import LAUNCH
 from ...common.own_length import TILE
+from ...common.records import Constants
 from ..arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, RowSizes
 from ..main_loops.tile_scores import ROWS
 from .column_blocks import COLUMN_BLOCKS
@@ -22,7 +23,7 @@ def launch_two_phases(
     sizes: BatchSizes,
     row_sizes: RowSizes,
     numbers: Numbers,
-    widths: dict[str, int],
+    constants: Constants,
     programs: int,
     pairs: int,
     splits_bound: int,
@@ -35,7 +36,7 @@ def launch_two_phases(
         sizes: of the batch.
         row_sizes: of row blocks and partial outputs.
         numbers: the rule of splits, scale and strides.
-        widths: N, Lkv, R, keys a page.
+        constants: what the kernel is compiled for.
         programs: no more than run at once, no less than score blocks.
         pairs: of tiles of a request, no less than any has.
         splits_bound: no less than the splits of any request.
@@ -49,11 +50,11 @@ def launch_two_phases(
     probability_pairs = TensorDescriptor.from_tensor(probabilities, box, gl.NVMMASharedLayout(128, 16, rank=2))
     value_pages = TensorDescriptor(
         latent_pages.base, latent_pages.shape, latent_pages.strides,
-        [1, latent_pages.block_shape[1], widths["LATENT"] // COLUMN_BLOCKS.value],
+        [1, latent_pages.block_shape[1], constants.LATENT // COLUMN_BLOCKS.value],
         gl.NVMMASharedLayout(128, 16, rank=3),
     )  # fmt: skip
     _clear_kernel[(triton.cdiv(words.numel(), CLEARED.value),)](words, words.numel(), **LAUNCH)
     _two_phases_kernel[(programs,)](
-        *inputs, *results, value_pages, probability_pairs, words, row_values, probabilities, *sizes, *row_sizes, pairs,
-        splits_bound, *numbers, **widths, **LAUNCH, launch_cooperative_grid=True,
+        *inputs, results, value_pages, probability_pairs, words, row_values, probabilities, *sizes, *row_sizes, pairs,
+        splits_bound, *numbers, c=constants, **LAUNCH, launch_cooperative_grid=True,
     )  # fmt: skip
