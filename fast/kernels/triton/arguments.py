@@ -1,4 +1,4 @@
-"""Groups of kernel arguments, in the order in which the portable decode kernels take them."""
+"""Groups of kernel arguments, in the order of the parameters of the portable decode kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class DecodeInputs(NamedTuple):
-    """Queries, the cache and its descriptors (None where the copy engine cannot read it), and the batch."""
+    """Queries, cache and batch; the two descriptors of the cache are None where TMA cannot read it."""
 
     ql_nope: Tensor
     q_pe: Tensor
