@@ -117,8 +117,8 @@ class LatentCacheLayer(CacheLayerMixin):
         if self.kv_cache is None or self.record.length == 0:
             return
         with torch.inference_mode(False):
-            pages = self.kv_cache.unflatten(0, (self.rows, -1))
-            self.kv_cache, self.rows = pages.index_select(0, index.to(pages.device)).flatten(0, 1), rows
+            blocks = self.kv_cache.unflatten(0, (self.rows, -1))
+            self.kv_cache, self.rows = blocks.index_select(0, index.to(blocks.device)).flatten(0, 1), rows
         if self.leads:
             self.record.select(index.cpu())
 

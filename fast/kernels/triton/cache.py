@@ -106,7 +106,7 @@ def tiles_of(width: int) -> dict[str, int]:
 
 
 def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Copy whole blocks between caches of one device; the mapping may lie on the host."""
+    """Copy whole blocks between caches of one device; the mapping may be on the host."""
     source_blocks, block_size, width = source.shape
     if block_mapping.shape[0] == 0 or source.numel() == 0 or target.numel() == 0:
         return
@@ -153,6 +153,7 @@ def _write_kernel(
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     LATENT_TILE: tl.constexpr, ROPE_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Write the latents and keys of ROWS tokens into their slots."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = tokens < num_tokens
     slots = tl.load(slot_mapping + tokens * slot_stride, inside, -1)
@@ -193,6 +194,7 @@ def _gather_kernel(
     block_stride, entry_stride, cache_column, table_row, table_column, cu_stride, starts_stride, out_row, out_column,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Copy the cache entries of ROWS packed tokens to `out`."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = tokens < num_tokens
     # bisection for the request of each token: count the requests whose tokens end at or before it
@@ -225,6 +227,7 @@ def _copy_blocks_kernel(
     source_block, source_entry, source_column, target_block, target_entry, target_column, pair_stride, side_stride,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Copy ROWS cache entries from source blocks to target blocks."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # entries of all pairs, one pair after another
     pair = block_mapping + tokens // BLOCK_SIZE * pair_stride
     read = tl.load(pair, tokens < num_tokens, -1)

@@ -53,6 +53,7 @@ def _reorg_kernel(
     SIZE: tl.constexpr, INTERLEAVE: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Copy the cache entries of ROWS tokens from the rank that owns each token."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32-bit: token numbers and offsets are below 2^31
     written = tokens < num_tokens
     # bisection for the request of each token: count the requests whose tokens end at or before it
@@ -133,6 +134,7 @@ def _sort_by_owner_kernel(
     token_stride, head_stride, column_stride, lse_owner_stride, out_owner_stride,
     SIZE: tl.constexpr, SCALED: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Write ROWS rows (token, head) of `out` to their owner rank's place; if SCALED, multiply by softmax weights."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # the head varies fastest, as in memory
     token, head = row // num_heads, row % num_heads
     inside = token < num_tokens
@@ -189,6 +191,7 @@ def _merge_packed_kernel(
     outs, lses, out, lse, num_tokens, own_heads, out_rank_stride, lse_rank_stride,
     SIZE: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Merge the states of SIZE ranks, for ROWS rows (token, head)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row // own_heads, row % own_heads
     inside = token < num_tokens

@@ -41,7 +41,7 @@ FLOAT32_SUM_COLUMNS = 16  # columns of a float32 product that are added one afte
 # A wave is the set of programs that run on the GPU at once. Each wave adds this fraction of the decode's time, because
 # programs start and write partial outputs.
 WAVE_COST = 0.35
-MOST_WAVES = 4  # a schedule has at most the programs of so many waves
+MOST_WAVES = 4  # a schedule has at most as many programs as fill this number of waves
 
 
 @triton.jit(
@@ -84,7 +84,8 @@ def _decode_kernel(
         length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), max_keys))
         visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), length)
         key_end = tl.maximum(tl.max(visible, 0), 0)
-        full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // TILE  # seen whole by every row
+        # number of tiles of which every row sees every key
+        full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // TILE
         tiles = tl.cdiv(key_end, TILE)
         split_tiles = tl.cdiv(tiles, num_splits)
         first_tile = tl.minimum(split * split_tiles, tiles)
@@ -328,7 +329,7 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
         programs: number of programs if each request had one split.
         rows: rows of all requests.
         keys: upper bound of the keys of a request.
-        processors: number of multiprocessors of the device.
+        processors: number of multiprocessors (SMs) of the device.
     """
 
     def cost(splits: int) -> int:

@@ -42,6 +42,7 @@ def _merge_kernel(
     suffix_token, suffix_head, suffix_column, suffix_lse_head, suffix_lse_token,
     VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    """Merge two states for TOKENS tokens and HEADS heads."""
     program = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, TOKENS * HEADS)  # the head varies fastest, as in memory
     token = program // head_tiles * TOKENS + row // HEADS

@@ -147,6 +147,7 @@ def _rope_kernel(
     position_stride, q_token, q_head, q_column, k_token, k_column, frequency_stride,
     ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
+    """Rotate the shared key of one token, or the queries of HEADS of its heads."""
     token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
     cos, sin = _cos_sin(positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS, ROPE)
     if number == 0:  # the shared key is one row
@@ -171,6 +172,7 @@ def _rope_norm_cache_kernel(
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, LATENT_TILE: tl.constexpr,
     ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
+    """Write the cache entry of one token, or rotate the queries of HEADS of its heads."""
     token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
     if number == 0:  # the cache entry: latent and shared key
         slot = tl.load(slot_mapping + token * slot_stride, token < num_slots, -1)

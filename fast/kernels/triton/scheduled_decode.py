@@ -104,7 +104,8 @@ def _scheduled_decode_kernel(
             )  # fmt: skip
             visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
-            full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // TILE  # seen whole by every row
+            # number of tiles of which every row sees every key
+            full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // TILE
             table_row = block_table + request.to(tl.int64) * table_row_stride
             state = attend_tiles(
                 row_queries, RowKeys(visible, key_end, full_tiles, table_row, table_stride),
