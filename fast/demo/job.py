@@ -108,11 +108,11 @@ def check_outputs(args: argparse.Namespace) -> None:
             if target.is_file() or target.is_symlink():  # `realpath` keeps only a link that leads to itself
                 os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
             elif target.exists():  # a device or pipe: opening it may block, or end its reader
-                check(os.access(target, os.W_OK), option, "a place that can be written", path)
+                check(os.access(target, os.W_OK), option, "a path that can be written", path)
             else:
                 tempfile.TemporaryFile(dir=target.parent).close()
         except OSError as error:
-            raise ValueError(f"{option}: expected a place that can be written, got {path}: {error.strerror}") from error
+            raise ValueError(f"{option}: expected a path that can be written, got {path}: {error.strerror}") from error
     if all(given.values()):
         paths = [Path(os.path.realpath(path)) for path in given.values()]
         same = paths[0] == paths[1] or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))

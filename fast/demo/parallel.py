@@ -179,7 +179,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
         f"{figures['ranks']} ranks share the heads, {figures['context_parallel_size']} each sequence "
         f"(interleave {figures['interleave']}, merge {figures['merge']}, {figures['device']}, {figures['dtype']})"
     )
-    table = Table("package", "tokens/s", "cache at its peak, each rank", "received, each rank", "tokens of one rank",
+    table = Table("package", "tokens/s", "peak cache per rank", "received per rank", "tokens as on one rank",
                   title=title)  # fmt: skip
     for name, row in figures["wings"].items():
         received = sum(sum(by_op.values()) for by_op in row["received_bytes"].values())

@@ -17,7 +17,7 @@ MANY_SPLITS = 16  # more splits of a row than this, on average, are many
 MANY_HEADS = 64  # this number of heads or more are many
 MANY_ROWS = 128  # this number of rows of one request or more are many: larger tiles still give enough programs
 FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few heads, many heads)
-FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests
+FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits, or a schedule with many splits
 FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
 FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
 # requests that are split by their own length

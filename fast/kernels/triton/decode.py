@@ -263,6 +263,7 @@ def decode_programs(
     rows = num_heads * query_len
     cache_element_size = element_bytes(COMPUTE_FORMAT.dtype_for(dtype))  # these kernels read this format only
     shape = launch_shape(rows, block_size, width, dtype, cache_element_size, facts.capability, facts.shared)
+    # programs that run on the GPU at the same time
     resident = (2 if shape["ROWS"] == 16 else 1) * facts.processors
     row_blocks = triton.cdiv(rows, shape["ROWS"])
 
@@ -304,6 +305,7 @@ def launch_shape(
     Raises:
         UnsupportedConfiguration: no choice fits.
     """
+    # (rows, tile, warps, stages), the preferred one first
     if dtype == torch.float32:  # no matrix unit computes IEEE float32 products
         shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
     elif request_rows <= 16:  # limited by memory reads: small tiles, more stages, two programs for each SM

@@ -84,7 +84,7 @@ class LineSums(NamedTuple):
 @triton.jit
 @no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
 def invariant_split_tiles(tiles, rule):
-    """Return the tiles of one split, for requests with so many tiles (`reference.interfaces.invariant_split_tiles`)."""
+    """Return the tiles of one split, for requests of `tiles` tiles (`reference.interfaces.invariant_split_tiles`)."""
     size = (tiles + rule.small_splits - 1) // rule.small_splits
     size = tl.maximum(tl.minimum(size, rule.large_tiles), rule.small_tiles)
     size = tl.maximum(size, (tiles + rule.max_splits - 1) // rule.max_splits)
