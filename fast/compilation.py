@@ -156,7 +156,7 @@ def _launch_all(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
-    # `choose_path` may also send longer queries to the absorbed path; with any number of heads, they have more rows
+    # `choose_path` may also send longer queries to the absorbed path; 17 tokens are more than 16 rows for any heads
     longer = max(decode_threshold + 1, 17)
     for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
         step([longer] * requests, [length] * requests, longer)

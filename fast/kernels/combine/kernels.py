@@ -11,7 +11,7 @@ normalised. The partial LSE consists of two numbers: `largest`, in base 2, and t
 | by their own length (batch-invariant) | the same | the same, followed by [B, 2] int32 |
 
 With a schedule, the partial indices of request b begin at `split_offsets[b]`. With requests split by their own length,
-every request has the same number of partial indices, and split s of request b has index b * indices + s. One exception
+every request has the same number n of partial indices, and split s of request b has the index b * n + s. One exception
 saves memory traffic: a program that has the first split of a request adds the splits that follow, as long as they are
 its own, and writes their sum at the first index. The [B, 2] integers are, for each request, the number of splits in
 this sum and the number of all splits.

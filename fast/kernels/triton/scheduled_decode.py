@@ -82,7 +82,7 @@ def _scheduled_decode_kernel(
         length = tl.maximum(tl.load(seq_lens + request), 0)
         readable = tl.minimum(length, max_keys)
         request_tiles = _tiles(length, SCHEDULE_TILE)
-        request_end = request_tiles  # behind the last tile of this request that the program attends
+        request_end = request_tiles  # index behind the program's last tile in this request
         if request == last_request:
             request_end = tl.minimum(range_end, request_tiles)
         last_tile = request_end
