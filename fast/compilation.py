@@ -1,4 +1,4 @@
-"""Compiling ahead: what a layer will launch, launched once before the first request waits for it."""
+"""Compile kernels ahead of time, by launching once everything that a layer can launch."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
 from .planning.decode_schedule import plan_decode
 
-LONG_CONTEXT = 16384  # tokens: enough that a decode splits them and merges the parts
-# tokens of a request that stands alone: how its rows and keys are divided, and its parts merged, follows its length
+LONG_CONTEXT = 16384  # tokens; long enough that a decode splits the request and combines partial outputs
+# Lengths of a request that is decoded alone: splits, row blocks and the combine kernel depend on this length.
 ALONE = (64, *(tokens << step for step in range(10) for tokens in (256, 384)))
-MANY_REQUESTS = 512  # enough to fill any card, so that a short decode is not split
+MANY_REQUESTS = 512  # enough requests to fill any GPU, so that a short decode is not split
 
 
 def warmup(
@@ -54,30 +54,29 @@ def warmup(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> list[str]:
-    """Compile every kernel that a layer of these dims will launch, so that no request waits for it.
+    """Compile every kernel that a layer of these dims can launch, so that no request waits for a compilation.
 
-    It runs steps of a layer with projections of zeros: decodes of 1 to `decode_threshold` tokens and of more, split and
-    whole, with a schedule and without; prefills with and without context; copies of blocks. Triton keeps what it
-    compiled on disk besides.
+    The function runs steps of a layer whose projections return zeros: decodes with and without splits and schedules,
+    prefills with and without context, and copies of blocks. Triton also keeps compiled kernels in its cache on disk.
 
     Args:
-        config: the layer.
-        device: where it will run.
-        dtype: in which type.
-        block_size: tokens a cache block.
-        decode_threshold: longest query that decodes.
-        batch_invariant: of the schedules that decodes will have.
-        context_parallel: the groups, where ranks share heads and sequences. Nothing is exchanged with them: this
-            process plays all ranks (`simulate`), so that every process may warm up by itself.
+        config: configuration of the layer.
+        device: device of the layer.
+        dtype: dtype of the layer.
+        block_size: tokens of a cache block.
+        decode_threshold: most query tokens of a request that is decoded on the absorbed path.
+        batch_invariant: whether the layer's decodes will be batch-invariant.
+        context_parallel: groups of ranks that divide heads and sequences, or None. No data is exchanged between
+            processes: this process simulates all ranks (`simulate`), so each process can warm up on its own.
         cache_format: format of the layer's cache.
-        backend: as that of the layer: a name, a mapping from op to name, or None (`fast.backends`).
+        backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
 
     Returns:
-        A line for each kernel that was compiled (or read from Triton's cache on disk); none where all were there.
+        One line for each kernel that was compiled, or loaded from Triton's cache on disk, during this call.
 
     Raises:
-        ValueError: a size below 1, another dtype, or a CUDA device that is not there.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        ValueError: a size below 1, an unsupported dtype, or a CUDA device that does not exist.
+        UnsupportedConfiguration: no backend, or not the named backend, can serve an op.
     """
     check_dtype("dtype", dtype)
     check_config(config)
@@ -90,14 +89,14 @@ def warmup(
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)
 
-    asked = (config, device, dtype, block_size, decode_threshold, batch_invariant, cache_format, backends.bind(backend))
+    given = (config, device, dtype, block_size, decode_threshold, batch_invariant, cache_format, backends.bind(backend))
     with _compiling_ahead() as compiled:
         if context_parallel is None:
-            _launch_all(None, *asked)
+            _launch_all(None, *given)
         else:
             size, total = context_parallel.size, context_parallel.tp_group.size
             for merge in MERGES:
-                simulate(size, context_parallel.interleave, lambda ranks: _launch_all(ranks, *asked), total, merge)
+                simulate(size, context_parallel.interleave, lambda ranks: _launch_all(ranks, *given), total, merge)
     return compiled
 
 
@@ -112,7 +111,7 @@ def _launch_all(
     cache_format: CacheFormat,
     backend: BackendChoice,
 ) -> None:
-    """Steps of every kind, by one rank or by this one among others."""
+    """Run steps of every kind on one rank; `ranks` is None without context parallelism."""
     num_blocks = -(-LONG_CONTEXT // block_size) + 2
     columns = cache_format.columns(config.kv_lora_rank, config.qk_rope_head_dim)
     kv_cache = allocate_kv_cache(num_blocks, block_size, columns, cache_format.dtype_for(dtype), device).zero_()
@@ -144,12 +143,12 @@ def _launch_all(
         if plan.num_decodes and batch_invariant:
             schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut)
             layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
-        # an engine with projections of its own calls the parts
+        # an engine with its own projections calls these methods separately
         projected = layer.project(hidden_states, positions)
         output = hidden_states.new_empty(tokens, local.num_heads, config.v_head_dim)
         layer.forward_attention(*projected, kv_cache, plan, output)
 
-    # Triton compiles apart for strides that 16 divides, and some strides follow the number of tokens
+    # Triton compiles another variant where a stride is divisible by 16, and some strides follow the number of tokens
     for query_len in range(1, decode_threshold + 1):
         for requests in (1, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)
@@ -157,7 +156,8 @@ def _launch_all(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
-    longer = max(decode_threshold + 1, 17)  # `choose_path` may absorb it: with any heads more rows than one token has
+    # `choose_path` may also send longer queries to the absorbed path; 17 tokens are more than 16 rows for any heads
+    longer = max(decode_threshold + 1, 17)
     for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
         step([longer] * requests, [length] * requests, longer)
     for requests in (300, 1100):
@@ -172,7 +172,7 @@ def _launch_all(
 
 
 def _compiling_ahead():
-    """Collects what Triton compiles; nothing where it is not installed."""
+    """Return a context that collects a line for each compiled kernel; the list stays empty without Triton."""
     if importlib.util.find_spec("triton") is None:
         return contextlib.nullcontext([])
     from .kernels.compile_log import compiling_ahead
@@ -183,7 +183,7 @@ def _compiling_ahead():
 def _batch(
     query_lens: list[int], seq_lens: list[int], columns: int, num_blocks: int, device: torch.device
 ) -> CommonAttentionMetadata:
-    """Requests that all lie in the cache's first blocks, over and over if they are long; they write no token."""
+    """Return a batch whose requests all share the same blocks of the cache; it writes no token to the cache."""
     ends = torch.tensor([0, *query_lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
     table = (torch.arange(columns, dtype=torch.int32, device=device) % num_blocks).repeat(len(query_lens), 1)
     slots = torch.full((sum(query_lens),), -1, dtype=torch.int64, device=device)
@@ -191,7 +191,7 @@ def _batch(
 
 
 class _Zeros(nn.Module):
-    """A projection or norm of any width that costs nothing: its output is 0."""
+    """A projection or norm that returns zeros of a given width, without a computation."""
 
     def __init__(self, width: int, weight: Tensor):
         super().__init__()
@@ -202,7 +202,7 @@ class _Zeros(nn.Module):
 
 
 def _projections_of_zeros(config: MLAConfig, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
-    """A layer's modules; only the up-projection, whose weight the layer reads, takes memory."""
+    """Return the modules of a layer; only the up-projection has memory, because the layer reads its weight."""
     c, kind = config, {"dtype": dtype, "device": device}
     up = nn.Linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), bias=False, **kind)
     nn.init.zeros_(up.weight)

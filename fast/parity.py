@@ -1,8 +1,9 @@
-"""How far a fast result may lie from the reference: a computed budget, never a typed one.
+"""Compare results of `fast` with the reference, on an error budget that is computed and not chosen by hand.
 
-gold is the reference in float64 on the quantised inputs; low is the reference in the kernel's own dtype, which
-rounds inputs and probabilities as a careful kernel must. The kernel's error may be twice that of low plus a
-rounding floor of one unit in the last place, in its largest and in its mean.
+- gold: the reference in float64, on inputs that were rounded to the kernel's dtype.
+- low: the reference in the kernel's dtype, which rounds inputs and probabilities as an accurate kernel does.
+- budget: twice the error of low, plus one unit in the last place. It holds for the largest error and for the mean error
+  separately.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from torch import Tensor
 
 from reference.interfaces import AttentionState, check
 
-LSE_RELATIVE = 2.0**-13  # natural-log LSE from an exp2 kernel: one multiplication by ln 2 in float32, with room
+LSE_RELATIVE = 2.0**-13  # a kernel that uses exp2 multiplies the LSE by ln 2 in float32; this is more than enough
 
 
 @dataclass(frozen=True)
 class Parity:
-    """One comparison of a fast result with gold.
+    """Comparison of one result with gold.
 
     Attributes:
-        op: what was compared.
+        op: name of the op and the result.
         max_error: largest absolute error.
         mean_error: mean absolute error.
-        max_budget: what `max_error` may be at most.
-        mean_budget: what `mean_error` may be at most.
-        same_infinities: NaN and infinities stand in the same places.
+        max_budget: upper bound of `max_error`.
+        mean_budget: upper bound of `mean_error`.
+        same_infinities: whether both have NaN and infinities at the same elements.
     """
 
     op: str
@@ -39,30 +40,30 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Within the budget; False for NaN."""
+        """Whether both errors are within their budgets; False for a NaN error."""
         return self.same_infinities and self.max_error <= self.max_budget and self.mean_error <= self.mean_budget
 
 
 def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float = 0.0) -> Parity:
-    """Compare one result of a kernel with gold, on the budget that low's error sets.
+    """Compare one result of a kernel with gold, on a budget computed from the error of low.
 
     Args:
-        op: what is compared.
+        op: name of the op and the result.
         value: the kernel's result.
         low: the reference's result in the kernel's dtype.
         gold: the reference's result in float64.
-        relative: what to allow besides, relative to gold.
+        relative: additional budget, relative to gold.
 
     Returns:
-        The comparison; elements where gold is not finite must equal it and count no error.
+        The comparison. Where gold is NaN or infinite, the value must equal it; these elements do not count as errors.
 
     Raises:
-        ValueError: shapes that differ, or a value of another dtype than low (which would set a floor of its own).
+        ValueError: shapes differ, or value and low have different dtypes (the rounding floor depends on the dtype).
     """
     check(value.shape == gold.shape == low.shape, "value", f"shape {list(gold.shape)}", list(value.shape))
     check(value.dtype == low.dtype, "value", f"dtype {low.dtype}, as low", value.dtype)
     finite = gold.isfinite()
-    # a low that overflowed where gold did not would make the budget infinite
+    # a low that is infinite where gold is finite would make the budget infinite, so it fails the comparison
     same = (
         bool(low[finite].isfinite().all())
         and torch.equal(value.isfinite(), finite)
@@ -84,7 +85,7 @@ def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float =
 
 
 def compare_states(op: str, value: AttentionState, low: AttentionState, gold: AttentionState) -> list[Parity]:
-    """Compare both halves of an attention state; LSE gets 2^-13 relative besides."""
+    """Compare the output and the LSE of an attention state; the LSE has an additional relative budget of 2^-13."""
     return [
         compare(f"{op}: out", value.out, low.out, gold.out),
         compare(f"{op}: lse", value.lse, low.lse, gold.lse, relative=LSE_RELATIVE),
@@ -92,10 +93,10 @@ def compare_states(op: str, value: AttentionState, low: AttentionState, gold: At
 
 
 def compare_exact(op: str, value: Tensor, expected: Tensor) -> Parity:
-    """Compare bit by bit, NaN payloads and signs of zero included: the budget is zero.
+    """Compare bit by bit, including NaN payloads and signs of zero; the budget is zero.
 
     Raises:
-        ValueError: shapes or dtypes that differ.
+        ValueError: shapes or dtypes differ.
     """
     check(value.shape == expected.shape, "value", f"shape {list(expected.shape)}", list(value.shape))
     check(value.dtype == expected.dtype, "value", f"dtype {expected.dtype}", value.dtype)

@@ -1,24 +1,27 @@
-"""Which backend serves a call: each declares what it can do; the choice is by capability, then priority.
+"""Choose which backend serves a call: among those that can serve it, the one with the highest priority.
 
-A backend is a set of kernels behind one name. It declares the ops that it has kernels of its own for, and no others.
-Every `backend=` of `fast` is None, a name, or a mapping from op to name (`BackendChoice`):
+A backend is a set of kernels behind one name. It declares the ops for which it has its own kernels, and what these
+kernels can do. Every parameter `backend=` of `fast` is None, a name, or a mapping from op to name (`BackendChoice`):
 
-- None chooses for each op and call: the backend of highest priority that has no reason against the call.
-- A name at an op, a function that launches the kernels of one op (`mla_decode`, `merge_attn_states`), is that backend
-  or an error: a backend that cannot serve the call raises `UnsupportedConfiguration` with every reason.
-- A name at whatever calls several ops binds the ops that the backend declares; the others are chosen as for None.
-  These are `MLAAttention`, `MLAMetadataBuilder`, `build_mla_metadata`, `use_mla`, `warmup`, `explain`,
-  the main job's `--backend`, and the functions `forward_prefill`, `cascade_attention`, `dcp_gather_context` and
-  `dcp_decode`. A bound op that its backend cannot serve raises as above. A backend that declares none of the ops that
-  are called is refused at once. So "hopper" binds the decode of `dcp_decode`, whose exchange is chosen, and is refused
-  by `forward_prefill`.
-- A mapping gives the backend of each op that it names, everywhere; an op that it lacks is chosen as for None. An op or
-  a name that nothing has, and an op that its backend does not declare, is refused at once.
+- None: each call of each op goes to the backend with the highest priority that has no reason against the call.
+- A name, passed to a function that launches one op (such as `mla_decode` or `merge_attn_states`): that backend serves
+  the call. If it cannot, the function raises `UnsupportedConfiguration` with every reason.
+- A name, passed to a class or function that calls several ops: the name binds the ops that this backend declares, and
+  each other op is chosen as for None. This applies to `MLAAttention`, `MLAMetadataBuilder`, `build_mla_metadata`,
+  `use_mla`, `warmup`, `explain`, `forward_prefill`, `cascade_attention`, `dcp_gather_context`, `dcp_decode` and the
+  option `--backend` of the main job. A bound op that its backend cannot serve raises as above. A backend that declares
+  none of the called ops is refused at once. For example, "hopper" binds the decode of `dcp_decode` but not its exchange
+  between ranks, and `forward_prefill` refuses it.
+- A mapping: each op that it contains is bound to the given backend; each other op is chosen as for None. An unknown op,
+  an unknown name, and an op that its backend does not declare are refused at once.
 
-The ops of one decode (`DECODES`) belong together, because the number of programs is that of the kernel which decodes.
-The ops of one message between ranks (`MESSAGES`) belong together, because the layout of the buffer between them is
-private to a backend. A mapping that names a backend for one of them names it
-for the others too, as far as that backend declares them; two different names are refused.
+Some ops must be served by the same backend:
+
+- The ops of one decode (`DECODES`), because the number of programs and the costs are those of the decode kernel.
+- The ops of one message between ranks (`MESSAGES`), because the layout of the message is private to a backend.
+
+A mapping that binds one op of such a group binds the others too, if the backend declares them. Two different names in
+one group are refused.
 """
 
 from .explanation import explain, layer_requests

@@ -21,7 +21,7 @@ from .own import DECODES
 from .registry import KernelRequest, registered
 from .selection import BackendChoice, all_ops, bind, decode_request, name_for, select
 
-CACHE_OPS = (  # whose requests have a block size, besides those of DECODES
+CACHE_OPS = (  # ops besides DECODES whose requests have a block size
     "concat_and_cache_mla", "copy_blocks", "gather_and_maybe_dequant_cache", "rope_norm_and_cache", "swap_blocks",
 )  # fmt: skip
 
@@ -33,18 +33,18 @@ def layer_requests(
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> list[KernelRequest]:
-    """Return what a layer of these dims needs of kernels: one request an op, by name, with any query lengths.
+    """Return what a layer needs from backends: one `KernelRequest` for each op, sorted by op, for any query lengths.
 
     Args:
-        config: the layer.
+        config: configuration of the layer.
         device: device of its tensors.
         dtype: dtype of its tensors.
-        block_size: tokens a cache block.
+        block_size: tokens of a cache block.
         cache_format: format of its cache.
     """
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
-    widths = {  # as the op itself names them; for the other ops, one width
+    widths = {  # the names that each op uses in its own requests; all other ops name one width
         "apply_rope": (("qk_rope_head_dim", rope),),
         "merge_packed_attn_states": (("head_dim", latent),),
         "concat_and_cache_mla": entry,
@@ -82,20 +82,20 @@ def explain(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> str:
-    """One line per op of a layer: the backend that serves it, and why the others do not.
+    """Return one line for each op of a layer: the backend that serves it, and why the other backends do not.
 
-    Where `backend` names one, each line says besides whether the op is bound to it or chosen as for None.
+    If `backend` is not None, each line also says whether the op is bound to a backend or chosen as for None.
 
     Args:
-        config: the layer.
-        device: where it runs.
-        dtype: in which type.
-        block_size: tokens a cache block.
+        config: configuration of the layer.
+        device: device of the layer.
+        dtype: dtype of the layer.
+        block_size: tokens of a cache block.
         cache_format: format of the layer's cache.
-        backend: as that of the layer: a name, a mapping from op to name, or None for the choice by capability.
+        backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
 
     Raises:
-        ValueError: no backend has a name, or nothing has an op of a mapping.
+        ValueError: an unknown backend name or, in a mapping, an unknown op.
     """
     check_config(config)
     device = check_device("device", device)

@@ -1,4 +1,4 @@
-"""What our own kernels declare: the backends "cpu", "triton" and "hopper". No kernel is imported here."""
+"""Declarations of this package's own backends: "cpu", "triton" and "hopper". This module imports no kernel."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 
 from .registry import Backend, OpSupport, register
 
-DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # ops of one decode: one backend serves them together
-MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # ops of one message between ranks: likewise
-OPS = (  # every op that has kernels
+DECODES = ("mla_decode", "decode_programs", "schedule_costs")  # ops of one decode, served by the same backend
+MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # ops of one message, served by the same backend
+OPS = (  # every op that a backend can serve
     "apply_rope", "concat_and_cache_mla", "copy_blocks", "decode_programs", "flash_attn_varlen",
     "gather_and_maybe_dequant_cache", "merge_attn_states", "merge_packed_attn_states", "mla_decode",
     "pack_attn_state", "plan_decode", "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "swap_blocks",
     "weight_attn_out",
 )  # fmt: skip
-READS = {"pack_attn_state": "merge_packed_attn_states"}  # op to the op that reads the private buffers it writes
+READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a private buffer: op that reads this buffer
 
 
 def missing(package: str, least: str | None = None) -> str | None:
-    """Return what to install, or None where a package (of at least a version) is there; it is not imported."""
+    """Return what to install, or None if a package is installed (in version `least` or later); do not import it."""
     if least is None:
         return None if importlib.util.find_spec(package) else package
     try:
@@ -34,7 +34,7 @@ def missing(package: str, least: str | None = None) -> str | None:
 
 
 def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSupport]:
-    """Declare ops of a kernel package, all alike."""
+    """Return the same declaration for several ops of a package of `fast.kernels`."""
     return {op: OpSupport(f"fast.kernels.{package}:{op}", reads=READS.get(op), **declared) for op in names}
 
 
@@ -68,6 +68,6 @@ HOPPER = Backend(
 
 
 def register_own() -> None:
-    """Register the backends of this package."""
+    """Register the three backends of this package."""
     for backend in (CPU, TRITON, HOPPER):
         register(backend)

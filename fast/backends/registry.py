@@ -1,4 +1,4 @@
-"""What a backend declares of each op, and the registry of backends: ours and those of other packages."""
+"""Declarations of backends, and the registry of all backends: this package's own and those of other packages."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from reference.interfaces import (
     check_type,
 )
 
-ENTRY_POINTS = "mla_twins.backends"  # group of the entry points by which other packages declare backends
+ENTRY_POINTS = "mla_twins.backends"  # entry point group in which other packages declare backends
 MASKS = ("causal", "visible_lens")
-HEAD_DIMS = (  # widths that ops name in their requests
+HEAD_DIMS = (  # names of widths in a `KernelRequest`
     "kv_lora_rank", "qk_rope_head_dim", "qk_head_dim", "v_head_dim",
-    "head_dim",  # of ops that know one width only: columns of a cache, values of a state
+    "head_dim",  # for ops with one width: columns of a cache, or values of an attention state
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What one call of an op needs of a backend.
+    """What one call of an op needs from a backend.
 
     Attributes:
         op: name of the op, such as "mla_decode".
         device: device of the tensors.
-        dtype: dtype of queries and keys; None where the op has integers only.
-        head_dims: widths that the op works on, as (name, size) pairs; names are those of `HEAD_DIMS`.
-        block_size: tokens a block, or None where the op has no cache.
-        query_lens: query lengths that the op meets.
-        cache_in_words: True where the cache has at least one block and every entry is whole, aligned 16-byte words.
-        out_dtype: dtype of the output; None where the op gives no choice.
-        cache_format: format of the cache; None where the op has no cache.
-        batch_invariant: True where the result of a request may not depend on the other requests of the batch.
-        mask: one of `MASKS`, or None where the op has no mask.
-        graph: graphs in which the call must be replayable.
+        dtype: dtype of queries and keys; None for an op on integers only.
+        head_dims: widths of the op's tensors as (name, size) pairs, with names from `HEAD_DIMS`.
+        block_size: tokens of a cache block; None for an op without a cache.
+        query_lens: which query lengths the batch may have.
+        cache_in_words: True if the cache has at least one block and every entry consists of aligned 16-byte words.
+        out_dtype: dtype of the output; None for an op without a choice of it.
+        cache_format: format of the cache; None for an op without a cache.
+        batch_invariant: True if the result of a request must not depend on the other requests of the batch.
+        mask: one of `MASKS`; None for an op without a mask.
+        graph: kinds of graphs in which the call must be replayable.
     """
 
     op: str
@@ -66,7 +66,7 @@ class KernelRequest:
 
 
 def check_request(request: KernelRequest) -> None:
-    """Check the types of a request; whether it can be served is for the backends to say."""
+    """Check the types of a request's fields; whether a backend can serve it is not checked here."""
     check_type("request", request, KernelRequest)
     check_type("request.op", request.op, str)
     check_type("request.device", request.device, torch.device)
@@ -85,23 +85,23 @@ def check_request(request: KernelRequest) -> None:
 
 @dataclass(frozen=True)
 class OpSupport:
-    """What a backend can do of one op. None means any, where it is allowed.
+    """What a backend can do for one op.
 
     Attributes:
         launcher: the function that launches the kernel, or its dotted path "package.module:function". A path is
             imported when the op is called for the first time, so that a declaration imports no kernel.
-        dtypes: dtypes of queries and keys.
-        out_dtypes: dtypes of outputs, where a call may choose; None for those of `dtypes`.
-        cache_formats: names of the cache formats.
-        head_dims: allowed sizes by name (`KernelRequest.head_dims`).
-        block_sizes: allowed block sizes.
-        batch_invariant: whether the op can give a request the same bits in every batch.
-        query_lens: the widest support of query lengths.
-        masks: the masks that the op applies, of `MASKS`.
-        graph: graphs in which a captured call may be replayed.
-        needs_words: whether the cache must be whole 16-byte words (`KernelRequest.cache_in_words`).
-        reads: name of the op that reads the private buffers which this op writes: the backend must have both.
-        priority: priority of this op; None for that of the backend.
+        dtypes: supported dtypes of queries and keys.
+        out_dtypes: supported dtypes of the output, if a call may choose it; None for the same as `dtypes`.
+        cache_formats: names of the supported cache formats.
+        head_dims: supported sizes by name (`KernelRequest.head_dims`); None, or a missing name, for any size.
+        block_sizes: supported block sizes; None for any.
+        batch_invariant: whether a request can get the same bits in every batch.
+        query_lens: the widest supported range of query lengths.
+        masks: supported masks, from `MASKS`.
+        graph: kinds of graphs in which a captured call may be replayed.
+        needs_words: whether the cache must consist of 16-byte words (`KernelRequest.cache_in_words`).
+        reads: name of the op that reads the private buffer which this op writes; the backend must have both ops.
+        priority: priority for this op; None for the priority of the backend.
     """
 
     launcher: str | Callable
@@ -170,17 +170,17 @@ class OpSupport:
 
 @dataclass(frozen=True)
 class Backend:
-    """A backend: kernels behind one name, and what they can do op by op.
+    """A set of kernels behind one name, with a declaration of what they can do for each op.
 
     Attributes:
-        name: what `backend=` asks for.
-        priority: of the backends that can serve a request, the one with the largest priority is chosen.
-        device_type: type of the devices, as in `torch.device`.
-        ops: op name to what the backend declares of this op. An op that is missing is not served.
-        capability: least CUDA compute capability, or None for any.
-        capability_end: the first capability above the least that is not served, or None.
-        missing_package: a package that the backend needs and that is not installed, or None.
-        rocm: whether the kernels have been tested on AMD GPUs, which torch calls "cuda" as well.
+        name: the name that `backend=` takes.
+        priority: the backend with the largest priority is chosen from those that can serve a request.
+        device_type: `torch.device.type` of the devices that it serves.
+        ops: mapping from op name to the declaration of this op; an op that is missing is not served.
+        capability: least CUDA compute capability; None for any.
+        capability_end: first larger compute capability that is not served; None for no limit.
+        missing_package: a package that the backend needs and that is not installed; None if nothing is missing.
+        rocm: whether the kernels are tested on AMD GPUs, for which torch uses the device type "cuda" too.
     """
 
     name: str
@@ -204,12 +204,12 @@ class Backend:
         check_flag("rocm", self.rocm)
 
     def priority_of(self, op: str) -> int:
-        """Return the priority of an op; that of the backend where the op declares none or is missing."""
+        """Return the priority for an op: the op's own, or the backend's if the op has none or is missing."""
         support = self.ops.get(op)
         return self.priority if support is None or support.priority is None else support.priority
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
-        """Return every reason why this backend cannot serve the request; empty where it can."""
+        """Return every reason why this backend cannot serve the request; an empty list if it can."""
         reasons = []
         support = self.ops.get(request.op)
         if self.missing_package is not None:
@@ -218,7 +218,7 @@ class Backend:
         reasons += [f"has no kernel for {op}" for op in needed if op not in self.ops]
         if request.device.type != self.device_type:
             reasons.append(f"serves device {self.device_type}, got {request.device.type}")
-        elif self.device_type == "cuda" and torch.version.hip is not None:  # its capabilities are not NVIDIA's
+        elif self.device_type == "cuda" and torch.version.hip is not None:  # ROCm's capability numbers differ
             if not self.rocm:
                 reasons.append(f"not tested on ROCm, serves NVIDIA GPUs, got ROCm {torch.version.hip}")
         elif self.capability is not None:
@@ -232,12 +232,12 @@ class Backend:
 
 
 _REGISTERED: dict[str, Backend] = {}
-_ENTRY_POINTS_READ: list[bool] = []  # one element once they were read
+_ENTRY_POINTS_READ: list[bool] = []  # has one element after the entry points were read
 _ON_CHANGE: list[Callable[[], object]] = []
 
 
 def on_change(forget: Callable[[], object]) -> None:
-    """Have a function called whenever a backend is registered or removed: it forgets what it kept of a choice."""
+    """Call a function whenever a backend is registered or removed, for example to clear a cache of choices."""
     _ON_CHANGE.append(forget)
 
 
@@ -247,17 +247,18 @@ def _changed() -> None:
 
 
 def register(backend: Backend) -> None:
-    """Add a backend: from now on it may serve every op that it declares.
+    """Add a backend, so that it can serve the ops that it declares.
 
-    Another package declares its backends by an entry point of the group "mla_twins.backends": a `Backend`, or a
-    function without arguments that returns one or several. Entry points are read once, at the first choice.
+    Another package can declare its backends with an entry point of the group "mla_twins.backends". The entry point is a
+    `Backend`, or a function without arguments that returns one or several. Entry points are read once, when a backend
+    is chosen for the first time.
 
     Args:
         backend: the declaration; its name must be new.
 
     Raises:
         TypeError: not a `Backend`.
-        ValueError: a name that is taken.
+        ValueError: another backend has this name.
     """
     check_type("backend", backend, Backend)
     check(backend.name not in _REGISTERED, "backend.name", "a name that no backend has", backend.name)
@@ -266,7 +267,7 @@ def register(backend: Backend) -> None:
 
 
 def unregister(name: str) -> None:
-    """Remove a backend that was registered, by its own package or by an entry point.
+    """Remove a registered backend.
 
     Args:
         name: name of the backend.
@@ -280,10 +281,10 @@ def unregister(name: str) -> None:
     _changed()
 
 
-@torch.compiler.assume_constant_result  # a trace runs it and does not look into it
+@torch.compiler.assume_constant_result  # `torch.compile` calls the function and does not trace it
 def _read_entry_points() -> bool:
-    """Register the backends of other packages; one that fails is left out whole, with a warning that names it."""
-    if _ENTRY_POINTS_READ:  # a backend asks for the others while it is read
+    """Register the backends of other packages; skip an entry point that fails, with a warning that names it."""
+    if _ENTRY_POINTS_READ:  # an entry point may call `registered` while it is loaded
         return True
     _ENTRY_POINTS_READ.append(True)
     failed = []
@@ -305,14 +306,14 @@ def _read_entry_points() -> bool:
 
 
 def registered() -> tuple[Backend, ...]:
-    """Return all backends in the order in which they were registered, those of entry points included."""
+    """Return all backends in the order of their registration, including those of entry points."""
     if not _ENTRY_POINTS_READ:
         _read_entry_points()
     return tuple(_REGISTERED.values())
 
 
 def by_priority(op: str) -> tuple[Backend, ...]:
-    """Return all backends, the one with the largest priority for an op first."""
+    """Return all backends, sorted by their priority for an op, the largest first."""
     return tuple(sorted(registered(), key=lambda candidate: -candidate.priority_of(op)))
 
 

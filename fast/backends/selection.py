@@ -1,4 +1,4 @@
-"""Choose the backend of a request, and bind `backend=` of whatever calls several ops."""
+"""Choose the backend for a request, and resolve the `backend=` of callers of several ops."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from reference.interfaces import (
 from .own import DECODES, MESSAGES
 from .registry import Backend, KernelRequest, by_priority, check_request, registered
 
-BackendChoice = str | Mapping[str, str] | None  # of every `backend=`: a name, op to name, or None; see `fast.backends`
+BackendChoice = str | Mapping[str, str] | None  # a name, a mapping from op to name, or None
 
 
 def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:
-    """What a batch needs, from its shape alone: lengths are all equal where they fill B x max_query_len."""
+    """Return the query lengths of a batch from its shape: they are equal if num_tokens is B * max_query_len."""
     if num_tokens != num_requests * max_query_len:
         return QueryLenSupport.VARLEN
     return QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.UNIFORM
 
 
 def candidates(op: str, backend: str | None) -> tuple[Backend, ...]:
-    """Return the backends that a request of an op may go to, best first: the named one, or all.
+    """Return the backends that may serve an op, best first: the named backend only, or all backends.
 
     Raises:
         ValueError: no backend has that name.
@@ -38,7 +38,7 @@ def candidates(op: str, backend: str | None) -> tuple[Backend, ...]:
 
 
 def _named(name: object) -> Backend:
-    """Return the backend of a name."""
+    """Return the backend with this name, or raise ValueError."""
     found = next((candidate for candidate in registered() if candidate.name == name), None)
     check(found is not None, "backend", f"one of {_names()}", name)
     return found
@@ -49,16 +49,16 @@ def _names() -> str:
 
 
 def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
-    """The backend that serves a request.
+    """Return the backend that serves a request.
 
     Args:
-        request: what is needed.
-        backend: a name; a mapping from op to name, which names the backend of this op or leaves it open; or None for
-            the first in priority that can serve.
+        request: what the call needs.
+        backend: a name, a mapping from op to name, or None. For None, or a mapping without this op, the result is the
+            backend with the highest priority that can serve the request.
 
     Raises:
-        ValueError: no backend has that name; a mapping that `bind` refuses.
-        UnsupportedConfiguration: the named one, or none at all, can serve; with every reason.
+        ValueError: no backend has that name, or `bind` refuses the mapping.
+        UnsupportedConfiguration: the named backend, or no backend, can serve the request; with every reason.
     """
     check_request(request)
     tried = candidates(request.op, name_for(request.op, backend))
@@ -71,22 +71,23 @@ def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
 
 
 class BoundOps(dict):
-    """A mapping from op to name that `bind` made: known to be right, so that no op checks it again."""
+    """A mapping from op to name that `bind` has checked, so that no op needs to check it again."""
 
 
 def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps | None:
-    """Resolve `backend=` of whatever calls several ops into what each of those ops is given.
+    """Resolve the `backend=` of a caller of several ops into the `backend=` of each op (see `fast.backends`).
 
     Args:
         backend: a name, which binds the ops that this backend declares; a mapping from op to name; or None.
         ops: the ops that are called; None for all.
 
     Returns:
-        A mapping from op to name for the `backend=` of those ops, or None where every op is chosen.
+        A mapping from op to name, to be passed as `backend=` of those ops; None if every op is chosen freely.
 
     Raises:
-        ValueError: no backend has a name, nothing has an op, or two backends are named for ops that belong together.
-        UnsupportedConfiguration: a named backend declares none of `ops`, or not the op of a mapping that names it.
+        ValueError: an unknown backend name, an unknown op, or two names for ops that one backend must serve.
+        UnsupportedConfiguration: the named backend declares none of `ops`, or a mapping binds an op to a backend that
+            does not declare it.
     """
     if backend is None or isinstance(backend, BoundOps):
         return backend
@@ -99,23 +100,23 @@ def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps |
     _check_mapping(backend)
     bound = BoundOps(backend)
     for together in (DECODES, MESSAGES):
-        for name in {backend[op] for op in together if op in backend}:  # one or none
+        for name in {backend[op] for op in together if op in backend}:  # a set of at most one name
             bound.update((op, name) for op in together if _has(name, op))
     return bound
 
 
 def all_ops() -> list[str]:
-    """Return every op that some backend declares, by name."""
+    """Return the names of all ops that some backend declares, sorted."""
     return sorted({op for candidate in registered() for op in candidate.ops})
 
 
 def _has(name: object, op: object = None) -> bool:
-    """Whether a backend of that name exists, and declares the op where one is given."""
+    """Whether a backend of that name exists and, if an op is given, declares this op."""
     return any(each.name == name and (op is None or op in each.ops) for each in registered())
 
 
 def _check_mapping(backend: object) -> None:
-    """Raise where a mapping from op to name is none, or names what nothing has."""
+    """Raise if `backend` is not a mapping from op to name, or contains an unknown op or an unknown name."""
     if not isinstance(backend, Mapping):
         check(False, "backend", "None, a name or a mapping from op to name", type(backend).__name__)
     unserved = [(op, name) for op, name in backend.items() if not _has(name, op)]
@@ -131,7 +132,7 @@ def _check_mapping(backend: object) -> None:
 
 
 def name_for(op: str, backend: BackendChoice) -> str | None:
-    """The name that a choice gives to an op; None leaves the op open."""
+    """Return the backend name that a choice binds an op to; None if the op is chosen by capability."""
     if backend is None or isinstance(backend, str):
         return backend
     return bind(backend).get(op)
@@ -151,7 +152,7 @@ def decode_request(
     batch_invariant: bool = False,
     graph: GraphSupport = GraphSupport.NONE,
 ) -> KernelRequest:
-    """What `mla_decode`, or another op of DECODES, needs of a kernel."""
+    """Return what `mla_decode`, or another op of `DECODES`, needs from a backend."""
     return KernelRequest(
         op=op,
         device=device,
@@ -169,7 +170,7 @@ def decode_request(
 
 
 def state_request(op: str, out: torch.Tensor) -> KernelRequest:
-    """Return what an op over attention states [T, N, Dv] needs of a kernel."""
+    """Return what an op on attention states, with output [T, N, Dv], needs from a backend."""
     return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),))
 
 
@@ -181,16 +182,16 @@ def cache_request(
     dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> KernelRequest:
-    """Return what an op over a paged cache [num_blocks, block_size, columns] needs of a kernel.
+    """Return what an op on a paged cache [num_blocks, block_size, columns] needs from a backend.
 
     Args:
         op: name of the op.
         kv_cache: the cache.
-        head_dims: widths that the op works on; None where it knows the columns only.
+        head_dims: widths of the op's tensors; None for an op that uses only the number of columns.
         cache_format: format of the cache.
-        dtype: compute dtype of what the op writes into the cache or reads from it; None for that of the cache, in ops
-            that copy entries as they are.
-        out_dtype: dtype of the output; None where the op gives no choice.
+        dtype: dtype of the values that the op writes into the cache or reads from it; None for the dtype of the cache,
+            for ops that copy entries unchanged.
+        out_dtype: dtype of the output; None for an op without a choice of it.
     """
     widths = (("head_dim", kv_cache.shape[2]),) if head_dims is None else head_dims
     return KernelRequest(
@@ -200,7 +201,7 @@ def cache_request(
 
 
 def cache_in_words(kv_cache: torch.Tensor) -> bool:
-    """Whether the copy engine can read a cache, as `KernelRequest` asks: rows of 16-byte words, one after another.
+    """Return `KernelRequest.cache_in_words` of a cache: whether TMA (the GPU's bulk copy engine) can read it.
 
     Args:
         kv_cache: [num_blocks, block_size, Lkv + R], any strides; bfloat16 or float16.
@@ -208,6 +209,6 @@ def cache_in_words(kv_cache: torch.Tensor) -> bool:
     size = kv_cache.element_size()
     *outer, inner = kv_cache.stride()
     words = all(stride > 0 and stride * size % 16 == 0 for stride in outer)
-    if not torch.compiler.is_compiling():  # a trace knows no offsets; the launcher refuses one that does not fit
+    if not torch.compiler.is_compiling():  # a trace has no offsets; the launcher checks them
         words = words and kv_cache.storage_offset() * size % 16 == 0
     return words and inner == 1 and kv_cache.numel() > 0

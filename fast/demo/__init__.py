@@ -1,1 +1,1 @@
-"""What `python -m fast` is made of: checking its options, measuring, comparing op by op, showing."""
+"""The parts of `python -m fast`: check options, serve prompts, measure, compare op by op, print the results."""

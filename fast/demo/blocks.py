@@ -1,4 +1,4 @@
-"""The free list of a paged cache: `serving` takes blocks from it and gives them back."""
+"""Allocator of the blocks of a paged cache, for the serving loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reference.interfaces import check, check_int, check_type
 
 
 def check_order(argument: str, order: Sequence[int] | None, num_blocks: int) -> None:
-    """Check the order of first use of the blocks of a cache; None is the ascending one."""
+    """Check the order in which the blocks of a cache are first used; None means ascending."""
     wanted = f"a permutation of {num_blocks} blocks"
     check_type(argument, order, (Sequence, type(None)), wanted)
     known = order is None or all(type(block) is int for block in order)
@@ -19,14 +19,14 @@ def check_order(argument: str, order: Sequence[int] | None, num_blocks: int) -> 
 
 
 class BlockAllocator:
-    """Hands out the blocks of a paged cache from a free list.
+    """Allocate the blocks of a paged cache from a free list.
 
     Args:
-        num_blocks: how many there are, at least 1.
-        order: the ids in the order of first use; ascending where None.
+        num_blocks: number of blocks, at least 1.
+        order: block ids in the order of first use; None for ascending.
 
     Raises:
-        ValueError: `num_blocks` below 1, or an `order` that is no permutation of the ids.
+        ValueError: `num_blocks` is below 1, or `order` is not a permutation of the ids.
     """
 
     def __init__(self, num_blocks: int, order: Sequence[int] | None = None):
@@ -39,19 +39,19 @@ class BlockAllocator:
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated."""
+        """Number of free blocks."""
         return len(self._free)
 
     @property
     def free_blocks(self) -> list[int]:
-        """Their ids; the cache's bytes there belong to nobody."""
+        """Ids of the free blocks; no request owns the cache entries in them."""
         return list(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks.
+        """Allocate `count` blocks and return their ids.
 
         Raises:
-            ValueError: fewer are free; none is taken then.
+            ValueError: fewer blocks are free; no block is allocated in this case.
         """
         check_int("count", count, 0)
         check(0 <= count <= self.num_free, "count", f"at most the {self.num_free} free blocks", count)
@@ -61,10 +61,10 @@ class BlockAllocator:
         return blocks
 
     def free(self, blocks: Iterable[int]) -> None:
-        """Give blocks back.
+        """Free blocks.
 
         Raises:
-            ValueError: a block that does not exist, is free already or is named twice; none is given back then.
+            ValueError: a block does not exist, is already free, or is given twice; no block is freed in this case.
         """
         given = isinstance(blocks, Iterable) and not isinstance(blocks, Tensor)
         check(given, "blocks", "ids of blocks", type(blocks).__name__)

@@ -1,9 +1,12 @@
-"""What ends a step whose exchanges never come back: a GPU waits for a dead rank for ever, and its host with it.
+"""End the process of a step that waits for a dead rank; otherwise the GPU and the host would wait without end.
 
-Over gloo an exchange fails by itself, in the process that waits. Over NCCL a launch returns before the exchange ends,
-and the host learns nothing until it reads a result. PyTorch's watchdog ends such a process, but does not know what was
-being served, and sees nothing of a graph that is replayed. So a step is given a little less than the group's own
-timeout; then this process says what it was doing and ends.
+- Over gloo, an exchange with a dead rank raises an error in the waiting process; nothing else is needed.
+- Over NCCL, a launch returns before the exchange ends, and the host sees no error until it reads a result. PyTorch's
+  watchdog ends such a process, but it does not log the requests of the step, and it does not see exchanges in a
+  replayed CUDA graph.
+
+So, over NCCL, a step has a deadline a little before the timeout of its groups. When the deadline passes, this process
+logs the requests and the exchanges of the step and ends.
 """
 
 from __future__ import annotations
@@ -17,23 +20,24 @@ from collections.abc import Iterator, Sequence
 from reference.distributed.groups import ContextParallel
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
-PART_OF_TIMEOUT = 0.9  # before PyTorch's watchdog, which counts from the exchange, not from the step
+# Fraction of the groups' timeout. The deadline must pass before PyTorch's watchdog acts; the watchdog starts to count
+# later, at the exchange and not at the start of the step.
+TIMEOUT_FRACTION = 0.9
 
 logger = logging.getLogger(__name__)
-logger.addHandler(logging.NullHandler())  # the line is written to stderr in any case
+logger.addHandler(logging.NullHandler())  # `_end` always writes its line to stderr
 
 
 @contextlib.contextmanager
 def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int]) -> Iterator[None]:
-    """End the process, with a line that says why, where the body takes longer than nine tenths of the groups' timeout.
+    """End the process, after a line that says why, if the body takes longer than 0.9 of the groups' timeout.
 
-    The time is that of the whole body: kernels that are compiled on first use count (`fast.warmup` compiles ahead).
-
-    Over groups whose exchanges fail by themselves (gloo, a simulation), and without groups, it does nothing.
+    The time includes the compilation of kernels on first use (`fast.warmup` compiles them ahead). There is no deadline
+    without groups, nor with groups whose exchanges raise an error by themselves (gloo, a simulation).
 
     Args:
-        context_parallel: the groups.
-        request_ids: what is being served.
+        context_parallel: groups of ranks, or None.
+        request_ids: ids of the requests of the step.
     """
     waits = [] if context_parallel is None else [
         group for group in (context_parallel.cp_group, context_parallel.tp_group) if not group.fails_on_its_own
@@ -41,7 +45,7 @@ def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int
     if not waits:
         yield
         return
-    seconds = PART_OF_TIMEOUT * min(group.timeout_s for group in waits)
+    seconds = TIMEOUT_FRACTION * min(group.timeout_s for group in waits)
     timer = threading.Timer(seconds, _end, (waits, seconds, tuple(request_ids)))
     timer.daemon = True
     timer.start()
@@ -52,12 +56,14 @@ def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int
 
 
 def _end(groups, seconds: float, request_ids: tuple[int, ...]) -> None:
-    said = "; ".join(
+    waiting = "; ".join(
         f"{group.name}: rank {group.rank} among ranks {list(group.members)} waits in or before {group.last_operation}"
         for group in groups
     )
-    line = f"no answer within {seconds:.1f} s: {said}; requests in flight: {', '.join(map(str, request_ids)) or 'none'}"
-    try:  # straight to the descriptor: a closed or broken sys.stderr, or a logger's handler, must not keep this alive
+    line = (
+        f"no answer within {seconds:.1f} s: {waiting}; requests in flight: {', '.join(map(str, request_ids)) or 'none'}"
+    )
+    try:  # write to the descriptor: a broken sys.stderr or a log handler must not keep the process alive
         os.write(2, f"{line}\n".encode())
         logger.critical(line)
     finally:

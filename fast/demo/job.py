@@ -1,4 +1,4 @@
-"""What the main job is asked to do: options checked and the checkpoint loaded, before any work starts."""
+"""Check the options of the main job and load the checkpoint, before any work starts."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(eq=False)
 class Job:
-    """Everything that was checked before the work starts.
+    """The checked options and the loaded checkpoint.
 
     Attributes:
-        args: the options.
-        model: the causal language model, unpatched, in eval mode.
-        config: its attention.
-        tokenizer: of the checkpoint.
+        args: command-line options.
+        model: causal language model in eval mode, without `use_mla`.
+        config: configuration of its attention.
+        tokenizer: tokenizer of the checkpoint.
         texts: the prompts.
-        prompt_ids: their tokens.
-        device: where it runs.
-        dtype: of weights and cache.
+        prompt_ids: tokens of each prompt.
+        device: device of the model.
+        dtype: dtype of weights and cache.
         eos: tokens that end a request.
-        wings: the modules that serve, by name.
-        loops: a loop for each, its requests waiting.
-        context_parallel: the groups, where ranks share heads and sequences.
+        packages: the packages that serve (`reference`, `fast` or both), by name.
+        loops: one serving loop for each package, with all requests waiting.
+        context_parallel: groups of ranks that divide heads and sequences, or None.
     """
 
     args: argparse.Namespace
@@ -54,12 +54,12 @@ class Job:
     device: torch.device
     dtype: torch.dtype
     eos: tuple[int, ...]
-    wings: dict[str, ModuleType]
+    packages: dict[str, ModuleType]
     loops: dict[str, ServingLoop] = field(default_factory=dict)
     context_parallel: ContextParallel | None = None
 
     def patch_options(self, name: str) -> dict[str, Any]:
-        """Keyword arguments of `use_mla` for one wing."""
+        """Return the keyword arguments of `use_mla` for one package."""
         options = {"block_size": self.args.block_size, "workspace_tokens": self.args.workspace_tokens}
         if name == "fast" and self.args.backend is not None:
             options["backend"] = self.args.backend
@@ -68,13 +68,13 @@ class Job:
         return options
 
     def make_loop(self, name: str, prompt_ids: list[list[int]], max_new_tokens: int) -> ServingLoop:
-        """A loop with these requests waiting, over a cache that holds them all."""
+        """Return a serving loop with these requests waiting, and with a cache that has room for all of them."""
         block = self.args.block_size
         covered = block * (1 if self.context_parallel is None else self.context_parallel.size)
         loop = ServingLoop(
             self.model,
             self.config,
-            self.wings[name],
+            self.packages[name],
             num_blocks=sum(-(-(len(ids) + max_new_tokens) // max(covered, 1)) for ids in prompt_ids),
             block_size=block,
             max_num_seqs=len(prompt_ids),
@@ -89,30 +89,30 @@ class Job:
 
 
 def check_outputs(args: argparse.Namespace) -> None:
-    """Check that the files of `--json` and `--picture` can be written, and leave what they hold as it is.
+    """Check that the files of `--json` and `--picture` can be written, without changing their contents.
 
-    A file that is there is opened for writing; for one that is not, a nameless file is made in its folder. So a folder
-    that is read-only for root, or a full file system without free inodes, is found as well.
+    An existing file is opened for writing. For a missing file, a temporary file is made in its folder. This also finds
+    a folder on a read-only file system and a file system without free inodes.
 
     Raises:
-        ValueError: a folder that is missing, a folder in the place of a file, a file that cannot be written, or one
-            file for both; in one line.
+        ValueError: a missing folder, a folder instead of a file, a file that cannot be written, or the same file for
+            both options; the message is one line.
     """
     given = {"--json": args.json, "--picture": None if args.no_picture else args.picture}
     for option, path in given.items():
         if path is None:
             continue
-        target = Path(os.path.realpath(path))  # behind links, which may lead into another folder
+        target = Path(os.path.realpath(path))  # follow links: they may lead to another folder
         try:
             check(target.parent.is_dir() and not target.is_dir(), option, "a file in a folder that exists", path)
-            if target.is_file() or target.is_symlink():  # a link that is still there leads to itself
+            if target.is_file() or target.is_symlink():  # `realpath` keeps only a link that leads to itself
                 os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
-            elif target.exists():  # a device or a pipe: to open it may block, or end what reads from it
-                check(os.access(target, os.W_OK), option, "a place that can be written", path)
+            elif target.exists():  # a device or pipe: opening it may block, or end its reader
+                check(os.access(target, os.W_OK), option, "a path that can be written", path)
             else:
                 tempfile.TemporaryFile(dir=target.parent).close()
         except OSError as error:
-            raise ValueError(f"{option}: expected a place that can be written, got {path}: {error.strerror}") from error
+            raise ValueError(f"{option}: expected a path that can be written, got {path}: {error.strerror}") from error
     if all(given.values()):
         paths = [Path(os.path.realpath(path)) for path in given.values()]
         same = paths[0] == paths[1] or (all(path.exists() for path in paths) and paths[0].samefile(paths[1]))
@@ -122,11 +122,11 @@ def check_outputs(args: argparse.Namespace) -> None:
 def prepare(
     args: argparse.Namespace, ops: ModuleType, oracle: ModuleType, context_parallel: ContextParallel | None = None
 ) -> Job:
-    """Check every option but the output paths (`check_outputs`), and load the checkpoint.
+    """Check every option except the output paths (see `check_outputs`), and load the checkpoint.
 
     Raises:
-        ValueError: an option that does not fit, in one line.
-        OSError: a file that cannot be read or written.
+        ValueError: an option does not fit; the message is one line.
+        OSError: a file cannot be read or written.
     """
     needed = ("transformers",) if args.no_picture else ("transformers", "matplotlib")
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
@@ -147,9 +147,9 @@ def prepare(
         texts = [path.read_bytes().decode("utf-8") for path in paths]
     check(args.token_budget >= len(texts), "--token-budget", f"at least one token for each of {len(texts)} prompts",
           args.token_budget)  # fmt: skip
-    wings = {"reference": oracle, "fast": ops}
-    wings = wings if args.ops == "both" else {args.ops: wings[args.ops]}
-    check(args.backend is None or "fast" in wings, "--backend", "none where --ops is reference", args.backend)
+    packages = {"reference": oracle, "fast": ops}
+    packages = packages if args.ops == "both" else {args.ops: packages[args.ops]}
+    check(args.backend is None or "fast" in packages, "--backend", "none where --ops is reference", args.backend)
 
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
@@ -161,7 +161,7 @@ def prepare(
     source, local = locate(args.model)
     hf_config = read(lambda: AutoConfig.from_pretrained(source, local_files_only=local))
     config = MLAConfig.from_hf(hf_config)
-    device, dtype = choose_device(args, config, wings)
+    device, dtype = choose_device(args, config, packages)
     tokenizer = read(lambda: AutoTokenizer.from_pretrained(source, local_files_only=local))
     model = load_model(source, local, dtype).to(device).eval()
     eos = model.generation_config.eos_token_id
@@ -172,9 +172,9 @@ def prepare(
         check(len(ids) + args.max_new_tokens <= positions, "--max-new-tokens",
               f"prompt and new tokens within the model's {positions} positions",
               f"{len(ids)} + {args.max_new_tokens}")  # fmt: skip
-    job = Job(args, model, config, tokenizer, texts, prompt_ids, device, dtype, eos, wings, {}, context_parallel)
-    for name, wing in wings.items():
-        restore(use_mla(model, ops=wing, **job.patch_options(name)))
+    job = Job(args, model, config, tokenizer, texts, prompt_ids, device, dtype, eos, packages, {}, context_parallel)
+    for name, package in packages.items():
+        restore(use_mla(model, ops=package, **job.patch_options(name)))
         try:
             job.loops[name] = job.make_loop(name, prompt_ids, args.max_new_tokens)
         except GroupError:
@@ -185,7 +185,7 @@ def prepare(
 
 
 def locate(model: str) -> tuple[str, bool]:
-    """A folder, or else a hub name; whether it is a folder."""
+    """Return the folder or the hub name of a checkpoint, and whether it is a folder."""
     try:
         path = Path(model).expanduser()
     except RuntimeError:
@@ -198,22 +198,22 @@ def locate(model: str) -> tuple[str, bool]:
 
 
 def read(load: Callable[[], Any]) -> Any:
-    """Run one of transformers' readers; whatever it cannot read becomes one line about `--model`.
+    """Call a function of transformers that reads a checkpoint; turn every error into one line about `--model`.
 
     Raises:
-        ValueError: the file is missing, broken or of an unknown architecture.
+        ValueError: a file is missing or broken, or the architecture is unknown.
     """
     try:
         return load()
-    except Exception as error:  # a foreign reader of a foreign file: whatever it raises, it is told in one line
+    except Exception as error:  # transformers may raise any error for a bad file
         raise ValueError(f"--model: expected a checkpoint that can be read, got: {one_line(error)}") from error
 
 
 def load_model(source: str, local: bool, dtype: torch.dtype) -> nn.Module:
-    """The model with all of its weights.
+    """Load the model and check that it has all of its weights.
 
     Raises:
-        ValueError: it cannot be read, or weights are missing.
+        ValueError: the checkpoint cannot be read, or weights are missing.
     """
     from transformers import AutoModelForCausalLM
 
@@ -228,20 +228,20 @@ def load_model(source: str, local: bool, dtype: torch.dtype) -> nn.Module:
 
 
 def choose_device(
-    args: argparse.Namespace, config: MLAConfig, wings: dict[str, ModuleType]
+    args: argparse.Namespace, config: MLAConfig, packages: dict[str, ModuleType]
 ) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype as asked for, or by capability.
+    """Return device and dtype from the options; without options, use a GPU if `fast` can serve the model there.
 
     Raises:
-        UnsupportedConfiguration: the fast wing cannot serve there; every reason is given.
-        ValueError: no such device or kernel set.
+        UnsupportedConfiguration: the package `fast` cannot serve the model on this device; with every reason.
+        ValueError: an unknown device or backend.
     """
 
     def dtype_on(device: torch.device) -> torch.dtype:
         return DTYPES[args.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
 
     def refusals(device: torch.device) -> list[str]:
-        if "fast" not in wings:
+        if "fast" not in packages:
             return []
         found: list[str] = []
         bound = backends.bind(args.backend)
@@ -271,7 +271,7 @@ def choose_device(
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """The prompt's tokens behind the bos token, where there is one.
+    """Return the tokens of a prompt, after the beginning-of-sequence token if the tokenizer has one.
 
     Raises:
         ValueError: the text is not valid UTF-8.
@@ -286,5 +286,5 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of a message that says something."""
+    """Return the first line of an error message that is not empty, or the name of the error's type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

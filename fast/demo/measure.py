@@ -1,4 +1,4 @@
-"""What the main job measures: both wings and plain transformers on the same prompts, as one plain dict of figures."""
+"""Measurements of the main job: both packages and plain transformers on the same prompts; all figures are in a dict."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .requests import Request, StepReport
 
 PARITY_TOKENS = 512
 WARMUP_TOKENS = 2
-LONGEST_DECODE = 3  # query tokens of a request in the parity table's decodes
+LONGEST_DECODE = 3  # most query tokens of a decode in the parity table
 
 
 @torch.inference_mode()
 def plain_greedy(job: Job, prompt_ids: list[int], max_new_tokens: int) -> list[int]:
-    """The continuation by plain transformers."""
+    """Return the tokens that plain transformers generates for one prompt."""
     from transformers import GenerationConfig
 
     settings = GenerationConfig(
@@ -44,7 +44,7 @@ def plain_greedy(job: Job, prompt_ids: list[int], max_new_tokens: int) -> list[i
 
 
 def measure(job: Job, console: Console) -> dict[str, Any]:
-    """Run everything; returns the figures."""
+    """Serve the prompts with each package and with transformers, compare them, and return all figures."""
     from ..integrations.transformers import restore, use_mla
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -57,9 +57,9 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
             task = progress.add_task(description, total=total)
             return lambda count: progress.advance(task, count)
 
-        if "fast" in job.wings and job.device.type == "cuda":
+        if "fast" in job.packages and job.device.type == "cuda":
             compile_ahead(job, console)
-        for name, wing in job.wings.items():
+        for name, package in job.packages.items():
             loop, reports = job.loops[name], []
             advance = bar(f"serving with {name}: tokens", sum(map(len, job.prompt_ids)) + sum(
                 request.max_new_tokens - 1 for request in loop.waiting))  # fmt: skip
@@ -68,7 +68,7 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
                 reports.append(report)
                 advance(report.num_tokens)
 
-            use_mla(job.model, ops=wing, **job.patch_options(name))
+            use_mla(job.model, ops=package, **job.patch_options(name))
             try:
                 job.make_loop(name, job.prompt_ids[:1], min(WARMUP_TOKENS, job.args.max_new_tokens)).run()
                 started = time.perf_counter()
@@ -88,17 +88,17 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
             advance(1)
         speed["transformers"] = rate(tokens["transformers"], time.perf_counter() - started, "one at a time")
 
-        if len(job.wings) == 2:
+        if len(job.packages) == 2:
             advance = bar("parity, op by op", 1)
             parity = run_parity(
-                job.model.base_model.layers[0].self_attn, layer_input(job), job.wings["fast"], job.wings["reference"],
-                job.args.block_size, job.args.workspace_tokens, job.args.backend,
+                job.model.base_model.layers[0].self_attn, layer_input(job), job.packages["fast"],
+                job.packages["reference"], job.args.block_size, job.args.workspace_tokens, job.args.backend,
             )  # fmt: skip
             advance(1)
     rows = [{**vars(row), "passed": row.passed} for row in parity]
     figures = {
         **surroundings(job),
-        "served": list(job.wings),
+        "served": list(job.packages),
         "prompts": [prompt_figures(job, number, tokens) for number in range(len(job.texts))],
         "parity": rows,
         "cache": cache_figures(job, schedules),
@@ -109,7 +109,7 @@ def measure(job: Job, console: Console) -> dict[str, Any]:
 
 
 def compile_ahead(job: Job, console: Console) -> None:
-    """Kernels for the model and for the parity table, so that no time told holds a compilation."""
+    """Compile the kernels for the model and the parity table, so that no measured time includes a compilation."""
     console.print("compiling kernels ...")
     started = time.perf_counter()
     compiled = warmup(
@@ -121,20 +121,20 @@ def compile_ahead(job: Job, console: Console) -> None:
 
 @torch.inference_mode()
 def layer_input(job: Job) -> torch.Tensor:
-    """What enters the first layer's attention for the prompts' tokens one after another, repeated as needed."""
+    """Return the input of the first layer's attention for PARITY_TOKENS tokens, taken from the prompts in turn."""
     base = job.model.base_model
     stream = list(itertools.islice(itertools.cycle(itertools.chain(*job.prompt_ids)), PARITY_TOKENS))
     return base.layers[0].input_layernorm(base.embed_tokens(torch.tensor(stream, device=job.device)))
 
 
 def rate(tokens: list[list[int]], seconds: float, how: str) -> dict[str, Any]:
-    """Generated tokens per second, prefill included."""
+    """Return the number of generated tokens and their rate; the time includes the prefill."""
     count = sum(map(len, tokens))
     return {"tokens": count, "seconds": seconds, "tokens_per_second": count / seconds, "how": how}
 
 
 def summary(reports: list[StepReport]) -> dict[str, int]:
-    """What the steps of one wing were."""
+    """Return counts over all steps of one package."""
     return {
         "steps": len(reports),
         "mixed_steps": sum(report.num_decodes > 0 and report.num_prefills > 0 for report in reports),
@@ -146,11 +146,11 @@ def summary(reports: list[StepReport]) -> dict[str, int]:
 
 
 def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
-    """One prompt: its text, its continuation, and where the first difference lies."""
+    """Return the figures of one prompt: its text, its continuation and the first token that differs, if any."""
     answers = {name: ids[number] for name, ids in tokens.items()}
     differs = [
-        place
-        for place, column in enumerate(itertools.zip_longest(*answers.values()))
+        index
+        for index, column in enumerate(itertools.zip_longest(*answers.values()))
         if any(token != column[0] for token in column)
     ]
     shown = answers["fast" if "fast" in answers else "reference"]
@@ -166,7 +166,7 @@ def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) ->
 
 
 def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Bytes of 1000 tokens over all layers: the latent, and what expanded keys and values would take."""
+    """Return the cache bytes of 1000 tokens over all layers, for latents and for expanded keys and values."""
     c, entries = job.config, job.model.config.num_hidden_layers * 1000
     latent = entries * COMPUTE_FORMAT.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, job.dtype)
     expanded = entries * c.num_heads * (c.qk_head_dim + c.v_head_dim) * element_bytes(job.dtype)
@@ -179,7 +179,7 @@ def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, A
 
 
 def surroundings(job: Job) -> dict[str, Any]:
-    """Hardware, versions, options and kernels."""
+    """Return hardware, versions, options and kernels."""
     versions = {"python": platform.python_version()}
     for name in ("mla-twins", "torch", "transformers", "triton", "einops", "safetensors"):
         try:
@@ -199,20 +199,20 @@ def surroundings(job: Job) -> dict[str, Any]:
 
 
 def kernels(job: Job) -> dict[str, list[str]]:
-    """Which kernel set serves which op of the fast wing.
+    """Return which backend serves each op of the package `fast`.
 
     Returns:
-        `lines` with every reason, one line an op; `summary`, one line a kernel set: how many ops it serves, or the
-        first reason why it serves no decode.
+        `lines`: one line for each op, with every reason. `summary`: one line for each backend, with the number of ops
+        that it serves, or with the first reason why it cannot serve a decode.
     """
-    if "fast" not in job.wings:
+    if "fast" not in job.packages:
         lines = ["reference: plain PyTorch and einops"]
         return {"lines": lines, "summary": lines}
     c, block = job.config, job.args.block_size
     lines = backends.explain(
         c, device=job.device, dtype=job.dtype, block_size=block, backend=job.args.backend
     ).splitlines()
-    chosen = dict(re.findall(r"^(\w+): (\w+)", "\n".join(lines), re.MULTILINE))  # op: the kernel set that serves it
+    chosen = dict(re.findall(r"^(\w+): (\w+)", "\n".join(lines), re.MULTILINE))  # op: backend that serves it
     decode = backends.decode_request(
         job.device, job.dtype, c.kv_lora_rank, c.qk_rope_head_dim, block, QueryLenSupport.VARLEN
     )
@@ -227,20 +227,20 @@ def kernels(job: Job) -> dict[str, list[str]]:
             more = f" and {len(reasons) - 1} more reason{'s' * (len(reasons) > 2)}" if len(reasons) > 1 else ""
             line = f"serves none: {reasons[0]}{more}"
         else:
-            line = "serves none: --backend or a kernel set of higher priority comes first"
+            line = "serves none: --backend or a backend of higher priority comes first"
         summary.append(f"{candidate.name}: {line}")
     return {"lines": lines, "summary": summary}
 
 
 def cpu_name() -> str:
-    """The processor's name, as far as the system tells."""
+    """Return the name of the CPU, or the machine type if the system does not give a name."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
-    """Whether all is well, in lines and as `passed`; tokens count in float32 only."""
+    """Return the verdict in lines and as `passed`; different tokens are a failure in float32 only."""
     parity, prompts, dtype = figures["parity"], figures["prompts"], figures["settings"]["dtype"]
     failed = [row["op"] for row in parity if not row["passed"]]
     different = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt["identical"]]

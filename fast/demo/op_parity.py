@@ -1,8 +1,8 @@
-"""Every op of the contract on real activations: one wing against the other, each on its computed budget.
+"""Compare two packages op by op on real activations, each op on its computed error budget.
 
-The two modules come as arguments: `ops` is judged, `oracle` is the specification. For each op the inputs are rounded
-to the dtype first; gold is the oracle on them in float64, low is the oracle in the dtype itself (`fast.parity`).
-What only moves bytes or counts must be equal bit by bit.
+The package `ops` is tested; the package `oracle` is the specification. The inputs of each op are first rounded to the
+dtype. Then gold is the oracle's result in float64, and low is the oracle's result in the dtype (see `fast.parity`). Ops
+that only copy data or compute integers must give equal bits.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from reference.interfaces import AttentionState, CommonAttentionMetadata, MLACon
 from ..backends import BackendChoice, bind
 from ..parity import Parity, compare, compare_exact, compare_states
 
-GARBAGE = 2147480000  # block-table entries past a request's last block: never dereferenced
-PROGRAMS = 3  # that a decode is cut over: fewer than its requests, so that some are cut and some are not
-WEIGHTS = (4, 3, 2, 1)  # how the tokens are shared out over the requests: two that decode, then those that prefill
+GARBAGE = 2147480000  # block-table entry past a request's last block; no op may read such a block
+PROGRAMS = 3  # programs of a decode schedule: fewer than requests, so that some requests are cut and some are not
+WEIGHTS = (4, 3, 2, 1)  # relative lengths of the requests: two decodes, then up to two prefills
 
 
 class WithBackend:
-    """A module whose functions get `backend=`, those that take it.
+    """A package whose functions are called with a given `backend=`, if they have this parameter.
 
     Args:
-        ops: the module.
-        backend: of those functions: op to name, or None.
+        ops: the package.
+        backend: value of `backend=`: a mapping from op to name, or None.
     """
 
     def __init__(self, ops: ModuleType, backend: BackendChoice):
@@ -48,11 +48,11 @@ class WithBackend:
 
 
 class Comparison:
-    """Runs each op three times and collects the verdicts.
+    """Run each op three times (value, low and gold) and collect the comparisons in `rows`.
 
     Args:
-        ops: the module that is judged.
-        oracle: the specification.
+        ops: the package that is tested.
+        oracle: the package that is the specification.
     """
 
     def __init__(self, ops: Any, oracle: ModuleType):
@@ -60,7 +60,7 @@ class Comparison:
         self.rows: list[Parity] = []
 
     def within_budget(self, op: str, call: Callable[..., Any], *arguments: Any, parts: tuple[str, ...] = ()) -> None:
-        """`call(module, *arguments)` gives a tensor, a state or a tuple of `parts`; compared on the budget."""
+        """Compare the result of `call(package, *arguments)` on its budget: a tensor, a state or a tuple of `parts`."""
         value, low = call(self.ops, *arguments), call(self.oracle, *arguments)
         gold = call(self.oracle, *(widen(argument) for argument in arguments))
         if isinstance(gold, AttentionState):
@@ -72,7 +72,7 @@ class Comparison:
             self.rows.append(compare(op, value, low, gold))
 
     def exact(self, op: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """`call(module, *arguments)` gives a tensor or a plan; every element must be equal."""
+        """Compare the result of `call(package, *arguments)`, a tensor or a plan; every element must be equal."""
         value, expected = (flatten(call(module, *arguments)) for module in (self.ops, self.oracle))
         if value.shape != expected.shape:
             self.rows.append(Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False))
@@ -81,7 +81,7 @@ class Comparison:
 
 
 def widen(argument: Any) -> Any:
-    """The same in float64: tensors, states and modules; integers and plans stay as they are."""
+    """Convert a tensor, state or module to float64; return integers and plans unchanged."""
     if isinstance(argument, Tensor):
         return argument.double() if argument.is_floating_point() else argument
     if isinstance(argument, AttentionState):
@@ -92,7 +92,7 @@ def widen(argument: Any) -> Any:
 
 
 def flatten(value: Any) -> Tensor:
-    """Every number of a tensor or plan, in order, in one vector."""
+    """Return all numbers of a tensor or plan, in order, as one vector."""
     if isinstance(value, Tensor):
         return value.flatten()
     if dataclasses.is_dataclass(value):
@@ -108,17 +108,17 @@ def flatten(value: Any) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """A mixed step over requests whose tokens are cut from one stream.
+    """A step with decodes and prefills; the tokens of all requests are consecutive parts of one stream.
 
     Attributes:
         lens: tokens of each request.
-        starts: where each begins in the stream.
-        query_lens: its new tokens in the mixed step: 1 where it decodes.
-        positions: [T], position of each token of the stream in its request.
-        block_table: [B, W] int32, shuffled blocks, garbage behind them.
-        num_blocks: blocks of the cache, some of them nobody's.
-        block_size: tokens a block.
-        num_decodes: leading requests that decode.
+        starts: index in the stream of each request's first token.
+        query_lens: query tokens of each request in this step; 1 for a decode.
+        positions: [T], position of each token of the stream within its request.
+        block_table: [B, W] int32, shuffled blocks, followed by GARBAGE.
+        num_blocks: blocks of the cache; no request owns two of them.
+        block_size: tokens of a block.
+        num_decodes: number of decodes; they come first.
     """
 
     lens: list[int]
@@ -131,17 +131,17 @@ class Batch:
     num_decodes: int
 
     def offsets(self, lens: list[int]) -> Tensor:
-        """Prefix sum of some lengths, [B + 1] int32 on the CPU."""
+        """Return the prefix sum of some lengths, [B + 1] int32 on the CPU."""
         return torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)], dtype=torch.int32)
 
     def rows_of_last(self, query_lens: list[int]) -> Tensor:
-        """Rows in the stream of the last tokens of each request."""
+        """Return the indices in the stream of the last `query_lens` tokens of each request."""
         ends = [start + length for start, length in zip(self.starts, self.lens, strict=True)]
         rows = [row for end, count in zip(ends, query_lens, strict=True) for row in range(end - count, end)]
         return torch.tensor(rows, device=self.positions.device)
 
     def common(self, oracle: ModuleType, query_lens: list[int]) -> CommonAttentionMetadata:
-        """The step in which each request has so many new tokens."""
+        """Return the metadata of a step in which each request has the given number of query tokens."""
         starts, lens = self.offsets(query_lens), torch.tensor(self.lens, dtype=torch.int32)
         slots = oracle.slot_mapping(starts, lens, self.block_table.cpu(), self.block_size, int(starts[-1]))
         slots = slots.to(self.block_table.device)
@@ -149,7 +149,7 @@ class Batch:
 
 
 def make_batch(tokens: int, block_size: int, num_prefills: int, device: torch.device) -> Batch:
-    """Cut `tokens` tokens into two requests that decode and `num_prefills` that prefill behind a cached context."""
+    """Divide `tokens` tokens into two decodes and `num_prefills` prefills that have cached context."""
     weights = WEIGHTS[: 2 + num_prefills]
     check(tokens >= 4 * sum(weights), "tokens", f"at least {4 * sum(weights)} for the parity run", tokens)
     lens = [tokens * weight // sum(weights) for weight in weights[:-1]]
@@ -176,19 +176,19 @@ def run_parity(
     workspace_tokens: int,
     backend: BackendChoice = None,
 ) -> list[Parity]:
-    """Compare the wings op by op.
+    """Compare two packages op by op.
 
     Args:
-        attention: a transformers attention module (DeepseekV2Attention or DeepseekV3Attention), unpatched.
-        hidden_states: [T, H], what enters it; T at least 40.
-        ops: the module that is judged.
-        oracle: the specification.
-        block_size: tokens a block.
-        workspace_tokens: context tokens expanded at once.
-        backend: of `ops`, as that of a layer: a name, a mapping from op to name, or None.
+        attention: attention module of transformers (DeepseekV2Attention or DeepseekV3Attention), without `use_mla`.
+        hidden_states: [T, H], input of this module; T is at least 40.
+        ops: the package that is tested.
+        oracle: the package that is the specification.
+        block_size: tokens of a block.
+        workspace_tokens: context tokens that are expanded at once.
+        backend: `backend=` of `ops`: a name, a mapping from op to name, or None.
 
     Returns:
-        One row per op and result, in the order of a step.
+        One row for each result of each op, in the order of a step.
 
     Raises:
         ValueError: too few tokens, or a workspace smaller than one block.
@@ -218,7 +218,7 @@ def run_parity(
 
 
 def plans(compared: Comparison, batch: Batch, workspace_tokens: int, config: MLAConfig) -> None:
-    """Slots, context chunks, paths, the decode schedule and the plan of a mixed step."""
+    """Compare slots, context chunks, chosen paths, the decode schedule and the plan of a step."""
     lens, table = torch.tensor(batch.lens, dtype=torch.int32), batch.block_table.cpu()
     starts, tokens = batch.offsets(batch.lens), sum(batch.lens)
     compared.exact("slot_mapping", lambda m: m.slot_mapping(starts, lens, table, batch.block_size, tokens + 3))
@@ -234,11 +234,11 @@ def plans(compared: Comparison, batch: Batch, workspace_tokens: int, config: MLA
 def projections(
     compared: Comparison, layer: nn.Module, hidden_states: Tensor, batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm, rotation and the up-projections; returns the oracle's q [T, N, P + R], latents [T, Lkv], keys [T, R]."""
+    """Compare norm, rotation and up-projections; return the oracle's q [T, N, P + R], kv_c [T, Lkv], k_pe [T, R]."""
     c = layer.config
     q, kv_c_normed, k_pe = layer.project(hidden_states, batch.positions)
     kv_c, k_pe_raw = layer.kv_a_proj_with_mqa(hidden_states).split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-    unrotated = q[..., c.qk_nope_head_dim :]  # as good a q_pe as any: real activations of the right shape
+    unrotated = q[..., c.qk_nope_head_dim :]  # any activations of the right shape serve as q_pe
     compared.within_budget(
         "rms_norm", lambda m, x, weight: m.rms_norm(x, weight, c.latent_norm_eps), kv_c, layer.kv_a_layernorm.weight
     )
@@ -258,7 +258,7 @@ def projections(
 
 
 def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch) -> Tensor:
-    """Writes, gathers and copies, bit by bit; returns a cache that holds all tokens, NaN where nobody's are."""
+    """Compare cache writes, gathers and copies bit by bit; return a cache with all tokens, and NaN in unowned slots."""
     head_size = kv_c_normed.shape[1] + k_pe.shape[1]
     slots = batch.common(compared.oracle, batch.lens).slot_mapping
     empty = kv_c_normed.new_full((batch.num_blocks, batch.block_size, head_size), math.nan)
@@ -272,11 +272,11 @@ def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch
     kv_cache = write(compared.oracle)
 
     starts = torch.tensor([length // 4 for length in batch.lens], dtype=torch.int32)
-    pieces = batch.offsets([length // 2 for length in batch.lens]).to(kv_cache.device)
+    gathered = batch.offsets([length // 2 for length in batch.lens]).to(kv_cache.device)
 
     def gather(module: Any) -> Tensor:
         return module.gather_and_maybe_dequant_cache(
-            kv_cache, batch.block_table, pieces, starts.to(kv_cache.device), int(pieces[-1])
+            kv_cache, batch.block_table, gathered, starts.to(kv_cache.device), int(gathered[-1])
         )
 
     compared.exact("gather_and_maybe_dequant_cache", gather)
@@ -307,7 +307,7 @@ def attentions(
     batch: Batch,
     metadata: MLAMetadata,
 ) -> None:
-    """Both paths through attention, and what they are made of."""
+    """Compare both attention paths and the ops that they consist of."""
     c, oracle, device = layer.config, compared.oracle, q.device
     scale = c.softmax_scale
     w_uk, w_uv = layer.up_projections()

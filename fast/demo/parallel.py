@@ -1,4 +1,4 @@
-"""The main job on ranks that share heads and sequences: the same prompts by all of them, then by one alone."""
+"""Context parallelism in the main job: all ranks serve the prompts together, then one rank serves them alone."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ from .job import Job, check_outputs, one_line, prepare
 from .measure import compile_ahead, kernels, rate, summary
 from .report import show_kernels, write_json
 
-ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # set by torchrun
 
 
 def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> int:
-    """Serve the prompts on all ranks, then on the first alone, and compare the tokens.
+    """Serve the prompts on all ranks, then on the first rank alone, and compare the tokens.
 
     Args:
-        args: the options of the main job; `context_parallel` is D.
-        ops: the fast wing.
-        oracle: the reference wing.
+        args: options of the main job; `context_parallel` is D.
+        ops: the package `fast`.
+        oracle: the package `reference`.
 
     Returns:
-        The exit status: 0; 1 where a rank was lost, or on the first rank where (in float32) tokens differ; 2 for bad
-        input.
+        The exit status:
+
+        - 0: success.
+        - 1: a rank was lost or, on the first rank and in float32 only, tokens differ.
+        - 2: bad input.
     """
     who = f"rank {os.environ.get('RANK', 0)}"
     args.no_picture = True
     try:
         device = check_start(args)
-        if os.environ["RANK"] == "0":  # before the others are waited for; no other rank writes a file
+        if os.environ["RANK"] == "0":  # check before waiting for other ranks; only this rank writes files
             check_outputs(args)
         dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     except (ValueError, RuntimeError) as error:
@@ -54,9 +57,9 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         print(f"error: {who}: {one_line(error)}", file=sys.stderr, flush=True)
         status = 1 if isinstance(error, GroupError) else 2
         if device != "cpu":
-            os._exit(status)  # taking a communicator down may wait for ranks that are gone
+            os._exit(status)  # a normal exit would destroy the communicator, which may wait for lost ranks
         return status
-    dist.destroy_process_group()  # only now: it may wait for ranks, and those of a failed job may be gone
+    dist.destroy_process_group()  # not after a failure: it may wait for ranks that are lost
     if job.context_parallel.tp_group.rank > 0:
         return 0
     alone = alone_tokens(job)
@@ -77,10 +80,10 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
 
 
 def check_start(args: argparse.Namespace) -> str:
-    """The device of this rank.
+    """Check how this process was started, fill in defaults of the options, and return the device of this rank.
 
     Raises:
-        ValueError: not started by torchrun, or with a number of processes that does not fit.
+        ValueError: the process was not started by torchrun, or the number of processes or an option does not fit.
     """
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     check(not missing, "--context-parallel", "a start by torchrun --nproc-per-node N -m fast",
@@ -104,21 +107,21 @@ def check_start(args: argparse.Namespace) -> str:
 
 
 def make_groups(args: argparse.Namespace) -> ContextParallel:
-    """Every D consecutive ranks share sequences; all share the heads."""
+    """Make the groups: each D consecutive ranks divide the sequences; all ranks divide the heads."""
     world, rank, size = dist.get_world_size(), dist.get_rank(), args.context_parallel
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, args.interleave, args.merge)
 
 
 def serve(job: Job) -> dict[str, Any]:
-    """Tokens, time and traffic of every wing on all ranks."""
+    """Serve the prompts with each package on all ranks; return tokens, time and traffic."""
     from ..integrations.transformers import restore, use_mla
 
     cp, rows = job.context_parallel, {}
-    if "fast" in job.wings and job.device.type == "cuda":
+    if "fast" in job.packages and job.device.type == "cuda":
         compile_ahead(job, Console(quiet=cp.tp_group.rank > 0))
-    for name, wing in job.wings.items():
-        use_mla(job.model, ops=wing, **job.patch_options(name))
+    for name, package in job.packages.items():
+        use_mla(job.model, ops=package, **job.patch_options(name))
         reports: list[Any] = []
         try:
             before = {**cp.cp_group.received}, {**cp.tp_group.received}
@@ -152,14 +155,14 @@ def serve(job: Job) -> dict[str, Any]:
 
 
 def alone_tokens(job: Job) -> dict[str, list[list[int]]]:
-    """The tokens of one rank that holds everything, by wing."""
+    """Serve the prompts with each package on this rank alone; return the tokens by package name."""
     from ..integrations.transformers import restore, use_mla
 
     groups, job.context_parallel = job.context_parallel, None
     found = {}
     try:
-        for name, wing in job.wings.items():
-            use_mla(job.model, ops=wing, **job.patch_options(name))
+        for name, package in job.packages.items():
+            use_mla(job.model, ops=package, **job.patch_options(name))
             try:
                 requests = job.make_loop(name, job.prompt_ids, job.args.max_new_tokens).run()
             finally:
@@ -171,12 +174,12 @@ def alone_tokens(job: Job) -> dict[str, list[list[int]]]:
 
 
 def show(figures: dict[str, Any], console: Console) -> None:
-    """One line a wing."""
+    """Print a table with one line for each package."""
     title = (
         f"{figures['ranks']} ranks share the heads, {figures['context_parallel_size']} each sequence "
         f"(interleave {figures['interleave']}, merge {figures['merge']}, {figures['device']}, {figures['dtype']})"
     )
-    table = Table("wing", "tokens/s", "cache at its peak, each rank", "received, each rank", "tokens of one rank",
+    table = Table("package", "tokens/s", "peak cache per rank", "received per rank", "tokens as on one rank",
                   title=title)  # fmt: skip
     for name, row in figures["wings"].items():
         received = sum(sum(by_op.values()) for by_op in row["received_bytes"].values())

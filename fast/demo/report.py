@@ -1,4 +1,4 @@
-"""What the main job shows: text, tables and one picture of the same figures (a plain dict, as `--json` writes it)."""
+"""Output of the main job: text and tables, one picture, and a JSON file, all of the same dict of figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-# one colour a contender, in this picture, in docs/hooks/picture.py and in docs/assets/site.css; a test compares them
+# One colour for each contender, the same as in docs/hooks/picture.py and docs/assets/site.css; a test compares them.
 COLOURS = {
     "fast": "#0072b2",
     "reference": "#009e73",
@@ -23,17 +23,17 @@ COLOURS = {
     "cuDNN": "#8a6d3b",
     "FA2 (V padded)": "#4f4f9e",
 }
-NO_CONTENDER = ("#4d4d4d", "#c9c9c9")  # bars that belong to nobody: the latent cache, which both wings keep
+NO_CONTENDER = ("#4d4d4d", "#c9c9c9")  # bars of the cache sizes, which are no contender's
 TAIL_LINES = 3
 
 
 def show(console: Console, figures: dict[str, Any], verbose: bool = False) -> None:
-    """Print everything that was measured: verdict, speeds and kernel sets first, then what they rest on.
+    """Print all figures: first the verdict, the speeds and the backends, then the details.
 
     Args:
-        console: where to.
-        figures: as `measure` returns them.
-        verbose: every reason why a kernel set serves an op or does not, instead of one line a kernel set.
+        console: console to print to.
+        figures: result of `measure`.
+        verbose: print one line for each op, with every reason, instead of one line for each backend.
     """
     console.rule("verdict")
     for line in figures["verdict"]["lines"]:
@@ -47,7 +47,7 @@ def show(console: Console, figures: dict[str, Any], verbose: bool = False) -> No
 
 
 def show_continuations(console: Console, figures: dict[str, Any]) -> None:
-    """The end of each prompt, dim, and what the model made of it."""
+    """Print the last lines of each prompt, dimmed, and the generated text."""
     console.rule("continuations")
     for number, prompt in enumerate(figures["prompts"], 1):
         tail = prompt["text"].splitlines(keepends=True)[-TAIL_LINES:]
@@ -60,12 +60,12 @@ def show_continuations(console: Console, figures: dict[str, Any]) -> None:
 
 
 def printable(text: str) -> str:
-    """Control characters, which a model may well produce, as their escapes."""
+    """Replace control characters by their escapes; a model may generate them."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def show_identity(console: Console, figures: dict[str, Any]) -> None:
-    """Prompt by prompt: do the greedy tokens agree?"""
+    """Print a table that says for each prompt whether all greedy tokens are identical."""
     served = figures["served"]
     table = Table(title=f"greedy tokens, prompt by prompt ({figures['settings']['dtype']})")
     table.add_column("prompt", justify="right")
@@ -80,9 +80,9 @@ def show_identity(console: Console, figures: dict[str, Any]) -> None:
 
 
 def show_parity(console: Console, figures: dict[str, Any]) -> None:
-    """Op by op: errors, budgets, verdict."""
+    """Print the parity table: errors, budgets and verdict of each op."""
     if not figures["parity"]:
-        console.print(f"parity table: left out, for only {figures['served'][0]} was asked for (--ops both compares)")
+        console.print(f"parity table: left out, because only {figures['served'][0]} ran (--ops both compares)")
         return
     dtype = figures["settings"]["dtype"]
     table = Table(title=f"parity of fast with reference, {dtype}, activations of layer 0 (gold: reference in float64)")
@@ -100,7 +100,7 @@ def show_parity(console: Console, figures: dict[str, Any]) -> None:
 
 
 def show_speed(console: Console, figures: dict[str, Any]) -> None:
-    """Tokens per second of everybody who generated."""
+    """Print a table with the tokens per second of each package and of transformers."""
     table = Table(title="speed")
     table.add_column("who")
     for column in ("generated tokens", "seconds", "tokens/s"):
@@ -112,7 +112,7 @@ def show_speed(console: Console, figures: dict[str, Any]) -> None:
 
 
 def show_kernels(console: Console, figures: dict[str, Any], verbose: bool) -> None:
-    """Which kernel sets serve: one line each, or one line an op with every reason."""
+    """Print which backends serve: one line for each backend or, if verbose, for each op with every reason."""
     kernels = figures["kernels"]
     console.print(f"kernels on {kernels['device']}" + (":" if verbose else " (--verbose gives every reason):"))
     for line in kernels["lines" if verbose else "summary"]:
@@ -120,12 +120,12 @@ def show_kernels(console: Console, figures: dict[str, Any], verbose: bool) -> No
 
 
 def show_costs(console: Console, figures: dict[str, Any]) -> None:
-    """Cache bytes, and what the steps were."""
+    """Print the cache bytes and the counts of steps."""
     cache = figures["cache"]
     table = Table(title="cache, all layers")
     table.add_column("per 1000 tokens")
     table.add_column("bytes", justify="right")
-    table.add_row("latent (what both wings keep)", f"{cache['latent_bytes_per_1000_tokens']:,}")
+    table.add_row("latent (cached by both packages)", f"{cache['latent_bytes_per_1000_tokens']:,}")
     table.add_row("expanded keys and values", f"{cache['expanded_bytes_per_1000_tokens']:,}")
     table.add_row("ratio", f"{cache['ratio']:.1f} x")
     console.print(table)
@@ -137,7 +137,7 @@ def show_costs(console: Console, figures: dict[str, Any]) -> None:
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Write the picture: tokens per second, cache bytes, and error as a share of its budget, op by op.
+    """Write the picture: tokens per second, cache bytes, and the ratio of error to budget for each op.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -170,7 +170,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
 
 def draw_speed(axes: Any, speed: dict[str, Any]) -> None:
-    """One bar for each that generated."""
+    """Draw one bar of tokens per second for each package and for transformers."""
     names = list(speed)
     rates = [speed[name]["tokens_per_second"] for name in names]
     bars = axes.bar(names, rates, width=0.6, color=[COLOURS[name] for name in names])
@@ -182,7 +182,7 @@ def draw_speed(axes: Any, speed: dict[str, Any]) -> None:
 
 
 def draw_cache(axes: Any, cache: dict[str, Any]) -> None:
-    """Latent against expanded."""
+    """Draw the cache size of latents beside that of expanded keys and values."""
     values = [cache["latent_bytes_per_1000_tokens"] / 1e6, cache["expanded_bytes_per_1000_tokens"] / 1e6]
     bars = axes.bar(["latent", "expanded keys\nand values"], values, width=0.5, color=NO_CONTENDER)
     axes.bar_label(bars, fmt="{:.2f}", padding=2)
@@ -192,21 +192,23 @@ def draw_cache(axes: Any, cache: dict[str, Any]) -> None:
 
 
 def draw_parity(axes: Any, parity: list[dict[str, Any]]) -> None:
-    """Largest and mean error over their budgets; 1 is the limit."""
-    places = range(len(parity))
-    shares = {key: [share(row[f"{key}_error"], row[f"{key}_budget"]) for row in parity] for key in ("max", "mean")}
-    limit = max(1.0, *(min(value, 2.0) for values in shares.values() for value in values))
-    axes.barh([p - 0.19 for p in places], shares["max"], 0.36, color=COLOURS["fast"], label="largest error")
-    axes.barh([p + 0.19 for p in places], shares["mean"], 0.36, color=COLOURS["fast"], alpha=0.4, label="mean error")
-    for place, row in zip(places, parity, strict=True):
+    """Draw the ratios of largest and mean error to their budgets; the limit is 1."""
+    positions = range(len(parity))
+    ratios = {
+        key: [budget_ratio(row[f"{key}_error"], row[f"{key}_budget"]) for row in parity] for key in ("max", "mean")
+    }
+    limit = max(1.0, *(min(value, 2.0) for values in ratios.values() for value in values))
+    axes.barh([p - 0.19 for p in positions], ratios["max"], 0.36, color=COLOURS["fast"], label="largest error")
+    axes.barh([p + 0.19 for p in positions], ratios["mean"], 0.36, color=COLOURS["fast"], alpha=0.4, label="mean error")
+    for position, row in zip(positions, parity, strict=True):
         if not row["passed"]:
-            axes.text(0.02, place, "FAIL", color="#b00020", va="center", fontweight="bold", fontsize=8)
+            axes.text(0.02, position, "FAIL", color="#b00020", va="center", fontweight="bold", fontsize=8)
         elif row["max_budget"] == 0:
-            axes.text(0.01, place, "exact", color="#4a4a4a", va="center", fontsize=7.5)
-        elif max(shares["max"][place], shares["mean"][place]) < 0.01:
-            axes.text(0.01, place, "below 0.01", color="#4a4a4a", va="center", fontsize=7.5)
+            axes.text(0.01, position, "exact", color="#4a4a4a", va="center", fontsize=7.5)
+        elif max(ratios["max"][position], ratios["mean"][position]) < 0.01:
+            axes.text(0.01, position, "below 0.01", color="#4a4a4a", va="center", fontsize=7.5)
     axes.axvline(1, color="black", linewidth=1, linestyle="--")
-    axes.set_yticks(list(places), [row["op"] for row in parity], fontsize=7.5)
+    axes.set_yticks(list(positions), [row["op"] for row in parity], fontsize=7.5)
     axes.invert_yaxis()
     axes.set_xlim(0, limit * 1.05)
     axes.set_xlabel("error / computed budget (1 = the limit)")
@@ -215,15 +217,15 @@ def draw_parity(axes: Any, parity: list[dict[str, Any]]) -> None:
     axes.legend(loc="lower right", bbox_to_anchor=(0.93 / limit, 0.01), frameon=True, fontsize=8)
 
 
-def share(error: float, budget: float) -> float:
-    """Error over budget; of a budget of zero, 0 or out of the picture."""
+def budget_ratio(error: float, budget: float) -> float:
+    """Return error / budget; for a budget of 0, return 0.0 without an error and 10.0 (off the picture) with one."""
     if budget > 0:
         return error / budget
     return 0.0 if error == 0 else 10.0
 
 
 def without_nan(value: Any) -> Any:
-    """The same figures with None for NaN and infinities, which JSON does not have."""
+    """Return the figures with None instead of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {key: without_nan(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -232,9 +234,9 @@ def without_nan(value: Any) -> Any:
 
 
 def write_json(figures: dict[str, Any], path: Path) -> None:
-    """All figures into a file.
+    """Write all figures to a file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path.write_text(json.dumps(without_nan(figures), indent=1, allow_nan=False) + "\n")

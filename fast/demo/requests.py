@@ -1,4 +1,4 @@
-"""Records of the serving loop: a request, the report of a step, the error of a step that a rank did not finish."""
+"""Records of the serving loop: a request, the report of a step, and the error of a step that another rank lost."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from reference.interfaces import GroupError
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and what has become of it.
+    """One prompt and the state of its generation.
 
     Attributes:
-        request_id: position in the order of arrival; no other request of the loop ever has it.
-        prompt_ids: the prompt's tokens.
+        request_id: number in the order of arrival, unique within the loop.
+        prompt_ids: tokens of the prompt.
         max_new_tokens: most tokens to generate.
-        generated_ids: tokens generated so far; an end-of-sequence token is kept.
-        num_computed: leading tokens whose cache entries stand.
-        blocks: the blocks that hold them, in order.
+        generated_ids: tokens generated so far, including an end-of-sequence token.
+        num_computed: number of leading tokens that are in the cache.
+        blocks: cache blocks of these tokens, in order.
         num_preemptions: how often the request lost its blocks.
-        finished: nothing more will be generated.
+        finished: True when the generation has ended.
     """
 
     request_id: int
@@ -33,34 +33,34 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known: prompt and generated."""
+        """Number of known tokens: prompt and generated ones."""
         return len(self.prompt_ids) + len(self.generated_ids)
 
     @property
     def num_pending(self) -> int:
-        """Tokens known but not in the cache: 1 while decoding; after a preemption, all of them."""
+        """Number of known tokens that are not in the cache: 1 while decoding, all of them after a preemption."""
         return self.num_tokens - self.num_computed
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Tokens [start, end) of prompt and generated together."""
+        """Return the tokens [start, end) of the sequence of prompt and generated tokens."""
         return (self.prompt_ids + self.generated_ids)[start:end]
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one step did.
+    """Counts of one step.
 
     Attributes:
-        num_tokens: tokens that ran through the model.
+        num_tokens: tokens that the model computed.
         num_decodes: requests on the absorbed path.
         num_prefills: requests on the expanded path.
-        num_context_chunks: pieces that the prefills' cached context was cut into.
-        num_generated: tokens sampled.
+        num_context_chunks: chunks of cached context that the prefills expanded.
+        num_generated: tokens that were sampled.
         preempted: ids of requests that lost their blocks.
         finished: ids of requests that finished.
-        num_running: requests running after the step.
-        num_waiting: requests waiting after the step.
-        cache_bytes: resident bytes of latent cache while the step ran.
+        num_running: requests that are running after the step.
+        num_waiting: requests that are waiting after the step.
+        cache_bytes: resident bytes of the latent cache during the step.
     """
 
     num_tokens: int
@@ -76,11 +76,11 @@ class StepReport:
 
 
 class StepLost(GroupError):
-    """A step that another rank did not finish.
+    """Error of a step that another rank did not finish.
 
     Args:
-        error: which group and operation failed, and how.
-        request_ids: of the step, in its order; their new tokens are not booked.
+        error: the error of the exchange; it names the group and the operation.
+        request_ids: ids of the step's requests, in batch order; their new tokens are not recorded.
     """
 
     def __init__(self, error: GroupError, request_ids: tuple[int, ...]):

@@ -1,1 +1,1 @@
-"""Adapters between the twins and other people's models, one package an engine. Nothing here is imported by `fast`."""
+"""Adapters for models of other projects, one package for each project. `import fast` imports none of them."""

@@ -1,23 +1,23 @@
-"""Ask for the packages of an extra with one line that names the pip command."""
+"""Check that the packages of an extra are installed; the message is one line with the pip command."""
 
 from __future__ import annotations
 
 import importlib
 import re
 
-TRANSFORMERS = "5.17"  # the least version; the extra `hf` of pyproject.toml asks for the same
+TRANSFORMERS = "5.17"  # least version; the extra `hf` in pyproject.toml requires the same
 
 
 def missing_transformers() -> str | None:
-    """Return one line that names what to install, or None where transformers is there and new enough.
+    """Return one line that says what to install, or None if transformers is installed and new enough.
 
-    The line says what `fast.integrations.transformers` expects, the pip command, and what was found.
+    The line contains the expected version, the pip command and the installed version.
     """
     expected = f'expected transformers {TRANSFORMERS} or later; pip install "mla-twins[hf]"'
     try:
         found = importlib.import_module("transformers").__version__
     except ModuleNotFoundError as error:
-        if error.name != "transformers":  # transformers is there, and a package that it needs is not
+        if error.name != "transformers":  # transformers is installed, but a package that it needs is not
             raise
         return f"{expected}, got none"
     numbers = [[int(part) for part in re.findall(r"\d+", version)[:2]] for version in (found, TRANSFORMERS)]

@@ -1,5 +1,5 @@
-"""Kernel sets, one folder each: kernels and their launchers, nothing about models.
+"""Kernels and their launchers; each backend has a package here, and nothing here depends on a model.
 
-`fast.backends` lists them with what each can serve; `cpu` is vectorised PyTorch. `import fast` imports none of them;
-`rotation` is beside them, for the public `rotate` needs it too.
+`fast.backends` declares what each backend can serve. `import fast` imports no backend. `combine` serves two backends.
+The module `rotation` is not part of a backend, because the public function `fast.rotate` needs it too.
 """

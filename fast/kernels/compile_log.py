@@ -1,4 +1,4 @@
-"""Says which kernel Triton compiles, before it does, and how long that took."""
+"""Log each kernel before Triton compiles it, and the compile time afterwards."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 from triton import knobs
 
 logger = logging.getLogger("fast.kernels")
-_AHEAD: ContextVar[list[str] | None] = ContextVar("ahead", default=None)  # where `compiling_ahead` collects
+_AHEAD: ContextVar[list[str] | None] = ContextVar("ahead", default=None)  # the list of `compiling_ahead`
 _STARTED: ContextVar[float] = ContextVar("started", default=0.0)
 
 
 @contextlib.contextmanager
 def compiling_ahead() -> Iterator[list[str]]:
-    """Within it compilations are expected: told at level INFO, and collected, a line each, in the list it gives.
+    """Mark compilations as expected: log them at level INFO, and append one line for each to the yielded list.
 
-    Elsewhere each is a WARNING, for a request waits for it.
+    Outside this context, each compilation is logged as a WARNING, because a request waits for it.
     """
     lines: list[str] = []
     token = _AHEAD.set(lines)
@@ -32,7 +32,7 @@ def compiling_ahead() -> Iterator[list[str]]:
 
 
 def install() -> None:
-    """Ask Triton to tell of compilations (or loads from its cache on disk); hooks already there are still called."""
+    """Add hooks to Triton that log compilations and loads from its disk cache; existing hooks are still called."""
     runtime = knobs.runtime
     runtime.jit_cache_hook = _chained(_before, runtime.jit_cache_hook)
     runtime.jit_post_compile_hook = _chained(_after, runtime.jit_post_compile_hook)
@@ -40,7 +40,7 @@ def install() -> None:
 
 @functools.cache
 def install_once() -> None:
-    """As `install`, for every package of kernels that may be the first one imported."""
+    """Call `install` on the first call only; every package with Triton kernels calls this function."""
     install()
 
 
@@ -68,12 +68,13 @@ def _after(*, fn, **_: Any) -> None:
 
 
 def describe(name: str, signature: Mapping[str, Any], constants: Mapping) -> str:
-    """A kernel in words: its name, the types of its data, its upper-case constants.
+    """Return a description of a kernel: its name, the dtypes of its data and its upper-case constants.
 
     Args:
-        name: of the kernel's function.
-        signature: parameter name to Triton type; a tuple of types where the parameter is a record.
-        constants: (path of a parameter's position) to value; a record's fields count as constants of their own.
+        name: name of the kernel's function.
+        signature: mapping from parameter name to Triton type; the type of a record is a tuple of types.
+        constants: mapping from the path of a parameter, which starts with its position, to its value. The fields of a
+            record count as constants of their own.
     """
     parameters = list(signature)
     types = dict.fromkeys(kind.lstrip("*") for kind in _types_in(signature.values()) if kind.startswith(("*fp", "*bf")))
@@ -81,8 +82,8 @@ def describe(name: str, signature: Mapping[str, Any], constants: Mapping) -> str
     for path, value in constants.items():
         if len(path) == 1:
             sizes |= value._asdict() if hasattr(value, "_asdict") else {parameters[path[0]]: value}
-    told = [f"{key} {value}" for key, value in sizes.items() if key.isupper()]
-    return f"{name.strip('_')} ({', '.join([*types, *told])})"
+    shown = [f"{key} {value}" for key, value in sizes.items() if key.isupper()]
+    return f"{name.strip('_')} ({', '.join([*types, *shown])})"
 
 
 def _types_in(kinds: Iterable[Any]) -> Iterator[str]:

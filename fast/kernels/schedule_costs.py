@@ -1,21 +1,25 @@
-"""What the decode kernels for GPUs cost beside their tiles, measured on an H200; schedules reckon with it."""
+"""Costs of the GPU decode kernels besides their tiles, in tiles; measured on an H200, used to plan schedules."""
 
 from __future__ import annotations
 
 from reference.interfaces import InvariantCut, ScheduleCosts
 
-STARTS = 4  # of a batch-invariant schedule: each program starts in the midst of a request
-FEW_HEADS = ScheduleCosts(5, 1, InvariantCut(4, 32, 16, 128), STARTS)  # up to 16
-SOME_HEADS = ScheduleCosts(5, 4, InvariantCut(16, 8, 32, 64), STARTS)  # up to 32
-MANY_HEADS = ScheduleCosts(8, 4, InvariantCut(16, 8, 32, 64), STARTS)
+# `invariant_starts`: a batch-invariant schedule costs more, because its programs begin in the middle of requests.
+STARTS = 4
+FEW_HEADS = ScheduleCosts(5, 1, InvariantCut(4, 32, 16, 128), STARTS)  # 16 heads or fewer
+SOME_HEADS = ScheduleCosts(5, 4, InvariantCut(16, 8, 32, 64), STARTS)  # 17 to 32 heads
+MANY_HEADS = ScheduleCosts(8, 4, InvariantCut(16, 8, 32, 64), STARTS)  # more than 32 heads
 
 
 def measured_schedule_costs(num_heads: int) -> ScheduleCosts:
-    """Return the costs of a decode with so many heads (`docs/log.md` has the measurements).
+    """Return the costs of a decode with this number of heads; `docs/log.md` has the measurements.
 
-    For more than 32 heads 8 tiles a request were measured; up to 32, whose tiles take longer beside the rest, anything
-    from 1 to 5 served as well. Of a batch-invariant split, up to 16 heads a Hopper kernel keeps the state in shared
-    memory for the next split; with more rows it keeps half of it or nothing, and what goes through memory costs. The
-    portable kernels were not measured apart.
+    - Cost of a request: 8 tiles for more than 32 heads. For 32 heads or fewer, costs from 1 to 5 tiles gave equally
+      fast schedules.
+    - Cost of a batch-invariant split: with 16 heads or fewer, the Hopper decode keeps the softmax state in shared
+      memory for the next split, so the cost is low. With more heads it keeps half of the state or nothing there, and
+      the rest goes through global memory.
+
+    The measurements are of the Hopper decode; the portable Triton decode uses the same numbers.
     """
     return FEW_HEADS if num_heads <= 16 else SOME_HEADS if num_heads <= 32 else MANY_HEADS

@@ -142,7 +142,7 @@ def bad_places(folder: Path) -> dict[str, tuple[list[str], str]]:
     (folder / "dangling").symlink_to(folder / "gone" / "f.json")
     (folder / "loop").symlink_to(folder / "loop")
     os.link(there, folder / "hard.png")
-    missing, written = "expected a file in a folder that exists", "expected a place that can be written"
+    missing, written = "expected a file in a folder that exists", "expected a path that can be written"
     return {
         "no folder": (["--json", str(folder / "gone" / "f.json")], f"--json: {missing}"),
         "a folder": (["--json", str(folder)], f"--json: {missing}"),

@@ -58,16 +58,16 @@ def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, sprea
     """At least one page, at most the longest request's; the buffer is as large as that, the last piece is shorter."""
     decode, asked = room("decode"), []
 
-    class Reader(decode._PageReader):
+    class Reader(decode._BlockReader):
         def read(self, blocks, count):
             found = super().read(blocks, count)
-            asked.append((self.piece_blocks, count))
+            asked.append((self.chunk_blocks, count))
             assert found.shape == (count, WIDTH)
-            assert self.buffer is None or self.buffer.shape[0] == self.piece_blocks
+            assert self.buffer is None or self.buffer.shape[0] == self.chunk_blocks
             return found
 
-    monkeypatch.setattr(decode, "PIECE_BYTES", room_bytes)
-    monkeypatch.setattr(decode, "_PageReader", Reader)
+    monkeypatch.setattr(decode, "CHUNK_BYTES", room_bytes)
+    monkeypatch.setattr(decode, "_BlockReader", Reader)
     lens = (3, 0, 7 * BLOCK - 2)
     batch = make_batch([1, 1, 2], lens, BLOCK)
     plan = reference.build_mla_metadata(batch.common, BLOCK, 64, 2).decode
@@ -169,7 +169,7 @@ def test_gather_in_pieces(monkeypatch, piece):
 
 def test_pieces_are_worth_a_turn_of_the_loop():
     """The bounds as they ship are neither so small that the loop is what takes time, nor larger than a cache."""
-    assert 1 << 20 <= room("decode").PIECE_BYTES <= 1 << 24
+    assert 1 << 20 <= room("decode").CHUNK_BYTES <= 1 << 24
     for tokens in (room("cache").CHUNK_TOKENS, room("context_parallel").CHUNK_TOKENS):
         assert 1 << 10 <= tokens <= 1 << 16
     assert all(1 << 6 <= size <= 1 << 10 for size in (room("attention").QUERY_BLOCK, room("attention").KEY_BLOCK))

@@ -53,7 +53,7 @@ def pieces(request, monkeypatch):
 def shrink(monkeypatch):
     monkeypatch.setattr("fast.kernels.cpu.attention.KEY_BLOCK", 5)
     monkeypatch.setattr("fast.kernels.cpu.attention.QUERY_BLOCK", 3)
-    monkeypatch.setattr("fast.kernels.cpu.decode.PIECE_BYTES", 1)
+    monkeypatch.setattr("fast.kernels.cpu.decode.CHUNK_BYTES", 1)
     monkeypatch.setattr("fast.kernels.cpu.cache.CHUNK_TOKENS", 5)
 
 

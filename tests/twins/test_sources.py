@@ -69,7 +69,7 @@ COUNTS_BYTES = {
     "fast/distributed/merge.py": "the same messages",
     "reference/distributed/groups.py": "bytes on the wire",
     "fast/kernels/cpu/context_parallel.py": "the same messages",
-    "fast/kernels/cpu/decode.py": "PIECE_BYTES is a share of the processor's cache",
+    "fast/kernels/cpu/decode.py": "CHUNK_BYTES is a share of the processor's cache",
     "fast/kernels/triton/attention.py": "shared memory of tiles; alignment to the words of the copy engine",
     "fast/kernels/triton/cache.py": "integers as wide as an element, rows of a program by their bytes",
     "fast/kernels/triton/context_parallel.py": "rows of a program by their bytes; the same messages",

@@ -1,17 +1,20 @@
-"""transformers' DeepSeek models on the twins' attention.
+"""Run the DeepSeek models of transformers with the attention of this project.
 
     from fast.integrations.transformers import restore, use_mla
 
     use_mla(model)                       # or use_mla(model, ops=reference)
-    model.generate(**inputs)             # as before; decodes absorbed, over a paged latent cache
+    model.generate(**inputs)             # as before, but with a paged latent cache and absorbed decodes
     restore(model)
 
-How it hangs together: `use_mla` puts a `forward` on two kinds of module *instances* and touches nothing else (no
-class, config, parameter, submodule or hook). The one on the base model reads the arguments of a call, refuses what
-cannot be served, plans the step once (`attention`), and hands it down; those on the attention modules run an
-`ops.MLAAttention` that shares their projections. The base model's own mask construction is passed by: transformers
-returns a four-dimensional mask as it is, so it is handed an empty one and never builds any. What a `DynamicCache`
-holds of a padded batch is in `cache`.
+How it works: `use_mla` replaces `forward` on two kinds of module *instances*. It changes no class, config, parameter,
+submodule or hook.
+
+- The `forward` of the base model checks the arguments of a call, refuses unsupported ones, plans the step once (module
+  `attention`) and passes the plan to the layers.
+- The `forward` of each attention module runs an `ops.MLAAttention` that uses the projections of this module.
+
+The base model builds no attention mask: transformers returns a four-dimensional mask unchanged, so it gets an empty
+one. The module `cache` stores the latents of a padded batch in a `DynamicCache`.
 """
 
 from .._required import missing_transformers

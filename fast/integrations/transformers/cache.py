@@ -1,8 +1,9 @@
-"""What a DynamicCache holds of a padded batch: paged latents, one cache a layer, and one record of who stored what.
+"""Store the latents of a padded batch in a DynamicCache: one paged cache per layer, and one record for all layers.
 
-Real tokens are stored compactly and in order; padding is never written. Row b of W blocks a row owns the blocks
-[b W, (b + 1) W). The record is shared by the layers of a cache and changes only when a forward has succeeded, so a
-forward that raises leaves the cache as it was: bytes past a row's recorded length mean nothing.
+The real tokens of a batch row are stored in order and without gaps; padding tokens are not stored. Each batch row has W
+blocks: row b owns the blocks [b W, (b + 1) W). The record (`BatchRecord`) contains how many tokens each batch row has.
+All layers of a cache share it, and it changes only after a forward has succeeded. A forward that raises therefore
+leaves the cached tokens unchanged: slots past the recorded length of a row are never read.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from reference.interfaces import check
 
 
 class BatchRecord:
-    """What the rows of a padded batch have cached; on the CPU, in integers.
+    """Number of cached tokens of each row of a padded batch, and their blocks; all tensors are on the CPU.
 
     Attributes:
-        block_size: tokens a block.
-        rows: B, the rows of the batch.
-        length: padded tokens a row, as transformers counts them.
+        block_size: tokens of a block.
+        rows: B, number of batch rows.
+        length: tokens of a row including padding, as transformers counts them.
         lens: [B] int32, real tokens of each row.
-        mask: [B, length], True = real; None where nothing is padded.
-        width: W, blocks a row.
+        mask: [B, length], True for real tokens; None if there is no padding.
+        width: W, blocks of a row.
         block_table: [B, W] int32.
     """
 
@@ -35,14 +36,14 @@ class BatchRecord:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything, the shape of the batch included."""
+        """Reset the record to an empty batch without rows."""
         self.rows, self.length, self.width = 0, 0, 0
         self.lens: Int32[Tensor, " B"] = torch.zeros(0, dtype=torch.int32, device="cpu")
         self.mask: Bool[Tensor, "B length"] | None = None
         self.block_table: Int32[Tensor, "B W"] = torch.zeros(0, 0, dtype=torch.int32, device="cpu")
 
     def reserve(self, rows: int, tokens: int) -> Int32[Tensor, "B W"]:
-        """Block table for `rows` rows of at most `tokens` real tokens; W at least doubles where it must grow."""
+        """Return a block table for `rows` rows of up to `tokens` real tokens; if W grows, it at least doubles."""
         width = self.width if rows == self.rows else 0
         needed = -(-tokens // self.block_size)
         if needed > width:
@@ -53,29 +54,30 @@ class BatchRecord:
         return self.block_table
 
     def commit(self, length: int, lens: Int32[Tensor, " B"], mask: Bool[Tensor, "B length"] | None) -> None:
-        """Note what a forward stored."""
+        """Record the tokens that are cached after a forward."""
         self.rows, self.length, self.lens, self.mask = lens.shape[0], length, lens, mask
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` padded tokens; real ones are stored in order, so their counts say it all."""
+        """Keep the first `length` tokens including padding; the stored tokens are in order, so only counts change."""
         mask = None if self.mask is None else self.mask[:, :length]
         lens = torch.full_like(self.lens, length) if mask is None else mask.sum(1, dtype=torch.int32)
         self.commit(length, lens, None if mask is None or mask.all() else mask)
 
     def select(self, index: Tensor) -> None:
-        """Rows by index (or by a bool mask); a row may come several times."""
+        """Select rows by an index or a bool mask; an index may contain a row several times."""
         mask = None if self.mask is None else self.mask[index]
         self.commit(self.length, self.lens[index], None if mask is None or mask.all() else mask)
 
 
 class LatentCacheLayer(CacheLayerMixin):
-    """transformers' view of one layer's paged latent cache.
+    """The paged latent cache of one layer, as a cache layer of transformers.
 
-    The layer's attention writes and reads the pages; transformers only counts, reorders, crops and repeats.
+    The layer's attention writes and reads the blocks. transformers only counts, reorders, crops and repeats rows.
 
     Args:
-        record: shared by the layers of one cache.
-        leads: True for the one layer that keeps the record (transformers asks every layer to crop and reorder).
+        record: record of the batch, shared by all layers of a cache.
+        leads: True for the one layer that updates the record; transformers calls `crop` and `reorder_cache` on every
+            layer.
     """
 
     is_sliding = False
@@ -91,13 +93,13 @@ class LatentCacheLayer(CacheLayerMixin):
     def reserve(
         self, ops: ModuleType, rows: int, width: int, head_size: int, dtype: torch.dtype, device: torch.device
     ) -> Shaped[Tensor, "num_blocks block_size columns"]:
-        """The pages of `rows` rows of `width` blocks, grown by a copy where they are too few.
+        """Return a cache for `rows` rows of `width` blocks; a cache with too few blocks is copied into a larger one.
 
         Raises:
-            ValueError: the pages hold entries of another width.
+            ValueError: the existing cache has entries of another width.
         """
         if rows != self.rows:
-            self.kv_cache = None  # a batch of another size starts anew; the record has been asked whether it may
+            self.kv_cache = None  # a batch of another size starts with an empty cache; the caller has allowed it
         old = self.kv_cache
         if old is not None:
             check(old.shape[2] == head_size, "past_key_values", f"entries of {head_size} elements", old.shape[2])
@@ -111,32 +113,32 @@ class LatentCacheLayer(CacheLayerMixin):
         return new
 
     def _take(self, index: Tensor, rows: int) -> None:
-        """Copy whole rows into pages of their own."""
+        """Replace the cache by a copy of some of its rows; a row may be copied several times."""
         if self.kv_cache is None or self.record.length == 0:
             return
         with torch.inference_mode(False):
-            pages = self.kv_cache.unflatten(0, (self.rows, -1))
-            self.kv_cache, self.rows = pages.index_select(0, index.to(pages.device)).flatten(0, 1), rows
+            blocks = self.kv_cache.unflatten(0, (self.rows, -1))
+            self.kv_cache, self.rows = blocks.index_select(0, index.to(blocks.device)).flatten(0, 1), rows
         if self.leads:
             self.record.select(index.cpu())
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes what row beam_idx[b] was."""
+        """Replace row b by row beam_idx[b], for all b."""
         self._take(beam_idx, beam_idx.shape[0])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times in a row."""
+        """Repeat each row `repeats` times; the copies follow each other."""
         self._take(torch.arange(self.rows, device="cpu").repeat_interleave(repeats), self.rows * repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (integers or a bool mask)."""
+        """Keep the rows that `indices` (integers or a bool mask) selects."""
         chosen = torch.arange(self.rows, device="cpu")[indices.cpu()]
         self._take(chosen, chosen.shape[0])
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Shorten as the installed transformers' own layer does: its sign conventions and its errors are its own.
+        """Shorten the cache as a `DynamicLayer` of the installed transformers would, with the same signs and errors.
 
-        Assisted decoding in 5.17 passes a tensor.
+        Assisted decoding of transformers 5.17 passes a tensor.
         """
         if not self.leads:
             return
@@ -148,43 +150,43 @@ class LatentCacheLayer(CacheLayerMixin):
             self.record.crop(stock.keys.shape[-2])
 
     def reset(self) -> None:
-        """Drop the pages and forget the batch."""
+        """Release the cache and reset the record."""
         self.kv_cache, self.rows, self.is_initialized = None, 0, False
         if self.leads:
             self.record.clear()
 
     def get_seq_length(self) -> int:
-        """Padded tokens a row."""
+        """Return the cached tokens of a row, including padding."""
         return self.record.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Key length after a step of `query_length` tokens, and its offset 0."""
+        """Return the key length after a step of `query_length` tokens, and the offset 0."""
         return self.record.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """-1: it grows."""
+        """Return -1: the length has no limit."""
         return -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Not possible: a model that is not under `use_mla` cannot write latents here."""
+        """Raise TypeError: only a model under `use_mla` can write to this cache."""
         raise TypeError("past_key_values: expected a cache of this model, got one that a model under use_mla filled")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Not possible, as `lazy_initialization`."""
+        """Raise TypeError: only a model under `use_mla` can write to this cache."""
         self.lazy_initialization(key_states, value_states)
 
     def offload(self) -> None:
-        """Not possible."""
+        """Raise TypeError: this cache cannot leave its device."""
         raise TypeError("past_key_values: expected a cache that stays on its device, got an offloaded one")
 
     prefetch = offload
 
 
 def latent_layers(past_key_values: object, num_layers: int, block_size: int) -> list[LatentCacheLayer]:
-    """The latent layers of a cache: its own, or fresh ones for an empty DynamicCache, which is left as it is.
+    """Return the latent layers of a DynamicCache, or new ones if it is empty; the DynamicCache is not changed.
 
     Raises:
-        ValueError: any other cache, or a DynamicCache that holds something else; one line.
+        ValueError: another kind of cache, or a DynamicCache with other contents; the message is one line.
     """
     check(type(past_key_values) is DynamicCache, "past_key_values", "a DynamicCache", type(past_key_values).__name__)
     check(not past_key_values.offloading, "past_key_values", "a DynamicCache that stays on its device",

@@ -1,4 +1,4 @@
-"""Read the padding mask and the positions of a padded batch, and refuse those that contradict the cache."""
+"""Check the padding mask and the positions of a padded batch; refuse those that contradict the cache."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .cache import BatchRecord
 
 
 def read_mask(attention_mask: Any, rows: int, queries: int, record: BatchRecord) -> Bool[Tensor, "B S"] | None:
-    """The padding mask on the CPU, or None where nothing is padded.
+    """Return the padding mask on the CPU, or None if there is no padding.
 
     Raises:
-        ValueError: not a [B, cached + Q] mask, or one that contradicts what is cached.
+        ValueError: not a [B, cached + Q] mask, or a mask that contradicts the cached tokens.
     """
     wanted = f"a padding mask [{rows}, {record.length + queries}]"
     if attention_mask is None:
@@ -38,7 +38,7 @@ def read_mask(attention_mask: Any, rows: int, queries: int, record: BatchRecord)
 
 
 def read_positions(position_ids: Any, rows: int, queries: int, length: int, device: torch.device) -> Int[Tensor, "B Q"]:
-    """Positions of every padded token, [B, Q]; counted from the cached length where none are given."""
+    """Return the positions [B, Q] of all tokens including padding; without `position_ids`, count from `length`."""
     if position_ids is None:
         position_ids = torch.arange(length, length + queries, device=device)[None]
     check_tensor("position_ids", position_ids, ("1 or B", queries), (torch.int64, torch.int32), device)

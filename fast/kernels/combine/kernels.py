@@ -1,18 +1,20 @@
-"""Combine the partial outputs of a decode: the splits of a row's keys become its output and its LSE.
+"""Combine the partial outputs of a decode: add up the splits of each row and write the row's output and LSE.
 
-A partial output of a row is a sum of values weighted by exp2(score - largest), not divided yet, in float32. Its partial
-LSE is `largest`, in base 2, and the sum of those weights; `largest` may lie a little below the largest score.
+The partial output of a row is the sum of exp2(score - largest) * value over the keys of one split, in float32 and not
+normalised. The partial LSE consists of two numbers: `largest`, in base 2, and the sum of exp2(score - largest).
+`largest` is the largest score of the split, or a number a little below it.
 
 | how requests are split | layout of partial outputs | layout of partial LSEs |
 |---|---|---|
-| into equally many splits | [splits, T, N, Lkv] | [2, splits, T, N] |
-| by a schedule | [partial indices, rows of a request, Lkv] | [2, partial indices, rows] |
-| by their own length | the same, and equally many indices for every request | the same, then [B, 2] int32 |
+| into the same number of splits | [splits, T, N, Lkv] | [2, splits, T, N] |
+| by a schedule | [partial indices, rows of a request, Lkv] | [2, partial indices, rows of a request] |
+| by their own length (batch-invariant) | the same | the same, followed by [B, 2] int32 |
 
-With a schedule, the partial indices of a request begin at its entry of `split_offsets`. A request that is split by its
-own length has the indices of its number. The program with its first split combines the splits that follow, as far as it
-has them, into the first index; each other split lies at the index of its number. The [B, 2] behind the partial LSEs say
-how many splits are combined there, and how many there are.
+With a schedule, the partial indices of request b begin at `split_offsets[b]`. With requests split by their own length,
+every request has the same number n of partial indices, and split s of request b has the index b * n + s. One exception
+saves memory traffic: a program that has the first split of a request adds the splits that follow, as long as they are
+its own, and writes their sum at the first index. The [B, 2] integers are, for each request, the number of splits in
+this sum and the number of all splits.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LN_2 = tl.constexpr(math.log(2))
-REFERENCE_GROWTH = tl.constexpr(64.0)  # binary orders of magnitude, far from where float32 ends
+REFERENCE_GROWTH = tl.constexpr(64.0)  # the reference follows a score that is 2^64 times larger; float32 ends at 2^128
 
 
 class Partials(NamedTuple):
-    """Where partial outputs lie. The fields are values of a kernel, which no type of Python describes.
+    """Pointers to partial outputs and partial LSEs; the fields are values inside a kernel, without a Python type.
 
     Attributes:
         out: pointer to all partial outputs.
-        lse: pointer to all partial LSEs: first `largest`, then the sums.
-        indices: how many partial indices there are.
-        rows: rows of each.
+        lse: pointer to all partial LSEs: first `largest` of all rows, then the sums of all rows.
+        indices: number of partial indices.
+        rows: number of rows at each partial index.
     """
 
     out: Any
@@ -45,15 +47,28 @@ class Partials(NamedTuple):
 
 
 class RowState(NamedTuple):
-    """The softmax of some rows over some keys: largest score in base 2, sum of weights, and weighted sum of values."""
+    """State of the online softmax of ROWS rows over some keys.
+
+    Attributes:
+        largest: [ROWS], the reference of the exponents, in base 2 (about the largest score).
+        total: [ROWS], sum of exp2(score - largest).
+        weighted: [ROWS, columns], sum of exp2(score - largest) * value. The name `values` is taken: Triton's tuples
+            have an attribute `values`.
+    """
 
     largest: Any
     total: Any
-    weighted: Any  # Triton's tuples have an attribute `values`
+    weighted: Any
 
 
 class Rows(NamedTuple):
-    """Rows of one request: their numbers in it, their tokens, and which of them are no padding rows."""
+    """Rows of one request.
+
+    Attributes:
+        number: [ROWS], number of each row within the request.
+        token: [ROWS], query token of each row.
+        real: [ROWS], False for padding rows.
+    """
 
     number: Any
     token: Any
@@ -61,7 +76,14 @@ class Rows(NamedTuple):
 
 
 class CombineTile(NamedTuple):
-    """What a program of a combine kernel takes at a time."""
+    """Tile sizes of a combine kernel.
+
+    Attributes:
+        rows: rows of a program.
+        columns: latent columns of a program.
+        splits: splits that a program loads at a time.
+        warps: warps of a program.
+    """
 
     rows: int
     columns: int
@@ -70,12 +92,12 @@ class CombineTile(NamedTuple):
 
 
 @triton.jit
-@no_type_check  # the interpreter needs the source and globals of the kernels themselves
+@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
 def _combine_partials(
     partials, splits, first_partial, partial_row, real, columns,
     LATENT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the state of ROWS rows over their partial outputs from index `first_partial` on, SPLITS at a time."""
+    """Return the state of ROWS rows over `splits` partial outputs from index `first_partial` on, SPLITS at a time."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     values = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -87,7 +109,7 @@ def _combine_partials(
         held = used[:, None] & real[None, :]
         split_largest = tl.load(partials.lse + row, mask=held, other=float("-inf"))
         split_total = tl.load(partials.lse + partials.indices.to(tl.int64) * partials.rows + row, mask=held, other=0.0)
-        # a split without keys was written too, as zeros, so that no load here waits for its weight
+        # splits without keys were written as zeros, so these loads need not wait for the weights
         offsets = (row * LATENT)[:, :, None] + columns[None, None, :]
         split_values = tl.load(
             partials.out + offsets, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0
@@ -104,7 +126,7 @@ def _combine_partials(
 @triton.jit
 @no_type_check
 def load_partial(partials, index, held, partial_row, columns, LATENT: tl.constexpr):
-    """Load the state of ROWS rows at one partial index; rows that are not `held` have seen no key."""
+    """Load the state of ROWS rows at one partial index; rows where `held` is False get the state without keys."""
     row = index.to(tl.int64) * partials.rows + partial_row
     largest = tl.load(partials.lse + row, mask=held, other=float("-inf"))
     total = tl.load(partials.lse + partials.indices.to(tl.int64) * partials.rows + row, mask=held, other=0.0)
@@ -116,10 +138,13 @@ def load_partial(partials, index, held, partial_row, columns, LATENT: tl.constex
 @triton.jit
 @no_type_check
 def add_partial(before, split):
-    """Combine two states of the same rows, relative to the first reference unless the second is 2^64 times as large.
+    """Combine two states of the same rows, keeping the reference `largest` of the first one where possible.
 
-    A long chain therefore waits for additions alone. The new products are rounded before they are added, whatever a
-    compiler would rather fuse: every program that combines splits of a request in turn does it with these bits.
+    The reference changes only where the second one exceeds it by more than REFERENCE_GROWTH. So, in a long chain of
+    splits, each step depends on the step before by an addition only.
+
+    The `fma` calls make sure that each new product is rounded before it is added, so the compiler cannot fuse product
+    and sum in another way. Every program that combines splits one after another then gets the same bits.
     """
     grown = split.largest > before.largest + REFERENCE_GROWTH
     reference = tl.where(grown, split.largest, before.largest)
@@ -134,14 +159,14 @@ def add_partial(before, split):
 @triton.jit
 @no_type_check
 def _add_rounded(before, split, shift, one, held):
-    """Do what `add_partial` does for rows whose reference does not move: add rounded products.
+    """Do the same as `add_partial`, with the same bits, for rows whose reference does not change.
 
     Args:
-        before: state of the splits before.
+        before: state of the earlier splits.
         split: state of one split.
-        shift: the reference, 0 where no key was seen.
-        one: 1.0, which the compiler must not know: it would fuse the product into the sum.
-        held: rows that have this split; the others stay as they are.
+        shift: the reference of `before`, or 0 for a row without keys so far.
+        one: 1.0, computed at run time: with a constant, the compiler would fuse the product into the sum.
+        held: rows that have this split; the other rows keep their state.
     """
     new = tl.exp2(split.largest - shift)
     added = tl.fma(before.total, tl.broadcast_to(one, before.total.shape), split.total * new)
@@ -155,12 +180,12 @@ def _add_rounded(before, split, shift, one, held):
 def _rows_of_request(
     query_start_loc, request, row_tile, num_tokens, request_rows, HEADS: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Return ROWS rows of a request."""
+    """Return the `Rows` of one row tile of a request."""
     query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
     query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     token = query_start + row // HEADS
-    return Rows(row, token, (row < request_rows) & (token < query_end))  # tokens: rows of a hostile end would wrap
+    return Rows(row, token, (row < request_rows) & (token < query_end))  # not by rows: a bad query_end could overflow
 
 
 @triton.jit
@@ -168,8 +193,8 @@ def _rows_of_request(
 def _write_rows(
     state, token, head, real, columns, column_tile, num_tokens, out, lse, HEADS: tl.constexpr, LATENT: tl.constexpr
 ):
-    """Write the output of ROWS rows by COLUMNS; the programs of the first columns also write the LSE."""
-    divisor = tl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0, largest -inf
+    """Write COLUMNS columns of the output of ROWS rows; programs of the first columns also write the LSE."""
+    divisor = tl.where(state.total == 0, 1.0, state.total)  # row without keys: values 0, largest -inf
     offsets = (token.to(tl.int64) * HEADS + head) * LATENT
     combined = (state.weighted * (1.0 / divisor)[:, None]).to(out.dtype.element_ty)
     held = real[:, None] & (columns < LATENT)[None, :]
@@ -186,7 +211,7 @@ def _combine_splits_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine the equally many splits of ROWS rows of the batch by COLUMNS of their latents."""
+    """Combine ROWS rows of the batch and COLUMNS columns, where every request has the same number of splits."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -209,7 +234,10 @@ def _combine_scheduled_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of a request, ROWS of its rows by COLUMNS; write the empty rows of one without keys."""
+    """Combine ROWS rows of a request and COLUMNS columns, as a schedule split the request.
+
+    A request with one split is already written. For a request without keys, write output 0 and LSE -inf.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -240,9 +268,11 @@ def _combine_invariant_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     SCHEDULED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine the remaining splits of a request that is split by its own length: its first index, then in turn.
+    """Combine ROWS rows of a request and COLUMNS columns, where requests are split by their own length.
 
-    AHEAD reads partial outputs before it is known which of them were written: one request then waits for one load.
+    Start with the state at the request's first partial index, and add the splits that it does not contain, in their
+    order. With AHEAD, load partial outputs before the number of splits is known; the loads then do not wait for each
+    other, which is faster for a single request.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -255,42 +285,42 @@ def _combine_invariant_kernel(
     progress = (partial_lse + 2 * num_partials.to(tl.int64) * request_rows).to(tl.pointer_type(tl.int32), bitcast=True)
     combined, splits = tl.load(progress + 2 * request), tl.load(progress + 2 * request + 1)
     combined, splits = tl.maximum(combined, 1), tl.minimum(splits, request_partials)
-    begun = True
-    if SCHEDULED:  # a request without keys has no program, and its rows are written here
-        begun = tl.load(split_offsets + request + 1) > tl.load(split_offsets + request)
-    left = (combined < splits) | (not begun)
-    if left | AHEAD:
+    has_splits = True
+    if SCHEDULED:  # no program of the decode attends a request without keys: this kernel writes its rows
+        has_splits = tl.load(split_offsets + request + 1) > tl.load(split_offsets + request)
+    remaining = (combined < splits) | (not has_splits)
+    if remaining | AHEAD:
         rows = _rows_of_request(query_start_loc, request, row_tile, num_tokens, request_rows, HEADS, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         first_partial = request * request_partials
-        readable = rows.number < request_rows if AHEAD else rows.real & begun
+        readable = rows.number < request_rows if AHEAD else rows.real & has_splits
         partials = Partials(partial_out, partial_lse, num_partials, request_rows)
         state = load_partial(partials, first_partial, readable, rows.number, columns, LATENT)
-        if begun:
-            one = tl.where(num_requests > 0, 1.0, 0.0)  # as `_add_rounded` wants it
+        if has_splits:
+            one = tl.where(num_requests > 0, 1.0, 0.0)  # 1.0 that the compiler cannot know, for `_add_rounded`
             first, end = (request * 0 + 1, request_partials) if AHEAD else (combined, splits)
             more = (first > 0) if AHEAD else (first < splits)
             while more:
-                # All loads are issued before the first split is added. A tuple of records would lose the names of its
-                # fields in Triton 3.6, so each field has a tuple of its own.
+                # Issue all loads before the first split is added. Each field of the loaded states has a tuple of its
+                # own, because a tuple of records would lose the field names in Triton 3.6.
                 largests, totals, weighteds = (), (), ()
-                for place in tl.static_range(SPLITS):
-                    index, held = first_partial + first + place, readable & (first + place < end)
+                for offset in tl.static_range(SPLITS):
+                    index, held = first_partial + first + offset, readable & (first + offset < end)
                     loaded = load_partial(partials, index, held, rows.number, columns, LATENT)
-                    largests = largests + (loaded.largest,)  # noqa: RUF005  the compiler knows no unpacking here
+                    largests = largests + (loaded.largest,)  # noqa: RUF005  Triton does not support unpacking here
                     totals = totals + (loaded.total,)  # noqa: RUF005
                     weighteds = weighteds + (loaded.weighted,)  # noqa: RUF005
                 highest = tl.full([ROWS], float("-inf"), tl.float32)
-                for place in tl.static_range(SPLITS):
-                    is_split = (first + place >= combined) & (first + place < splits)
-                    highest = tl.maximum(highest, tl.where(is_split, largests[place], float("-inf")))
+                for offset in tl.static_range(SPLITS):
+                    is_split = (first + offset >= combined) & (first + offset < splits)
+                    highest = tl.maximum(highest, tl.where(is_split, largests[offset], float("-inf")))
                 if tl.max((highest > state.largest + REFERENCE_GROWTH).to(tl.int32), 0) == 0:
                     shift = tl.where(state.largest == float("-inf"), 0.0, state.largest)
-                    for place in tl.static_range(SPLITS):
-                        is_split = (first + place >= combined) & (first + place < splits)
-                        split_state = RowState(largests[place], totals[place], weighteds[place])
+                    for offset in tl.static_range(SPLITS):
+                        is_split = (first + offset >= combined) & (first + offset < splits)
+                        split_state = RowState(largests[offset], totals[offset], weighteds[offset])
                         state = _add_rounded(state, split_state, shift, one, rows.real & is_split)
-                else:  # seldom: a loop, for it need not be fast
+                else:  # a reference changes, which is rare: this loop need not be fast
                     for split in range(tl.maximum(first, combined), tl.minimum(first + SPLITS, splits)):
                         one_split = load_partial(
                             partials, first_partial + split, rows.real, rows.number, columns, LATENT
@@ -299,6 +329,6 @@ def _combine_invariant_kernel(
                 first += SPLITS
                 more = first < splits
         _write_rows(
-            state, rows.token, rows.number % HEADS, rows.real & left, columns, column_tile, num_tokens, out, lse, HEADS,
-            LATENT,
+            state, rows.token, rows.number % HEADS, rows.real & remaining, columns, column_tile, num_tokens, out, lse,
+            HEADS, LATENT,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Launch the combine kernel that fits a decode, and the bounds that decode and combine share."""
+"""Launch the combine kernel for a decode, and compute bounds that the decode kernels need too."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from reference.interfaces import DECODE_TILE
 from ..device import device_facts
 from .kernels import CombineTile, _combine_invariant_kernel, _combine_scheduled_kernel, _combine_splits_kernel
 
-MANY_SPLITS = 16  # of a row, on average
-MANY_HEADS = 64
-MANY_ROWS = 128  # of one request: enough programs also with larger tiles
-FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # of few heads, and of more
-FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)
-FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)
-FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)
-# of requests that are split by their own length: one request, of few rows and of more; several, all of which have
-# partial outputs, of few heads and of more; and planned ones, of which few have any
-FOR_ONE_INVARIANT = (CombineTile(1, 32, 32, 1), CombineTile(1, 64, 16, 1))
-FOR_INVARIANT = (CombineTile(1, 128, 16, 1), CombineTile(1, 512, 4, 2))
-FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)
+MANY_SPLITS = 16  # more splits of a row than this, on average, are many
+MANY_HEADS = 64  # this number of heads or more are many
+MANY_ROWS = 128  # this number of rows of one request or more are many: larger tiles still give enough programs
+FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few heads, many heads)
+FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits, or a schedule with many splits
+FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
+FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
+# requests that are split by their own length
+FOR_ONE_INVARIANT = (CombineTile(1, 32, 32, 1), CombineTile(1, 64, 16, 1))  # one request: (few rows, many rows)
+FOR_INVARIANT = (CombineTile(1, 128, 16, 1), CombineTile(1, 512, 4, 2))  # several requests: (few heads, many heads)
+FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)  # with a schedule, few requests have partial outputs
 
 
 class SplitDecode(NamedTuple):
-    """What a decode has written before its combine: `out` and `lse` of whole rows, partial outputs of the others.
+    """Outputs and partial outputs of a decode before its combine kernel.
 
     Attributes:
-        out: [T, N, Lkv].
-        lse: [N, T].
-        partial_out: flat, float32; no element where no row has a partial output.
-        partial_lse: flat, float32.
+        out: [T, N, Lkv], complete for rows with one split.
+        lse: [N, T], complete for rows with one split.
+        partial_out: flat, float32; partial outputs of all other rows. It has no element if there are none.
+        partial_lse: flat, float32; partial LSEs of all other rows.
     """
 
     out: Tensor
@@ -54,19 +53,22 @@ def combine_partial_outputs(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Combine the partial outputs of a decode, where it has any, into `out` and `lse`.
+    """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there are none.
+
+    `fast.kernels.combine.kernels` defines the layout of the partial outputs.
 
     Args:
-        partial_out: flat; no element where no row has a partial output. Values that Hopper's programs keep between
-            splits lie behind, and are not read.
-        partial_lse: flat; where requests are split by their own length, [B, 2] int32 behind.
-        query_start_loc: [B + 1].
-        max_query_len: bounds the rows of a request.
+        partial_out: partial outputs, flat; without elements if there are none. The Hopper decode stores private values
+            behind them, which are not read here.
+        partial_lse: partial LSEs, flat; where requests are split by their own length, [B, 2] int32 follow.
+        query_start_loc: [B + 1], first query token of each request.
+        max_query_len: upper bound of the query tokens of a request; it gives the rows of a request.
         tile_ranges: [programs, 5] of a schedule, or None.
-        split_offsets: [B + 1] of that schedule.
-        batch_invariant: requests are split by their own length; else, without a schedule, into equally many splits.
-        out: [T, N, Lkv], contiguous.
-        lse: [N, T], contiguous.
+        split_offsets: [B + 1] of that schedule, or None.
+        batch_invariant: True if requests were split by their own length. If False and without a schedule, all requests
+            were split into the same number of splits.
+        out: [T, N, Lkv], contiguous, written in place.
+        lse: [N, T], contiguous, written in place.
     """
     if partial_out.numel() == 0:
         return
@@ -75,7 +77,7 @@ def combine_partial_outputs(
     following = device_facts(out.device).following
     written = {"HEADS": heads, "LATENT": latent}
     whole = triton.next_power_of_2(latent)
-    # few rows have many splits each and leave most of the device idle: then small tiles, many splits at a time
+    # a decode with few rows has many splits for each row: small tiles then give enough programs to fill the GPU
     if tile_ranges is None and not batch_invariant:
         splits = partial_out.numel() // out.numel()
         tile = _tile_for(splits, tokens * heads, heads, requests)
@@ -90,7 +92,7 @@ def combine_partial_outputs(
     partials = partial_out.numel() // (request_rows * latent)
     if batch_invariant:
         partials = (partial_lse.numel() - 2 * requests) // (2 * request_rows)
-        if tile_ranges is None and partials <= requests:  # each request was one program's, which wrote whole rows
+        if tile_ranges is None and partials <= requests:  # each request had one program, which wrote the output
             return
         tile = FOR_PLANNED_INVARIANT
         if requests == 1:
@@ -121,7 +123,7 @@ def combine_partial_outputs(
 
 
 def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
-    """Choose what a program takes at a time where each row has equally many splits."""
+    """Choose the tile sizes for requests with the same number of splits."""
     if splits <= MANY_SPLITS:
         return FOR_FEW_SPLITS[heads >= MANY_HEADS]
     if requests > 1:
@@ -130,15 +132,15 @@ def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
 
 
 def rows_of_a_request(tokens: int, heads: int, max_query_len: int) -> int:
-    """Most rows of a request, from bounds that the host knows."""
+    """Return an upper bound of the rows of a request, from sizes that the host knows."""
     return max(1, min(max_query_len, tokens)) * heads
 
 
 def readable_keys(max_seq_len: int, table_width: int, block_size: int) -> int:
-    """Most keys of a request that kernels read, from bounds that the host knows; no sum of it and a tile overflows."""
+    """Return an upper bound of the keys of a request, from sizes that the host knows; plus a tile, it fits 32 bits."""
     return min(max_seq_len, table_width * block_size, 2**31 - 2 * DECODE_TILE)
 
 
 def whole_tiles(keys: int) -> int:
-    """Keys rounded up to whole tiles, so that choices that are kept by keys are made once in a tile's steps."""
+    """Round keys up to a multiple of a tile: choices cached by this number are then made once per tile of growth."""
     return -(-keys // DECODE_TILE) * DECODE_TILE

@@ -1,4 +1,4 @@
-"""Varlen attention in blocks of queries and keys: no score matrix and no per-head key larger than a block."""
+"""Varlen attention in blocks of queries and keys; scores and per-head keys of one block exist at a time."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def flash_attn_varlen(
     causal: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed requests.
+    """Compute attention of packed requests of different lengths.
 
     Args:
         q: [T, N, P + R].
-        k_nope: [S, N, P], or the whole key where `k_pe` is None.
-        k_pe: [S, R], shared by all heads.
+        k_nope: [S, N, P]; the whole key where `k_pe` is None.
+        k_pe: [S, R], shared by all heads; or None.
         v: [S, N, V].
-        cu_seqlens_q: [B + 1].
-        cu_seqlens_k: [B + 1].
-        max_seqlen_q: a bound for launches; not looked at here.
-        max_seqlen_k: likewise.
-        softmax_scale: multiplies the scores.
-        causal: bottom-right aligned.
-        out_dtype: of out.
+        cu_seqlens_q: [B + 1], first query token of each request.
+        cu_seqlens_k: [B + 1], first key of each request.
+        max_seqlen_q: not used by this backend.
+        max_seqlen_k: not used by this backend.
+        softmax_scale: factor of the scores.
+        causal: apply a causal mask in which the last query sees the last key.
+        out_dtype: dtype of the output.
 
     Returns:
         out [T, N, V] and lse [N, T].
@@ -54,7 +54,7 @@ def flash_attn_varlen(
         key_start, key_end = k_offsets[request], k_offsets[request + 1]
         for start in range(q_offsets[request], q_offsets[request + 1], QUERY_BLOCK):
             rows = slice(start, min(start + QUERY_BLOCK, q_offsets[request + 1]))
-            # the key that the block's first row may see last, in packed coordinates; later rows see one more each
+            # index in k_nope of the last key that the block's first query sees; each later query sees one more
             last_seen = key_end - 1 - (q_offsets[request + 1] - 1 - start) if causal else key_end - 1
             row_count = rows.stop - rows.start
             softmax = OnlineSoftmax((heads, row_count), v.shape[2], wide, q.device)
@@ -62,7 +62,7 @@ def flash_attn_varlen(
             for first in range(key_start, seen_end, KEY_BLOCK):
                 keys = slice(first, min(first + KEY_BLOCK, seen_end))
                 k = k_nope[keys].to(wide).transpose(0, 1)  # [N, keys, P]
-                if k_pe is not None:  # the whole key of this block only: cheaper than a second pass over the scores
+                if k_pe is not None:  # one product with the whole key is faster than two with its parts
                     k = torch.cat((k, k_pe[keys].to(wide).expand(heads, -1, -1)), dim=-1)
                 scores = torch.empty(heads, row_count, k.shape[1], dtype=wide, device=q.device)
                 scores.baddbmm_(by_head[:, rows], k.transpose(1, 2), beta=0, alpha=softmax_scale)

@@ -1,4 +1,4 @@
-"""Movement of bytes in and out of the paged latent cache, by index."""
+"""Write, gather and copy the paged latent cache, by index operations of PyTorch."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 from .rope import apply_rope
 
-CHUNK_TOKENS = 4096
+CHUNK_TOKENS = 4096  # tokens gathered at a time
 
 
 def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write [T, Lkv] and [T, R] at `slot_mapping` [>= T]; -1 is skipped."""
+    """Write latents [T, Lkv] and keys [T, R] into the slots `slot_mapping` [>= T]; skip slot -1."""
     block_size, latent = kv_cache.shape[1], kv_c_normed.shape[1]
     slots = slot_mapping[: kv_c_normed.shape[0]]
     kept = slots >= 0
     if not bool(kept.all()):
         slots, kv_c_normed, k_pe = slots[kept], kv_c_normed[kept], k_pe[kept]
-    where = (slots // block_size, slots % block_size)
-    kv_cache[..., :latent].index_put_(where, kv_c_normed)
-    kv_cache[..., latent:].index_put_(where, k_pe)
+    location = (slots // block_size, slots % block_size)
+    kv_cache[..., :latent].index_put_(location, kv_c_normed)
+    kv_cache[..., latent:].index_put_(location, k_pe)
 
 
 def rope_norm_and_cache(
@@ -35,7 +35,11 @@ def rope_norm_and_cache(
     magnitude: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q_pe and k_pe, RMS-norm the latent and write the first tokens, those with a slot."""
+    """Rotate q_pe and k_pe, RMS-norm the latent and write both to the cache; tokens past `slot_mapping` are skipped.
+
+    Return the rotated q_pe, the normed latents and the rotated k_pe. See the launcher in `fast.kernels.triton.rope` for
+    the arguments.
+    """
     q_pe, k_pe = apply_rope(positions, q_pe, k_pe, frequencies, magnitude, interleaved)
     kv_c_normed = torch.nn.functional.rms_norm(kv_c, norm_weight.shape, norm_weight, eps)
     end = min(kv_c.shape[0], slot_mapping.shape[0])
@@ -46,9 +50,12 @@ def rope_norm_and_cache(
 def gather_and_maybe_dequant_cache(
     kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, starts: Tensor, out: Tensor
 ) -> None:
-    """Copy pieces of requests out of the pages into `out` [num_tokens, Lkv + R], converted to its dtype."""
+    """Copy tokens of each request from the cache into `out` [num_tokens, Lkv + R], converted to the dtype of `out`.
+
+    See `reference.gather_and_maybe_dequant_cache` for the arguments.
+    """
     block_size, width = kv_cache.shape[1:]
-    for first in range(0, out.shape[0], CHUNK_TOKENS):  # bounds the index tensors, whatever the context
+    for first in range(0, out.shape[0], CHUNK_TOKENS):  # the index tensors stay small for any context
         tokens = torch.arange(first, min(first + CHUNK_TOKENS, out.shape[0]), device=out.device)
         request = torch.searchsorted(cu_seq_lens[1:].long(), tokens, right=True)
         position = tokens - cu_seq_lens[request] + starts[request]

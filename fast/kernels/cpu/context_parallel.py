@@ -1,25 +1,33 @@
-"""What context parallelism adds to an exchange between ranks: token order, heads by owner, merged states."""
+"""Context parallelism in PyTorch: reorder gathered cache entries, sort heads by owner rank, merge states."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-CHUNK_TOKENS = 4096
+CHUNK_TOKENS = 4096  # tokens reordered at a time
 
 
 def reorg_kvcache(
     gathered: Tensor, cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, out: Tensor
 ) -> None:
-    """Copy entries [D, padded, Lkv + R] that all ranks handed in to `out` [num_tokens, Lkv + R], in token order."""
+    """Copy the cache entries of all ranks, [D, padded, Lkv + R], to `out` [num_tokens, Lkv + R] in token order.
+
+    Args:
+        gathered: [D, padded, Lkv + R], rank-local tokens of each rank, one request after another.
+        cu_seq_lens: [B + 1], first row of each request in `out`.
+        local_cu_seq_lens: [D, B + 1], first row of each request among the rank-local tokens.
+        interleave: consecutive tokens that one rank owns.
+        out: written in place.
+    """
     size, padded, width = gathered.shape
-    for first in range(0, out.shape[0], CHUNK_TOKENS):  # bounds the index tensors, whatever the context
+    for first in range(0, out.shape[0], CHUNK_TOKENS):  # the index tensors stay small for any context
         tokens = torch.arange(first, min(first + CHUNK_TOKENS, out.shape[0]), device=out.device)
         request = torch.searchsorted(cu_seq_lens[1:].long(), tokens, right=True)
         position = tokens - cu_seq_lens[request]
-        run = position // interleave
-        rank = run % size
-        row = local_cu_seq_lens[rank, request] + run // size * interleave + position % interleave
+        group = position // interleave
+        rank = group % size
+        row = local_cu_seq_lens[rank, request] + group // size * interleave + position % interleave
         target = out[first : first + CHUNK_TOKENS]
         if gathered.is_contiguous() and out.is_contiguous():
             torch.index_select(gathered.view(-1, width), 0, rank * padded + row, out=target)
@@ -28,8 +36,8 @@ def reorg_kvcache(
 
 
 def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax weights of each rank's state [D, N, T], and the LSE of all keys [N, T]."""
-    # weights from differences, not from a rounded total: exp(lse - logsumexp) would lose |lse| ulps
+    """Return the softmax weight of each rank's state [D, N, T] and the merged LSE [N, T], from the LSEs [D, N, T]."""
+    # compute weights from differences to the largest LSE: exp(lse - total) would magnify the rounding of the total
     largest = lses.amax(0)
     shift = largest.masked_fill(largest == -torch.inf, 0)
     weights = torch.exp(lses - shift)
@@ -38,10 +46,11 @@ def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Scale out [T, N, Dv] by this rank's softmax weights, from all ranks' lses [D, N, T].
+    """Multiply out [T, N, Dv] by this rank's softmax weights, computed from the LSEs of all ranks [D, N, T].
 
     Returns:
-        The outputs by owner rank [D, T, N / D, Dv], and the LSE [N / D, T] of the heads that this rank owns.
+        The weighted outputs, sorted by owner rank [D, T, N / D, Dv], and the merged LSE [N / D, T] of the heads that
+        this rank owns.
     """
     size, heads, tokens = lses.shape
     weights, lse = merge_weights(lses)
@@ -51,7 +60,10 @@ def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tenso
 
 
 def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -> None:
-    """Write out [T, N, Dv] and lse [N, T] by owner into `message` [D, bytes]: LSE, then outputs `lse_bytes` behind."""
+    """Write out [T, N, Dv] and lse [N, T] into `message` [D, bytes], one row for each owner rank.
+
+    A row has the LSE of the owner's heads at its start and their output from byte `lse_bytes` on.
+    """
     size = message.shape[0]
     tokens, heads, value = out.shape
     if lse.numel() == 0:
@@ -64,7 +76,7 @@ def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -
 
 
 def merge_packed_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
-    """Merge what arrived from all ranks, packed as above, into out [T, N / D, Dv] and lse [N / D, T]."""
+    """Merge the states of all ranks into out [T, N / D, Dv] and lse [N / D, T]; `pack_attn_state` wrote the rows."""
     size = message.shape[0]
     tokens, own, value = out.shape
     if lse.numel() == 0:
@@ -72,6 +84,6 @@ def merge_packed_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: 
     lses = message[:, : own * tokens * lse.element_size()].view(lse.dtype).view(size, own, tokens)
     outs = message[:, lse_bytes : lse_bytes + out.numel() * out.element_size()].view(out.dtype)
     weights, total = merge_weights(lses)
-    counted = outs.view(size, tokens, own, value) * weights.transpose(1, 2)[..., None]
-    out.copy_(torch.where(lses.transpose(1, 2)[..., None] == -torch.inf, 0, counted).sum(0))
+    weighted = outs.view(size, tokens, own, value) * weights.transpose(1, 2)[..., None]
+    out.copy_(torch.where(lses.transpose(1, 2)[..., None] == -torch.inf, 0, weighted).sum(0))
     lse.copy_(total)

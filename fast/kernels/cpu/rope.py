@@ -1,4 +1,4 @@
-"""Rotary embedding of the query's and the shared key's rope parts."""
+"""Rotary embedding of the rope parts of queries and shared keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..rotation import rotate
 def apply_rope(
     positions: Tensor, q_pe: Tensor, k_pe: Tensor, frequencies: Tensor, magnitude: float, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q_pe [T, N, R] and k_pe [T, R] by positions [T] x frequencies [R/2]."""
+    """Rotate q_pe [T, N, R] and k_pe [T, R] by positions [T] * frequencies [R/2]; return both."""
     angles = positions.to(frequencies.dtype)[:, None] * frequencies
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return rotate(q_pe, cos[:, None], sin[:, None], interleaved), rotate(k_pe, cos, sin, interleaved)

@@ -1,4 +1,8 @@
-"""The decode schedule: where programs begin and end on the line of all requests, by search."""
+"""Plan the decode schedule by binary search.
+
+Imagine all requests laid end to end on a line. The length of a request on this line is its number of tiles plus its
+costs. The line is divided into segments of equal length, one for each program.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from reference.interfaces import DECODE_TILE, InvariantCut
 
 
 class _ProgramRanges(NamedTuple):
-    """Columns of the tile ranges, [programs] each, in the order of `DecodeSchedule.tile_ranges`."""
+    """The columns of `DecodeSchedule.tile_ranges`, in its order; each is [programs]."""
 
     first_request: Tensor
     last_request: Tensor
@@ -21,12 +25,12 @@ class _ProgramRanges(NamedTuple):
 
 
 class _ProgramCut(NamedTuple):
-    """How programs cut the line of all requests.
+    """How the line of all requests is cut for the programs.
 
     Attributes:
-        works: [programs], whether a program has tiles; where it has none, its range has no meaning.
-        ranges: where programs begin and end.
-        splits: [B], splits of each request.
+        works: [programs], whether a program has tiles; the range of a program without tiles has no meaning.
+        ranges: first and last tiles of the programs.
+        splits: [B], number of splits of each request.
     """
 
     works: Tensor
@@ -42,10 +46,19 @@ def plan_decode(
     invariant_cut: InvariantCut,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Tile ranges [programs, 5] and split offsets [B + 1] of `DecodeSchedule`."""
+    """Return the tile ranges [programs, 5] and the split offsets [B + 1] of a `DecodeSchedule`, both int32.
+
+    Args:
+        seq_lens: [B], keys of each request.
+        num_programs: programs that the decode is cut for.
+        request_cost: cost of a request besides its tiles, in tiles.
+        split_cost: cost of a split of a batch-invariant schedule, in tiles; at most `request_cost` is counted.
+        invariant_cut: how a batch-invariant schedule splits a request.
+        batch_invariant: split each request by its own length alone.
+    """
     requests = seq_lens.shape[0]
     tiles = (seq_lens.long() + (DECODE_TILE - 1)) // DECODE_TILE
-    ranges = torch.tensor([requests, requests - 1, 0, 0, 0], device=seq_lens.device).expand(num_programs, 5)  # idle
+    ranges = torch.tensor([requests, requests - 1, 0, 0, 0], device=seq_lens.device).expand(num_programs, 5)  # no work
     splits = tiles
     if requests > 0:
         if batch_invariant:
@@ -59,29 +72,30 @@ def plan_decode(
 
 
 def _cut_by_program(tiles: Tensor, num_programs: int, request_cost: int) -> _ProgramCut:
-    """Cut the line into equally long parts, one for each program, wherever the cuts fall."""
+    """Cut the line into segments of equal length, one for each program; a cut may fall inside a request."""
     ends = torch.where(tiles > 0, tiles + request_cost, 0).cumsum(0)
-    first_tile_at = ends - tiles  # place of each request's first tile; an empty one has that of the next request's
+    # where the first tile of each request starts on the line; a request without keys has the start of the next one
+    first_tile_at = ends - tiles
     first_tile_at += (tiles == 0) * request_cost
     total = int(ends[-1])
-    piece = max(1, -(-total // num_programs))
+    segment = max(1, -(-total // num_programs))
     program = torch.arange(num_programs, device=tiles.device)
-    low, high = program * piece, (program * piece + piece).clamp_(max=total)
+    low, high = program * segment, (program * segment + segment).clamp_(max=total)
     first = torch.searchsorted(ends, low, right=True).clamp_(max=tiles.shape[0] - 1)
     last = torch.searchsorted(first_tile_at, high) - 1
     works = (low < total) & (first <= last)
     last = last.clamp_(min=0)
     first_tile = (low - first_tile_at[first]).clamp_(min=0)
     last_tile = torch.minimum(high, ends[last]) - first_tile_at[last]
-    first_split = program - first_tile_at[first] // piece
-    splits = (ends - 1) // piece - first_tile_at // piece + 1
+    first_split = program - first_tile_at[first] // segment
+    splits = (ends - 1) // segment - first_tile_at // segment + 1
     return _ProgramCut(works, _ProgramRanges(first, last, first_tile, last_tile, first_split), splits * (tiles > 0))
 
 
 def _cut_by_length(
     tiles: Tensor, num_programs: int, request_cost: int, split_cost: int, cut: InvariantCut
 ) -> _ProgramCut:
-    """Cut requests by their own length; a program takes the splits that start in its part of the line."""
+    """Split each request by its own length alone; a program takes the splits that start in its segment of the line."""
     grown = ((tiles + (cut.small_splits - 1)) // cut.small_splits).clamp_(cut.small_tiles, cut.large_tiles)
     split_tiles = torch.maximum(grown, (tiles + (cut.max_splits - 1)) // cut.max_splits)
     split_tiles += split_tiles % 2
@@ -90,12 +104,13 @@ def _cut_by_length(
     ends, split_ends = lengths.cumsum(0), splits.cumsum(0)
     starts, split_starts = ends - lengths + (request_cost - split_cost), split_ends - splits
     total, last_request = int(ends[-1]), tiles.shape[0] - 1
-    piece = max(1, -(-total // num_programs))
-    bounds = torch.arange(num_programs + 1, device=tiles.device) * piece
+    segment = max(1, -(-total // num_programs))
+    bounds = torch.arange(num_programs + 1, device=tiles.device) * segment
     request = torch.searchsorted(ends, bounds, right=True).clamp_(max=last_request)
     stride = split_tiles[request] + split_cost
-    number = ((bounds - starts[request] + stride - 1) // stride).clamp_(min=0)
-    first_splits = split_starts[request] + torch.minimum(number, splits[request])  # of all, that start from there on
+    split_number = ((bounds - starts[request] + stride - 1) // stride).clamp_(min=0)
+    # for each bound, the number (among the splits of all requests) of the first split that starts there or later
+    first_splits = split_starts[request] + torch.minimum(split_number, splits[request])
     low, high = first_splits[:-1], first_splits[1:]
     first = torch.searchsorted(split_ends, low, right=True).clamp_(max=last_request)
     last = torch.searchsorted(split_ends, high - 1, right=True).clamp_(max=last_request)

@@ -1,4 +1,4 @@
-"""Online softmax (arXiv 1805.02867): attention over keys that arrive in pieces, in float32 or float64."""
+"""Online softmax (arXiv 1805.02867): attention over blocks of keys, one after another, in float32 or float64."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from torch import Tensor
 
 
 class OnlineSoftmax:
-    """Running maximum, sum and weighted values of a batch of query rows.
+    """Largest score, sum of exponentials and weighted values of query rows, over the keys added so far.
 
     Args:
-        shape: leading shape of the rows, such as (N, Sq).
+        shape: shape of the batch of rows, such as (N, Sq).
         value_dim: width of the values.
-        dtype: accumulation type.
-        device: where.
+        dtype: accumulation dtype.
+        device: device of the tensors.
     """
 
     def __init__(self, shape: tuple[int, ...], value_dim: int, dtype: torch.dtype, device: torch.device):
         self.shape, self.value_dim, self.dtype, self.device = shape, value_dim, dtype, device
-        self.largest = self.total = self.values = None  # until the first piece
+        self.largest = self.total = self.values = None  # until the first block of keys
 
     def add(self, scores: Tensor, values: Tensor) -> None:
-        """Take in one piece of keys.
+        """Add a block of n keys.
 
         Args:
             scores: [*shape, n], -inf where masked; overwritten.
@@ -30,7 +30,7 @@ class OnlineSoftmax:
         largest = scores.amax(-1)
         if self.largest is not None:
             largest = torch.maximum(self.largest, largest)
-        shift = largest.masked_fill(largest == -torch.inf, 0)  # a row that saw nothing yet: exp(-inf - 0) = 0
+        shift = largest.masked_fill(largest == -torch.inf, 0)  # a row without keys so far: exp(-inf - 0) = 0
         probabilities = scores.sub_(shift[..., None]).exp_()
         if self.largest is None:
             self.total, self.values = probabilities.sum(-1), torch.matmul(probabilities, values)
@@ -43,7 +43,10 @@ class OnlineSoftmax:
         self.largest = largest
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Normalised values [*shape, value_dim] and natural-log LSE [*shape]; 0 and -inf for rows that saw nothing."""
+        """Return the normalised values [*shape, value_dim] and the natural-log LSE [*shape].
+
+        A row without keys gets values 0 and LSE -inf.
+        """
         if self.largest is None:
             out = torch.zeros(*self.shape, self.value_dim, dtype=self.dtype, device=self.device)
             return out, torch.full(self.shape, -torch.inf, dtype=self.dtype, device=self.device)

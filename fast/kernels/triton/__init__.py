@@ -1,4 +1,4 @@
-"""Portable Triton: kernels and their launchers for any GPU that Triton compiles for."""
+"""Backend "triton": kernels in portable Triton, and their launchers, for every GPU that Triton supports."""
 
 from .. import compile_log
 from .attention import flash_attn_varlen

@@ -1,6 +1,6 @@
-"""Groups of arguments, in the order in which the portable decode kernels take them.
+"""Groups of arguments, in the order of the parameters of the portable decode kernels.
 
-Triton limits what a kernel can take as a record. Its launcher does not look for tensor descriptors inside a record, and
+Triton limits what a kernel can take as a record. Its launcher finds no tensor descriptor inside a record, and
 `do_not_specialize` does not reach the fields of one: a number that changes from step to step would compile the kernel
 again. Descriptors, such numbers, and pointers of any alignment are therefore parameters of their own.
 """
@@ -14,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class DecodeSources(NamedTuple):
-    """Queries and the cache; kernels take the record as one parameter."""
+    """Queries and the cache. The kernels take this record as one parameter."""
 
     ql_nope: Tensor
     q_pe: Tensor
@@ -22,7 +22,7 @@ class DecodeSources(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """Queries, the cache and its descriptors (None where TMA, the GPU's copy engine, cannot read it), and the batch."""
+    """Queries, cache and batch; the two descriptors of the cache are None where TMA cannot read it."""
 
     sources: DecodeSources
     latent_pages: TensorDescriptor | None
@@ -34,7 +34,7 @@ class DecodeInputs(NamedTuple):
 
 
 class DecodeOutputs(NamedTuple):
-    """Outputs and partial outputs of a scheduled decode; the kernel takes the record as one parameter."""
+    """Outputs and partial outputs of a scheduled decode. The kernel takes this record as one parameter."""
 
     out: Tensor
     lse: Tensor
@@ -43,7 +43,7 @@ class DecodeOutputs(NamedTuple):
 
 
 class SourceStrides(NamedTuple):
-    """Strides of queries and cache, in elements; kernels take the record as one parameter."""
+    """Strides of queries and cache, in elements. The kernels take this record as one parameter."""
 
     latent_token: int
     latent_head: int

@@ -1,7 +1,10 @@
-"""Varlen flash attention (arXiv 2307.08691) for any GPU: one program a tile of queries of one head.
+"""Varlen flash attention (arXiv 2307.08691) for any GPU: one program for each tile of queries of one head.
 
-The key is read where it lies, in up to three power-of-two column pieces that chain into one score tile: the head's own
-part (split in two where its width is no power of two, 192 = 128 + 64) and the rope part that all heads share.
+A score tile is the sum of up to three products, because Triton's tiles have a power of two of columns:
+
+- the first columns of the head's own key (`k_nope`),
+- its remaining columns, where its width is not a power of two (192 = 128 + 64),
+- the rope part of the key (`k_pe`), which all heads share.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from reference.interfaces import UnsupportedConfiguration
 from ..device import DeviceFacts, device_facts
 
 LOG2_E = 1.4426950408889634
-SMALLEST_DOT = 16  # columns; narrower pieces are padded with zeros in registers, never in memory
+SMALLEST_DOT = 16  # least columns of a `tl.dot` operand; narrower ones are padded with zeros in registers
 
 
 class Strides(NamedTuple):
@@ -67,17 +70,18 @@ class Constants(NamedTuple):
 @triton.jit
 @no_type_check
 def _offset(cu_seqlens, request, limit):
-    """Where a request begins, within [0, limit]: no value of an offset leads outside the tensors."""
+    """Return where a request begins, clamped to [0, limit]: no offset value leads outside the tensors."""
     return tl.minimum(tl.maximum(tl.load(cu_seqlens + request), 0), limit)
 
 
 @triton.jit
 @no_type_check
 def _find_request(cu_seqlens_q, num_requests, num_tokens, tile, BLOCK_M: tl.constexpr):
-    """Which request a tile belongs to, and which of its tiles it is.
+    """Return the request that a tile belongs to, and the number of the tile within this request.
 
-    Request b owns the tiles from cu_seqlens_q[b] // BLOCK_M + b on: at least as many as it needs, whatever its length,
-    and at most one more. The starts rise strictly, so a bisection finds the last one that is not after the tile.
+    The first tile of request b has the number cu_seqlens_q[b] // BLOCK_M + b. So every request has as many tiles as it
+    needs, or one more. These numbers increase strictly, so a bisection finds the last request that starts at or before
+    the tile.
     """
     low = 0
     high = num_requests - 1
@@ -98,10 +102,10 @@ def _load_keys(
     BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
     VALUES: tl.constexpr = False,
 ):  # fmt: skip
-    """A tile [BLOCK_N, COLUMNS] of keys or values from packed row and column FROM on; columns past WIDTH are 0.
+    """Load a tile [BLOCK_N, COLUMNS] of keys or values from packed row `row` and column FROM; columns past WIDTH are 0.
 
-    Where MASKED, rows from `key_end` on may be another request's. Among keys they may hold anything, their scores are
-    masked; VALUES there are 0, for 0 x NaN is NaN.
+    With MASKED, rows from `key_end` on may belong to another request. In a tile of keys these rows may hold anything,
+    because their scores are masked. In a tile of VALUES they are set to 0, because 0 x NaN is NaN.
     """
     rows = row + tl.arange(0, BLOCK_N)
     if USE_TMA:
@@ -111,23 +115,23 @@ def _load_keys(
     else:
         columns = FROM + tl.arange(0, COLUMNS)
         base = source + row.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
-        places = (
+        offsets = (
             tl.arange(0, BLOCK_N)[:, None].to(tl.int64) * stride_row + columns[None, :].to(tl.int64) * stride_column
         )
         inside = (columns < WIDTH)[None, :]
         if MASKED:
             inside = inside & (rows[:, None] < key_end)
-        tile = tl.load(base + places, mask=inside, other=0.0)
+        tile = tl.load(base + offsets, mask=inside, other=0.0)
     return tile
 
 
 class SoftmaxState(NamedTuple):
-    """The online softmax of BLOCK_M rows.
+    """State of the online softmax of BLOCK_M rows.
 
     Attributes:
-        weighted: [BLOCK_M, VALUE], sum of the values by exp2(score - largest), not divided yet.
-        total: [BLOCK_M], sum of those weights.
-        largest: [BLOCK_M], the largest score in base 2.
+        weighted: [BLOCK_M, VALUE], sum of exp2(score - largest) * value, not normalised.
+        total: [BLOCK_M], sum of exp2(score - largest).
+        largest: [BLOCK_M], largest score so far, in base 2.
     """
 
     weighted: Any
@@ -141,7 +145,7 @@ def _attend_keys(
     state, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, first, end,
     key_start, key_end, scale, strides, c, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys [first, end) of a request, in whole blocks; MASKED where not all rows see all."""
+    """Attend the keys [first, end) of a request, BLOCK_N at a time; MASKED where some row must not see some key."""
     values, total, largest = state.weighted, state.total, state.largest
     for start in tl.range(first, end, c.BLOCK_N):
         row = key_start + start
@@ -159,12 +163,13 @@ def _attend_keys(
         if MASKED:
             visible = start + tl.arange(0, c.BLOCK_N)[None, :] <= last_seen[:, None]
             scores = tl.where(visible, scores * scale, -float("inf"))
-            now = tl.maximum(largest, tl.max(scores, 1))
-            shift = tl.where(now == -float("inf"), 0.0, now)  # a row that saw nothing yet: exp2(-inf - 0) = 0
+            new_largest = tl.maximum(largest, tl.max(scores, 1))
+            # a row without keys so far: exp2(-inf - 0) = 0, not NaN
+            shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
             weights = tl.math.exp2(scores - shift[:, None])
         else:
-            now = tl.maximum(largest, tl.max(scores, 1) * scale)
-            shift = now
+            new_largest = tl.maximum(largest, tl.max(scores, 1) * scale)
+            shift = new_largest
             weights = tl.math.exp2(scores * scale - shift[:, None])
         decay = tl.math.exp2(largest - shift)
         total = total * decay + tl.sum(weights, 1)
@@ -172,11 +177,11 @@ def _attend_keys(
         tile = _load_keys(v, row, head, strides.v_token, strides.v_head, strides.v_column, key_end,
                           0, c.VALUE, c.V, c.BLOCK_N, c.USE_TMA, False, MASKED, True)  # fmt: skip
         values = tl.dot(weights.to(tile.dtype), tile, values, input_precision="ieee")
-        largest = now
+        largest = new_largest
     return SoftmaxState(values, total, largest)
 
 
-# one kernel for both masks and for every length
+# one compilation serves both masks and all lengths
 @triton.jit(
     do_not_specialize=["num_tokens", "num_keys", "num_requests", "num_tiles", "causal"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"],
@@ -187,12 +192,14 @@ def _flash_attn_varlen_kernel(
     num_tokens, num_keys, num_heads, num_requests, num_tiles, softmax_scale, causal,
     strides, BLOCK_M: tl.constexpr, LOG2_E: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """One tile of BLOCK_M queries of one request and one head. FLOPs: 2 Sq S N (P + R + V), halved where causal.
+    """Attend one tile of BLOCK_M queries of one request and one head.
 
-    Heads are the slow axis of the grid, so that the programs in flight share the keys of one or two heads in L2; the
-    tiles of a request run from its last to its first, the one that sees most keys first.
+    All programs together do 2 Sq S N (P + R + V) floating-point operations for a request, half of that where causal.
+
+    The head is the slow axis of the grid, so programs that run at the same time read the keys of one or two heads from
+    the L2 cache. Tiles are taken from the last to the first, because in a causal request the last tile sees most keys.
     """
-    # 1. where: head, request, rows
+    # 1. the head, request and rows of this program
     program = tl.program_id(0)
     head = program // num_tiles
     request, tile = _find_request(
@@ -208,7 +215,7 @@ def _flash_attn_varlen_kernel(
     if (first_row >= query_len) | (tile < 0):
         return
 
-    # 2. the queries, unchanged: products read them from shared memory
+    # 2. the queries, not scaled: the products then read them from shared memory as they were loaded
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = (rows < query_len)[:, None]
     q_rows = q + head.to(tl.int64) * strides.q_head + (query_start + rows)[:, None].to(tl.int64) * strides.q_token
@@ -224,12 +231,12 @@ def _flash_attn_varlen_kernel(
         q_pe = tl.load(q_rows + (c.P + columns) * strides.q_column, mask=inside & (columns < c.R), other=0.0)
     scale = softmax_scale * LOG2_E
 
-    # 3. the keys: blocks that every row sees whole, then those on the diagonal or past the last key
-    seen = key_len - causal * query_len  # row i sees the keys up to seen + i
+    # 3. the keys: first the blocks of which every row sees every key, then the blocks on the diagonal or at the end
+    seen = key_len - causal * query_len  # row i sees key seen + i and all keys before it
     last_seen = tl.minimum(seen + rows, key_len - 1)
     whole = tl.maximum(tl.minimum(seen + first_row + 1, key_len), 0) // c.BLOCK_N * c.BLOCK_N
     end = tl.minimum(seen + first_row + BLOCK_M, key_len)
-    if softmax_scale < 0:  # the largest product is the smallest score: all blocks scale before they compare
+    if softmax_scale < 0:  # unmasked blocks take the maximum before they scale; this needs a scale that keeps the order
         whole = 0
     VALUE: tl.constexpr = c.VALUE  # `tl.zeros` takes no field of a record in its shape
     state = SoftmaxState(
@@ -246,20 +253,23 @@ def _flash_attn_varlen_kernel(
         key_start, key_end, scale, strides, c, True,
     )  # fmt: skip
 
-    # 4. normalise: 0 and -inf for rows that saw nothing
+    # 4. normalise; a row without keys gets output 0 and LSE -inf
     empty = state.total == 0
     total = tl.where(empty, 1.0, state.total)
     values = state.weighted / total[:, None]
     tokens = (query_start + rows).to(tl.int64)
     columns = tl.arange(0, c.VALUE)[None, :]
-    places = (tokens * num_heads + head)[:, None] * c.V + columns
-    tl.store(out + places, values.to(out.dtype.element_ty), mask=inside & (columns < c.V))
+    offsets = (tokens * num_heads + head)[:, None] * c.V + columns
+    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=inside & (columns < c.V))
     natural = (state.largest + tl.math.log2(total)) / LOG2_E  # -inf + 0 where empty
     tl.store(lse + head.to(tl.int64) * num_tokens + tokens, natural, mask=rows < query_len)
 
 
-def _pieces(width: int) -> tuple[int, int]:
-    """A width in powers of two, one or, where narrower, two: 128 -> (128, 0), 192 -> (128, 64), 12 -> (16, 0)."""
+def _powers_of_two(width: int) -> tuple[int, int]:
+    """Return one or two powers of two that cover a width with the least padding; the second is 0 where one suffices.
+
+    128 -> (128, 0), 192 -> (128, 64), 12 -> (16, 0).
+    """
     whole = max(triton.next_power_of_2(width), SMALLEST_DOT)
     first = whole // 2
     second = max(triton.next_power_of_2(width - first), SMALLEST_DOT)
@@ -267,7 +277,14 @@ def _pieces(width: int) -> tuple[int, int]:
 
 
 class Blocks(NamedTuple):
-    """Rows and keys that a program multiplies at a time, its warps, and stages of its key and value tiles."""
+    """Launch shape of a program.
+
+    Attributes:
+        block_m: queries of the program.
+        block_n: keys in each step of its loop.
+        num_warps: warps of the program.
+        num_stages: pipeline stages of the key and value tiles.
+    """
 
     block_m: int
     block_n: int
@@ -275,22 +292,22 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-# best first; the first whose tiles fit into shared memory is taken
+# fastest first; a launch takes the first one whose tiles fit into shared memory
 HOPPER_BLOCKS = (
     Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2)
 )  # fmt: skip
 PORTABLE_BLOCKS = (
     Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2), Blocks(16, 16, 4, 1)
 )  # fmt: skip
-FLOAT32_BLOCKS = (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))  # IEEE products run without matrix units, from registers
+FLOAT32_BLOCKS = (Blocks(32, 32, 8, 1), Blocks(16, 16, 4, 1))  # IEEE products use no matrix units and need registers
 INTERPRETER_BLOCKS = Blocks(32, 32, 1, 1)
 
 
 def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width: int) -> Blocks:
-    """Return the tile sizes for a dtype, the padded widths of key and value, and a device; the first that fit.
+    """Return the first launch shape that fits the shared memory, for a dtype, a device and padded key and value widths.
 
     Raises:
-        UnsupportedConfiguration: none fits.
+        UnsupportedConfiguration: no launch shape fits.
     """
     if device.interpreted:
         return INTERPRETER_BLOCKS
@@ -308,14 +325,14 @@ def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width
 
 
 def _describable(x: Tensor) -> bool:
-    """The copy engine takes it: 16-byte aligned start and strides, packed columns."""
+    """Whether TMA (the GPU's bulk copy engine) can read x: 16-byte aligned start and strides, contiguous columns."""
     steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
     own = all(stride > 0 for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
     return x.numel() > 0 and x.stride(-1) == 1 and own and all(step % 16 == 0 for step in steps)
 
 
 def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A descriptor that fetches [rows, columns] of one head of [S, N, columns], or of [S, columns]."""
+    """Return a TMA descriptor that loads [rows, columns], of one head of x [S, N, columns] or of x [S, columns]."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *[1] * (x.dim() - 2), columns])
 
 
@@ -332,26 +349,26 @@ def flash_attn_varlen(
     causal: bool,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed requests.
+    """Compute attention of packed requests of different lengths.
 
     Args:
         q: [T, N, P + R], any strides.
-        k_nope: [S, N, P], any strides, or the whole key where `k_pe` is None.
-        k_pe: [S, R], any strides, shared by all heads.
+        k_nope: [S, N, P], any strides; the whole key where `k_pe` is None.
+        k_pe: [S, R], any strides, shared by all heads; or None.
         v: [S, N, V], any strides.
-        cu_seqlens_q: [B + 1].
-        cu_seqlens_k: [B + 1].
-        max_seqlen_q: a bound for launches; not looked at here.
-        max_seqlen_k: likewise.
-        softmax_scale: multiplies the scores.
-        causal: bottom-right aligned.
-        out_dtype: of out.
+        cu_seqlens_q: [B + 1], first query token of each request.
+        cu_seqlens_k: [B + 1], first key of each request.
+        max_seqlen_q: not used by this backend.
+        max_seqlen_k: not used by this backend.
+        softmax_scale: factor of the scores.
+        causal: apply a causal mask in which the last query sees the last key.
+        out_dtype: dtype of the output.
 
     Returns:
         out [T, N, V] and lse [N, T].
 
     Raises:
-        UnsupportedConfiguration: heads too wide for the device's shared memory.
+        UnsupportedConfiguration: no launch shape fits the device's shared memory, for heads of this width.
     """
     tokens, heads, _ = q.shape
     keys, _, nope = k_nope.shape
@@ -361,16 +378,16 @@ def flash_attn_varlen(
     if tokens == 0 or heads == 0 or requests <= 0:
         return out, lse
     rope = 0 if k_pe is None else k_pe.shape[1]
-    shared = k_pe if rope else k_nope[:, 0]  # a placeholder where there is no rope part
-    first, second = _pieces(nope)
+    shared = k_pe if rope else k_nope[:, 0]  # without a rope part, any tensor of two dims
+    first, second = _powers_of_two(nope)
     rope_columns = max(triton.next_power_of_2(rope), SMALLEST_DOT) if rope else 0
     value_columns = max(triton.next_power_of_2(value), SMALLEST_DOT)
     device = device_facts(q.device)
     blocks = _blocks(q.dtype, device, first + second + rope_columns, value_columns)
     sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
-    whole_pieces = (first + second, rope_columns, value_columns) == (nope, rope, value)
+    unpadded = (first + second, rope_columns, value_columns) == (nope, rope, value)
     copied = device.has_copy_engine and not device.interpreted and q.element_size() == 2
-    use_tma = copied and whole_pieces and all(map(_describable, sources))
+    use_tma = copied and unpadded and all(map(_describable, sources))
     if use_tma:
         columns = (first, second or SMALLEST_DOT, rope_columns or SMALLEST_DOT, value_columns)
         sources = tuple(_describe(x, blocks.block_n, width) for x, width in zip(sources, columns, strict=True))

@@ -1,9 +1,10 @@
-"""Movement of bytes in and out of the paged latent cache: every kernel copies rows of entries, 16 bytes an access.
+"""Write, gather and copy the paged latent cache; each kernel copies cache entries, 16 bytes per memory access.
 
-Elements travel as integers of their own width, so that NaN payloads and signs of zero arrive; a gather into another
-dtype alone moves values. No value in a table, a
-mapping or a slot makes a kernel touch memory outside its tensors: such rows are left out, and nothing raises. Sizes
-that change from step to step are not specialised on, so that one compilation serves a cache.
+- Elements are copied as integers of the same width, which keeps NaN payloads and signs of zero. Only a gather into
+  another dtype reads them as numbers.
+- No value in a block table, block mapping or slot mapping makes a kernel access memory outside its tensors. A row with
+  such a value is skipped, and no error is raised.
+- Triton does not specialise the kernels on sizes that change from step to step, so one compilation serves a cache.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_BYTES = 4096  # of entries that a program of one warp holds: four or five 16-byte loads in flight a thread
+TILE_BYTES = 4096  # bytes that a program of one warp copies: four or five 16-byte loads in flight per thread
 MAX_ROWS = 128
 WARPS = 1
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
 
 
 def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write [T, Lkv] and [T, R] at `slot_mapping` [>= T]; slots outside the cache, -1 among them, are skipped."""
+    """Write latents [T, Lkv] and keys [T, R] into the slots `slot_mapping` [>= T]; skip slots outside the cache."""
     tokens, latent = kv_c_normed.shape
     num_blocks, block_size, width = kv_cache.shape
     if tokens == 0 or num_blocks == 0 or width == 0:
@@ -42,15 +43,16 @@ def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, sl
 def gather_and_maybe_dequant_cache(
     kv_cache: Tensor, block_table: Tensor, cu_seq_lens: Tensor, starts: Tensor, out: Tensor
 ) -> None:
-    """Copy pieces of requests out of the pages into `out` [num_tokens, Lkv + R], converted to its dtype.
+    """Copy tokens of each request from the cache into `out` [num_tokens, Lkv + R], converted to the dtype of `out`.
 
-    A row of `out` without a token in the cache (an out-of-range block, position or offset) becomes 0.
+    A row of `out` becomes 0 where its block, position or offset is out of range. See
+    `reference.gather_and_maybe_dequant_cache` for the arguments.
     """
     num_blocks, block_size, width = kv_cache.shape
     requests, columns = block_table.shape
     if out.numel() == 0:
         return
-    # values, not integers, where the dtypes differ: the kernel's store then converts what it loaded
+    # where the dtypes differ, the tensors keep them: the kernel's store then converts the values
     cache, target = as_integers(kv_cache, out) if kv_cache.dtype == out.dtype else (kv_cache, out)
     rows = rows_per_program(width * cache.element_size())
     with torch.cuda.device_of(cache):
@@ -63,9 +65,10 @@ def gather_and_maybe_dequant_cache(
 
 
 def copy_blocks(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
-    """Copy blocks (source, target) within each cache, a launch a cache; out-of-range pairs are skipped.
+    """Copy blocks (source, target) within each cache, with one launch per cache; out-of-range pairs are skipped.
 
-    Pairs run in no order: a block that is both read and written, or written twice, ends with bytes of either.
+    The order of the pairs is undefined. If a block is both source and target, or the target of two pairs, each of its
+    bytes may come from either copy.
     """
     for kv_cache in kv_caches:
         _copy_pairs(kv_cache, kv_cache, block_mapping)
@@ -74,8 +77,9 @@ def copy_blocks(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
 def swap_blocks(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
     """Copy blocks (source, target) from one cache to another; out-of-range pairs are skipped.
 
-    On one device one launch, and pairs in no order as in `copy_blocks`. Between devices PyTorch's gather, copy and
-    scatter, staged in one buffer a device; the pairs are read on the host there, so that path waits for the device.
+    On one device this is one launch, and the order of the pairs is undefined as in `copy_blocks`. Between two devices
+    PyTorch gathers, copies and scatters, with one buffer on each device. The host reads the pairs in this case, so it
+    waits for the device.
     """
     if source.device == target.device:
         return _copy_pairs(source, target, block_mapping)
@@ -86,23 +90,23 @@ def swap_blocks(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
 
 
 def as_integers(*tensors: Tensor) -> list[Tensor]:
-    """The same bytes as integers of the same width."""
+    """Return views of the same bytes as integers of the same width."""
     return [x.view(INTEGERS[x.element_size()]) for x in tensors]
 
 
 def rows_per_program(row_bytes: int) -> int:
-    """A power of two of rows that come to about TILE_BYTES."""
+    """Return the number of rows that a program copies: a power of two, so that they have about TILE_BYTES bytes."""
     return max(1, min(MAX_ROWS, TILE_BYTES // triton.next_power_of_2(row_bytes)))
 
 
 def tiles_of(width: int) -> dict[str, int]:
-    """Cut rows into two powers of two, 576 into 512 and 64: no lane idles as in a tile of 1024."""
+    """Return the constants that cut a row into two powers of two, 576 = 512 + 64; a tile of 1024 would waste lanes."""
     head = triton.next_power_of_2(width + 1) // 2
     return {"WIDTH": width, "HEAD": head, "TAIL": triton.next_power_of_2(width - head)}
 
 
 def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Copy whole blocks between caches of one device; the mapping may lie on the host."""
+    """Copy whole blocks between caches of one device; the mapping may be on the host."""
     source_blocks, block_size, width = source.shape
     if block_mapping.shape[0] == 0 or source.numel() == 0 or target.numel() == 0:
         return
@@ -120,7 +124,7 @@ def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
 @triton.jit
 @no_type_check
 def row_pointers(base, rows, row_stride, column_stride, FIRST: tl.constexpr, TILE: tl.constexpr):
-    """Pointers [ROWS, TILE] to columns FIRST.. of rows that begin at `rows` x `row_stride` elements (64 bit)."""
+    """Return pointers [ROWS, TILE] to the columns from FIRST on, of rows at `rows` * `row_stride` (64-bit offsets)."""
     columns = FIRST + tl.arange(0, TILE).to(tl.int64)
     return base + (rows * row_stride)[:, None] + columns[None, :] * column_stride
 
@@ -128,14 +132,14 @@ def row_pointers(base, rows, row_stride, column_stride, FIRST: tl.constexpr, TIL
 @triton.jit
 @no_type_check
 def slot_offsets(slots, block_stride, entry_stride, BLOCK_SIZE: tl.constexpr):
-    """Element offsets (64 bit) of the entries at `slots`."""
+    """Return the 64-bit offsets, in elements, of the cache entries at `slots`."""
     return slots // BLOCK_SIZE * block_stride + slots % BLOCK_SIZE * entry_stride
 
 
 @triton.jit
 @no_type_check
 def write_entries(entries, kv_cache, entry_rows, written, column_stride, FIRST: tl.constexpr, SIZE: tl.constexpr):
-    """Store [ROWS, TILE] at columns FIRST..FIRST + SIZE of the cache's entries, where `written`."""
+    """Store `entries` [ROWS, TILE] in columns [FIRST, FIRST + SIZE) of the cache entries where `written` is true."""
     columns = tl.arange(0, entries.shape[1])
     targets = row_pointers(kv_cache, entry_rows, 1, column_stride, FIRST, entries.shape[1])
     tl.store(targets, entries, written[:, None] & (columns < SIZE)[None, :])
@@ -149,12 +153,13 @@ def _write_kernel(
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr,
     LATENT_TILE: tl.constexpr, ROPE_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Write the latents and keys of ROWS tokens into their slots."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = tokens < num_tokens
     slots = tl.load(slot_mapping + tokens * slot_stride, inside, -1)
     written = (slots >= 0) & (slots // BLOCK_SIZE < num_blocks)
     entry_rows = slot_offsets(slots, block_stride, entry_stride, BLOCK_SIZE)
-    # skipped tokens are read all the same, so that no read of an entry waits for its slot
+    # load skipped tokens too: the loads then need not wait for the slots
     read = inside[:, None] & (tl.arange(0, LATENT_TILE) < LATENT)[None, :]
     latents = tl.load(row_pointers(kv_c, tokens, kv_c_row, kv_c_column, 0, LATENT_TILE), read)
     if ROPE > 0:
@@ -170,7 +175,7 @@ def copy_rows(
     source, source_rows, source_column, read, target, target_rows, target_column, written,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of WIDTH from one place to another; rows that are written but not read become 0."""
+    """Copy rows of WIDTH columns from `source` to `target`; rows that are `written` but not `read` become 0."""
     head = tl.load(row_pointers(source, source_rows, 1, source_column, 0, HEAD), read[:, None], 0)
     if HEAD < WIDTH:
         rest = (HEAD + tl.arange(0, TAIL) < WIDTH)[None, :]
@@ -189,9 +194,10 @@ def _gather_kernel(
     block_stride, entry_stride, cache_column, table_row, table_column, cu_stride, starts_stride, out_row, out_column,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Copy the cache entries of ROWS packed tokens to `out`."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = tokens < num_tokens
-    # bisection for the request of each token: how many pieces end at or before it
+    # bisection for the request of each token: count the requests whose tokens end at or before it
     request = tl.zeros([ROWS], tl.int64)
     upper = request + num_requests
     for _ in range(search_steps):
@@ -221,6 +227,7 @@ def _copy_blocks_kernel(
     source_block, source_entry, source_column, target_block, target_entry, target_column, pair_stride, side_stride,
     BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Copy ROWS cache entries from source blocks to target blocks."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # entries of all pairs, one pair after another
     pair = block_mapping + tokens // BLOCK_SIZE * pair_stride
     read = tl.load(pair, tokens < num_tokens, -1)

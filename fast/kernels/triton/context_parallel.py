@@ -1,4 +1,4 @@
-"""What context parallelism adds to an exchange between ranks: token order, heads by owner, merged states."""
+"""Kernels of context parallelism: reorder gathered cache entries, sort heads by owner rank, merge attention states."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from torch import Tensor
 
 from .cache import WARPS, as_integers, copy_rows, rows_per_program, tiles_of
 
-TILE_ELEMENTS = 4096  # of out that a program holds
+TILE_ELEMENTS = 4096  # elements of an output that a program works on
 
 
 def reorg_kvcache(
     gathered: Tensor, cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, out: Tensor
 ) -> None:
-    """Copy entries [D, padded, Lkv + R] that all ranks handed in to `out` [num_tokens, Lkv + R], in token order.
+    """Copy the cache entries of all ranks, [D, padded, Lkv + R], to `out` [num_tokens, Lkv + R] in token order.
 
-    A row of `out` without a token among the rows (offsets that fall or lie outside) becomes 0.
+    A row of `out` becomes 0 where the offsets decrease or point outside `gathered`.
+
+    Args:
+        gathered: [D, padded, Lkv + R], rank-local tokens of each rank, one request after another.
+        cu_seq_lens: [B + 1], first row of each request in `out`.
+        local_cu_seq_lens: [D, B + 1], first row of each request among the rank-local tokens.
+        interleave: consecutive tokens that one rank owns.
+        out: written in place.
     """
     size, padded, width = gathered.shape
     requests = cu_seq_lens.shape[0] - 1
@@ -46,9 +53,10 @@ def _reorg_kernel(
     SIZE: tl.constexpr, INTERLEAVE: tl.constexpr,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # fewer than 2^31, as every offset among them
+    """Copy the cache entries of ROWS tokens from the rank that owns each token."""
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32-bit: token numbers and offsets are below 2^31
     written = tokens < num_tokens
-    # bisection for the request of each token: how many pieces end at or before it
+    # bisection for the request of each token: count the requests whose tokens end at or before it
     request = tl.zeros([ROWS], tl.int32)
     upper = request + num_requests
     for _ in range(search_steps):
@@ -60,10 +68,10 @@ def _reorg_kernel(
     owned = written & (request < num_requests)
     position = tokens - tl.load(cu_seq_lens + request * cu_stride, owned, 0)
     owned = owned & (position >= 0)
-    run = position // INTERLEAVE
-    rank = run % SIZE
+    group = position // INTERLEAVE
+    rank = group % SIZE
     first = tl.load(local_cu_seq_lens + rank.to(tl.int64) * local_rank + request * local_request, owned, -1)
-    row = first + run // SIZE * INTERLEAVE + position % INTERLEAVE
+    row = first + group // SIZE * INTERLEAVE + position % INTERLEAVE
     owned = owned & (first >= 0) & (row >= 0) & (row < padded)
     rows = rank.to(tl.int64) * source_rank + row.to(tl.int64) * source_row
     out_rows = tokens.to(tl.int64) * out_row
@@ -71,10 +79,11 @@ def _reorg_kernel(
 
 
 def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Scale out [T, N, Dv] by this rank's softmax weights, from all ranks' lses [D, N, T].
+    """Multiply out [T, N, Dv] by this rank's softmax weights, computed from the LSEs of all ranks [D, N, T].
 
     Returns:
-        The outputs by owner rank [D, T, N / D, Dv], and the LSE [N / D, T] of the heads that this rank owns.
+        The weighted outputs, sorted by owner rank [D, T, N / D, Dv], and the merged LSE [N / D, T] of the heads that
+        this rank owns.
     """
     size, heads, tokens = lses.shape
     own, value = heads // size, out.shape[2]
@@ -87,7 +96,10 @@ def weight_attn_out(out: Tensor, lses: Tensor, rank: int) -> tuple[Tensor, Tenso
 
 
 def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -> None:
-    """Write out [T, N, Dv] and lse [N, T] by owner into `message` [D, bytes]: LSE, then outputs `lse_bytes` behind."""
+    """Write out [T, N, Dv] and lse [N, T] into `message` [D, bytes], one row for each owner rank.
+
+    A row has the LSE of the owner's heads at its start and their output from byte `lse_bytes` on.
+    """
     size = message.shape[0]
     if lse.numel():
         outs, lses = message.view(out.dtype), message.view(lse.dtype)
@@ -96,7 +108,11 @@ def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -
 
 
 def _sort_by_owner(out, lses, outs_by_owner, lses_by_owner, size, lse_owner_stride, out_owner_stride, rank) -> None:
-    """Rows of out [T, N, Dv] to [D, T, N / D, Dv]; scaled by rank `rank`'s weights, or as they are with their LSE."""
+    """Launch the kernel that sorts out [T, N, Dv] by owner rank, as [D, T, N / D, Dv].
+
+    With a `rank`, the outputs are multiplied by that rank's softmax weights, and the merged LSE of its own heads is
+    written. With None, outputs and LSE are copied.
+    """
     tokens, heads, value = out.shape
     value_tile = triton.next_power_of_2(value)
     rows = max(1, TILE_ELEMENTS // value_tile)
@@ -118,7 +134,8 @@ def _sort_by_owner_kernel(
     token_stride, head_stride, column_stride, lse_owner_stride, out_owner_stride,
     SIZE: tl.constexpr, SCALED: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # heads fastest, as they lie in memory
+    """Write ROWS rows (token, head) of `out` to their owner rank's place; if SCALED, multiply by softmax weights."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # the head varies fastest, as in memory
     token, head = row // num_heads, row % num_heads
     inside = token < num_tokens
     column = tl.arange(0, VALUE_TILE).to(tl.int64)
@@ -130,18 +147,18 @@ def _sort_by_owner_kernel(
     if SCALED:
         largest = tl.full([ROWS], float("-inf"), lses.dtype.element_ty)
         for other in tl.static_range(SIZE):
-            part = tl.load(lses + other * all_rows + lse_row, inside, 0.0)
-            largest = tl.maximum(largest, part, propagate_nan=tl.PropagateNan.ALL)
+            rank_lse = tl.load(lses + other * all_rows + lse_row, inside, 0.0)
+            largest = tl.maximum(largest, rank_lse, propagate_nan=tl.PropagateNan.ALL)
         shift = tl.where(largest == float("-inf"), 0.0, largest)
         total = tl.zeros([ROWS], lses.dtype.element_ty)
         for other in tl.static_range(SIZE):
             total += tl.exp(tl.load(lses + other * all_rows + lse_row, inside, 0.0) - shift)
         own = tl.load(lses + rank * all_rows + lse_row, inside, 0.0)
         weight = tl.exp(own - shift) / tl.where(total == 0, 1.0, total)
-        counted = tl.where((own == float("-inf"))[:, None], 0.0, values.to(weight.dtype) * weight[:, None])
-        values = counted.to(outs_by_owner.dtype.element_ty)
-        here = inside & (owner == rank)
-        tl.store(lses_by_owner + own_head * num_tokens + token, shift + tl.log(total), here)
+        weighted = tl.where((own == float("-inf"))[:, None], 0.0, values.to(weight.dtype) * weight[:, None])
+        values = weighted.to(outs_by_owner.dtype.element_ty)
+        on_owner = inside & (owner == rank)
+        tl.store(lses_by_owner + own_head * num_tokens + token, shift + tl.log(total), on_owner)
     else:
         lse = tl.load(lses + lse_row, inside, 0.0)
         tl.store(lses_by_owner + owner * lse_owner_stride + own_head * num_tokens + token, lse, inside)
@@ -150,7 +167,7 @@ def _sort_by_owner_kernel(
 
 
 def merge_packed_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
-    """Merge what arrived from all ranks, packed as above, into out [T, N / D, Dv] and lse [N / D, T]."""
+    """Merge the states of all ranks into out [T, N / D, Dv] and lse [N / D, T]; `pack_attn_state` wrote the rows."""
     tokens, own, value = out.shape
     if lse.numel() == 0:
         return
@@ -174,6 +191,7 @@ def _merge_packed_kernel(
     outs, lses, out, lse, num_tokens, own_heads, out_rank_stride, lse_rank_stride,
     SIZE: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Merge the states of SIZE ranks, for ROWS rows (token, head)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head = row // own_heads, row % own_heads
     inside = token < num_tokens
@@ -182,17 +200,17 @@ def _merge_packed_kernel(
     lse_row = head * num_tokens + token
     largest = tl.full([ROWS], float("-inf"), lse.dtype.element_ty)
     for rank in tl.static_range(SIZE):
-        part = tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0)
-        largest = tl.maximum(largest, part, propagate_nan=tl.PropagateNan.ALL)
+        rank_lse = tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0)
+        largest = tl.maximum(largest, rank_lse, propagate_nan=tl.PropagateNan.ALL)
     shift = tl.where(largest == float("-inf"), 0.0, largest)  # no rank has a key: exp(-inf - 0) = 0, not NaN
     total = tl.zeros([ROWS], lse.dtype.element_ty)
     merged = tl.zeros([ROWS, VALUE_TILE], lse.dtype.element_ty)
     for rank in tl.static_range(SIZE):
-        part = tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0)
-        weight = tl.exp(part - shift)
-        place = outs + rank * out_rank_stride.to(tl.int64) + (row * VALUE)[:, None] + column[None, :]
-        read = held & (part != float("-inf"))[:, None]  # a rank without keys counts nothing
-        merged += weight[:, None] * tl.load(place, read, 0.0).to(merged.dtype)
+        rank_lse = tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0)
+        weight = tl.exp(rank_lse - shift)
+        pointers = outs + rank * out_rank_stride.to(tl.int64) + (row * VALUE)[:, None] + column[None, :]
+        read = held & (rank_lse != float("-inf"))[:, None]  # the output of a rank without keys is not read
+        merged += weight[:, None] * tl.load(pointers, read, 0.0).to(merged.dtype)
         total += weight
     merged = merged / tl.where(total == 0, 1.0, total)[:, None]
     tl.store(out + (row * VALUE)[:, None] + column[None, :], merged.to(out.dtype.element_ty), held)

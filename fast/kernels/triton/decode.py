@@ -1,7 +1,7 @@
-"""Absorbed decode over the pages themselves: keys split among programs (flash-decoding), then one combine.
+"""Absorbed decode that reads the paged cache in place: several programs attend one request (flash-decoding).
 
-Every request is cut into equally many splits here; `scheduled_decode` cuts as a schedule says, or each request by its
-own length. `fast.kernels.combine` combines the partial outputs.
+The kernel of this module cuts every request into the same number of splits. The kernel of `scheduled_decode` follows a
+schedule, or splits each request by its own length. `fast.kernels.combine` then adds the partial outputs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles
 from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PROGRAM_COST = 256  # what a program costs besides its keys, in keys: its start, its queries, its output
-ROWS_COMBINED_PER_KEY = 64  # rows of splits that are combined in the time that one key takes
-FLOAT32_PIECE_COLUMNS = 16  # of a float32 product that are summed one after another
-TURN_COST = 0.35  # of a whole decode: what each further turn of programs adds, in starts and in partial outputs
-MOST_TURNS = 4
+PROGRAM_COST = 256  # cost of a program besides its keys (start, queries, output), in the time of one key
+ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel adds in the time of one key
+FLOAT32_SUM_COLUMNS = 16  # columns of a float32 product that are added one after another
+# A wave is the set of programs that run on the GPU at once. Each wave adds this fraction of the decode's time, because
+# programs start and write partial outputs.
+WAVE_COST = 0.35
+MOST_WAVES = 4  # a schedule has at most as many programs as fill this number of waves
 
 
 @triton.jit(
@@ -53,11 +55,11 @@ def _decode_kernel(
     strides, table_row_stride, table_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """One split of one request for ROWS of its rows.
+    """Attend one split of one request, for ROWS of the request's rows.
 
-    Alone, out [T, N, Lkv] and lse [N, T]. As one of several, in float32, out [splits, T, N, Lkv] is the sum of values
-    by exp2(score - largest), not divided yet, and lse [2, splits, T, N] has `largest`, in base 2, and the sum of those
-    weights.
+    Where each request has one split (SPLIT is False), write out [T, N, Lkv] and lse [N, T]. Where it has several, write
+    partial outputs and partial LSEs in float32 (`fast.kernels.combine.kernels` defines them): `out` is
+    [splits, T, N, Lkv] and `lse` is [2, splits, T, N].
     """
     program = tl.program_id(0)
     row_block, split = program % row_blocks, program // row_blocks % num_splits
@@ -78,7 +80,8 @@ def _decode_kernel(
         length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), max_keys))
         visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), length)
         key_end = tl.maximum(tl.max(visible, 0), 0)
-        full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE  # seen whole by every row
+        # number of tiles of which every row sees every key
+        full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE
         tiles = tl.cdiv(key_end, c.TILE)
         split_tiles = tl.cdiv(tiles, num_splits)
         first_tile = tl.minimum(split * split_tiles, tiles)
@@ -88,7 +91,8 @@ def _decode_kernel(
         state = attend_tiles(
             row_queries, RowKeys(visible, key_end, full_tiles, table_row, table_stride), first_tile, last_tile,
             Cache(
-                sources.kv_cache, latent_pages, rope_pages, num_blocks, strides.block, strides.entry, strides.element
+                sources.kv_cache, latent_pages, rope_pages, num_blocks, strides.block, strides.entry,
+                strides.element,
             ),
             scale_log2,
             c,
@@ -97,12 +101,12 @@ def _decode_kernel(
 
         columns = tl.arange(0, c.LATENT_PAD)
         split_row = split.to(tl.int64) * num_tokens * HEADS
-        if SPLIT:  # the largest score and the sum: a log-sum-exp would round, and the combine would raise that by exp
+        if SPLIT:  # two numbers, not one log-sum-exp: the combine's exp would magnify the rounding of a log-sum-exp
             partial_row = lse + split_row + token.to(tl.int64) * HEADS + head
             tl.store(partial_row, state.largest, mask=real)
             tl.store(partial_row + num_splits.to(tl.int64) * num_tokens * HEADS, state.total, mask=real)
         else:
-            divisor = tl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0, largest -inf
+            divisor = tl.where(state.total == 0, 1.0, state.total)  # row without keys: values 0, largest -inf
             weighted = weighted / divisor[:, None]
             lse_row = lse + head.to(tl.int64) * num_tokens + token
             tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
@@ -131,32 +135,32 @@ def mla_decode(
     batch_invariant: bool,
     cut: InvariantCut,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a few query tokens a request over its cached latents.
+    """Compute absorbed attention of the query tokens of each request over its cached latents.
 
     Args:
-        ql_nope: [T, N, Lkv], float32, bfloat16 or float16.
-        q_pe: [T, N, R].
+        ql_nope: [T, N, Lkv], absorbed queries; float32, bfloat16 or float16.
+        q_pe: [T, N, R], rope part of the queries.
         kv_cache: [num_blocks, block_size, Lkv + R].
-        block_table: [B, W]; tokens of a block outside the cache are masked.
-        seq_lens: [B], clamped to [0, min(max_seq_len, W * block_size)].
-        query_start_loc: [B + 1].
-        visible_lens: [T].
-        max_query_len: bounds the rows of a request.
-        max_seq_len: bounds the keys of a request, for the number of splits and the size of buffers.
-        softmax_scale: multiplies the scores.
-        out_dtype: of out.
-        tile_ranges: [programs, 5] of a schedule, or None: every request is then shared among equally many programs, as
-            many as suit the longest request.
-        split_offsets: [B + 1] of that schedule.
-        batch_invariant: requests are cut by their own length, whoever takes the splits.
-        cut: how they are cut then.
+        block_table: [B, W]; keys of a block number outside the cache are masked.
+        seq_lens: [B], keys of each request, clamped to [0, min(max_seq_len, W * block_size)].
+        query_start_loc: [B + 1], first query token of each request.
+        visible_lens: [T], number of keys that each query token sees.
+        max_query_len: upper bound of the query tokens of a request; it sizes the grid.
+        max_seq_len: upper bound of the keys of a request; it sets the number of splits and the size of buffers.
+        softmax_scale: factor of the scores.
+        out_dtype: dtype of the output.
+        tile_ranges: [programs, 5] of a schedule. None: every request is cut into the same number of splits, which suits
+            the longest request.
+        split_offsets: [B + 1] of that schedule, or None.
+        batch_invariant: split each request by its own length alone.
+        cut: how a batch-invariant decode splits a request.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
         ValueError: another dtype.
-        UnsupportedConfiguration: entries too wide for the device's shared memory.
+        UnsupportedConfiguration: no tile of the cache fits into the device's shared memory.
     """
     found = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
@@ -173,7 +177,7 @@ def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
 ) -> SplitDecode:  # fmt: skip
-    """Do all of `mla_decode` but the combine."""
+    """Run `mla_decode` without its combine kernel; return what that kernel reads and writes."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
     check(out_dtype in DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     tokens, heads, latent = ql_nope.shape
@@ -191,9 +195,8 @@ def decode_splits(
     latent_pad = max(16, triton.next_power_of_2(latent))
     rope_pad = max(16, triton.next_power_of_2(rope))
     facts = device_facts(ql_nope.device)
-    shape_rows = (
-        heads if batch_invariant else request_rows
-    )  # a neighbour's query length must not change a request's tiles
+    # batch-invariant: the query lengths of other requests must not change the tile sizes
+    shape_rows = heads if batch_invariant else request_rows
     shape = launch_shape(
         shape_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, kv_cache.element_size(), facts.capability,
         facts.shared,
@@ -210,22 +213,24 @@ def decode_splits(
         "HEADS": heads,
         "c": Constants(
             LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size, TILE=shape["TILE"], LATENT_PAD=latent_pad,
-            ROPE_PAD=rope_pad, PIECE_COLUMNS=FLOAT32_PIECE_COLUMNS if ql_nope.dtype == torch.float32 else 0,
+            ROPE_PAD=rope_pad, SUM_COLUMNS=FLOAT32_SUM_COLUMNS if ql_nope.dtype == torch.float32 else 0,
             PAGED_COPY=latent_pages is not None,
         ),
         **{name: value for name, value in shape.items() if name != "TILE"},
     }  # fmt: skip
     request_programs, rows = requests * row_blocks, requests * request_rows
     if tile_ranges is not None or batch_invariant:
-        plan, num_runs = (None, None), 1
+        plan, programs_per_request = (None, None), 1
         if tile_ranges is not None:
             plan = tile_ranges.contiguous(), split_offsets.contiguous()
         else:
             most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), cut)
-            num_runs = min(most_splits, _num_splits(request_programs, rows, whole_tiles(max_keys), facts.processors))
+            programs_per_request = min(
+                most_splits, _num_splits(request_programs, rows, whole_tiles(max_keys), facts.processors)
+            )
         partials = launch_scheduled(
-            inputs, strides, constants, *plan, batch_invariant, cut, out, lse, request_rows, row_blocks, num_runs,
-            max_keys, softmax_scale,
+            inputs, strides, constants, *plan, batch_invariant, cut, out, lse, request_rows, row_blocks,
+            programs_per_request, max_keys, softmax_scale,
         )  # fmt: skip
         return SplitDecode(out, lse, *partials)
     num_splits = _num_splits(request_programs, rows, whole_tiles(max_keys), facts.processors)
@@ -252,29 +257,31 @@ def decode_programs(
     block_size: int,
     query_len: int,
 ) -> int:
-    """Return how many programs of a schedule fill a device: each has one program of the kernel for each row block.
+    """Return how many programs a schedule should have on this device.
 
-    Where the row blocks alone leave the last turn of the device half empty, more and shorter programs fill it.
+    The kernel launches one Triton program for each scheduled program and row block. The returned number minimises an
+    estimate of the decode's time: more programs fill the last wave better, and each further wave costs `WAVE_COST`.
     """
     facts = device_facts(device)
     width = max(16, triton.next_power_of_2(kv_lora_rank)) + max(16, triton.next_power_of_2(qk_rope_head_dim))
     rows = num_heads * query_len
-    cache_element_size = element_bytes(COMPUTE_FORMAT.dtype_for(dtype))  # the only format that these kernels read
+    cache_element_size = element_bytes(COMPUTE_FORMAT.dtype_for(dtype))  # these kernels read this format only
     shape = launch_shape(rows, block_size, width, dtype, cache_element_size, facts.capability, facts.shared)
-    places = (2 if shape["ROWS"] == 16 else 1) * facts.processors
+    # programs that run on the GPU at the same time
+    resident = (2 if shape["ROWS"] == 16 else 1) * facts.processors
     row_blocks = triton.cdiv(rows, shape["ROWS"])
 
     def time(programs: int) -> float:
-        turns = triton.cdiv(programs * row_blocks, places)
-        return turns / programs * (1 + TURN_COST * turns)
+        num_waves = triton.cdiv(programs * row_blocks, resident)
+        return num_waves / programs * (1 + WAVE_COST * num_waves)
 
-    return min(range(1, max(1, MOST_TURNS * places // row_blocks) + 1), key=time)
+    return min(range(1, max(1, MOST_WAVES * resident // row_blocks) + 1), key=time)
 
 
 def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
-    """Return what schedules reckon with; so far the number of heads alone decides."""
+    """Return the costs from which schedules are planned; they depend on the number of heads only."""
     return measured_schedule_costs(num_heads)
 
 
@@ -288,25 +295,26 @@ def launch_shape(
     capability: tuple[int, int],
     shared: int,
 ) -> dict[str, int]:
-    """Rows and tokens a program works on at a time, with how many warps and stages: the first that fits.
+    """Return the launch constants ROWS, TILE, num_warps and num_stages: the first choice that fits shared memory.
 
     Args:
-        request_rows: of one request.
-        block_size: tokens a page.
-        width: columns of an entry, padded.
-        dtype: of the queries; weights of keys have it too.
-        cache_element_size: bytes of an element of the cache, in which tiles of it are staged.
-        capability: of the device.
-        shared: bytes of shared memory that a program may have.
+        request_rows: most rows of a request.
+        block_size: tokens of a cache block.
+        width: columns of a cache entry, padded.
+        dtype: dtype of the queries and of the softmax probabilities.
+        cache_element_size: bytes of an element of the cache; tiles are staged in the cache's dtype.
+        capability: compute capability of the device.
+        shared: bytes of shared memory that a program may use.
 
     Raises:
-        UnsupportedConfiguration: none fits.
+        UnsupportedConfiguration: no choice fits.
     """
+    # (rows, tile, warps, stages), the preferred one first
     if dtype == torch.float32:  # no matrix unit computes IEEE float32 products
         shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
-    elif request_rows <= 16:  # bound by the reads: small tiles, more of them in flight, two programs a processor
+    elif request_rows <= 16:  # limited by memory reads: small tiles, more stages, two programs for each SM
         shapes = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1))
-    else:  # 64 rows, even if half of them idle, where products read both sides from shared memory
+    else:  # on Hopper 64 rows, even if half are padding rows: Hopper's products read both operands from shared memory
         shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
         if capability[0] == 9:
             shapes = ((64, 32 if block_size == 32 else 64, 8, 2), *shapes)
@@ -321,13 +329,13 @@ def launch_shape(
 
 @functools.lru_cache(maxsize=4096)
 def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
-    """Return into how many splits to cut each request, from bounds that the host knows; the least that costs least.
+    """Return the number of splits of each request with the lowest estimated time; of equal times, the fewest splits.
 
     Args:
-        programs: of one split.
-        rows: of all requests.
-        keys: of the longest request.
-        processors: of the device.
+        programs: number of programs if each request had one split.
+        rows: rows of all requests.
+        keys: upper bound of the keys of a request.
+        processors: number of multiprocessors (SMs) of the device.
     """
 
     def cost(splits: int) -> int:
@@ -339,17 +347,21 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
 
 
 def _page_descriptors(kv_cache: Tensor, latent: int, rope: int, tile: int) -> tuple[object | None, object | None]:
-    """How the copy engine of Hopper and later reads tiles out of the pages, or None where it cannot."""
+    """Return descriptors of the latent and the rope part of a cache for TMA (the GPU's bulk copy engine).
+
+    Both are None where TMA cannot read this cache: before Hopper, or with a layout that TMA does not support. The
+    second is also None where there is no rope part.
+    """
     device, size = kv_cache.device, kv_cache.element_size()
     block_size = kv_cache.shape[1]
     aligned = kv_cache.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in kv_cache.stride()[:2])
-    # powers of two, none padded, whole 16-byte words
+    # each width is 0, or a power of two that needs no padding and fills whole 16-byte words
     widths = all(width & (width - 1) == 0 and width * size % 16 == 0 and width not in range(1, 16)
                  for width in (latent, rope))  # fmt: skip
-    engine = device_facts(device).has_copy_engine
+    has_tma = device_facts(device).has_copy_engine
     strides = kv_cache.stride()
     plain = strides[2] == 1 and strides[0] > 0 and strides[1] > 0
-    if not (engine and aligned and widths and plain and kv_cache.numel() and block_size % tile == 0):
+    if not (has_tma and aligned and widths and plain and kv_cache.numel() and block_size % tile == 0):
         return None, None
     shape, strides = list(kv_cache.shape), list(strides)
     latent_pages = TensorDescriptor(kv_cache, shape, strides, [1, tile, latent])

@@ -1,7 +1,7 @@
-"""What every decode kernel does with its rows: load their queries, and take tiles of keys into a running softmax.
+"""The main loop of both portable decode kernels: load the queries of some rows and attend tiles of keys.
 
-A program holds the query rows of one request, or 64 of them (a row is one head of one query token). One loaded tile
-serves as key and, without its rope part, as value.
+A row is one head of one query token; a program works on ROWS rows of one request. A tile of the cache is loaded once:
+it holds the keys, and its latent part holds the values too. The softmax is an online softmax (arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ LN_2 = tl.constexpr(math.log(2))
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for; kernels take the record as one `constexpr`.
+    """Compile-time constants of a kernel, which takes this record as one `constexpr`.
 
-    The fields of the other records here are values of a kernel, which no type of Python describes.
+    Fields of the other records of this module are values inside a kernel; no Python type describes them, so they are
+    annotated with `Any`.
 
     Attributes:
         LATENT: Lkv.
         ROPE: R.
-        BLOCK_SIZE: tokens a page.
+        BLOCK_SIZE: tokens of a cache block.
         TILE: keys of a tile.
-        LATENT_PAD: power of two, at least Lkv.
-        ROPE_PAD: power of two, at least R.
-        PIECE_COLUMNS: columns of each partial sum of a float32 product (`_products`); 0 for other products.
-        PAGED_COPY: the copy engine loads tiles.
+        LATENT_PAD: Lkv, padded to a power of two.
+        ROPE_PAD: R, padded to a power of two.
+        SUM_COLUMNS: columns of each partial sum of a float32 product (`_products`); 0 for other products.
+        PAGED_COPY: True where TMA (the GPU's bulk copy engine) loads the tiles.
     """
 
     LATENT: Any
@@ -39,12 +40,12 @@ class Constants(NamedTuple):
     TILE: Any
     LATENT_PAD: Any
     ROPE_PAD: Any
-    PIECE_COLUMNS: Any
+    SUM_COLUMNS: Any
     PAGED_COPY: Any
 
 
 class Queries(NamedTuple):
-    """Both parts of the queries in memory, and their strides in elements."""
+    """Pointers to the latent and the rope part of all queries, and their strides in elements."""
 
     ql_nope: Any
     q_pe: Any
@@ -57,7 +58,7 @@ class Queries(NamedTuple):
 
 
 class RowQueries(NamedTuple):
-    """Queries of ROWS rows: latent part and rope part. Without a rope part, `rope` is the latent part again."""
+    """Queries of ROWS rows: `latent` [ROWS, LATENT_PAD], `rope` [ROWS, ROPE_PAD]; where R is 0, `rope` is `latent`."""
 
     latent: Any
     rope: Any
@@ -68,12 +69,12 @@ class Cache(NamedTuple):
 
     Attributes:
         entries: pointer to all entries.
-        latent_pages: descriptor by which the copy engine loads latent parts, or None.
-        rope_pages: descriptor by which the copy engine loads rope parts, or None.
-        num_blocks: number of pages.
-        block_stride: elements from one page to the next.
-        entry_stride: elements from one entry of a page to the next.
-        element_stride: elements from one element of an entry to the next.
+        latent_pages: TMA descriptor of the latent parts, or None.
+        rope_pages: TMA descriptor of the rope parts, or None.
+        num_blocks: number of blocks.
+        block_stride: elements from one block to the next.
+        entry_stride: elements from one token of a block to the next.
+        element_stride: elements from one column to the next.
     """
 
     entries: Any
@@ -89,9 +90,9 @@ class RowKeys(NamedTuple):
     """Keys of a request that ROWS rows see.
 
     Attributes:
-        visible: number of keys that each row sees.
+        visible: [ROWS], number of keys that each row sees.
         end: index behind the last key that any row sees.
-        full_tiles: number of tiles that every row sees whole.
+        full_tiles: number of tiles of which every row sees every key.
         table_row: pointer to the request's row of the block table.
         table_stride: elements from one entry of that row to the next.
     """
@@ -104,7 +105,14 @@ class RowKeys(NamedTuple):
 
 
 class SoftmaxStep(NamedTuple):
-    """The running softmax after a tile: largest score, factor of older values, sum, and the tile's probabilities."""
+    """The online softmax after a tile, without its weighted values.
+
+    Attributes:
+        largest: [ROWS], largest score so far, in base 2.
+        decay: [ROWS], factor that rescales earlier sums to the new `largest`.
+        total: [ROWS], sum of exp2(score - largest).
+        probabilities: [ROWS, TILE], exp2(score - largest) of this tile.
+    """
 
     largest: Any
     decay: Any
@@ -113,12 +121,12 @@ class SoftmaxStep(NamedTuple):
 
 
 @triton.jit
-@no_type_check  # the interpreter needs the source and globals of the kernels themselves
+@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
 def _softmax_step(scores, seen, state, dtype: tl.constexpr):
-    """Return the running softmax after a tile, with the probabilities [ROWS, TILE] in a dtype."""
+    """Return the `SoftmaxStep` after a tile with these scores [ROWS, TILE]; `probabilities` have the given dtype."""
     scores = tl.where(seen, scores, float("-inf"))
     largest = tl.maximum(state.largest, tl.max(scores, 1))
-    shift = tl.where(largest == float("-inf"), 0.0, largest)  # nothing seen yet: exp2(-inf - 0) = 0
+    shift = tl.where(largest == float("-inf"), 0.0, largest)  # no key so far: exp2(-inf - 0) = 0, not NaN
     weights = tl.exp2(scores - shift[:, None])
     decay = tl.exp2(state.largest - shift)
     return SoftmaxStep(largest, decay, state.total * decay + tl.sum(weights, 1), weights.to(dtype))
@@ -126,65 +134,66 @@ def _softmax_step(scores, seen, state, dtype: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _products(q, k, PIECE_COLUMNS: tl.constexpr):
-    """Scores [ROWS, TILE] of q [ROWS, D] and k [TILE, D]; with PIECE_COLUMNS as a sum of sums over so many columns.
+def _products(q, k, SUM_COLUMNS: tl.constexpr):
+    """Return the scores [ROWS, TILE] of q [ROWS, D] and k [TILE, D].
 
-    One sum over all columns rounds by their number, as no float32 library does it.
+    If SUM_COLUMNS is not 0, add up so many columns at a time and then add these partial sums. Compared with one sum
+    over all D columns, this reduces the float32 rounding error, which grows with the number of terms of a sum.
     """
-    if PIECE_COLUMNS == 0:
+    if SUM_COLUMNS == 0:
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     else:
-        PIECES: tl.constexpr = q.shape[1] // PIECE_COLUMNS
-        q_pieces = tl.permute(q.reshape(q.shape[0], PIECES, PIECE_COLUMNS), (1, 0, 2))
-        k_pieces = tl.permute(k.reshape(k.shape[0], PIECES, PIECE_COLUMNS), (1, 2, 0))
-        scores = tl.sum(tl.dot(q_pieces, k_pieces, input_precision="ieee"), 0)
+        SUMS: tl.constexpr = q.shape[1] // SUM_COLUMNS
+        q_groups = tl.permute(q.reshape(q.shape[0], SUMS, SUM_COLUMNS), (1, 0, 2))
+        k_groups = tl.permute(k.reshape(k.shape[0], SUMS, SUM_COLUMNS), (1, 2, 0))
+        scores = tl.sum(tl.dot(q_groups, k_groups, input_precision="ieee"), 0)
     return scores
 
 
 @triton.jit
 @no_type_check
 def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: tl.constexpr):
-    """Return the state of rows after one more tile; a PARTIAL tile has keys that some row, or all, must not see."""
+    """Return the state of the rows after one more tile; a PARTIAL tile has keys that not every row sees."""
     ONE_WARPGROUP_ROWS: tl.constexpr = queries.latent.shape[0] == 64
     keys = tile * c.TILE + tl.arange(0, c.TILE)
-    if c.BLOCK_SIZE % c.TILE == 0:  # one page holds the tile, and its first key is there
-        page = tl.load(row_keys.table_row + (tile * c.TILE // c.BLOCK_SIZE) * row_keys.table_stride)
+    if c.BLOCK_SIZE % c.TILE == 0:  # one block holds the tile; the tile's first key exists, so its table entry does
+        block = tl.load(row_keys.table_row + (tile * c.TILE // c.BLOCK_SIZE) * row_keys.table_stride)
     else:
-        page = tl.load(
+        block = tl.load(
             row_keys.table_row + (keys // c.BLOCK_SIZE) * row_keys.table_stride, mask=keys < row_keys.end, other=-1
         )
-    held = (keys < row_keys.end) & (page >= 0) & (page < cache.num_blocks)
-    if c.PAGED_COPY:  # the copy engine fills what lies outside the cache with 0
+    held = (keys < row_keys.end) & (block >= 0) & (block < cache.num_blocks)
+    if c.PAGED_COPY:  # TMA returns zeros for a block number outside the cache
         first = (tile * c.TILE) % c.BLOCK_SIZE
-        latent = cache.latent_pages.load([page, first, 0]).reshape(c.TILE, c.LATENT)
-        if PARTIAL:  # unowned bytes may be NaN, and 0 * NaN is NaN
+        latent = cache.latent_pages.load([block, first, 0]).reshape(c.TILE, c.LATENT)
+        if PARTIAL:  # cache slots past the last key may hold NaN, and 0 * NaN is NaN
             latent = tl.where(held[:, None], latent, 0.0)
     else:
-        # [TILE] 64-bit offsets; unowned bytes are never loaded
-        entries = page.to(tl.int64) * cache.block_stride + (keys % c.BLOCK_SIZE).to(tl.int64) * cache.entry_stride
+        # 64-bit offsets [TILE]; the mask leaves out slots past the last key and blocks outside the cache
+        entries = block.to(tl.int64) * cache.block_stride + (keys % c.BLOCK_SIZE).to(tl.int64) * cache.entry_stride
         columns = tl.arange(0, c.LATENT_PAD)
-        place = cache.entries + entries[:, None] + columns[None, :].to(tl.int64) * cache.element_stride
+        pointers = cache.entries + entries[:, None] + columns[None, :].to(tl.int64) * cache.element_stride
         if c.LATENT == c.LATENT_PAD:
-            latent = tl.load(place, mask=held[:, None], other=0.0)
+            latent = tl.load(pointers, mask=held[:, None], other=0.0)
         else:
-            latent = tl.load(place, mask=held[:, None] & (columns < c.LATENT)[None, :], other=0.0)
+            latent = tl.load(pointers, mask=held[:, None] & (columns < c.LATENT)[None, :], other=0.0)
 
-    scores = _products(queries.latent, latent, c.PIECE_COLUMNS)
+    scores = _products(queries.latent, latent, c.SUM_COLUMNS)
     if c.ROPE > 0:
-        if c.PAGED_COPY:  # among keys NaN does no harm: their scores are masked
-            rope = cache.rope_pages.load([page, first, c.LATENT]).reshape(c.TILE, c.ROPE)
+        if c.PAGED_COPY:  # NaN in a rope part does no harm: the scores of these keys are masked
+            rope = cache.rope_pages.load([block, first, c.LATENT]).reshape(c.TILE, c.ROPE)
         else:
             columns = tl.arange(0, c.ROPE_PAD)
             rows = cache.entries + entries[:, None]
-            place = rows + (c.LATENT + columns)[None, :].to(tl.int64) * cache.element_stride
+            pointers = rows + (c.LATENT + columns)[None, :].to(tl.int64) * cache.element_stride
             if c.ROPE == c.ROPE_PAD:
-                rope = tl.load(place, mask=held[:, None], other=0.0)
+                rope = tl.load(pointers, mask=held[:, None], other=0.0)
             else:
-                rope = tl.load(place, mask=held[:, None] & (columns < c.ROPE)[None, :], other=0.0)
+                rope = tl.load(pointers, mask=held[:, None] & (columns < c.ROPE)[None, :], other=0.0)
         if ONE_WARPGROUP_ROWS:
-            scores = scores * scale_log2 + _products(queries.rope, rope, c.PIECE_COLUMNS) * scale_log2
-        elif c.PIECE_COLUMNS > 0:
-            scores = (scores + _products(queries.rope, rope, c.PIECE_COLUMNS)) * scale_log2
+            scores = scores * scale_log2 + _products(queries.rope, rope, c.SUM_COLUMNS) * scale_log2
+        elif c.SUM_COLUMNS > 0:
+            scores = (scores + _products(queries.rope, rope, c.SUM_COLUMNS)) * scale_log2
         else:
             scores = tl.dot(queries.rope, tl.trans(rope), acc=scores, input_precision="ieee") * scale_log2
     else:
@@ -194,8 +203,9 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
     if PARTIAL:
         seen = seen & (keys[None, :] < row_keys.visible[:, None])
     if ONE_WARPGROUP_ROWS:
-        # Where one product feeds another, the compiler gives all warps to rows; two warpgroups on 64 rows then compute
-        # the same scores twice. It does not see one feed the other through a branch. This one is always taken.
+        # Where one product feeds another, the compiler divides only the rows among the warps; two warp groups on 64
+        # rows would then compute the same scores twice. A branch between the two products hides that one feeds the
+        # other. This branch is always taken.
         step = SoftmaxStep(state.largest, state.largest, state.total, tl.zeros(scores.shape, latent.dtype))
         if tile >= 0:
             step = _softmax_step(scores, seen, state, latent.dtype)
@@ -212,7 +222,7 @@ def load_queries(
     queries, token, head, real,
     LATENT: tl.constexpr, ROPE: tl.constexpr, LATENT_PAD: tl.constexpr, ROPE_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Load the queries of ROWS rows, zeros for padding rows."""
+    """Load the queries of ROWS rows; a padding row gets zeros."""
     columns = tl.arange(0, LATENT_PAD)
     offsets = token.to(tl.int64) * queries.latent_token_stride + head.to(tl.int64) * queries.latent_head_stride
     latent = tl.load(
@@ -243,8 +253,8 @@ def attend_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c)
         first_tile: first tile to attend.
         last_tile: index behind the last tile to attend.
         cache: the paged cache.
-        scale_log2: multiplies the scores, in base 2.
-        c: what the kernel is compiled for.
+        scale_log2: factor of the scores, divided by ln 2 so that exp2 replaces exp.
+        c: compile-time constants of the kernel.
     """
     ROWS: tl.constexpr = queries.latent.shape[0]
     LATENT_PAD: tl.constexpr = c.LATENT_PAD  # `tl.zeros` takes no field of a record in its shape

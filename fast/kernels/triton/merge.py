@@ -1,4 +1,4 @@
-"""Merge of two attention states by log-sum-exp: one pass, each output read once."""
+"""Merge two attention states over disjoint keys, in one launch that reads each output once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ELEMENTS = 2048  # of each side's out that a program holds
-TOKENS = 8  # a program: eight float32 log-sum-exps of one head fill a 32-byte sector
+TILE_ELEMENTS = 2048  # elements of each of the two outputs that a program works on
+TOKENS = 8  # tokens of a program: their float32 LSEs of one head fill a 32-byte sector
 
 
 def merge_attn_states(
     prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge out [T, N, Dv] and lse [N, T] of two disjoint sets of keys; returns the pair, contiguous."""
+    """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T], contiguous."""
     tokens, heads, value_dim = prefix_out.shape
     out = torch.empty_like(prefix_out, memory_format=torch.contiguous_format)
     lse = torch.empty_like(prefix_lse, memory_format=torch.contiguous_format)
@@ -42,8 +42,9 @@ def _merge_kernel(
     suffix_token, suffix_head, suffix_column, suffix_lse_head, suffix_lse_token,
     VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
+    """Merge two states for TOKENS tokens and HEADS heads."""
     program = tl.program_id(0).to(tl.int64)
-    row = tl.arange(0, TOKENS * HEADS)  # heads fastest, as they lie in memory
+    row = tl.arange(0, TOKENS * HEADS)  # the head varies fastest, as in memory
     token = program // head_tiles * TOKENS + row // HEADS
     head = program % head_tiles * HEADS + row % HEADS
     inside = (token < num_tokens) & (head < num_heads)
@@ -56,15 +57,16 @@ def _merge_kernel(
     a = tl.load(prefix_lse + head * prefix_lse_head + token * prefix_lse_token, inside, 0.0)
     b = tl.load(suffix_lse + head * suffix_lse_head + token * suffix_lse_token, inside, 0.0)
 
-    # weights from the difference of the two, not from a rounded total: exp(a - lse) would lose |lse| ulps
+    # compute weights from the difference of the LSEs: exp(a - merged_lse) would magnify the rounding of merged_lse
     infinity = float("inf")
     a_weight, b_weight = 1 / (1 + tl.exp(b - a)), 1 / (1 + tl.exp(a - b))
     merged = a_out.to(a.dtype) * a_weight[:, None] + b_out.to(a.dtype) * b_weight[:, None]
     merged_lse = tl.maximum(a, b) + tl.log(1 + tl.exp(-tl.abs(a - b)))
-    spoilt = (a == infinity) | (b == infinity) | (a != a) | (b != b)
-    merged = tl.where(spoilt[:, None], float("nan"), merged).to(out.dtype.element_ty)
-    merged_lse = tl.where(spoilt, float("nan"), merged_lse)
-    # the identity comes back bitwise, in the type it came in: -0.0 + 0.0 and a rounded log would not
+    invalid = (a == infinity) | (b == infinity) | (a != a) | (b != b)
+    merged = tl.where(invalid[:, None], float("nan"), merged).to(out.dtype.element_ty)
+    merged_lse = tl.where(invalid, float("nan"), merged_lse)
+    # Where one state has no keys, return the other state bit by bit. The formulas above would change -0.0 to 0.0 and
+    # round the LSE.
     keep_a = (b == -infinity) & (a < infinity)
     keep_b = (a == -infinity) & (b < infinity)
     merged = tl.where(keep_b[:, None], b_out, tl.where(keep_a[:, None], a_out, merged))

@@ -1,4 +1,8 @@
-"""Rotary embedding of the query's and the shared key's rope parts; with the latent's norm and the cache write."""
+"""Rotary embedding of queries and shared keys: alone, or fused with the latent's RMS norm and the cache write.
+
+Each token has 1 + head_tiles programs. Program 0 works on the key (and the cache entry); each of the others rotates the
+queries of HEADS heads.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +15,11 @@ from torch import Tensor
 
 from .cache import slot_offsets
 
+TILE_ELEMENTS = 8192  # elements of q_pe that a program rotates
+
 
 class TokenValues(NamedTuple):
-    """What `rope_norm_and_cache` reads of each token, and the cache."""
+    """Inputs of `rope_norm_and_cache` that have one row for each token, and the cache."""
 
     q_pe: Any
     kv_c: Any
@@ -22,13 +28,13 @@ class TokenValues(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """The norm's weight and the frequencies of the rotation."""
+    """The weight of the norm and the frequencies of the rotation."""
 
     norm_weight: Any
     frequencies: Any
 
 
-class Rotated(NamedTuple):
+class RotatedAndNormed(NamedTuple):
     """Outputs of `rope_norm_and_cache`."""
 
     q_pe: Any
@@ -37,7 +43,7 @@ class Rotated(NamedTuple):
 
 
 class TokenStrides(NamedTuple):
-    """Strides of what `rope_norm_and_cache` reads and of the cache, in elements."""
+    """Strides of the inputs of `rope_norm_and_cache` and of the cache, in elements."""
 
     position: Any
     q_token: Any
@@ -55,13 +61,10 @@ class TokenStrides(NamedTuple):
     frequency: Any
 
 
-TILE_ELEMENTS = 8192  # of q_pe that a program turns
-
-
 def apply_rope(
     positions: Tensor, q_pe: Tensor, k_pe: Tensor, frequencies: Tensor, magnitude: float, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q_pe [T, N, R] and k_pe [T, R] by positions [T] x frequencies [R/2]; new contiguous tensors."""
+    """Rotate q_pe [T, N, R] and k_pe [T, R] by positions [T] * frequencies [R/2]; return new contiguous tensors."""
     q_out = torch.empty_like(q_pe, memory_format=torch.contiguous_format)
     k_out = torch.empty_like(k_pe, memory_format=torch.contiguous_format)
     tokens, heads, rope = q_pe.shape
@@ -90,24 +93,25 @@ def rope_norm_and_cache(
     magnitude: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q_pe and k_pe, RMS-norm the latent and write the entry to the cache, in one launch.
+    """Rotate q_pe and k_pe, RMS-norm the latent and write latent and key into the cache, in one launch.
 
     Args:
-        positions: [T].
-        q_pe: [T, N, R].
-        kv_c: [T, Lkv], before the norm.
-        k_pe: [T, R].
+        positions: [T], position of each token in its request.
+        q_pe: [T, N, R], rope part of the queries.
+        kv_c: [T, Lkv], latents before the norm.
+        k_pe: [T, R], rope part of the shared keys.
         kv_cache: [num_blocks, block_size, Lkv + R], written in place.
-        slot_mapping: tokens past its end and slots outside the cache, -1 among them, are not written.
-        norm_weight: [Lkv].
-        eps: of the norm.
+        slot_mapping: [slots], slot of each token. A token without a slot here, or with a slot outside the cache such as
+            -1, is not written.
+        norm_weight: [Lkv], weight of the RMS norm.
+        eps: epsilon of the RMS norm.
         frequencies: [R/2] float32.
-        magnitude: multiplies cosines and sines.
-        interleaved: pairs are (0, 1), (2, 3), .. where True, (0, R/2), (1, R/2 + 1), .. where False.
+        magnitude: factor of cosines and sines.
+        interleaved: rotate the pairs (0, 1), (2, 3), .. if True, and (0, R/2), (1, R/2 + 1), .. if False.
 
     Returns:
-        Rotated q_pe [T, N, R], normed latents [T, Lkv], rotated k_pe [T, R]; contiguous, the last two bit for bit
-        what the cache holds.
+        Rotated q_pe [T, N, R], normed latents [T, Lkv], rotated k_pe [T, R]. All are contiguous; the last two have the
+        same bits as the cache.
     """
     q_out, normed, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_pe, kv_c, k_pe))
     tokens, heads, rope = q_pe.shape
@@ -118,7 +122,7 @@ def rope_norm_and_cache(
     with torch.cuda.device_of(q_pe):
         _rope_norm_cache_kernel[(tokens * (1 + head_tiles),)](
             positions, TokenValues(q_pe, kv_c, k_pe, kv_cache), slot_mapping,
-            Tables(norm_weight, frequencies), Rotated(q_out, normed, k_out),
+            Tables(norm_weight, frequencies), RotatedAndNormed(q_out, normed, k_out),
             heads, 1 + head_tiles, num_blocks, slot_mapping.shape[0], magnitude, eps,
             TokenStrides(
                 positions.stride(0), *q_pe.stride(), *kv_c.stride(), *k_pe.stride(), *kv_cache.stride(),
@@ -131,7 +135,7 @@ def rope_norm_and_cache(
 
 
 def _head_tiles(heads: int, rope: int) -> tuple[int, int]:
-    """Heads a program and programs a token; none where there is nothing to turn."""
+    """Return the heads of a query program, and the query programs of a token (0 where R is 0)."""
     tile = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // triton.next_power_of_2(max(1, rope))))
     return tile, triton.cdiv(heads, tile) if rope else 0
 
@@ -140,7 +144,7 @@ def _head_tiles(heads: int, rope: int) -> tuple[int, int]:
 @no_type_check
 def _cos_sin(positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS: tl.constexpr,
              ROPE: tl.constexpr):  # fmt: skip
-    """Cosines and sines [1, PAIRS] of one token's angles, in float32 as the reference takes them."""
+    """Return cosines and sines [1, PAIRS] of one token's angles; the angles are float32 as in the reference."""
     pair = tl.arange(0, PAIRS)
     frequency = tl.load(frequencies + pair * frequency_stride, pair < ROPE // 2, 0.0)
     angle = tl.load(positions + token * position_stride).to(tl.float32) * frequency
@@ -149,8 +153,8 @@ def _cos_sin(positions, frequencies, token, magnitude, position_stride, frequenc
 
 @triton.jit
 @no_type_check
-def _turn(a, b, cos, sin):
-    """The pairs (a, b) turned, in float32."""
+def _rotate_pairs(a, b, cos, sin):
+    """Return the pairs (a, b) after the rotation, in float32."""
     a, b = a.to(tl.float32), b.to(tl.float32)
     return a * cos - b * sin, b * cos + a * sin
 
@@ -161,23 +165,23 @@ def _rotate(
     source, source_row, source_column, target, target_row, target_column, first, num_rows, cos, sin,
     ROWS: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Turn rows first..first + ROWS, those below num_rows, of one token's [num_rows, ROPE]."""
+    """Rotate rows [first, first + ROWS) of one token's [num_rows, ROPE]; rows from num_rows on are skipped."""
     row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-    if INTERLEAVED:  # whole rows in and out, so that accesses stay wide; pairs part in registers
+    if INTERLEAVED:  # load and store whole rows, so that accesses stay wide; registers separate the pairs
         column = tl.arange(0, 2 * PAIRS)[None, :].to(tl.int64)
         held = (row < num_rows) & (column < ROPE)
         x = tl.load(source + row * source_row + column * source_column, held, 0.0)
         a, b = tl.split(tl.reshape(x, [ROWS, PAIRS, 2]))
-        a, b = _turn(a, b, cos, sin)
-        turned = tl.reshape(tl.join(a, b), [ROWS, 2 * PAIRS])
-        tl.store(target + row * target_row + column * target_column, turned, held)
+        a, b = _rotate_pairs(a, b, cos, sin)
+        rotated_row = tl.reshape(tl.join(a, b), [ROWS, 2 * PAIRS])
+        tl.store(target + row * target_row + column * target_column, rotated_row, held)
     else:
         column = tl.arange(0, PAIRS)[None, :].to(tl.int64)
         held = (row < num_rows) & (column < ROPE // 2)
         source += row * source_row + column * source_column
         target += row * target_row + column * target_column
         a, b = tl.load(source, held, 0.0), tl.load(source + ROPE // 2 * source_column, held, 0.0)
-        a, b = _turn(a, b, cos, sin)
+        a, b = _rotate_pairs(a, b, cos, sin)
         tl.store(target, a, held)
         tl.store(target + ROPE // 2 * target_column, b, held)
 
@@ -185,13 +189,14 @@ def _rotate(
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 @no_type_check
 def _rope_kernel(
-    positions, q_pe, k_pe, frequencies, q_out, k_out, num_heads, parts, magnitude,
+    positions, q_pe, k_pe, frequencies, q_out, k_out, num_heads, token_programs, magnitude,
     position_stride, q_token, q_head, q_column, k_token, k_column, frequency_stride,
     ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    token, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
+    """Rotate the shared key of one token, or the queries of HEADS of its heads."""
+    token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
     cos, sin = _cos_sin(positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS, ROPE)
-    if part == 0:  # the shared key: one row
+    if number == 0:  # the shared key is one row
         _rotate(
             k_pe + token * k_token, 0, k_column, k_out + token * ROPE, 0, 1, 0, 1, cos, sin,
             1, ROPE, PAIRS, INTERLEAVED,
@@ -199,19 +204,21 @@ def _rope_kernel(
     else:
         _rotate(
             q_pe + token * q_token, q_head, q_column, q_out + token * num_heads * ROPE, ROPE, 1,
-            (part - 1) * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED,
+            (number - 1) * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_blocks", "num_slots"], do_not_specialize_on_alignment=["positions", "slot_mapping"])
 @no_type_check
 def _rope_norm_cache_kernel(
-    positions, values, slot_mapping, tables, outputs, num_heads, parts, num_blocks, num_slots, magnitude, eps, strides,
+    positions, values, slot_mapping, tables, outputs,
+    num_heads, token_programs, num_blocks, num_slots, magnitude, eps, strides,
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, LATENT_TILE: tl.constexpr,
     ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    token, part = tl.program_id(0).to(tl.int64) // parts, tl.program_id(0) % parts
-    if part == 0:  # the entry: latent and shared key
+    """Write the cache entry of one token, or rotate the queries of HEADS of its heads."""
+    token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
+    if number == 0:  # the cache entry: latent and shared key
         slot = tl.load(slot_mapping + token * strides.slot, token < num_slots, -1)
         written = (slot >= 0) & (slot // BLOCK_SIZE < num_blocks)
         entry = values.kv_cache + slot_offsets(slot, strides.block, strides.entry, BLOCK_SIZE)
@@ -230,7 +237,7 @@ def _rope_norm_cache_kernel(
             _rotate(
                 key, 0, strides.k_column, outputs.k_pe + token * ROPE, 0, 1, 0, 1, cos, sin, 1, ROPE, PAIRS, INTERLEAVED
             )
-            _rotate(  # once more, into the cache: no row at all where the slot is out of range
+            _rotate(  # rotate again, into the cache; num_rows is 0 where the slot is out of range
                 key, 0, strides.k_column, entry + LATENT * strides.element, 0, strides.element, 0,
                 written.to(tl.int32), cos, sin, 1, ROPE, PAIRS, INTERLEAVED,
             )  # fmt: skip
@@ -241,5 +248,5 @@ def _rope_norm_cache_kernel(
         _rotate(
             values.q_pe + token * strides.q_token, strides.q_head, strides.q_column,
             outputs.q_pe + token * num_heads * ROPE, ROPE, 1,
-            (part - 1) * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED,
+            (number - 1) * HEADS, num_heads, cos, sin, HEADS, ROPE, PAIRS, INTERLEAVED,
         )  # fmt: skip

@@ -1,7 +1,9 @@
-"""The decode schedule on the device: each program here finds where a few programs of the decode begin and end.
+"""Plan the decode schedule on the GPU, in one launch that reads no value back: it can be part of a captured graph.
 
-Nobody walks the requests one by one: sums over all of them say where a place of the line falls. One launch, no value
-read back, so that it runs inside a captured graph.
+Imagine all requests laid end to end on a line. The length of a request on this line is its number of tiles plus
+`request_cost`; a batch-invariant schedule adds `split_cost` for each split after the first. The line is divided into
+segments of equal length, one for each program of the decode. Each program of the kernels below finds where the segments
+of a few programs of the decode begin and end. It sums over CHUNK requests at a time; it does not visit them one by one.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from reference.interfaces import DECODE_TILE, InvariantCut
 
 from ..device import device_facts
 
-PROGRAMS = 4  # of the decode, that one program of this kernel places
-SHAPES = ((256, 1), (1024, 4))  # requests at a time, and warps
+PROGRAMS = 4  # programs of the decode whose ranges one program of these kernels computes
+SHAPES = ((256, 1), (1024, 4))  # (requests summed at a time, warps): for up to 256 requests, and for more
 
 
 class SplitRule(NamedTuple):
-    """The numbers of `InvariantCut`: how a request is split by its own length. The fields are values of a kernel."""
+    """The four numbers of `InvariantCut`, as values inside a kernel: they define how a request is split by length."""
 
     small_tiles: Any
     small_splits: Any
@@ -32,7 +34,14 @@ class SplitRule(NamedTuple):
 
 
 class RequestTiles(NamedTuple):
-    """Of some requests each: tiles, tiles of a split, splits by own length, and length on the line."""
+    """Tiles of CHUNK requests.
+
+    Attributes:
+        tiles: [CHUNK], tiles of each request.
+        split_tiles: [CHUNK], tiles of one split of each request.
+        splits: [CHUNK], splits of each request.
+        length: [CHUNK], length of each request on the line.
+    """
 
     tiles: Any
     split_tiles: Any
@@ -40,8 +49,16 @@ class RequestTiles(NamedTuple):
     length: Any
 
 
-class Placed(NamedTuple):
-    """Of each program: the first request and where it starts on the line, the last request and both its ends."""
+class SegmentBounds(NamedTuple):
+    """The requests at both ends of the segments of PROGRAMS programs; each field is [PROGRAMS].
+
+    Attributes:
+        first_request: request in which the segment begins.
+        first_start: where that request starts on the line.
+        last_request: request in which the segment ends.
+        last_start: where that request starts on the line.
+        last_end: where that request ends on the line.
+    """
 
     first_request: Any
     first_start: Any
@@ -50,18 +67,24 @@ class Placed(NamedTuple):
     last_end: Any
 
 
-class Counted(NamedTuple):
-    """The line and the splits before a request, and what is placed so far."""
+class LineSums(NamedTuple):
+    """Sums over the chunks of requests that were added so far.
+
+    Attributes:
+        before: length of these requests on the line.
+        splits_before: number of their splits.
+        bounds: `SegmentBounds`, found among these requests.
+    """
 
     before: Any
     splits_before: Any
-    placed: Any
+    bounds: Any
 
 
 @triton.jit
-@no_type_check  # the interpreter needs the source and globals of the kernels themselves
+@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
 def invariant_split_tiles(tiles, rule):
-    """Return the tiles of a split of a request that is split by its own length, as the contract's function does."""
+    """Return the tiles of one split, for requests of `tiles` tiles (`reference.interfaces.invariant_split_tiles`)."""
     size = (tiles + rule.small_splits - 1) // rule.small_splits
     size = tl.maximum(tl.minimum(size, rule.large_tiles), rule.small_tiles)
     size = tl.maximum(size, (tiles + rule.max_splits - 1) // rule.max_splits)
@@ -70,15 +93,15 @@ def invariant_split_tiles(tiles, rule):
 
 @triton.jit
 @no_type_check
-def _sizes(seq_lens, first, num_requests, request_cost, split_cost, rule, CHUNK: tl.constexpr, TILE: tl.constexpr,
-           BATCH_INVARIANT: tl.constexpr):  # fmt: skip
-    """Count the tiles of CHUNK requests.
+def _chunk_tiles(seq_lens, first, num_requests, request_cost, split_cost, rule, CHUNK: tl.constexpr,
+                 TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr):  # fmt: skip
+    """Return the `RequestTiles` of CHUNK requests, from request `first` on; requests past the last one have no tiles.
 
-    A request has a cost, and each split one more.
+    On the line, a request with tiles has `request_cost` besides its tiles, and `split_cost` for each split.
     """
     request = first + tl.arange(0, CHUNK)
     lens = tl.load(seq_lens + request, mask=request < num_requests, other=0)
-    tiles = (tl.maximum(lens, 1) - 1) // TILE + (lens > 0).to(tl.int32)  # the longest length does not overflow
+    tiles = (tl.maximum(lens, 1) - 1) // TILE + (lens > 0).to(tl.int32)  # lens + TILE - 1 could overflow 32 bits
     split_tiles, splits = tl.maximum(tiles, 1), tl.minimum(tiles, 1)
     if BATCH_INVARIANT:
         split_tiles = invariant_split_tiles(tiles, rule)
@@ -89,14 +112,30 @@ def _sizes(seq_lens, first, num_requests, request_cost, split_cost, rule, CHUNK:
 
 @triton.jit
 @no_type_check
-def _place(tiles, length, before, splits_before, first, num_requests, low, high, piece, request_cost, placed,
-           split_offsets, CHUNK: tl.constexpr):  # fmt: skip
-    """Count CHUNK requests into what each program [PROGRAMS] finds before its ends of the line, and write their splits.
+def _add_chunk(tiles, length, before, splits_before, first, num_requests, low, high, segment, request_cost, bounds,
+               split_offsets, CHUNK: tl.constexpr):  # fmt: skip
+    """Add CHUNK requests to the sums, and write their split offsets.
 
-    `placed` is the first request (the one that `low` lies in) and its place, the last request and both its ends.
+    Args:
+        tiles: [CHUNK], tiles of each request.
+        length: [CHUNK], length of each request on the line.
+        before: length of the earlier requests on the line.
+        splits_before: number of splits of the earlier requests.
+        first: number of the first request of the chunk.
+        num_requests: number of requests.
+        low: [PROGRAMS], where each program's segment begins.
+        high: [PROGRAMS], where it ends.
+        segment: length of a segment.
+        request_cost: cost of a request besides its tiles.
+        bounds: `SegmentBounds`, found among the earlier requests.
+        split_offsets: [B + 1] of the schedule; program 0 writes it.
+        CHUNK: number of requests.
+
+    Returns:
+        `LineSums` that include this chunk.
     """
-    first_request, first_start, last_request = placed.first_request, placed.first_start, placed.last_request
-    last_start, last_end = placed.last_start, placed.last_end
+    first_request, first_start, last_request = bounds.first_request, bounds.first_start, bounds.last_request
+    last_start, last_end = bounds.last_start, bounds.last_end
     request = first + tl.arange(0, CHUNK)
     real = request < num_requests
     ends = before + tl.cumsum(length, 0)
@@ -109,11 +148,11 @@ def _place(tiles, length, before, splits_before, first, num_requests, low, high,
     last_start = tl.maximum(last_start, tl.max(tl.where(begun, starts[None, :], 0), 1))
     last_end = tl.maximum(last_end, tl.max(tl.where(begun, ends[None, :], 0), 1))
     if tl.program_id(0) == 0:
-        splits = tl.where(tiles > 0, (ends - 1) // piece - (starts + request_cost) // piece + 1, 0)
+        splits = tl.where(tiles > 0, (ends - 1) // segment - (starts + request_cost) // segment + 1, 0)
         tl.store(split_offsets + 1 + request, splits_before + tl.cumsum(splits, 0), mask=real)
         splits_before += tl.sum(splits)
-    placed = Placed(first_request, first_start, last_request, last_start, last_end)
-    return Counted(before + tl.sum(length), splits_before, placed)
+    bounds = SegmentBounds(first_request, first_start, last_request, last_start, last_end)
+    return LineSums(before + tl.sum(length), splits_before, bounds)
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_programs", "request_cost"])
@@ -122,49 +161,49 @@ def _plan_decode_kernel(
     seq_lens, tile_ranges, split_offsets, num_requests, num_programs, request_cost,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs cut the line where it falls."""
+    """Plan a schedule that is not batch-invariant: a request is cut wherever a segment of the line ends."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
     zeros = tl.zeros([PROGRAMS], tl.int32)
-    placed = Placed(zeros, zeros, zeros - 1, zeros, zeros)
+    bounds = SegmentBounds(zeros, zeros, zeros - 1, zeros, zeros)
     zero = tl.zeros([], tl.int32)
     if tl.program_id(0) == 0:
         tl.store(split_offsets, 0)
     if ONE_CHUNK:
-        counts = _sizes(seq_lens, 0, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
+        counts = _chunk_tiles(seq_lens, 0, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
         total = tl.sum(counts.length)
-        piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
-        low = program * piece
-        high = tl.minimum(low + piece, total)
-        counted = _place(
-            counts.tiles, counts.length, zero, zero, 0, num_requests, low, high, piece, request_cost,
-            placed, split_offsets, CHUNK,
+        segment = tl.maximum((total + num_programs - 1) // num_programs, 1)
+        low = program * segment
+        high = tl.minimum(low + segment, total)
+        line_sums = _add_chunk(
+            counts.tiles, counts.length, zero, zero, 0, num_requests, low, high, segment, request_cost,
+            bounds, split_offsets, CHUNK,
         )  # fmt: skip
-        placed = counted.placed
+        bounds = line_sums.bounds
     else:
         total = zero
         for first in range(0, num_requests, CHUNK):
-            counts = _sizes(seq_lens, first, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
+            counts = _chunk_tiles(seq_lens, first, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
             total += tl.sum(counts.length)
-        piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
-        low = program * piece
-        high = tl.minimum(low + piece, total)
+        segment = tl.maximum((total + num_programs - 1) // num_programs, 1)
+        low = program * segment
+        high = tl.minimum(low + segment, total)
         before, splits_before = zero, zero
         for first in range(0, num_requests, CHUNK):
-            counts = _sizes(seq_lens, first, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
-            counted = _place(
-                counts.tiles, counts.length, before, splits_before, first, num_requests, low, high, piece, request_cost,
-                placed, split_offsets, CHUNK,
+            counts = _chunk_tiles(seq_lens, first, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
+            line_sums = _add_chunk(
+                counts.tiles, counts.length, before, splits_before, first, num_requests, low, high, segment,
+                request_cost, bounds, split_offsets, CHUNK,
             )  # fmt: skip
-            before, splits_before, placed = counted.before, counted.splits_before, counted.placed
-    first_request, first_start, last_request = placed.first_request, placed.first_start, placed.last_request
-    last_start, last_end = placed.last_start, placed.last_end
+            before, splits_before, bounds = line_sums.before, line_sums.splits_before, line_sums.bounds
+    first_request, first_start, last_request = bounds.first_request, bounds.first_start, bounds.last_request
+    last_start, last_end = bounds.last_start, bounds.last_end
     works = (low < total) & (first_request <= last_request)
     first_tile = tl.maximum(low - first_start - request_cost, 0)
     last_tile = tl.minimum(high, last_end) - last_start - request_cost
-    first_split = program - (first_start + request_cost) // piece
+    first_split = program - (first_start + request_cost) // segment
     _write_ranges(tile_ranges, program, num_programs, num_requests, works, first_request, last_request, first_tile,
                   last_tile, first_split)  # fmt: skip
 
@@ -182,34 +221,38 @@ def _plan_invariant_kernel(
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Requests are cut by their own length, and programs take the splits that start in their piece of the line."""
+    """Plan a batch-invariant schedule.
+
+    Each request is split by its own length alone. A program takes the splits that start in its segment of the line.
+    """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     first_cost = request_cost - split_cost
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
-    end = CHUNK if ONE_CHUNK else num_requests  # known to the compiler, it loads and counts once
+    end = CHUNK if ONE_CHUNK else num_requests  # with a constant end, the compiler loads and counts one chunk once
     total = tl.zeros([], tl.int32)
     for first in range(0, end, CHUNK):
-        counts = _sizes(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
+        counts = _chunk_tiles(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
         total += tl.sum(counts.length)
-    piece = tl.maximum((total + num_programs - 1) // num_programs, 1)
-    low = program * piece
-    low_split = tl.zeros([PROGRAMS], tl.int32)  # splits of all requests that start before the program's piece
-    high_split = tl.zeros([PROGRAMS], tl.int32)  # and before the next one's
+    segment = tl.maximum((total + num_programs - 1) // num_programs, 1)
+    low = program * segment
+    # low_split: number of splits that start before the program's segment; high_split: before the next segment
+    low_split = tl.zeros([PROGRAMS], tl.int32)
+    high_split = tl.zeros([PROGRAMS], tl.int32)
     before, splits_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     if tl.program_id(0) == 0:
         tl.store(split_offsets, 0)
     for first in range(0, end, CHUNK):
-        counts = _sizes(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
+        counts = _chunk_tiles(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
         split_tiles, splits, length = counts.split_tiles, counts.splits, counts.length
         request = first + tl.arange(0, CHUNK)
         starts = before + tl.cumsum(length, 0) - length + first_cost
         stride = split_tiles + split_cost
         passed = (low[:, None] - starts[None, :] + stride[None, :] - 1) // stride[None, :]
         low_split += tl.sum(tl.minimum(tl.maximum(passed, 0), splits[None, :]), 1)
-        passed = (low[:, None] + piece - starts[None, :] + stride[None, :] - 1) // stride[None, :]
+        passed = (low[:, None] + segment - starts[None, :] + stride[None, :] - 1) // stride[None, :]
         high_split += tl.sum(tl.minimum(tl.maximum(passed, 0), splits[None, :]), 1)
         if tl.program_id(0) == 0:
             tl.store(split_offsets + 1 + request, splits_before + tl.cumsum(splits, 0), mask=request < num_requests)
@@ -220,21 +263,21 @@ def _plan_invariant_kernel(
     first_split, first_tile = tl.zeros([PROGRAMS], tl.int32), tl.zeros([PROGRAMS], tl.int32)
     last_tile = tl.zeros([PROGRAMS], tl.int32)
     splits_before = tl.zeros([], tl.int32)
-    for first in range(0, end, CHUNK):  # from the numbers of the first and the last split to their requests
-        counts = _sizes(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
+    for first in range(0, end, CHUNK):  # find the requests that have the program's first and last split
+        counts = _chunk_tiles(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
         tiles, split_tiles, splits = counts.tiles, counts.split_tiles, counts.splits
         request = first + tl.arange(0, CHUNK)
         split_ends = splits_before + tl.cumsum(splits, 0)
         split_starts = split_ends - splits
-        mine = (split_starts[None, :] <= low_split[:, None]) & (low_split[:, None] < split_ends[None, :])
+        owned = (split_starts[None, :] <= low_split[:, None]) & (low_split[:, None] < split_ends[None, :])
         number = low_split[:, None] - split_starts[None, :]
-        first_request += tl.sum(tl.where(mine, request[None, :], 0), 1)
-        first_split += tl.sum(tl.where(mine, number, 0), 1)
-        first_tile += tl.sum(tl.where(mine, number * split_tiles[None, :], 0), 1)
-        mine = (split_starts[None, :] < high_split[:, None]) & (high_split[:, None] <= split_ends[None, :])
+        first_request += tl.sum(tl.where(owned, request[None, :], 0), 1)
+        first_split += tl.sum(tl.where(owned, number, 0), 1)
+        first_tile += tl.sum(tl.where(owned, number * split_tiles[None, :], 0), 1)
+        owned = (split_starts[None, :] < high_split[:, None]) & (high_split[:, None] <= split_ends[None, :])
         number = high_split[:, None] - split_starts[None, :]
-        last_request += tl.sum(tl.where(mine, request[None, :], 0), 1)
-        last_tile += tl.sum(tl.where(mine, tl.minimum(number * split_tiles[None, :], tiles[None, :]), 0), 1)
+        last_request += tl.sum(tl.where(owned, request[None, :], 0), 1)
+        last_tile += tl.sum(tl.where(owned, tl.minimum(number * split_tiles[None, :], tiles[None, :]), 0), 1)
         splits_before += tl.sum(splits)
     _write_ranges(tile_ranges, program, num_programs, num_requests, low_split < high_split, first_request,
                   last_request, first_tile, last_tile, first_split)  # fmt: skip
@@ -244,7 +287,7 @@ def _plan_invariant_kernel(
 @no_type_check
 def _write_ranges(tile_ranges, program, num_programs, num_requests, works, first_request, last_request, first_tile,
                   last_tile, first_split):  # fmt: skip
-    """Rows of `DecodeSchedule.tile_ranges`; those of programs without work say so."""
+    """Write PROGRAMS rows of `DecodeSchedule.tile_ranges`; a program without work gets (B, B - 1, 0, 0, 0)."""
     row = tile_ranges + program * 5
     inside = program < num_programs
     tl.store(row, tl.where(works, first_request, num_requests), mask=inside)
@@ -262,9 +305,18 @@ def plan_decode(
     invariant_cut: InvariantCut,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Tile ranges [programs, 5] and split offsets [B + 1] of `DecodeSchedule`.
+    """Return the tile ranges [programs, 5] and the split offsets [B + 1] of a `DecodeSchedule`, both int32.
 
-    A negative length counts as 0. Places on the line are 32-bit: 2^31 tiles, 137e9 keys in all.
+    A negative length counts as 0. Positions on the line are 32-bit integers, so the sum of all lengths on the line
+    must stay below 2^31 tiles (137e9 keys).
+
+    Args:
+        seq_lens: [B], keys of each request.
+        num_programs: programs that the decode is cut for.
+        request_cost: cost of a request besides its tiles, in tiles.
+        split_cost: cost of a split of a batch-invariant schedule, in tiles; at most `request_cost` is counted.
+        invariant_cut: how a batch-invariant schedule splits a request.
+        batch_invariant: split each request by its own length alone.
     """
     requests = seq_lens.shape[0]
     tile_ranges = torch.empty(num_programs, 5, dtype=torch.int32, device=seq_lens.device)
@@ -274,7 +326,7 @@ def plan_decode(
     if batch_invariant:
         kernel = _plan_invariant_kernel
         own = (min(request_cost, split_cost), *invariant_cut.numbers)
-        warps = 4  # splits of every request are counted for every program: many divisions
+        warps = 4  # the kernel counts the splits of every request for every program, with many divisions
     following = device_facts(seq_lens.device).following
     with torch.cuda.device_of(seq_lens):
         kernel[(triton.cdiv(num_programs, PROGRAMS),)](

@@ -1,7 +1,7 @@
-"""Absorbed decode as a schedule cuts it: programs of equal work take tile after tile, request after request.
+"""Absorbed decode that follows a schedule: each program attends a range of tiles, one request after another.
 
-A request that one program takes whole is finished there. The others leave partial outputs in float32 for
-`fast.kernels.combine`. Requests that are split by their own length are attended here without a schedule too.
+Where one program attends all tiles of a request, it writes the output. Where several programs do, they write partial
+outputs in float32 for `fast.kernels.combine`. The same kernel serves a batch-invariant decode without a schedule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .schedule import SplitRule, invariant_split_tiles
 
 @triton.jit(
     do_not_specialize=[
-        "num_tokens", "num_blocks", "num_requests", "max_keys", "num_runs", "row_blocks", "request_rows",
+        "num_tokens", "num_blocks", "num_requests", "max_keys", "programs_per_request", "row_blocks", "request_rows",
         "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride",
     ],
     do_not_specialize_on_alignment=[
@@ -35,38 +35,41 @@ from .schedule import SplitRule, invariant_split_tiles
 def _scheduled_decode_kernel(
     sources, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, outputs,
-    num_tokens, num_blocks, num_requests, max_keys, num_runs, row_blocks, request_rows, num_partials,
+    num_tokens, num_blocks, num_requests, max_keys, programs_per_request, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     strides, table_row_stride, table_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, SCHEDULE_TILE: tl.constexpr, BY_LENGTH: tl.constexpr,
     SCHEDULED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Attend the range of one program of the schedule, for ROWS of each request's rows; write whole or partial outputs.
+    """Attend the tile range of one scheduled program, for ROWS rows of each request; write outputs or partial outputs.
 
-    Without a schedule, requests are cut by their own length, and each one's splits are spread over `num_runs` programs.
+    With BY_LENGTH, each request is split by its own length. Without a schedule (SCHEDULED is False), the splits of each
+    request are spread over `programs_per_request` programs.
     """
-    place, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
+    # 1. the range of this program: first request, first tile and first split; last request and last tile
+    program, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     first_tile = 0
     if SCHEDULED:
-        row = tile_ranges + place * 5
+        row = tile_ranges + program * 5
         request, last_request = tl.maximum(tl.load(row), 0), tl.minimum(tl.load(row + 1), num_requests - 1)
         first_tile, range_end = tl.maximum(tl.load(row + 2), 0), tl.load(row + 3)
         split = tl.maximum(tl.load(row + 4), 0)
         if BY_LENGTH:
             split = tl.minimum(split, max_splits)
-        runs_on = split == 0
+        has_first_split = split == 0
     else:
-        request, last_request, range_end = place // num_runs, place // num_runs, 0
+        request, last_request, range_end = program // programs_per_request, program // programs_per_request, 0
         length = tl.maximum(tl.load(seq_lens + request), 0)
-        split_tiles, splits = _own_cut(length, tl.minimum(length, max_keys), rule, SCHEDULE_TILE)
-        split = place % num_runs * tl.cdiv(splits, num_runs)
-        first_tile, range_end = split * split_tiles, (split + tl.cdiv(splits, num_runs)) * split_tiles
-        runs_on = place % num_runs == 0
+        split_tiles, splits = _split_by_length(length, tl.minimum(length, max_keys), rule, SCHEDULE_TILE)
+        split = program % programs_per_request * tl.cdiv(splits, programs_per_request)
+        first_tile, range_end = split * split_tiles, (split + tl.cdiv(splits, programs_per_request)) * split_tiles
+        has_first_split = program % programs_per_request == 0
     request_row = row_block * ROWS + tl.arange(0, ROWS)
     head = request_row % HEADS
     columns = tl.arange(0, c.LATENT_PAD)
     PER_TILE: tl.constexpr = SCHEDULE_TILE // c.TILE
+    # 2. attend this program's tiles, one request (with BY_LENGTH, one split) in each pass of the loop
     while request <= last_request:
         query_start = tl.minimum(tl.maximum(tl.load(query_start_loc + request), 0), num_tokens)
         query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
@@ -75,19 +78,19 @@ def _scheduled_decode_kernel(
         length = tl.maximum(tl.load(seq_lens + request), 0)
         readable = tl.minimum(length, max_keys)
         request_tiles = _tiles(length, SCHEDULE_TILE)
-        own_end = request_tiles
+        request_end = request_tiles  # index behind the program's last tile in this request
         if request == last_request:
-            own_end = tl.minimum(range_end, request_tiles)
-        last_tile = own_end
-        there = first_tile < last_tile
+            request_end = tl.minimum(range_end, request_tiles)
+        last_tile = request_end
+        has_tiles = first_tile < last_tile
         splits = 1
         if BY_LENGTH:
-            split_tiles, splits = _own_cut(length, readable, rule, SCHEDULE_TILE)
-            last_tile = tl.minimum(own_end, (split + 1) * split_tiles)
-            there = split < splits
+            split_tiles, splits = _split_by_length(length, readable, rule, SCHEDULE_TILE)
+            last_tile = tl.minimum(request_end, (split + 1) * split_tiles)
+            has_tiles = split < splits
             if SCHEDULED:
-                there = there & (first_tile < last_tile)
-        if there & (query_start + row_block * ROWS // HEADS < query_end):
+                has_tiles = has_tiles & (first_tile < last_tile)
+        if has_tiles & (query_start + row_block * ROWS // HEADS < query_end):
             row_queries = load_queries(
                 Queries(
                     sources.ql_nope, sources.q_pe, strides.latent_token, strides.latent_head, strides.latent_element,
@@ -97,7 +100,8 @@ def _scheduled_decode_kernel(
             )  # fmt: skip
             visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
-            full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE  # seen whole by every row
+            # number of tiles of which every row sees every key
+            full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE
             table_row = block_table + request.to(tl.int64) * table_row_stride
             state = attend_tiles(
                 row_queries, RowKeys(visible, key_end, full_tiles, table_row, table_stride),
@@ -110,27 +114,29 @@ def _scheduled_decode_kernel(
                 c,
             )  # fmt: skip
             if BY_LENGTH:
-                # a program that has a request's splits from the first one on combines them at the first partial index
-                index = request * (num_partials // num_requests) + tl.where(runs_on, 0, split)
-                whole = runs_on & (split + 1 >= splits)
-                if runs_on & (split > 0):
-                    tl.debug_barrier()  # what any thread has written there
+                # A program that has the first split of a request combines the splits that follow, as long as they are
+                # its own. It keeps their sum at the first partial index of the request.
+                index = request * (num_partials // num_requests) + tl.where(has_first_split, 0, split)
+                whole = has_first_split & (split + 1 >= splits)
+                if has_first_split & (split > 0):
+                    tl.debug_barrier()  # wait until all threads have written the sum of the earlier splits
                     partials = Partials(outputs.partial_out, outputs.partial_lse, num_partials, request_rows)
                     before = load_partial(partials, index, real, request_row, columns, c.LATENT)
                     state = add_partial(before, state)
                     tl.debug_barrier()
-                told = runs_on & (row_block == 0)
+                # record (combined splits, splits) of this request for the combine kernel
+                recorded = has_first_split & (row_block == 0)
                 progress = outputs.partial_lse + 2 * num_partials.to(tl.int64) * request_rows + 2 * request
                 progress = progress.to(tl.pointer_type(tl.int32), bitcast=True)
-                tl.store(progress, split + 1, mask=told)
-                tl.store(progress + 1, splits, mask=told)
+                tl.store(progress, split + 1, mask=recorded)
+                tl.store(progress + 1, splits, mask=recorded)
             else:
                 first_split = tl.load(split_offsets + request)
                 whole = tl.load(split_offsets + request + 1) - first_split <= 1
-                # offsets and splits that nobody planned may lie anywhere
+                # clamp: tensors that `plan_decode` did not make may hold any numbers
                 index = tl.minimum(tl.maximum(first_split + split, 0), num_partials - 1)
             if whole:
-                divisor = tl.where(state.total == 0, 1.0, state.total)  # a row that saw no key: values 0, largest -inf
+                divisor = tl.where(state.total == 0, 1.0, state.total)  # row without keys: values 0, largest -inf
                 weighted = state.weighted * (1.0 / divisor)[:, None]
                 lse_row = outputs.lse + head.to(tl.int64) * num_tokens + token
                 tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
@@ -150,9 +156,10 @@ def _scheduled_decode_kernel(
                     state.weighted,
                     mask=real[:, None] & (columns < c.LATENT)[None, :],
                 )
+        # 3. go on with the next split or request
         if BY_LENGTH:
-            done = (last_tile >= own_end) | (split + 1 >= splits)
-            runs_on = runs_on | done
+            done = (last_tile >= request_end) | (split + 1 >= splits)
+            has_first_split = has_first_split | done
             split = tl.where(done, 0, split + 1)
             first_tile = tl.where(done, 0, last_tile)
             request = tl.where(done, request + 1, request)
@@ -163,10 +170,11 @@ def _scheduled_decode_kernel(
 
 @triton.jit
 @no_type_check
-def _own_cut(length, readable, rule, TILE: tl.constexpr):
-    """How a request is cut by its own length: tiles of a split, and how many splits it has.
+def _split_by_length(length, readable, rule, TILE: tl.constexpr):
+    """Return the tiles of one split and the number of splits of a request that is split by its own length.
 
-    What lies beyond `max_keys` is none; a request without keys has one split all the same.
+    The tiles of a split follow from `length`; only the `readable` keys are counted in the number of splits. A request
+    without keys has one split.
     """
     split_tiles = invariant_split_tiles(_tiles(length, TILE), rule)
     return split_tiles, tl.maximum(tl.cdiv(_tiles(readable, TILE), split_tiles), 1)
@@ -175,7 +183,7 @@ def _own_cut(length, readable, rule, TILE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _tiles(length, TILE: tl.constexpr):
-    """As they are planned; the longest length does not overflow."""
+    """Return cdiv(length, TILE) without overflow for lengths near 2^31, as the schedule counts tiles."""
     return (tl.maximum(length, 1) - 1) // TILE + (length > 0).to(tl.int32)
 
 
@@ -191,39 +199,39 @@ def launch_scheduled(
     lse: Tensor,
     request_rows: int,
     row_blocks: int,
-    num_runs: int,
+    programs_per_request: int,
     max_keys: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend as a schedule says, or requests cut by their own length: into `out` and `lse`, or into partial outputs.
+    """Launch the kernel of this module: write `out` and `lse` of rows with one split, partial outputs of all others.
 
     Args:
-        inputs: tensors and descriptors, as the kernel takes them.
-        strides: likewise.
-        constants: of the kernel: dims and launch shape.
-        tile_ranges: [programs, 5], or None without a schedule.
-        split_offsets: [B + 1], likewise.
-        batch_invariant: requests are cut by their own length.
-        cut: how they are cut then.
+        inputs: tensors and descriptors in the order of the kernel's parameters.
+        strides: strides of the tensors in the order of the kernel's parameters.
+        constants: compile-time constants of the kernel: dims and launch shape.
+        tile_ranges: [programs, 5] of the schedule, or None without a schedule.
+        split_offsets: [B + 1] of the schedule, or None without a schedule.
+        batch_invariant: split each request by its own length alone.
+        cut: how a batch-invariant decode splits a request.
         out: [T, N, Lkv], contiguous.
         lse: [N, T], contiguous.
         request_rows: most rows of a request.
-        row_blocks: programs side by side that share a request's rows.
-        num_runs: without a schedule, programs that share a request's splits.
-        max_keys: keys of a request at most.
-        softmax_scale: multiplies the scores.
+        row_blocks: number of row blocks of a request.
+        programs_per_request: without a schedule, number of programs over which the splits of a request are spread.
+        max_keys: upper bound of the keys of a request.
+        softmax_scale: factor of the scores.
 
     Returns:
-        Partial outputs and partial LSE, flat, as `fast.kernels.combine` has them.
+        Partial outputs and partial LSEs, flat; `fast.kernels.combine.kernels` defines their layout.
     """
     tokens, _, latent = out.shape
     requests, scheduled = inputs.block_table.shape[0], tile_ranges is not None
-    programs = tile_ranges.shape[0] if scheduled else requests * num_runs
-    # every program leaves at most one request unfinished
+    programs = tile_ranges.shape[0] if scheduled else requests * programs_per_request
+    # at most one split for each request, and one more for each program
     num_partials, progress = requests + programs, 0
     if batch_invariant:
         most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), cut)
-        num_partials = requests * (most_splits if scheduled or num_runs > 1 else 1)
+        num_partials = requests * (most_splits if scheduled or programs_per_request > 1 else 1)
         progress = 2 * requests
     partial_out = torch.empty(num_partials * request_rows * latent, dtype=torch.float32, device=out.device)
     partial_lse = torch.empty(2 * num_partials * request_rows + progress, dtype=torch.float32, device=out.device)
@@ -232,8 +240,8 @@ def launch_scheduled(
             *inputs, tile_ranges if scheduled else inputs.seq_lens,
             split_offsets if scheduled else inputs.seq_lens,
             DecodeOutputs(out, lse, partial_out, partial_lse),
-            tokens, inputs.sources.kv_cache.shape[0], requests, max_keys, num_runs, row_blocks, request_rows,
-            num_partials, *cut.numbers, softmax_scale / math.log(2), *strides, **constants, SCHEDULE_TILE=DECODE_TILE,
-            BY_LENGTH=batch_invariant, SCHEDULED=scheduled,
+            tokens, inputs.sources.kv_cache.shape[0], requests, max_keys, programs_per_request, row_blocks,
+            request_rows, num_partials, *cut.numbers, softmax_scale / math.log(2), *strides, **constants,
+            SCHEDULE_TILE=DECODE_TILE, BY_LENGTH=batch_invariant, SCHEDULED=scheduled,
         )  # fmt: skip
     return partial_out, partial_lse
