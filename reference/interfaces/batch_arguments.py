@@ -149,7 +149,7 @@ def check_graph_sizes(
     check(bool(sizes) and all(is_positive_int(size) for size in sizes), "batch_sizes", "positive ints, at least one",
           sizes)  # fmt: skip
     most = builder.max_num_seqs
-    check(max(sizes) <= most, "batch_sizes", f"at most {most} requests, the builder's max_num_seqs", max(sizes))
+    check(max(sizes) <= most, "batch_sizes", f"at most {most}, the builder's max_num_seqs", max(sizes))
     for name, value in (("max_blocks", max_blocks), ("hidden_size", hidden_size), ("query_len", query_len)):
         check_int(name, value)
     block_size = builder.block_size
@@ -169,7 +169,7 @@ def check_graph_query_len(graph: Any) -> None:
         torch.full((tokens,), -1, dtype=torch.int64, device=CPU),
     )
     served = graph.builder.can_run_in_cudagraph(batch)
-    check(served, "query_len", "a query length that the builder can plan for a graph", graph.query_len)
+    check(served, "query_len", "a length that the builder can capture", graph.query_len)
 
 
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
