@@ -1,4 +1,4 @@
-"""Decode over a shared prefix once for all requests, and over the suffix of each."""
+"""Cascade: attend a prefix that all decodes share once for all of them, then the suffix of each request."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ def use_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
-    """Whether a decode is faster with the shared prefix apart, by counted FLOPs and bytes.
+    """Return whether a decode is faster if it attends the shared prefix separately, estimated from FLOPs and bytes.
 
-    The FLOPs are the same either way. Apart, the prefix is read once and not once a request, but the states of both
-    parts are written and read again to be merged. So it pays where reading is what a decode waits for, and the prefix
-    is long beside the states.
+    Both ways need the same FLOPs. With a cascade the prefix is read once instead of once for each request. In exchange,
+    the attention states of prefix and suffix are written and read again to be merged. A cascade is therefore faster if
+    memory traffic limits the decode and the prefix has more bytes than the states.
 
     Args:
-        common_prefix_len: what the function of that name says.
-        query_lens: [B], on the CPU.
-        seq_lens: [B], on the CPU; 0 for padding rows.
-        config: the layer.
+        common_prefix_len: context tokens that all requests share (the function `common_prefix_len` finds it).
+        query_lens: [B], new tokens of each request, on the CPU.
+        seq_lens: [B], tokens of each request after this step, on the CPU; 0 for padding rows.
+        config: config of the layer.
         cache_format: format of the cache.
         dtype: dtype of the queries.
 
     Raises:
-        ValueError: tensors that do not fit; a negative prefix; a dtype or dims that the format does not exist for.
+        ValueError: a tensor has a wrong shape, dtype or device; `common_prefix_len` is negative; the format does not
+            support the dtype or the dims.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("seq_lens", seq_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
@@ -84,14 +85,17 @@ def cascade_attention(
     softmax_scale: float,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
-    """`mla_decode` with the shared prefix attended once: equal to it, for attention over parts of the keys merges.
+    """Compute what `mla_decode` computes, but attend the shared prefix once for all requests.
+
+    The attention states over the prefix and over the suffixes are merged, which gives the state over all keys. The
+    result differs from that of `mla_decode` by rounding alone.
 
     Args:
-        ql_nope: [T, N, Lkv].
-        q_pe: [T, N, R], rotated.
-        kv_cache: the cache; the new tokens are already in it.
-        metadata: of `split_shared_prefix`.
-        softmax_scale: (P + R)^-1/2, with YaRN's factor.
+        ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
+        q_pe: [T, N, R], rotated rope parts of the queries.
+        kv_cache: the cache of the layer; it must already contain the new tokens.
+        metadata: plan of the decode in two parts (`split_shared_prefix`).
+        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
 
     Returns:
