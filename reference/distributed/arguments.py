@@ -80,4 +80,4 @@ def check_merge_over_group(state: AttentionState, group_size: int) -> None:
     """Check an attention state that is merged over ranks, and that the group size divides its heads; read no values."""
     check_state("state", state)
     heads = state.out.shape[1]
-    check(heads % group_size == 0, "state.out", f"a multiple of {group_size} heads, the size of the group", heads)
+    check(heads % group_size == 0, "state.out", f"a number of heads that {group_size} divides", heads)

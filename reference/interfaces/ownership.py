@@ -158,9 +158,9 @@ def dcp_wire_bytes(
     for name, value in (("num_tokens", num_tokens), ("qk_rope_head_dim", qk_rope_head_dim)):
         check_int(name, value, 0)
     check(num_heads % size == 0, "num_heads", f"a multiple of {size} ranks", num_heads)
-    others, own = size - 1, num_tokens * (num_heads // size)
-    queries = others * own * (kv_lora_rank + qk_rope_head_dim) * element_size
-    outputs = others * own * kv_lora_rank * element_size
+    others, local_rows = size - 1, num_tokens * (num_heads // size)
+    queries = others * local_rows * (kv_lora_rank + qk_rope_head_dim) * element_size
+    outputs = others * local_rows * kv_lora_rank * element_size
     if merge == "ag_rs":
         return {"all_gather": queries + others * num_tokens * num_heads * lse_size, "reduce_scatter": outputs}
-    return {"all_gather": queries, "all_to_all": outputs + others * own * lse_size}
+    return {"all_gather": queries, "all_to_all": outputs + others * local_rows * lse_size}

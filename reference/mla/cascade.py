@@ -69,12 +69,12 @@ def use_cascade_attention(
     flops = 2 * c.num_heads * pairs * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
     entry_bytes = cache_format.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, dtype)
     whole_bytes = keys * entry_bytes
-    apart_bytes = whole_bytes - (real - 1) * common_prefix_len * entry_bytes
+    cascade_bytes = whole_bytes - (real - 1) * common_prefix_len * entry_bytes
     state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # two states, each written and read
     state_bytes = state_elements * element_bytes(wide_dtype(dtype))
     whole = max(flops, FLOPS_PER_BYTE * whole_bytes)
-    apart = max(flops, FLOPS_PER_BYTE * apart_bytes) + FLOPS_PER_BYTE * state_bytes
-    return apart < whole
+    cascade = max(flops, FLOPS_PER_BYTE * cascade_bytes) + FLOPS_PER_BYTE * state_bytes
+    return cascade < whole
 
 
 def cascade_attention(

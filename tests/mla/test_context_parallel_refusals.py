@@ -66,7 +66,7 @@ class TestBadInput:
     def test_merges(self, ops):
         state = AttentionState(torch.zeros(2, 4, 5), torch.zeros(4, 2))
         for merge in (ops.cp_lse_a2a, ops.cp_lse_ag_out_rs):
-            with pytest.raises(ValueError, match="^state.out: expected a multiple of 3 heads, the size of the group, got 4$"):
+            with pytest.raises(ValueError, match="^state.out: expected a number of heads that 3 divides, got 4$"):
                 ops.simulate(3, 1, lambda ranks, merge=merge: merge(state, ranks.cp_group))
             narrow = AttentionState(state.out.bfloat16(), state.lse.bfloat16())
             with pytest.raises(ValueError, match="^state.lse: expected dtype torch.float32, got torch.bfloat16$"):
