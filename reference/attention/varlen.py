@@ -1,6 +1,6 @@
 """Softmax attention over packed sequences, with its log-sum-exp (LSE).
 
-All attention in the reference has the same precision, which is also that of FlashAttention:
+All attention in the reference has the same precision, and FlashAttention has it too:
 
 - products accumulate in float32 (float64 if the input is float64); scores and softmax have that dtype too;
 - probabilities are rounded to the dtype of the input before they are multiplied by the values.

@@ -266,8 +266,8 @@ class ContextParallel:
 
     Raises:
         TypeError: `cp_group` or `tp_group` has another type.
-        ValueError: `cp_group` is not a subgroup of `tp_group`, or its size does not divide that of `tp_group`; `merge`
-            is neither of the two.
+        ValueError: `cp_group` is not a subgroup of `tp_group`, or D does not divide TP; `merge` is neither "a2a" nor
+            "ag_rs".
     """
 
     cp_group: Any

@@ -201,7 +201,7 @@ def check_expanded(
         k_pe: [S, R].
         v: [S, N, V].
         metadata: plan of the prefill.
-        chunks: the chunk whose keys are attended; empty if the keys are those of the new tokens.
+        chunks: the chunk whose keys are attended; empty if the queries attend the keys of the new tokens.
     """
     check_tensor("q", q, ("T", "N", "P + R"))
     requests = check_prefill_requests(metadata, q.device)

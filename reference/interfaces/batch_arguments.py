@@ -119,7 +119,7 @@ def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
 
 
 def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
-    """Check that the tensors of another plan can be copied into those of a captured plan; read no values."""
+    """Check that the tensors of a plan can be copied into the tensors of a captured plan; read no values."""
     check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
     pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
              ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip

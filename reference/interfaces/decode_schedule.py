@@ -66,7 +66,7 @@ def invariant_cut(small_tiles: int, small_splits: int, large_tiles: int, max_spl
     Ops receive the cut as four numbers in every call, so this function keeps the `InvariantCut` of recent numbers.
 
     Raises:
-        ValueError: as `InvariantCut`.
+        ValueError: for the same reasons as `InvariantCut`.
     """
     return InvariantCut(small_tiles, small_splits, large_tiles, max_splits)
 
@@ -150,9 +150,10 @@ def check_schedule_costs(costs: ScheduleCosts | None, name: str = "costs") -> Sc
 class DecodeSchedule:
     """The tiles that each program of a decode kernel attends, chosen so that all programs take about as long.
 
-    A schedule is optional. Without one, a kernel divides every request into the same number of splits, which is slow if
-    the requests have very different lengths: the programs of short requests wait for those of the longest. A schedule
-    changes the time of a decode, and its values by rounding alone. FlashMLA calls it the tile scheduler metadata.
+    A schedule is optional. Without a schedule, a kernel divides every request into the same number of splits. This is
+    slow if the requests have very different lengths, because the programs of short requests finish early and the
+    programs of the longest request do not. A schedule changes the time of a decode, and the results by rounding alone.
+    FlashMLA calls it the tile scheduler metadata.
 
     A tile is `DECODE_TILE` consecutive keys of one request, for every block size of the cache. A program attends
     consecutive tiles: the end of one request, then whole requests, then the beginning of another. Its tiles of one

@@ -130,7 +130,7 @@ class CommonAttentionMetadata:
             The validated batch.
 
         Raises:
-            ValueError: one of the following; the message names the argument and, where there is one, the request:
+            ValueError: one of the following. The message names the argument, and the request if one request is wrong:
 
                 - a shape or dtype is wrong;
                 - `query_start_loc_cpu` decreases;

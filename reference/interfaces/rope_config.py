@@ -11,7 +11,7 @@ from .checks import check, check_flag, check_int, check_number, check_type
 def yarn_mscale(factor: float, mscale: float) -> float:
     """Return YaRN's magnitude m(f, a) = 0.1 a ln f + 1, or 1 if f <= 1.
 
-    The formula is that of arXiv 2309.00071, section 3.4, with DeepSeek's factor a.
+    arXiv 2309.00071, section 3.4, has the formula with a = 1; DeepSeek added the factor a.
 
     Args:
         factor: f, ratio of the extended to the original context.

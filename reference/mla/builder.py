@@ -116,7 +116,7 @@ class MLAMetadataBuilder:
         smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, size, interleave)
         unit = context_unit(block_size, size, interleave)
         if context_parallel is not None:
-            context_parallel.gathered_heads(config.num_heads)  # raises where TP does not divide the heads
+            context_parallel.gathered_heads(config.num_heads)  # raises if TP does not divide the heads
         if num_programs is not None and not callable(num_programs):
             check_int("num_programs", num_programs, 0, "an int >= 0, a function or None")
         self.config, self.block_size, self.costs = config, block_size, costs
@@ -142,8 +142,9 @@ class MLAMetadataBuilder:
                 batch-invariant builder keeps the schedule, because it decides the bits of the result.
 
         Raises:
-            ValueError: as `build_mla_metadata`; `common_prefix_len` is longer than the context of a decode; an absorbed
-                request comes after an expanded one; the batch has more or longer requests than the builder allows.
+            ValueError: for the same reasons as `build_mla_metadata`; `common_prefix_len` is longer than the context of
+                a decode; an absorbed request comes after an expanded one; the batch has more or longer requests than
+                the builder allows.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
@@ -305,7 +306,7 @@ class MLAMetadataBuilder:
             seq_lens: [B], tokens of each decode after the step, on the CPU.
 
         Raises:
-            ValueError: as the function `use_cascade_attention`.
+            ValueError: for the same reasons as the function `use_cascade_attention`.
         """
         if self.batch_invariant or self.ownership is not None:
             return False

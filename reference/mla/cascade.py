@@ -87,8 +87,8 @@ def cascade_attention(
 ) -> AttentionState:
     """Compute what `mla_decode` computes, but attend the shared prefix once for all requests.
 
-    The attention states over the prefix and over the suffixes are merged, which gives the state over all keys. The
-    result differs from that of `mla_decode` by rounding alone.
+    Merging the attention states over the prefix and over the suffixes gives the state over all keys. It differs from
+    the state of `mla_decode` by rounding alone.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
@@ -102,7 +102,7 @@ def cascade_attention(
         out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
 
     Raises:
-        ValueError: as `mla_decode`.
+        ValueError: for the same reasons as `mla_decode`.
     """
     check_type("metadata", metadata, CascadeMetadata)
     check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)

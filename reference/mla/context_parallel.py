@@ -104,7 +104,7 @@ def dcp_decode(
         out [T, N / TP, Lkv] and lse [N / TP, T] of this rank's heads, over the keys of all ranks.
 
     Raises:
-        ValueError: as `mla_decode`.
+        ValueError: for the same reasons as `mla_decode`.
         GroupError: an exchange failed.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)

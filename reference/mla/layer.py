@@ -138,14 +138,14 @@ class MLAAttention(nn.Module):
         """Build a layer from a DeepseekV2Attention or DeepseekV3Attention of transformers; the two share submodules.
 
         Args:
-            module: the attention module. The epsilon of the layer is that of the module's latent norms. With
+            module: the attention module. The layer takes the epsilon of the module's latent norms. With
                 `context_parallel` the module has the projections of all heads, and the layer takes views of the weights
                 of this rank's heads.
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `cache_format`).
 
         Raises:
-            UnsupportedConfiguration: as `MLAConfig.from_hf`; the latent norms have different epsilons; a projection is
-                not a plain linear, so that its heads cannot be separated.
+            UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different
+                epsilons; a projection is not a plain linear, so that its heads cannot be separated.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"

@@ -55,7 +55,7 @@ def run_prefill_new_tokens(
 
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is). The output stays in this dtype because the
-        state is merged with those of the context chunks.
+        state is merged with the states of the context chunks.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

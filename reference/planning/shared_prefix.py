@@ -66,8 +66,8 @@ def split_shared_prefix(
         The plans of prefix and suffix, for `cascade_attention`.
 
     Raises:
-        ValueError: `block_size` is not that of `metadata`; `common_prefix_len` is not a positive multiple of it, or has
-            more blocks than the block table has columns; `row` is out of range.
+        ValueError: `block_size` differs from `metadata.block_size`; `common_prefix_len` is not a positive multiple of
+            `block_size`, or has more blocks than the block table has columns; `row` is out of range.
     """
     check_type("metadata", metadata, DecodeMetadata)
     check_tensor("metadata.visible_lens", metadata.visible_lens, ("T",), (torch.int32,))
