@@ -37,7 +37,7 @@ def allocate_kv_cache(
 
     Args:
         num_blocks: blocks of one layer; 0 is legal.
-        block_size: tokens a block.
+        block_size: tokens per block.
         head_size: Lkv + R, elements of a cache entry.
         dtype: dtype of the cache: float32, float64, bfloat16 or float16.
         device: device of the cache.

@@ -21,7 +21,7 @@ class AttentionMetadataBuilder(Protocol):
     implements this interface and its plans are `MLAMetadata`.
 
     Attributes:
-        block_size: tokens a block.
+        block_size: tokens per block.
         max_model_len: most tokens of a sequence.
         max_num_seqs: most requests in a batch.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.

@@ -289,7 +289,7 @@ def check_blocks(
     Args:
         block_table: [B, W].
         num_tokens: B numbers; the first `num_tokens[b]` tokens of request b must be in blocks of the cache.
-        block_size: tokens a block.
+        block_size: tokens per block.
         num_blocks: blocks of the cache; block ids must be in [0, num_blocks).
         argument: name of the block table in messages.
 

@@ -76,8 +76,8 @@ class CommonAttentionMetadata:
         num_actual_tokens: query_start_loc[-1]; later tokens are padding.
         max_seq_len: upper bound of the sequence lengths (under context parallelism, of the whole sequences), as an int
             on the CPU.
-        block_size: tokens a block for which `slot_mapping` was computed, or None if it was not recorded. Planning this
-            batch for a different block size raises.
+        block_size: tokens per block for which `slot_mapping` was computed, or None if it was not recorded. Planning
+            this batch for a different block size raises.
     """
 
     seq_lens: Int32[Tensor, " B"]
@@ -124,7 +124,7 @@ class CommonAttentionMetadata:
             seq_lens_cpu: [B], tokens of each request after this step, on the CPU.
             block_table: [B, W], block ids of each request.
             slot_mapping: [T], cache slot of each token.
-            block_size: tokens a block for which `slot_mapping` was computed; None leaves it unrecorded.
+            block_size: tokens per block for which `slot_mapping` was computed; None leaves it unrecorded.
 
         Returns:
             The validated batch.
@@ -185,7 +185,7 @@ class CommonAttentionMetadata:
             seq_lens: [B], tokens of each request after this step; the same types. 0 marks a padding row; its slots are
                 -1.
             block_table: [B, W], block ids of each request; the batch is created on the device of this tensor.
-            block_size: tokens a block.
+            block_size: tokens per block.
             ownership: the tokens that this context-parallel rank owns; tokens of other ranks get slot -1. None means
                 that one rank owns all tokens.
 
@@ -306,7 +306,7 @@ class PrefillMetadata:
         query_start_loc: [B + 1], prefix sum of their query lengths; it starts at 0.
         max_query_len: length of the longest query.
         context_chunks: the cached context of these requests, cut into chunks; empty if no request has context.
-        block_size: tokens a block that the plan was made for; a cache with another block size raises.
+        block_size: tokens per block that the plan was made for; a cache with another block size raises.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -333,7 +333,7 @@ class DecodeMetadata:
         max_seq_len: upper bound of `seq_lens`, as an int on the CPU. Kernels size splits and buffers by it, and on a
             GPU they treat a longer length as this one. Under context parallelism it bounds the rank-local lengths.
             Inside a captured graph it bounds the lengths of every replay.
-        block_size: tokens a block that the plan was made for; a cache with another block size raises.
+        block_size: tokens per block that the plan was made for; a cache with another block size raises.
         graph: CUDA graphs in which this decode is replayed. A backend that does not support them is not chosen.
     """
 

@@ -25,7 +25,7 @@ def kv_cache_shape(
 
     Args:
         num_blocks: blocks of one layer; may be 0.
-        block_size: tokens a block.
+        block_size: tokens per block.
         head_size: Lkv + R, elements of a cache entry.
         num_layers: number of layers if one tensor holds the cache of all layers. The shape is then
             [num_layers, num_blocks, block_size, Lkv + R].
@@ -66,7 +66,7 @@ def context_unit(block_size: int, context_parallel_size: int = 1, interleave: in
     tokens before it.
 
     Args:
-        block_size: tokens a block.
+        block_size: tokens per block.
         context_parallel_size: D, ranks that share each sequence.
         interleave: I, consecutive tokens on one rank.
 
@@ -91,7 +91,7 @@ def chunked_prefill_workspace_size(
     Args:
         max_model_len: most tokens of a sequence.
         max_num_seqs: most requests in a batch.
-        block_size: tokens a block.
+        block_size: tokens per block.
         context_parallel_size: D, ranks that share each sequence.
         interleave: I, consecutive tokens on one rank.
 

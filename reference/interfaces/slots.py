@@ -30,7 +30,7 @@ def slots_of_tokens(
         query_start_loc: [B + 1], prefix sum of the query lengths.
         seq_lens: [B], lengths of the whole sequences after this step.
         block_table: [B, W], block ids of each request.
-        block_size: tokens a block, a multiple of I.
+        block_size: tokens per block, a multiple of I.
         num_tokens: length of the result.
         ownership: the tokens that this context-parallel rank owns; None means that one rank owns all tokens.
 

@@ -58,7 +58,7 @@ class MLAMetadataBuilder:
 
     Args:
         config: config of the layers; all layers must have the same (`infer_global_hyperparameters` checks that).
-        block_size: tokens a block.
+        block_size: tokens per block.
         max_model_len: most tokens of a sequence.
         max_num_seqs: most requests in a batch.
         query_len_support: query lengths that the decode kernel supports.

@@ -42,7 +42,7 @@ def plan_captured_decodes(
     Args:
         common: the batch. All requests have the same number of query tokens, padding rows (S = 0) included.
             `max_seq_len` must be an upper bound of the keys of every request in every replay.
-        block_size: tokens a block.
+        block_size: tokens per block.
         num_programs: programs of the schedule; 0 makes no schedule, and the kernel splits the decode itself.
         costs: costs from which the schedule is computed; None takes the defaults of `ScheduleCosts`.
         batch_invariant: whether the splits of a request depend on its own length alone, with or without a schedule for

@@ -80,7 +80,7 @@ def build_mla_metadata(
 
     Args:
         common: the batch.
-        block_size: tokens a block.
+        block_size: tokens per block.
         workspace_tokens: most context tokens that are expanded at once.
         decode_threshold: length of the longest query that always decodes (`reorder_batch_threshold`).
         config: config of the layer. It is passed to `choose_path`, and a schedule needs it too. None disables both: the

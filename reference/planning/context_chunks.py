@@ -41,7 +41,7 @@ def plan_context_chunks(
     Args:
         context_lens: [B], context tokens of each request, on the CPU; 0 = no context.
         workspace_tokens: most tokens of one chunk.
-        block_size: tokens a block.
+        block_size: tokens per block.
         context_parallel_size: D, ranks that share each sequence.
         interleave: I, consecutive tokens on one rank.
 

@@ -26,7 +26,7 @@ def make_local_attention_virtual_batches(
     Args:
         common: the batch.
         attention_chunk_size: positions in an attention chunk; a multiple of `block_size`.
-        block_size: tokens a block.
+        block_size: tokens per block.
 
     Returns:
         The batch of virtual requests. A padding row (S = 0) becomes one virtual request; a request without query tokens

@@ -26,7 +26,7 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
 
     Args:
         common: the batch.
-        block_size: tokens a block.
+        block_size: tokens per block.
 
     Raises:
         ValueError: `block_size` is below 1; the block table has too few columns for a request.
@@ -58,7 +58,7 @@ def split_shared_prefix(
         metadata: plan of the decode.
         common_prefix_len: tokens of the shared prefix: a multiple of `block_size`, and at most the context of every
             request except padding rows.
-        block_size: tokens a block.
+        block_size: tokens per block.
         row: index of a request that is not a padding row; the blocks of the prefix are taken from its row of the block
             table.
 

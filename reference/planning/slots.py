@@ -33,7 +33,7 @@ def slot_mapping(
         query_start_loc: [B + 1], prefix sum of the query lengths.
         seq_lens: [B], tokens of each request after this step; 0 marks a padding row, whose slots are -1.
         block_table: [B, W], block ids of each request.
-        block_size: tokens a block.
+        block_size: tokens per block.
         num_tokens: length of the result, at least query_start_loc[-1]. Later tokens are padding and have slot -1.
 
     Returns:
@@ -78,7 +78,7 @@ def dcp_slot_mapping(
         query_start_loc: [B + 1], prefix sum of the query lengths.
         seq_lens: [B], tokens of each whole sequence after this step; 0 marks a padding row, whose slots are -1.
         block_table: [B, W], block ids of each request, the same on all ranks.
-        block_size: tokens a block, a multiple of I.
+        block_size: tokens per block, a multiple of I.
         num_tokens: length of the result, at least query_start_loc[-1]. Later tokens are padding and have slot -1.
         context_parallel_size: D, ranks that share each sequence.
         rank: this rank, in [0, D).
