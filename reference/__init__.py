@@ -1,6 +1,7 @@
-"""What MLA serving is: a readable specification in PyTorch and einops, on any device, in any float dtype.
+"""A readable specification of Multi-head Latent Attention serving, in PyTorch and einops.
 
-Every name here exists in `fast` with the same signature; either module can be handed to a function as `ops`.
+It runs on any device and in any float dtype. Every name of this package exists in `fast` too, and takes the same
+arguments. A function that takes a package as its argument `ops` therefore works with both.
 """
 
 from .attention.merge import merge_attn_states

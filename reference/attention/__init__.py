@@ -1,1 +1,1 @@
-"""Attention of any family: varlen softmax attention with LSE, merging of states, rotary embedding."""
+"""Functions for any attention family: varlen softmax attention with LSE, merge of states, rotary embedding."""

@@ -1,4 +1,4 @@
-"""Merging softmax attention over disjoint sets of keys by log-sum-exp (FlashInfer, arXiv 2501.01005, section 2.2)."""
+"""Merge softmax attention over disjoint sets of keys by log-sum-exp (FlashInfer, arXiv 2501.01005, section 2.2)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,32 @@ from ..interfaces import AttentionState, check_merge
 
 
 def merge_attn_states(prefix: AttentionState, suffix: AttentionState) -> AttentionState:
-    """Attention over the union of two disjoint sets of keys.
+    """Merge two attention states over disjoint sets of keys into the state over all of these keys.
 
-    With weights w = exp(lse - max lse): out = (w_a out_a + w_b out_b) / (w_a + w_b),
-    lse = max + log(w_a + w_b). Associative and commutative to rounding; a row with lse = -inf is the identity
-    (the other side comes back bitwise); an lse of +inf or NaN on either side gives NaN.
+    Let a and b be the two states, m = max(lse_a, lse_b), w_a = exp(lse_a - m) and w_b = exp(lse_b - m). Then
+
+        out = (w_a out_a + w_b out_b) / (w_a + w_b)
+        lse = m + log(w_a + w_b)
+
+    The merge has these properties:
+
+    - It is associative and commutative, up to rounding.
+    - If one state has lse = -inf in a row (it has no keys), the row of the other state is returned unchanged.
+    - If one state has lse = +inf or NaN in a row, the result is NaN.
 
     Args:
-        prefix: out [T, N, Dv], lse [N, T].
-        suffix: the same shapes and dtypes.
+        prefix: state with out [T, N, Dv] and lse [N, T].
+        suffix: state with the same shapes and dtypes.
 
     Returns:
         The merged state, in the dtypes of the arguments.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_merge(prefix, suffix)
     largest = torch.maximum(prefix.lse, suffix.lse)
-    shift = largest.masked_fill(largest == -torch.inf, 0)  # both empty: exp(-inf - 0) = 0, not NaN
+    shift = largest.masked_fill(largest == -torch.inf, 0)  # neither has keys: exp(-inf - 0) = 0, not NaN
     weight_a, weight_b = torch.exp(prefix.lse - shift), torch.exp(suffix.lse - shift)
     total = weight_a + weight_b
     lse = shift + torch.log(total)

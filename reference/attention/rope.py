@@ -1,6 +1,7 @@
 """Rotary position embedding of `q_pe` and `k_pe` (RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071).
 
-Nothing else is rotated. Rotation keeps the element order, so cached keys stay comparable whoever wrote them.
+Only these two parts of queries and keys are rotated. Rotation keeps the order of the elements, so both packages write
+the same cache entries.
 """
 
 from __future__ import annotations
@@ -16,15 +17,24 @@ from ..interfaces import RopeConfig, check, check_dtype, check_flag, check_int, 
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
-    """Angle per position of each pair: theta^(-2i/R), stretched by YaRN where the config has it.
+    """Return the frequency of each pair of elements, in radians per position: theta^(-2i/R) for pair i.
 
-    YaRN leaves a frequency alone that turns more than `beta_fast` times over the original context, divides one by
-    `factor` that turns less than `beta_slow` times, and ramps linearly over the pair index between.
+    YaRN changes a frequency by the number of rotations that it makes over the original context:
+
+    - more than `beta_fast` rotations: the frequency stays;
+    - fewer than `beta_slow` rotations: the frequency is divided by `factor`;
+    - in between: the result moves linearly from the one to the other with the index of the pair.
 
     Args:
         rope: rotary parameters.
-        dim: R, even.
-        dtype: float32 as every published implementation, or float64.
+        dim: R, an even number.
+        dtype: dtype of the computation and the result: float32 as in published implementations, or float64.
+
+    Returns:
+        [R / 2] on the CPU.
+
+    Raises:
+        ValueError: `dim` is negative or odd, or `dtype` is not a float dtype.
     """
     check_type("rope", rope, RopeConfig)
     check_int("dim", dim, 0)
@@ -36,27 +46,34 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
     if yarn is None or dim == 0:
         return frequencies
 
-    def pair_that_turns(rotations: float) -> float:
+    def pair_with_rotations(rotations: float) -> float:
+        """Return the (fractional) index of the pair that makes `rotations` rotations over the original context."""
         wavelength = yarn.original_max_position_embeddings / rotations
         return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(yarn.beta_slow)), dim - 1)
+    low = max(math.floor(pair_with_rotations(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_with_rotations(yarn.beta_slow)), dim - 1)
     ramp = (torch.arange(dim // 2, dtype=dtype, device="cpu") - low) / ((high - low) or 0.001)
-    stretched = ramp.clamp(0, 1)  # 0: as trained, 1: divided by the factor
+    stretched = ramp.clamp(0, 1)  # 0: frequency as trained; 1: frequency divided by the factor
     return frequencies / yarn.factor * stretched + frequencies * (1 - stretched)
 
 
 def rotary_cos_sin(
     positions: Int[Tensor, " T"], rope: RopeConfig, dim: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
-    """Cosine and sine of every token's angles, YaRN's magnitude m(f, mscale) / m(f, mscale_all_dim) included.
+    """Return cosine and sine of every token's angles, multiplied by YaRN's factor (`YarnConfig.cos_sin_scale`).
+
+    Args:
+        positions: [T], position of each token in its request.
+        rope: rotary parameters.
+        dim: R, an even number.
+        dtype: dtype of the vectors that will be rotated.
 
     Returns:
-        Two [T, R/2] tensors, float64 where `dtype` is float64 and float32 otherwise.
+        cos and sin, each [T, R/2]; float64 if `dtype` is float64, otherwise float32.
 
     Raises:
-        ValueError: `positions` of another shape or dtype, or an odd `dim`.
+        ValueError: `positions` has a wrong shape or dtype, or `dim` is odd.
     """
     check_tensor("positions", positions, ("T",), (torch.int64, torch.int32))
     check_dtype("dtype", dtype)
@@ -70,19 +87,19 @@ def rotary_cos_sin(
 def rotate(
     x: Float[Tensor, "T *heads R"], cos: Float[Tensor, "T R/2"], sin: Float[Tensor, "T R/2"], interleaved: bool
 ) -> Float[Tensor, "T *heads R"]:
-    """Turn each pair (a, b) by its angle: (a cos - b sin, b cos + a sin). Computed in float32, or float64.
+    """Rotate each pair (a, b) by its angle to (a cos - b sin, b cos + a sin), computed in the dtype of `cos`.
 
     Args:
-        x: [T, R] or [T, N, R].
-        cos: [T, R/2].
-        sin: [T, R/2].
-        interleaved: pairs are (0, 1), (2, 3), .. where True, (0, R/2), (1, R/2 + 1), .. where False.
+        x: [T, R] or [T, N, R], the vectors to rotate.
+        cos: [T, R/2], from `rotary_cos_sin`.
+        sin: [T, R/2], from `rotary_cos_sin`.
+        interleaved: which elements form a pair. True: (0, 1), (2, 3), ...; False: (0, R/2), (1, R/2 + 1), ...
 
     Returns:
-        The shape, dtype and element order of `x`.
+        The rotated vectors, with the shape, dtype and element order of `x`.
 
     Raises:
-        ValueError: shapes or devices that do not fit.
+        ValueError: shapes or devices do not match.
     """
     check_type("x", x, Tensor, "a tensor")
     check_flag("interleaved", interleaved)
@@ -93,9 +110,9 @@ def rotate(
     a, b = rearrange(x.to(cos.dtype), pairs, two=2)
     if x.dim() == 3:
         cos, sin = cos[:, None], sin[:, None]
-    turned = torch.stack((a * cos - b * sin, b * cos + a * sin))
+    rotated = torch.stack((a * cos - b * sin, b * cos + a * sin))
     back = "two t ... pair -> t ... (pair two)" if interleaved else "two t ... pair -> t ... (two pair)"
-    return rearrange(turned, back).to(x.dtype)
+    return rearrange(rotated, back).to(x.dtype)
 
 
 def apply_rope(
@@ -104,16 +121,16 @@ def apply_rope(
     """Rotate the rope parts of the query and of the shared key.
 
     Args:
-        positions: [T] position of each token in its request.
-        q_pe: [T, N, R].
-        k_pe: [T, R], one for all heads.
+        positions: [T], position of each token in its request.
+        q_pe: [T, N, R], rope parts of the queries.
+        k_pe: [T, R], rope parts of the keys, which all heads share.
         rope: rotary parameters.
 
     Returns:
-        The rotated pair, new tensors of the same dtype.
+        The rotated `q_pe` and `k_pe`, as new tensors of the same dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_tensor("q_pe", q_pe, ("T", "N", "R"))
     check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)

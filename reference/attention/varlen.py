@@ -1,9 +1,12 @@
-"""Softmax attention over packed sequences, with its log-sum-exp.
+"""Softmax attention over packed sequences, with its log-sum-exp (LSE).
 
-Arithmetic, here and everywhere in the reference: products accumulate in float32 (float64 where the input is),
-scores and softmax are in that wide type, probabilities are rounded to the input's dtype before they meet the
-values, as flash attention does. In float64 this is the gold standard; in a kernel's own dtype it is the error a
-careful kernel may be expected to have.
+All attention in the reference has the same precision, and FlashAttention has it too:
+
+- products accumulate in float32 (float64 if the input is float64); scores and softmax have that dtype too;
+- probabilities are rounded to the dtype of the input before they are multiplied by the values.
+
+In float64 the result is the correct value with which kernels are compared ("gold"). In the dtype of a kernel its error
+is the error that a careful kernel may have.
 """
 
 from __future__ import annotations
@@ -30,24 +33,26 @@ def attend_one_request(
     visible: Bool[Tensor, "Sq S"],
     softmax_scale: float,
 ) -> AttentionState:
-    """One request's attention: one masked einsum. FLOPs: 2 Sq S N (D + Dv).
+    """Compute the attention of one request with two einsums and a mask. FLOPs: 2 Sq S N (D + Dv).
 
     Args:
-        q: [Sq, N, D].
-        k: [S, N, D].
-        v: [S, N, Dv].
-        visible: [Sq, S], True where row i sees key j.
-        softmax_scale: multiplies the scores.
+        q: [Sq, N, D], queries.
+        k: [S, N, D], keys.
+        v: [S, N, Dv], values.
+        visible: [Sq, S], True if query i attends key j.
+        softmax_scale: factor of the scores.
 
     Returns:
-        The state, out in the wide type; a row that sees nothing has out = 0, lse = -inf.
+        The attention state, in float32 (float64 if `q` is float64). A query that attends no key has out = 0 and
+        lse = -inf.
     """
     wide = wide_dtype(q.dtype)
     scores = einsum(q.to(wide), k.to(wide), "queries heads dim, keys heads dim -> heads queries keys") * softmax_scale
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     probabilities = torch.exp(scores - lse[..., None])
-    probabilities = probabilities.masked_fill(~visible | (lse == -torch.inf)[..., None], 0)  # not -inf - -inf
+    # a row without keys: -inf - (-inf) is NaN, so set 0
+    probabilities = probabilities.masked_fill(~visible | (lse == -torch.inf)[..., None], 0)
     probabilities = probabilities.to(q.dtype).to(wide)
     out = einsum(probabilities, v.to(wide), "heads queries keys, keys heads value -> queries heads value")
     return AttentionState(out, lse)
@@ -65,27 +70,27 @@ def flash_attn_varlen(
     causal: bool,
     out_dtype: torch.dtype | None = None,
 ) -> AttentionState:
-    """Attention of packed requests, each over its own keys.
+    """Compute the attention of packed requests; the queries of each request attend the keys of the same request.
 
-    The causal mask aligns bottom-right: query i of Sq sees keys up to S - Sq + i.
+    With `causal`, the mask is aligned to the bottom right: query i of a request attends its keys 0 to S - Sq + i.
 
     Args:
-        q: [T, N, D].
-        k: [S, N, D].
-        v: [S, N, Dv]; Dv may differ from D.
+        q: [T, N, D], queries of all requests, one request after another.
+        k: [S, N, D], keys of all requests.
+        v: [S, N, Dv], values of all requests; Dv may differ from D.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths; 0 is a legal length.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths; 0 is a legal length.
-        max_seqlen_q: an upper bound on the query lengths (a launch hint; no value depends on it).
-        max_seqlen_k: an upper bound on the key lengths (likewise).
-        softmax_scale: multiplies the scores.
-        causal: mask the keys after each query.
-        out_dtype: dtype of `out`; that of `q` where None.
+        max_seqlen_q: upper bound of the query lengths. It sizes the grid of a kernel and does not change the result.
+        max_seqlen_k: upper bound of the key lengths. It does not change the result either.
+        softmax_scale: factor of the scores.
+        causal: whether to mask the keys after each query.
+        out_dtype: dtype of `out`; None means the dtype of `q`.
 
     Returns:
         out [T, N, Dv] and lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; offsets that fall or end elsewhere.
+        ValueError: shapes, dtypes or devices do not match; offsets decrease, or do not end at the number of tokens.
     """
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)

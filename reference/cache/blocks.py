@@ -19,14 +19,15 @@ from ..interfaces import (
 def copy_blocks(
     kv_caches: list[Shaped[Tensor, "num_blocks block_size columns"]], block_mapping: Int64[Tensor, "pairs 2"]
 ) -> None:
-    """Copy whole blocks within each cache (copy on write); bit-exact.
+    """Copy whole blocks within each cache, bit for bit. Engines use it for copy on write.
 
     Args:
-        kv_caches: one cache a layer, all with the same number of blocks.
-        block_mapping: [pairs, 2], (source block, target block).
+        kv_caches: caches of all layers, with the same number of blocks.
+        block_mapping: [pairs, 2], pairs of (source block, target block); the same for all caches.
 
     Raises:
-        ValueError: a block outside the cache, written twice, or both read and written. Nothing is written then.
+        ValueError: a block is outside the cache, is the target of two pairs, or is both a source and a target. Nothing
+            has been written.
     """
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
     check_readable("block_mapping", block_mapping)
@@ -45,15 +46,16 @@ def swap_blocks(
     target: Shaped[Tensor, "target_blocks block_size columns"],
     block_mapping: Int64[Tensor, "pairs 2"],
 ) -> None:
-    """Copy whole blocks from one cache into another, on the same or another device; bit-exact.
+    """Copy whole blocks from one cache to another, bit for bit. The caches may be on different devices.
 
     Args:
-        source: the cache that is read.
-        target: the cache that is written; the same block size, entry width and dtype.
-        block_mapping: [pairs, 2], (source block, target block).
+        source: cache that is read.
+        target: cache that is written, with the block size, columns and dtype of `source`.
+        block_mapping: [pairs, 2], pairs of (source block, target block).
 
     Raises:
-        ValueError: caches that do not fit, a block outside them or written twice. Nothing is written then.
+        ValueError: the caches have different block sizes, columns or dtypes, or overlap in memory; a block is outside
+            its cache or is the target of two pairs. Nothing has been written.
     """
     check_swap(source, target, block_mapping)
     check_block_mapping(block_mapping, source.shape[0], target.shape[0], source.data_ptr() == target.data_ptr())

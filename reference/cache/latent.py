@@ -31,22 +31,25 @@ def allocate_kv_cache(
     num_layers: int | None = None,
     layout: str = "layers_first",
 ) -> Shaped[Tensor, "*layers num_blocks block_size columns"]:
-    """An empty cache; its bytes are undefined until written (they may be NaN and reach nothing).
+    """Allocate a cache without initialising it. Its values are undefined until they are written, and may be NaN.
+
+    Undefined values never change a result.
 
     Args:
-        num_blocks: how many, 0 is legal.
-        block_size: tokens a block.
-        head_size: Lkv + R.
-        dtype: float32, float64, bfloat16 or float16.
-        device: where.
-        num_layers: of one tensor for all layers, whose index gives a layer's cache; None for one layer.
-        layout: how that tensor lies in memory (`stride_order`); every op takes a layer's cache with any strides.
+        num_blocks: blocks of one layer; 0 is legal.
+        block_size: tokens per block.
+        head_size: Lkv + R, elements of a cache entry.
+        dtype: dtype of the cache: float32, float64, bfloat16 or float16.
+        device: device of the cache.
+        num_layers: number of layers if one tensor holds the cache of all layers; `cache[layer]` is then the cache of a
+            layer. None allocates the cache of one layer.
+        layout: order of the axes in memory (`stride_order`). Every op takes a layer's cache with any strides.
 
     Returns:
-        [num_blocks, block_size, Lkv + R], with `num_layers` in front where given.
+        [num_blocks, block_size, Lkv + R], or [num_layers, num_blocks, block_size, Lkv + R] if `num_layers` is given.
 
     Raises:
-        ValueError: a size below 1, or another dtype or layout.
+        ValueError: a size is below 1, or `dtype` or `layout` is not supported.
     """
     check_storage_dtype("dtype", dtype)
     device = check_device("device", device)
@@ -63,17 +66,19 @@ def concat_and_cache_mla(
     slot_mapping: Int64[Tensor, " slots"],
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> None:
-    """Write each token's latent and rotated key into its slot; bit-exact. Slots past T are ignored.
+    """Write the cache entry of each token, its latent and its rotated rope key, to the slot of the token.
+
+    The values are copied bit for bit.
 
     Args:
-        kv_c_normed: [T, Lkv], RMS-normed latents.
-        k_pe: [T, R], rotated keys.
-        kv_cache: written in place.
-        slot_mapping: [>= T], -1 = padding.
+        kv_c_normed: [T, Lkv], normed latents.
+        k_pe: [T, R], rotated rope parts of the keys.
+        kv_cache: the cache of the layer, written in place.
+        slot_mapping: [at least T], slot of each token; -1 = the token is not written. Slots from T on are ignored.
         cache_format: format of the cache.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a slot outside the cache. Nothing is written then.
+        ValueError: shapes, dtypes or devices do not match; a slot is outside the cache. Nothing has been written.
     """
     check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
     slots = slot_mapping[: kv_c_normed.shape[0]]
@@ -93,25 +98,26 @@ def gather_and_maybe_dequant_cache(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "num_tokens head_size"]:
-    """Copy a piece of each request's tokens out of the pages, packed one request after another.
+    """Copy the cache entries of consecutive tokens of each request into one tensor, one request after another.
 
-    Request b contributes its tokens [starts[b], starts[b] + cu_seq_lens[b + 1] - cu_seq_lens[b]). In the dtype of the
-    cache the copy is bit-exact; another `out_dtype` rounds each element once.
+    Of request b it copies the tokens [starts[b], starts[b] + n), where n = cu_seq_lens[b + 1] - cu_seq_lens[b]. In the
+    dtype of the cache the values are copied bit for bit; for another `out_dtype` each element is rounded once.
 
     Args:
-        kv_cache: the cache.
-        block_table: [B, W].
-        cu_seq_lens: [B + 1], prefix sum of the pieces' lengths.
-        starts: [B], first token of each piece.
-        num_tokens: cu_seq_lens[-1].
+        kv_cache: the cache of the layer.
+        block_table: [B, W], block ids of each request.
+        cu_seq_lens: [B + 1], prefix sum of the number of tokens to copy of each request.
+        starts: [B], first token to copy of each request.
+        num_tokens: cu_seq_lens[-1], tokens of the result.
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None for that of the cache. A format with a storage dtype of its own needs it.
+        out_dtype: dtype of the result. None means the dtype of the cache, and is legal only if the format has no
+            storage dtype of its own.
 
     Returns:
         [num_tokens, Lkv + R] in `out_dtype`.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; offsets that fall; a block outside the cache.
+        ValueError: shapes, dtypes or devices do not match; the offsets decrease; a block is outside the cache.
     """
     width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
     check_offsets("cu_seq_lens", cu_seq_lens, num_tokens)
@@ -122,9 +128,9 @@ def gather_and_maybe_dequant_cache(
     rows = [kv_cache.new_empty(0, width)]
     for table, start, length in zip(block_table.tolist(), first, lengths, strict=True):
         token, end = start, start + length
-        while token < end:  # page by page: the rest of the page, or of the piece where it ends earlier
-            page_end = min(end, (token // block_size + 1) * block_size)
+        while token < end:  # block by block: copy to the end of the block, or to `end` if that comes first
+            copy_end = min(end, (token // block_size + 1) * block_size)
             offset = token % block_size
-            rows.append(kv_cache[table[token // block_size], offset : offset + page_end - token])
-            token = page_end
+            rows.append(kv_cache[table[token // block_size], offset : offset + copy_end - token])
+            token = copy_end
     return torch.cat(rows).to(dtype)

@@ -1,1 +1,1 @@
-"""Exchange between context-parallel ranks; knows no attention family."""
+"""Exchange of tensors and attention states between context-parallel ranks, for any attention family."""

@@ -1,4 +1,4 @@
-"""What layers and ops ask of groups of ranks."""
+"""Argument checks of layers and functions that use groups of ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from .groups import ContextParallel
 
 
 def check_groups(context_parallel: ContextParallel | None) -> None:
-    """Check that groups are a `ContextParallel`, or None where one rank serves."""
+    """Check that an argument is a `ContextParallel`, or None (one rank)."""
     if context_parallel is not None:
         check_type("context_parallel", context_parallel, ContextParallel, "a ContextParallel or None")
 
 
 def check_output_projection(o_proj: object, context_parallel: ContextParallel | None) -> None:
-    """Check that an output projection adds its own bias and can be summed over the ranks that share its heads.
+    """Check the bias of an output projection.
 
-    `linear_output` would refuse a bias that is returned, but only after the cache was written.
+    - The projection must add its bias itself. `linear_output` raises for a bias that is returned, but only after the
+      layer has written to the cache.
+    - If ranks share the heads it must have no bias: their outputs are summed, and every rank would add the bias.
     """
     check_groups(context_parallel)
     skipped = getattr(o_proj, "skip_bias_add", False) and getattr(o_proj, "bias", None) is not None
@@ -36,7 +38,7 @@ def check_output_projection(o_proj: object, context_parallel: ContextParallel | 
 
 
 def check_step_ownership(metadata: MLAMetadata, context_parallel: ContextParallel | None) -> None:
-    """Check that a step was planned for the tokens that the rank of a layer owns."""
+    """Check that the plan of a step was made for the tokens that this rank owns."""
     ownership = metadata.ownership if isinstance(metadata, ContextParallelMetadata) else None
     wanted = None if context_parallel is None else context_parallel.ownership
     if ownership != wanted:
@@ -50,7 +52,7 @@ def check_step_ownership(metadata: MLAMetadata, context_parallel: ContextParalle
 
 
 def check_chunk_ownership(chunk: ContextChunk, context_parallel: ContextParallel, argument: str = "chunk") -> None:
-    """Check that a chunk of context was planned for the tokens that a rank owns."""
+    """Check that a chunk was planned for the tokens that this rank owns."""
     check_type("context_parallel", context_parallel, ContextParallel)
     is_shared = isinstance(chunk, ContextParallelChunk)
     check(is_shared, argument, "a ContextParallelChunk (`rank_local_chunk`)", type(chunk).__name__)
@@ -63,7 +65,11 @@ def check_chunk_ownership(chunk: ContextChunk, context_parallel: ContextParallel
 
 
 def check_invariant_merge(context_parallel: ContextParallel | None, batch_invariant: bool) -> None:
-    """Check that a promise of the same bits does not rest on a reduce-scatter, whose order the engine may choose."""
+    """Check that `batch_invariant` is not combined with the merge "ag_rs".
+
+    "ag_rs" sums by a reduce-scatter. The communication library may choose the order of its sum, so the bits of the
+    result are not guaranteed.
+    """
     check_groups(context_parallel)
     check_flag("batch_invariant", batch_invariant)
     breaks = batch_invariant and context_parallel is not None and context_parallel.merge != "a2a"
@@ -71,7 +77,7 @@ def check_invariant_merge(context_parallel: ContextParallel | None, batch_invari
 
 
 def check_merge_over_group(state: AttentionState, group_size: int) -> None:
-    """Shapes, dtypes and devices of a rank's attention state whose heads go to their owner ranks; reads no values."""
+    """Check an attention state that is merged over ranks, and that the group size divides its heads; read no values."""
     check_state("state", state)
     heads = state.out.shape[1]
-    check(heads % group_size == 0, "state.out", f"heads in a multiple of {group_size} ranks", heads)
+    check(heads % group_size == 0, "state.out", f"a number of heads that {group_size} divides", heads)

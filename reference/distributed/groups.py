@@ -1,4 +1,4 @@
-"""Groups of ranks and what they exchange, over `torch.distributed` or within one process (`simulation`)."""
+"""Groups of ranks that exchange tensors, over `torch.distributed` or within one process (`simulation`)."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ from ..interfaces import (
 
 
 class Pending:
-    """The result of an exchange that may still be under way.
+    """The result of an exchange that may still be running.
 
     Args:
-        result: what `wait` returns.
-        finish: called once before; None where nothing is left to do.
+        result: tensor that `wait` returns.
+        finish: function that waits for the exchange; the first `wait` calls it. None if the exchange is complete.
     """
 
     def __init__(self, result: Tensor, finish: Callable[[], object] | None = None):
         self._result, self._finish = result, finish
 
     def wait(self) -> Tensor:
-        """The result, for use on the current stream (NCCL) or at once (gloo)."""
+        """Return the result after the exchange is complete.
+
+        With NCCL the current CUDA stream waits for the exchange; with gloo the host waits.
+        """
         if self._finish is not None:
             self._finish()
             self._finish = None
@@ -45,17 +48,18 @@ class Pending:
 
 
 class Group(ABC):
-    """Ranks that exchange tensors. All call the same operations in the same order, on tensors of the same shapes.
+    """Ranks that exchange tensors. All ranks call the same operations in the same order, with tensors of equal shapes.
 
     Attributes:
-        name: what errors call it.
-        size: how many ranks.
-        rank: this one, in [0, size).
-        members: global ranks, in order.
-        received: bytes that this rank received so far, by operation, counted as the least that an exchange needs:
-            everything of others for a gather and an all-to-all, one share of it for a reduce-scatter, both for an
-            all-reduce. A graph that is replayed counts once, when it is captured.
-        last_operation: the exchange that was begun last.
+        name: name of the group in error messages.
+        size: D, number of ranks.
+        rank: this rank, in [0, D).
+        members: global ranks of the members, in order.
+        received: bytes that this rank received so far, by operation. They are computed, as the least that any algorithm
+            needs for a tensor of n bytes: (D - 1) n for an all-gather, (D - 1) n / D for a reduce-scatter or an
+            all-to-all, and 2 (D - 1) n / D for an all-reduce. A CUDA graph counts at its capture and not at its
+            replays.
+        last_operation: name of the operation that was started last.
     """
 
     def __init__(self, name: str, size: int, rank: int, members: Sequence[int]):
@@ -65,20 +69,25 @@ class Group(ABC):
 
     @property
     def timeout_s(self) -> float | None:
-        """Seconds after which an exchange fails; None where it cannot."""
+        """Return the seconds after which an exchange fails; None if it has no timeout."""
         return None
 
     @property
     def fails_on_its_own(self) -> bool:
-        """Whether an exchange with a dead rank raises where it was called."""
+        """Return whether an exchange with a dead rank raises an exception in the call."""
         return True
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """[D, *x.shape], the tensors of all ranks; `out`, without gaps, where given."""
+        """Return the tensors of all ranks, [D, *x.shape].
+
+        Args:
+            x: tensor of this rank.
+            out: contiguous tensor [D, *x.shape] for the result; None allocates one.
+        """
         return self.all_gather_async(x, out).wait()
 
     def all_gather_async(self, x: Tensor, out: Tensor | None = None) -> Pending:
-        """As `all_gather`, under way while the caller goes on."""
+        """Start an `all_gather` and return without waiting for its end; `Pending.wait` returns the result."""
         self._begin("all_gather", (self.size - 1) * _bytes(x))
         if out is None:
             out = x.new_empty(self.size, *x.shape)
@@ -89,32 +98,37 @@ class Group(ABC):
         return self._all_gather(x.contiguous(), out)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Sum over ranks of their x[rank]: [D, ...] to [...]."""
+        """Return the sum over all ranks of x[r], where r is this rank: [D, ...] -> [...]."""
         self._check_parts("reduce_scatter", x)
         self._begin("reduce_scatter", (self.size - 1) * _bytes(x) // self.size)
         return x[0].clone() if self.size == 1 or x.numel() == 0 else self._reduce_scatter(x.contiguous())
 
     def all_to_all(self, x: Tensor) -> Tensor:
-        """The x[rank] of all ranks: [D, ...] to [D, ...]."""
+        """Return x[r] of every rank, where r is this rank: [D, ...] -> [D, ...]."""
         self._check_parts("all_to_all", x)
         self._begin("all_to_all", (self.size - 1) * _bytes(x) // self.size)
         return x.clone() if self.size == 1 or x.numel() == 0 else self._all_to_all(x.contiguous())
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over ranks, the same bits on all of them; `x` may be overwritten, or be the result."""
+        """Return the sum of `x` over all ranks, with the same bits on every rank.
+
+        `x` may be overwritten, and the result may be `x` itself.
+        """
         self._begin("all_reduce", 2 * (self.size - 1) * _bytes(x) // self.size)
         return x if self.size == 1 or x.numel() == 0 else self._all_reduce(x.contiguous())
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The values of all ranks; slow, for checks at the start."""
+        """Return the Python objects of all ranks. It is slow; use it for checks at the start."""
         self._begin("all_gather_object", 0)
         return [value] if self.size == 1 else self._all_gather_object(value)
 
     def _check_parts(self, operation: str, x: Tensor) -> None:
+        """Check that the first dimension of a tensor has one element for each rank."""
         check(x.dim() > 0 and x.shape[0] == self.size, operation, f"a part for each of {self.size} ranks",
               f"shape {list(x.shape)}")  # fmt: skip
 
     def _begin(self, operation: str, num_bytes: int) -> None:
+        """Record the start of an operation and the bytes that this rank receives."""
         self.last_operation = operation
         self.received[operation] += num_bytes
 
@@ -135,27 +149,28 @@ class Group(ABC):
 
 
 def _bytes(x: Tensor) -> int:
+    """Return the bytes of a tensor."""
     return x.numel() * x.element_size()
 
 
 def _either(new: str, old: str) -> Callable[..., Any]:
-    """A collective of torch.distributed by whichever name this version calls it."""
+    """Return a function of torch.distributed by its new name, or by its old name in versions without the new one."""
     return getattr(dist, new, None) or getattr(dist, old)
 
 
 class ProcessRanks(Group):
-    """The ranks of a process group of `torch.distributed`, which the caller made.
+    """The ranks of a process group of `torch.distributed` that the caller made.
 
-    An exchange that fails (a rank that died, a timeout) raises `GroupError`; with NCCL, where a launch returns before
-    the exchange ends, PyTorch's own watchdog ends the process instead.
+    A failed exchange (a dead rank, a timeout) raises `GroupError`. With NCCL the call returns before the exchange is
+    complete, so it cannot raise; the watchdog of PyTorch ends the process instead.
 
     Args:
-        group: the process group, or a one-dimensional device mesh.
-        name: what errors call it.
+        group: process group, or device mesh of one dimension.
+        name: name of the group in error messages.
 
     Raises:
-        TypeError: neither of them.
-        ValueError: a mesh of several dimensions, or a process that is no member.
+        TypeError: `group` is neither a process group nor a device mesh.
+        ValueError: the device mesh has several dimensions, or this process is not a member of the group.
     """
 
     def __init__(self, group: Any, name: str):
@@ -170,19 +185,19 @@ class ProcessRanks(Group):
         check(rank >= 0, name, "a group that this process is a member of", "another")
         super().__init__(name, dist.get_world_size(group), rank, dist.get_process_group_ranks(group))
         self.group = group
-        # "gloo", or "cpu:gloo,cuda:nccl", whatever the group was made with
+        # as the caller made the group, for example "gloo" or "cpu:gloo,cuda:nccl"
         engines = dict(pair.rsplit(":", 1) for pair in dist.get_backend_config(group).split(","))
         self._is_nccl = engines.get("cuda") == "nccl"
 
     @property
     def timeout_s(self) -> float | None:
-        """Seconds after which an exchange fails, as the group was made."""
+        """Return the seconds after which an exchange fails; the caller chose them when it made the group."""
         device = torch.device("cuda" if self._is_nccl else "cpu")
         return self.group._get_backend(device).options._timeout.total_seconds()
 
     @property
     def fails_on_its_own(self) -> bool:
-        """False where tensors on a GPU go over NCCL: a GPU waits, and the host goes on."""
+        """Return False if the group exchanges GPU tensors by NCCL: the GPU then waits, but the call has returned."""
         return not self._is_nccl
 
     def _call(self, operation: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -232,22 +247,27 @@ class ProcessRanks(Group):
 
 @dataclass(frozen=True, eq=False)
 class ContextParallel:
-    """The groups of decode context parallelism: D ranks share each sequence, TP ranks share the heads.
+    """The groups of decode context parallelism: D ranks share each sequence, and TP ranks share the heads.
 
-    A rank has N / TP heads. For a decode the D ranks of `cp_group` gather each other's queries, N D / TP heads; each
-    attends its own keys; the results are merged by LSE, each head on its owner rank. `o_proj` is summed over
-    `tp_group`.
+    Each rank has the weights of N / TP heads and the rank-local tokens of every sequence. A decode has these steps:
+
+    1. The D ranks of `cp_group` gather their queries, so each rank has the queries of N D / TP heads.
+    2. Each rank attends its rank-local keys.
+    3. The D attention states of each head are merged by their LSE; the result is on the head's owner rank.
+    4. The outputs of `o_proj` are summed over `tp_group`.
 
     Attributes:
-        cp_group: a process group, a device mesh of one dimension, or a group of `simulate`; ranks that share sequences.
-        tp_group: likewise; ranks that share heads, all of `cp_group` among them.
-        interleave: I, tokens of a sequence in a row on one rank.
-        merge: "a2a" (`cp_lse_a2a`) or "ag_rs" (`cp_lse_ag_out_rs`).
-        ownership: which tokens lie here.
+        cp_group: the ranks that share sequences: a process group, a device mesh of one dimension, or a group from
+            `simulate`.
+        tp_group: the ranks that share heads, of the same types. It contains all ranks of `cp_group`.
+        interleave: I, consecutive tokens on one rank.
+        merge: merge of step 3: "a2a" (`cp_lse_a2a`) or "ag_rs" (`cp_lse_ag_out_rs`).
+        ownership: the tokens that this rank owns; computed from `cp_group` and `interleave`.
 
     Raises:
-        TypeError: no groups.
-        ValueError: a `cp_group` that is no subgroup of `tp_group`, or whose size does not divide it; another merge.
+        TypeError: `cp_group` or `tp_group` has another type.
+        ValueError: `cp_group` is not a subgroup of `tp_group`, or D does not divide TP; `merge` is neither "a2a" nor
+            "ag_rs".
     """
 
     cp_group: Any
@@ -269,16 +289,16 @@ class ContextParallel:
 
     @property
     def size(self) -> int:
-        """D."""
+        """Return D, the number of ranks of `cp_group`."""
         return self.cp_group.size
 
     @property
     def rank(self) -> int:
-        """Of `cp_group`."""
+        """Return this rank in `cp_group`, in [0, D)."""
         return self.cp_group.rank
 
     def local_heads(self, num_heads: int) -> int:
-        """N / TP, the heads of one rank.
+        """Return N / TP, the number of heads of one rank.
 
         Raises:
             ValueError: TP does not divide N.
@@ -288,7 +308,7 @@ class ContextParallel:
         return num_heads // self.tp_group.size
 
     def local_config(self, config: MLAConfig) -> MLAConfig:
-        """The config of this rank's heads.
+        """Return the config with the number of this rank's heads.
 
         Raises:
             ValueError: TP does not divide N.
@@ -297,19 +317,22 @@ class ContextParallel:
         return replace(config, num_heads=self.local_heads(config.num_heads))
 
     def shard_linear(self, name: str, linear: nn.Module, dim: int, num_heads: int) -> nn.Linear:
-        """This rank's share of a projection that has heads; its weight is a view. With one rank the linear itself.
+        """Return a linear with only this rank's heads of a projection; its weight is a view of the projection's weight.
+
+        If `tp_group` has one rank, the result is the projection itself.
 
         Args:
-            name: what errors call it.
-            linear: a plain linear without bias whose rows (`dim` 0) or columns (1) are N heads of equal width.
-            dim: of the weight, which has heads.
+            name: name of the projection in error messages.
+            linear: plain linear without bias. The rows (`dim` 0) or columns (`dim` 1) of its weight are N heads of
+                equal width.
+            dim: dimension of the weight that contains the heads.
             num_heads: N.
 
         Raises:
-            UnsupportedConfiguration: a wrapped, hooked or quantised linear, or one with a bias.
-            ValueError: TP does not divide N, or N the weight.
+            UnsupportedConfiguration: the linear is wrapped, hooked or quantised, or has a bias.
+            ValueError: TP does not divide N, or N does not divide dimension `dim` of the weight.
         """
-        ownership = self.local_heads(num_heads)
+        local_heads = self.local_heads(num_heads)
         if self.tp_group.size == 1:
             return linear
         traits = {
@@ -318,20 +341,20 @@ class ContextParallel:
             " with a forward of its own": "forward" in linear.__dict__,
             " with parametrized weights": hasattr(linear, "parametrizations"),
         }
-        found = [trait for trait, there in traits.items() if there]
+        found = [trait for trait, present in traits.items() if present]
         if type(linear) is not nn.Linear or found:
             got = type(linear).__name__ + "".join(found)
             raise UnsupportedConfiguration([f"{name}: expected a plain linear without bias to share heads, got {got}"])
         check(linear.weight.shape[dim] % num_heads == 0, name, f"a weight of {num_heads} heads in dimension {dim}",
               list(linear.weight.shape))  # fmt: skip
-        width = linear.weight.shape[dim] // num_heads * ownership
+        width = linear.weight.shape[dim] // num_heads * local_heads
         weight = linear.weight.detach().narrow(dim, self.tp_group.rank * width, width)
         sharded = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
         sharded.weight = nn.Parameter(weight, requires_grad=False)
         return sharded.train(linear.training)
 
     def gathered_heads(self, num_heads: int) -> int:
-        """N D / TP, the heads that a rank attends in a decode.
+        """Return N D / TP, the number of heads that a rank attends in a decode.
 
         Raises:
             ValueError: TP does not divide N.
@@ -340,16 +363,18 @@ class ContextParallel:
 
 
 def verify_group(context_parallel: ContextParallel, **facts: Any) -> None:
-    """Check at the start that all ranks mean the same: D, I, the merge, and whatever else they must agree on.
+    """Check that all ranks have the same settings: D, I, the merge, and any others that the caller names.
 
-    Every rank of `tp_group` calls it, with facts of the same names.
+    Call it once at the start, on every rank of `tp_group`, with the same names in `facts`.
 
     Args:
         context_parallel: the groups.
-        facts: such as block_size=64, dtype=torch.bfloat16, seq_lens=[..]: values that pickle and compare.
+        facts: further settings by name, such as block_size=64, dtype=torch.bfloat16, seq_lens=[...]. Their values must
+            support pickle and ==.
 
     Raises:
-        ValueError: on every rank, where one differs; the line names the fact, what most ranks have, and who differs.
+        ValueError: a rank has a different value. Every rank raises; the message names the setting, the value of most
+            ranks, and the ranks that differ.
         GroupError: a rank did not answer.
     """
     check_type("context_parallel", context_parallel, ContextParallel)
@@ -359,7 +384,7 @@ def verify_group(context_parallel: ContextParallel, **facts: Any) -> None:
     said = dict(zip(tp.members, tp.all_gather_object((mine, cp.members)), strict=True))
     for name in dict.fromkeys(name for found, _ in said.values() for name in found):
         values = [found.get(name, "nothing") for found, _ in said.values()]
-        wanted = max(values, key=values.count)  # of equally frequent ones that of the first rank
+        wanted = max(values, key=values.count)  # the most frequent value; among equally frequent values the first
         different = {member: value for member, value in zip(said, values, strict=True) if value != wanted}
         got = ", ".join(f"{value} on rank {member}" for member, value in different.items())
         check(not different, name, f"{wanted} on every rank", got)

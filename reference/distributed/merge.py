@@ -17,19 +17,19 @@ from .groups import Group
 
 
 def _weighted(out: Tensor, weights: Tensor, lse: Tensor) -> Tensor:
-    """Return outputs [.., T, N, Dv] times their weights [.., N, T].
+    """Return outputs [.., T, N, Dv] times their weights [.., N, T], and 0 where `lse` [.., N, T] is -inf.
 
-    An output is not read where its lse [.., N, T] is -inf: a rank without keys.
+    lse = -inf means that the rank has no keys for the row. Its output is not used then, so it may even be NaN.
     """
     per_row = "... heads tokens -> ... tokens heads 1"
     return torch.where(rearrange(lse, per_row) == -torch.inf, 0, rearrange(weights, per_row) * out.to(weights.dtype))
 
 
 def _merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax weight of each rank's output [D, N, T], and the merged LSE [N, T].
+    """Return the softmax weights [D, N, T] of the ranks' outputs, and the merged LSE [N, T].
 
     Args:
-        lses: [D, N, T], each rank's LSE.
+        lses: [D, N, T], LSE of each rank.
     """
     largest = lses.amax(0)
     shift = largest.masked_fill(largest == -torch.inf, 0)  # no rank has a key: exp(-inf - 0) = 0, not NaN
@@ -39,18 +39,24 @@ def _merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
-    """Merge over ranks: all-gather the LSE, scale the outputs by their softmax weights, reduce-scatter the heads.
+    """Merge attention states over ranks with an all-gather of the LSE and a reduce-scatter of the outputs.
+
+    The steps are:
+
+    1. All-gather the LSE, and compute each rank's softmax weights from it.
+    2. Multiply this rank's outputs by its weights.
+    3. Reduce-scatter the outputs over the heads: each rank receives the sums of the heads that it owns.
 
     Args:
-        state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
-        group: the D ranks; rank r owns heads [r N / D, (r + 1) N / D) of the result.
+        state: out [T, N, Dv] and lse [N, T] of all N heads over the rank-local keys.
+        group: the D ranks. Rank r is the owner rank of heads [r N / D, (r + 1) N / D).
 
     Returns:
-        out [T, N / D, Dv] in the dtype of `state.out`, lse [N / D, T], over the keys of all ranks. A rank without keys
-        (lse -inf) contributes nothing; where none has any, the row is 0 and -inf.
+        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T] of this rank's heads, over the keys of all
+        ranks. A rank without keys (lse = -inf) adds nothing. A row without keys on any rank has out = 0, lse = -inf.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; heads that D does not divide.
+        ValueError: shapes, dtypes or devices do not match; D does not divide the heads.
         GroupError: an exchange failed.
     """
     check_type("group", group, Group)
@@ -64,17 +70,21 @@ def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
 
 
 def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
-    """Merge over ranks: one all-to-all brings outputs and LSE of the own heads from every rank, then combine.
+    """Merge attention states over ranks with one all-to-all.
+
+    Each rank receives the outputs and LSE of its own heads from every rank, and merges them itself. The sum is in
+    float32 (float64 if `state.out` is) and is rounded once. `cp_lse_ag_out_rs` rounds each rank's output before the
+    sum.
 
     Args:
-        state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
-        group: the D ranks; rank r owns heads [r N / D, (r + 1) N / D) of the result.
+        state: out [T, N, Dv] and lse [N, T] of all N heads over the rank-local keys.
+        group: the D ranks. Rank r is the owner rank of heads [r N / D, (r + 1) N / D).
 
     Returns:
-        As `cp_lse_ag_out_rs`; the sum is rounded once.
+        The same shapes and dtypes as `cp_lse_ag_out_rs`.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; heads that D does not divide.
+        ValueError: shapes, dtypes or devices do not match; D does not divide the heads.
         GroupError: the exchange failed.
     """
     check_type("group", group, Group)
@@ -82,7 +92,7 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
     tokens, heads, value = state.out.shape
     outs = rearrange(state.out, "tokens (ranks heads) value -> ranks tokens heads value", ranks=group.size)
     lses = rearrange(state.lse, "(ranks heads) tokens -> ranks heads tokens", ranks=group.size)
-    # both as bytes in one message: LSE stays as wide as it is
+    # send both as bytes in one message, so that LSE keeps its dtype
     message = torch.cat([_as_bytes(outs), _as_bytes(lses)], dim=1)
     arrived = group.all_to_all(message)
     out_bytes = tokens * heads // group.size * value * state.out.element_size()
@@ -93,12 +103,12 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """[D, ...] as [D, bytes]."""
+    """Return a tensor [D, ...] as bytes [D, bytes of one element]."""
     return x.contiguous().view(x.shape[0], -1).view(torch.uint8)
 
 
 def _from_bytes(x: Tensor, like: Tensor) -> Tensor:
-    """[D, bytes] as a tensor like another."""
+    """Return bytes [D, bytes] as a tensor with the dtype and shape of `like`."""
     return x.flatten().clone().view(like.dtype).view(like.shape)
 
 

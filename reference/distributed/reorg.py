@@ -1,4 +1,4 @@
-"""Order the context that was gathered from all ranks."""
+"""Put context that was gathered from all ranks into the order of the tokens."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from ..interfaces import (
 def reorg_kvcache(
     gathered: Float[Tensor, "D padded head_size"], chunk: ContextParallelChunk
 ) -> Float[Tensor, "S head_size"]:
-    """What all ranks handed in of a piece of context, in request order and in the order of the tokens.
+    """Return the cache entries of a chunk from all ranks, one request after another and in the order of the tokens.
 
-    Each rank's tokens stand one request after another, rows past its last one are padding. The result equals the gather
-    of one rank that holds everything, bit for bit. (vLLM's function of this name leaves the tokens of a request rank
-    after rank: enough for unmasked attention.)
+    The result has the same bits as a gather on one rank that owns all tokens. (vLLM's function of this name returns the
+    tokens of a request rank by rank. That order is enough for attention without a mask.)
 
     Args:
-        gathered: [D, padded_tokens, Lkv + R], the cache entries that each rank handed in.
-        chunk: the plan of the piece.
+        gathered: [D, padded_tokens, Lkv + R], cache entries of each rank: its rank-local tokens of the chunk, one
+            request after another, then padding.
+        chunk: the chunk.
 
     Returns:
-        [num_tokens, Lkv + R].
+        [num_tokens, Lkv + R], with num_tokens from `chunk`.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; offsets that are not those of the pieces.
+        ValueError: shapes, dtypes or devices do not match; the offsets of the chunk do not count the tokens that each
+            rank owns.
     """
     check_reorg(gathered, chunk)
     local, interleave = chunk.local_cu_seq_lens, chunk.ownership.interleave
@@ -38,11 +39,11 @@ def reorg_kvcache(
     offsets, size = local.tolist(), chunk.ownership.size
     rows = [gathered.new_empty(0, gathered.shape[2])]
     for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()):
-        unread = [offsets[rank][request] for rank in range(size)]
+        next_row = [offsets[rank][request] for rank in range(size)]
         token, rank = 0, 0
-        while token < length:  # the ranks in turn, a run of I tokens each
-            run = min(interleave, length - token)
-            rows.append(gathered[rank, unread[rank] : unread[rank] + run])
-            unread[rank] += run
-            token, rank = token + run, (rank + 1) % size
+        while token < length:  # I tokens of each rank, round after round
+            taken = min(interleave, length - token)
+            rows.append(gathered[rank, next_row[rank] : next_row[rank] + taken])
+            next_row[rank] += taken
+            token, rank = token + taken, (rank + 1) % size
     return torch.cat(rows)

@@ -1,4 +1,4 @@
-"""Ranks in one process: each runs the same program in a thread of its own, one at a time, and exchanges in memory."""
+"""Simulate ranks in one process: each rank is a thread, one thread runs at a time, and they exchange in memory."""
 
 from __future__ import annotations
 
@@ -18,47 +18,62 @@ MOST_RANKS = 64
 
 
 class _Turns:
-    """Passes the turn from rank to rank: one runs until it waits for others, so every run is the same."""
+    """Lets one rank run at a time, until it waits for others; the order is always the same.
+
+    Attributes:
+        turn: the rank that may run; -1 if there is none.
+        ready: for each rank, a function that tells whether it can go on; None if the rank has ended.
+        waits_for: for each rank, the exchange that it waits for, for error messages.
+        error: the first failure; all ranks raise after it.
+    """
 
     def __init__(self, size: int):
         self.size, self.turn = size, 0
         self.changed = threading.Condition()
-        self.ready: list[Callable[[], bool] | None] = [lambda: True] * size  # None: the rank has ended
+        self.ready: list[Callable[[], bool] | None] = [lambda: True] * size
         self.waits_for = [""] * size
         self.error: BaseException | None = None
 
     def start(self, rank: int) -> None:
-        """Wait for the first turn."""
+        """Wait until a rank may run for the first time."""
         with self.changed:
             self._until_turn(rank)
 
     def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Give the turn away and come back once `ready` holds."""
+        """Let other ranks run, and return when `ready()` is True and it is this rank's turn.
+
+        Args:
+            rank: the rank that waits.
+            ready: condition that the rank waits for.
+            what: description of the condition for error messages.
+        """
         with self.changed:
             self.ready[rank], self.waits_for[rank] = ready, what
             self._pass_on(rank)
             self._until_turn(rank)
 
     def end(self, rank: int, error: BaseException | None = None) -> None:
-        """The rank is done; where it failed, all others fail too."""
+        """Record that a rank has ended; with an error, all other ranks fail too."""
         with self.changed:
             self.ready[rank] = None
             self.error = self.error or error
             self._pass_on(rank)
 
     def stop(self, error: BaseException) -> None:
-        """All ranks fail where they next wait."""
+        """Make every rank fail the next time that it waits."""
         with self.changed:
             self.error = self.error or error
             self.changed.notify_all()
 
     def _until_turn(self, rank: int) -> None:
+        """Wait until it is this rank's turn; raise if another rank has failed."""
         self.changed.wait_for(lambda: self.turn == rank or self.error is not None)
         if self.error is not None:
-            raise GroupError(f"simulation: rank {rank} stopped, for another rank failed")
+            raise GroupError(f"simulation: rank {rank} stopped, because another rank failed")
         self.ready[rank] = lambda: True
 
     def _pass_on(self, rank: int) -> None:
+        """Give the turn to the next rank that is ready; record a deadlock if no rank is ready."""
         order = [(rank + step) % self.size for step in range(1, self.size + 1)]
         turn = next((other for other in order if self.ready[other] is not None and self.ready[other]()), None)
         if turn is None and any(ready is not None for ready in self.ready) and self.error is None:
@@ -69,7 +84,7 @@ class _Turns:
 
 
 class _Contribution(NamedTuple):
-    """What one rank hands in to an exchange."""
+    """The operation that one rank called in an exchange, and its value."""
 
     rank: int
     operation: str
@@ -77,14 +92,15 @@ class _Contribution(NamedTuple):
 
 
 class SimulatedRanks(Group):
-    """A rank of a group whose members are threads of one process (`simulate` makes them).
+    """One rank of a group whose members are threads of one process. `simulate` makes these objects.
 
     Args:
-        name: what errors call it.
-        rank: in the group.
-        members: global ranks, in order.
-        turns: of the whole simulation.
-        board: what the members of this group handed in, shared by them.
+        name: name of the group in error messages.
+        rank: this rank in the group.
+        members: global ranks of the members, in order.
+        turns: object that lets one rank of the simulation run at a time.
+        board: contributions of the members to each exchange, by the number of the exchange. All members of the group
+            have the same dictionary.
     """
 
     def __init__(
@@ -94,14 +110,14 @@ class SimulatedRanks(Group):
         self._turns, self._board, self._exchanges = turns, board, 0
 
     def _exchange(self, operation: str, value: Any) -> list[Any]:
-        """Hand in a value, wait for those of all members."""
+        """Contribute a value, wait for all members, and return their values in the order of the ranks."""
         number, self._exchanges = self._exchanges, self._exchanges + 1
-        handed_in = self._board.setdefault(number, [])
-        handed_in.append(_Contribution(self.rank, operation, value))
+        contributions = self._board.setdefault(number, [])
+        contributions.append(_Contribution(self.rank, operation, value))
         what = f"{operation} of {self.name}, ranks {list(self.members)}"
-        self._turns.wait(self.members[self.rank], lambda: len(handed_in) == self.size, what)
-        by_rank = sorted(handed_in, key=lambda contribution: contribution.rank)
-        self._board.pop(number - 1, None)  # all have read the one before
+        self._turns.wait(self.members[self.rank], lambda: len(contributions) == self.size, what)
+        by_rank = sorted(contributions, key=lambda contribution: contribution.rank)
+        self._board.pop(number - 1, None)  # all members are in this exchange, so all have read the previous one
         for other in by_rank:
             if other.operation != operation:
                 raise GroupError(
@@ -110,14 +126,15 @@ class SimulatedRanks(Group):
         return [contribution.value for contribution in by_rank]
 
     def _tensors(self, operation: str, x: Tensor) -> list[Tensor]:
-        found = self._exchange(operation, x.clone())
-        for rank, other in enumerate(found):
+        """Return the tensors of all ranks; raise if their shapes or dtypes differ."""
+        tensors = self._exchange(operation, x.clone())
+        for rank, other in enumerate(tensors):
             if (other.shape, other.dtype) != (x.shape, x.dtype):
                 raise GroupError(
                     f"{self.name}: {operation} of {list(x.shape)} {x.dtype} on rank {self.rank}, "
                     f"but {list(other.shape)} {other.dtype} on rank {rank}"
                 )
-        return found
+        return tensors
 
     def _all_gather(self, x: Tensor, out: Tensor) -> Pending:
         return Pending(torch.stack(self._tensors("all_gather", x), out=out))
@@ -142,27 +159,27 @@ def simulate(
     tensor_parallel_size: int | None = None,
     merge: str = "a2a",
 ) -> list[Any]:
-    """Run a program on ranks that are threads of this process, without any process group.
+    """Run a function on simulated ranks, which are threads of this process. No process group is needed.
 
-    Ranks take turns: one runs until it waits for an exchange. So a run is the same each time, and what one rank does
-    may be read, printed or stopped in a debugger while the others stand still. A simulation costs as much as its ranks
-    one after another.
+    One rank runs at a time, until it waits for an exchange. The order is the same in every run, and a debugger can stop
+    in one rank while the other ranks wait. A simulation takes as long as all ranks one after another.
 
     Args:
-        context_parallel_size: D, up to 64.
-        interleave: I.
-        program: called on every rank with its groups; every rank must exchange in the same order.
-        tensor_parallel_size: TP, ranks that share the heads, a multiple of D; D where None. Every D consecutive ones
-            share sequences.
-        merge: of `ContextParallel`.
+        context_parallel_size: D, ranks that share each sequence; up to 64.
+        interleave: I, consecutive tokens on one rank.
+        program: function that is called on every rank with the rank's `ContextParallel`. All ranks must call the same
+            exchanges in the same order.
+        tensor_parallel_size: TP, ranks that share the heads; a multiple of D, up to 64. None means D. Ranks
+            [k D, (k + 1) D) share sequences.
+        merge: name of the merge, as in `ContextParallel`.
 
     Returns:
-        What the program returned, by rank.
+        The return values of `program`, in the order of the ranks.
 
     Raises:
-        ValueError: a number out of range.
-        GroupError: ranks that wait for different exchanges, or exchange tensors that do not fit.
-        Exception: what the program raised, on the first rank that did.
+        ValueError: a number is out of range.
+        GroupError: ranks wait for different exchanges, or exchange tensors of different shapes or dtypes.
+        Exception: the exception that `program` raised first on any rank.
     """
     size = context_parallel_size
     total = size if tensor_parallel_size is None else tensor_parallel_size
@@ -173,7 +190,7 @@ def simulate(
     turns, everyone = _Turns(total), tuple(range(total))
     boards: list[dict[int, list[_Contribution]]] = [{} for _ in range(1 + total // size)]
     results: list[Any] = [None] * total
-    enter = _surroundings()
+    enter = _thread_state()
 
     def run(rank: int) -> None:
         failure = None
@@ -184,7 +201,7 @@ def simulate(
             tp = SimulatedRanks("tp_group", rank, everyone, turns, boards[-1])
             with enter():
                 results[rank] = program(ContextParallel(cp, tp, interleave, merge))
-        except BaseException as error:  # whatever it is, the caller gets it
+        except BaseException as error:  # raised again in the caller's thread, whatever its type
             failure = error
         turns.end(rank, failure)
 
@@ -197,7 +214,7 @@ def simulate(
             thread.start()
         for thread in threads:
             thread.join()
-    except BaseException as error:  # interrupted: no rank goes on without its caller
+    except BaseException as error:  # the caller was interrupted: stop all ranks
         turns.stop(error)
         raise
     if turns.error is not None:
@@ -205,8 +222,11 @@ def simulate(
     return results
 
 
-def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What of PyTorch's state belongs to a thread, taken from this one for others."""
+def _thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context manager that gives another thread the PyTorch settings of this thread.
+
+    PyTorch keeps the gradient mode, the inference mode, the default device and the CUDA stream for each thread.
+    """
     gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     device = torch.get_default_device()
     stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None

@@ -1,8 +1,8 @@
-"""The contract that both wings speak: configuration, metadata, errors, closed-form integers, argument checks.
+"""The types and checks that both packages share: configuration, metadata, errors, sizes and argument checks.
 
-Letters used everywhere: T packed query tokens, B requests, W block-table width, S key/value tokens, C context length, N
-heads, H hidden, Lq query latent, Lkv key/value latent, P no-rope dim, R rope dim (0 is legal), V value dim, D context-
-parallel world size, I interleave size.
+All docstrings write shapes with these letters: T packed query tokens, B requests, W block-table width, S key/value
+tokens, C context length, N heads, H hidden size, Lq query latent, Lkv key/value latent, P head dim without rope, R rope
+dim (0 is legal), V value dim, D context-parallel world size, I interleave size.
 
 `reference` and `fast` both import this package; it imports torch and jaxtyping only.
 """

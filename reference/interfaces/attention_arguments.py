@@ -1,4 +1,4 @@
-"""What attention asks of queries, keys, states and plans."""
+"""Argument checks of the attention functions: queries, keys, attention states and plans."""
 
 from __future__ import annotations
 
@@ -28,7 +28,16 @@ CPU = torch.device("cpu")
 def check_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, k_pe: Tensor | None = None
 ) -> None:
-    """Shapes, dtypes and devices of varlen attention, the shared rope key apart or not; reads no values."""
+    """Check shapes, dtypes and devices of the arguments of varlen attention; read no values.
+
+    Args:
+        q: [T, N, P + R].
+        k: [S, N, P + R], or [S, N, P] if `k_pe` is given.
+        v: [S, N, V].
+        cu_seqlens_q: [B + 1].
+        cu_seqlens_k: [B + 1].
+        k_pe: [S, R], the rope part of the keys that all heads share; None if `k` contains the rope part.
+    """
     check_tensor("q", q, ("T", "N", "P + R"))
     _, heads, width = q.shape
     if k_pe is None:
@@ -43,7 +52,7 @@ def check_attention(
 
 
 def check_attention_settings(max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool) -> None:
-    """Check the numbers of varlen attention."""
+    """Check the arguments of varlen attention that are numbers."""
     check_int("max_seqlen_q", max_seqlen_q, 0)
     check_int("max_seqlen_k", max_seqlen_k, 0)
     check_number("softmax_scale", softmax_scale)
@@ -51,7 +60,7 @@ def check_attention_settings(max_seqlen_q: int, max_seqlen_k: int, softmax_scale
 
 
 def check_state(argument: str, state: AttentionState) -> None:
-    """Shapes, dtypes and devices of an attention state; reads no values."""
+    """Check shapes, dtypes and devices of an attention state; read no values."""
     check_type(argument, state, AttentionState)
     check_tensor(f"{argument}.out", state.out, ("T", "N", "Dv"))
     tokens, heads, _ = state.out.shape
@@ -59,7 +68,7 @@ def check_state(argument: str, state: AttentionState) -> None:
 
 
 def check_merge(prefix: AttentionState, suffix: AttentionState) -> None:
-    """Shapes, dtypes and devices of two states to merge; reads no values."""
+    """Check that two attention states can be merged: equal shapes, dtypes and devices. Read no values."""
     check_state("prefix", prefix)
     check_state("suffix", suffix)
     check_tensor("suffix.out", suffix.out, tuple(prefix.out.shape), (prefix.out.dtype,), prefix.out.device)
@@ -73,7 +82,7 @@ def check_decode(
     cache_format: CacheFormat,
     schedule: DecodeSchedule | None = None,
 ) -> None:
-    """Shapes, dtypes and devices of absorbed decode; reads no values."""
+    """Check shapes, dtypes and devices of the arguments of `mla_decode`; read no values."""
     check_tensor("ql_nope", ql_nope, ("T", "N", "Lkv"))
     tokens, heads, latent = ql_nope.shape
     check_tensor("q_pe", q_pe, (tokens, heads, "R"), (ql_nope.dtype,), ql_nope.device)
@@ -87,7 +96,7 @@ def check_decode(
 def check_schedule(
     schedule: DecodeSchedule, num_requests: int, device: torch.device, argument: str = "schedule"
 ) -> None:
-    """Shapes, dtypes and devices of a decode schedule; reads no values."""
+    """Check shapes, dtypes and devices of a decode schedule; read no values."""
     int32 = (torch.int32,)
     check_type(argument, schedule, DecodeSchedule)
     ranges, splits = f"{argument}.tile_ranges", f"{argument}.split_offsets"
@@ -103,7 +112,7 @@ def check_schedule(
 
 
 def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.device) -> None:
-    """Shapes, dtypes and devices of the tensors of a decode plan; reads no values."""
+    """Check shapes, dtypes and devices of the tensors of a decode plan; read no values."""
     int32 = (torch.int32,)
     check_type("metadata", metadata, DecodeMetadata)
     check_type("metadata.graph", metadata.graph, GraphSupport)
@@ -121,10 +130,10 @@ def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.d
 
 
 def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: int, num_blocks: int) -> None:
-    """Check on the CPU the values of a decode plan: offsets, lengths, visible lengths and blocks.
+    """Check the values of a decode plan: offsets, lengths, visible lengths and blocks. It reads values on the CPU.
 
-    Lengths are those of the keys that lie here (under context parallelism a rank holds fewer than the query is long),
-    so only the mask bounds them.
+    A length may be below the query length: under context parallelism it counts rank-local keys, and a rank may own
+    fewer keys than the query has tokens. The lengths are therefore not compared with the query lengths.
     """
     check_offsets("metadata.query_start_loc", metadata.query_start_loc, num_tokens)
     lengths = metadata.seq_lens.tolist()
@@ -143,7 +152,7 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
 
 def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, metadata: PrefillMetadata,
                   w_uk: Tensor, w_uv: Tensor, cache_format: CacheFormat) -> None:  # fmt: skip
-    """Shapes, dtypes and devices of a prefill; reads no values."""
+    """Check shapes, dtypes and devices of the arguments of `forward_prefill`; read no values."""
     check_tensor("q", q, ("T", "N", "P + R"))
     tokens, heads, width = q.shape
     check_tensor("k_pe", k_pe, (tokens, "R"), (q.dtype,), q.device)
@@ -158,10 +167,10 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
 
 
 def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> int:
-    """Shapes, dtypes and devices of a prefill's requests, without the chunks of their context; reads no values.
+    """Check shapes, dtypes and devices of a prefill plan, except its chunks; read no values.
 
     Returns:
-        B.
+        B, the number of requests of the plan.
     """
     int32 = (torch.int32,)
     check_type(argument, metadata, PrefillMetadata)
@@ -174,7 +183,7 @@ def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argu
 
 
 def check_prefill_plan(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> None:
-    """Shapes, dtypes and devices of a prefill's plan; reads no values."""
+    """Check shapes, dtypes and devices of a prefill plan; read no values."""
     requests = check_prefill_requests(metadata, device, argument)
     check_type(f"{argument}.context_chunks", metadata.context_chunks, (tuple, list), "a tuple of chunks")
     for chunk in metadata.context_chunks:
@@ -184,7 +193,16 @@ def check_prefill_plan(metadata: PrefillMetadata, device: torch.device, argument
 def check_expanded(
     q: Tensor, k_nope: Tensor, k_pe: Tensor, v: Tensor, metadata: PrefillMetadata, *chunks: ContextChunk
 ) -> None:
-    """Shapes, dtypes and devices of attention over expanded keys, of new tokens or of a chunk; reads no values."""
+    """Check shapes, dtypes and devices of attention over expanded keys; read no values.
+
+    Args:
+        q: [T, N, P + R].
+        k_nope: [S, N, P].
+        k_pe: [S, R].
+        v: [S, N, V].
+        metadata: plan of the prefill.
+        chunks: the chunk whose keys are attended; empty if the queries attend the keys of the new tokens.
+    """
     check_tensor("q", q, ("T", "N", "P + R"))
     requests = check_prefill_requests(metadata, q.device)
     ends = metadata.query_start_loc
@@ -202,10 +220,10 @@ def check_context(
     cache_format: CacheFormat,
     out_dtype: torch.dtype | None,
 ) -> tuple[int, torch.dtype]:
-    """Shapes, dtypes and devices of one chunk of context and of the cache that holds it; reads no values.
+    """Check shapes, dtypes and devices of a chunk and of the cache that it is gathered from; read no values.
 
     Returns:
-        Lkv + R and the dtype of the entries when they are gathered.
+        Width Lkv + R and dtype of the gathered entries.
     """
     gathered = check_stored_cache(kv_cache, cache_format, out_dtype)
     check_chunk(chunk, check_prefill_requests(metadata, kv_cache.device), kv_cache.device, "chunk")

@@ -1,4 +1,4 @@
-"""What planners ask of a batch and of the sizes of a plan."""
+"""Argument checks of the planning functions: batches, and the sizes of a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def check_common(common: CommonAttentionMetadata) -> None:
-    """Shapes, dtypes and devices of a batch that was perhaps not made by `make`; reads no values."""
+    """Check shapes, dtypes and devices of a batch, which the caller may have made without `make`; read no values."""
     check_type("common", common, CommonAttentionMetadata)
     int32 = (torch.int32,)
     check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), int32, CPU)
@@ -46,11 +46,11 @@ def check_common(common: CommonAttentionMetadata) -> None:
 
 
 def check_equal_query_lens(common: CommonAttentionMetadata) -> int:
-    """Return the query length that all requests of a batch have; the batch has at least one request and one token.
+    """Return the query length of a batch whose requests all have the same query length, at least 1.
 
     Raises:
-        TypeError: not a `CommonAttentionMetadata`.
-        ValueError: tensors that do not fit; no request; no token; query lengths that differ.
+        TypeError: the argument is not a `CommonAttentionMetadata`.
+        ValueError: shapes, dtypes or devices do not match; the batch has no request or no token; query lengths differ.
     """
     check_common(common)
     lens = common.query_start_loc_cpu.diff()
@@ -60,7 +60,7 @@ def check_equal_query_lens(common: CommonAttentionMetadata) -> int:
 
 
 def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
-    """Check on the CPU that no padding row with query tokens stands among the prefills."""
+    """Check that no request of the prefills is a padding row with query tokens. It reads values on the CPU."""
     if num_decodes == common.num_reqs or int(common.seq_lens_cpu[num_decodes:].min()) > 0:
         return
     query_lens = common.query_start_loc_cpu.diff()[num_decodes:]
@@ -70,12 +70,12 @@ def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) 
 
 
 def check_chunking(workspace_tokens: int, unit: int) -> None:
-    """Check how context is to be cut into chunks."""
+    """Check that a workspace is an int and holds at least one unit (`context_unit`) of tokens."""
     check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
 
 
 def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -> None:
-    """Check that queries up to a threshold are what the decode kernel takes."""
+    """Check that the decode kernel supports queries up to a threshold."""
     check_int("decode_threshold", decode_threshold, 1, "at least 1")
     check_type("query_len_support", query_len_support, QueryLenSupport)
     single = query_len_support is QueryLenSupport.SINGLE_ONLY
@@ -83,7 +83,10 @@ def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -
 
 
 def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int, num_decodes: int) -> None:
-    """Check on the CPU that a shared prefix lies within the context of every decode that is no padding."""
+    """Check that a shared prefix is not longer than the context of any decode, padding rows excepted.
+
+    It reads values on the CPU.
+    """
     contexts, lengths = common.num_computed_tokens_cpu[:num_decodes], common.seq_lens_cpu[:num_decodes]
     wrong = ((contexts < common_prefix_len) & (lengths > 0)).nonzero()
     if wrong.numel():
@@ -93,7 +96,7 @@ def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int,
 
 
 def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> None:
-    """Check that the slots of a batch were made for a block size, where the batch records one."""
+    """Check that the slots of a batch were computed for a block size, if the batch records its block size."""
     check_type("common", common, CommonAttentionMetadata)
     if common.block_size is not None:
         check_int("common.block_size", common.block_size, 1, "a positive int or None")
@@ -102,7 +105,7 @@ def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> 
 
 
 def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
-    """Check on the CPU that the block table has a column for every block of every request."""
+    """Check that the block table has a column for every block of every request. It reads values on the CPU."""
     check_common(common)
     check_int("block_size", block_size)
     width = common.block_table.shape[1]
@@ -116,7 +119,7 @@ def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
 
 
 def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
-    """Check that the tensors of a captured plan take those of another plan; reads no values."""
+    """Check that the tensors of a plan can be copied into the tensors of a captured plan; read no values."""
     check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
     pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
              ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
@@ -139,14 +142,14 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
 def check_graph_sizes(
     builder: AttentionMetadataBuilder, batch_sizes: Sequence[int], max_blocks: int, hidden_size: int, query_len: int
 ) -> None:
-    """Check what a decode graph is made for."""
+    """Check the sizes of a decode graph: batch sizes, columns of the block table, hidden size and query length."""
     check_type("builder", builder, AttentionMetadataBuilder)
     check_type("batch_sizes", batch_sizes, Sequence, "positive ints, at least one")
     sizes = list(batch_sizes)
     check(bool(sizes) and all(is_positive_int(size) for size in sizes), "batch_sizes", "positive ints, at least one",
           sizes)  # fmt: skip
     most = builder.max_num_seqs
-    check(max(sizes) <= most, "batch_sizes", f"at most {most} requests, as the builder", max(sizes))
+    check(max(sizes) <= most, "batch_sizes", f"at most {most}, the builder's max_num_seqs", max(sizes))
     for name, value in (("max_blocks", max_blocks), ("hidden_size", hidden_size), ("query_len", query_len)):
         check_int(name, value)
     block_size = builder.block_size
@@ -156,7 +159,7 @@ def check_graph_sizes(
 
 
 def check_graph_query_len(graph: Any) -> None:
-    """Check that the builder of a decode graph plans batches of the graph's query length."""
+    """Check that the builder of a decode graph can plan captured batches of the graph's query length."""
     requests, tokens = 1, graph.query_len
     batch = captured_batch(
         graph,
@@ -166,11 +169,11 @@ def check_graph_query_len(graph: Any) -> None:
         torch.full((tokens,), -1, dtype=torch.int64, device=CPU),
     )
     served = graph.builder.can_run_in_cudagraph(batch)
-    check(served, "query_len", "one that the builder's graphs take", graph.query_len)
+    check(served, "query_len", "a length that the builder can capture", graph.query_len)
 
 
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
-    """Check that a batch fits a decode graph, whose buffers never grow; reads no values of the device."""
+    """Check that a batch fits into the buffers of a decode graph; read no values on the device."""
     check_common(common)
     largest, q = graph.batch_sizes[-1], graph.query_len
     requests, tokens = common.num_reqs, common.num_actual_tokens

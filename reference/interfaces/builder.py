@@ -1,4 +1,4 @@
-"""What a metadata builder does for an engine, whatever attention family it plans for."""
+"""The interface of metadata builders: what an engine calls to plan a step, for every attention family."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from .support import GraphSupport
 
 @runtime_checkable
 class AttentionMetadataBuilder(Protocol):
-    """Turns the batch of a scheduler into the plan of one step. An engine needs no more of a builder.
+    """Interface that plans steps for an engine: it computes the plan of a step from the batch of the scheduler.
 
-    The type of the plan belongs to the attention family; here it is `Any`.
+    Each attention family has its own type of plan, so plans are annotated as `Any`. For MLA, `MLAMetadataBuilder`
+    implements this interface and its plans are `MLAMetadata`.
 
     Attributes:
-        block_size: tokens a block.
-        max_model_len: longest sequence that it plans for.
+        block_size: tokens per block.
+        max_model_len: most tokens of a sequence.
         max_num_seqs: most requests in a batch.
-        ownership: the tokens that a context-parallel rank owns; None where one rank owns all.
+        ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.
     """
 
     block_size: int
@@ -33,39 +34,45 @@ class AttentionMetadataBuilder(Protocol):
 
     @property
     def graph_support(self) -> GraphSupport:
-        """The batches for which `can_run_in_cudagraph` may be True."""
+        """Return the kind of batches for which `can_run_in_cudagraph` may be True."""
         ...
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> Any:
         """Return the plan of one step.
 
         Args:
-            common_prefix_len: context that all decodes share, in tokens; 0 for none.
-            common: the batch, ordered as `reorder_batch` says.
-            fast_build: leave out what only speeds the kernels up.
+            common_prefix_len: context tokens that all decodes share; 0 for none.
+            common: the batch, in the order that the swaps of `reorder_batch` give.
+            fast_build: plan faster: leave out the parts of a plan that only make the kernels faster.
         """
         ...
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
-        """Return the plan of a batch that is captured, from the batch's tensors on the device alone.
+        """Return the plan of a batch for a CUDA graph, computed from the batch's tensors on the device alone.
 
-        Called while a graph is captured, the planning becomes part of the graph. Called before that, the plan's tensors
-        are those that the graph goes on reading.
+        If it is called during the capture, the graph contains the planning and repeats it in every replay. If it is
+        called before the capture, keep the plan: the graph reads the tensors of this plan in every replay, and
+        `update_captured` writes new values into them.
         """
         ...
 
     def update_captured(self, captured: Any, common: CommonAttentionMetadata) -> None:
-        """Write the plan of another batch of the captured shape into the tensors of a captured plan."""
+        """Write the plan of another batch of the captured shape into the tensors of a captured plan.
+
+        Args:
+            captured: plan that `build_for_cudagraph_capture` returned before the capture.
+            common: the batch of the next replay.
+        """
         ...
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
-        """Return whether a batch may be captured and replayed."""
+        """Return whether a CUDA graph can be captured for this batch and replayed."""
         ...
 
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
-        """Return whether attending a shared prefix once for all requests is faster.
+        """Return whether a decode is faster if it attends a shared prefix once for all requests.
 
         Args:
             common_prefix_len: tokens of the prefix.
@@ -77,7 +84,7 @@ class AttentionMetadataBuilder(Protocol):
     def reorder_batch(
         self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
     ) -> tuple[tuple[int, int], ...]:
-        """Return the fewest swaps of two requests that bring the decodes to the front.
+        """Return the fewest swaps of two requests after which the decodes are first in the batch.
 
         Args:
             query_lens: [B], new tokens of each request, on the CPU.
@@ -87,7 +94,12 @@ class AttentionMetadataBuilder(Protocol):
 
 
 def most_captured_tokens(builder: AttentionMetadataBuilder, max_blocks: int) -> int:
-    """Most tokens of a request for which a graph of this builder and such a block table can be replayed."""
+    """Return the most tokens of a request in any replay of a decode graph.
+
+    Args:
+        builder: builder that plans the graph; its `max_model_len` is one limit.
+        max_blocks: columns of the block table; the tokens that fit into them are the other limit.
+    """
     size = 1 if builder.ownership is None else builder.ownership.size
     return min(builder.max_model_len, max_blocks * builder.block_size * size)
 
@@ -95,20 +107,23 @@ def most_captured_tokens(builder: AttentionMetadataBuilder, max_blocks: int) -> 
 def captured_batch(
     graph: Any, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, slot_mapping: Tensor
 ) -> CommonAttentionMetadata:
-    """The batch that a decode graph gives its builder: the graph's tensors, and lengths that the host does not know.
+    """Return the batch that a decode graph passes to its builder.
+
+    The graph is replayed with lengths that the host does not know at capture. The CPU fields of the batch therefore
+    have the upper bound `graph.max_seq_len` as the length of every request.
 
     Args:
-        graph: with `query_len`, `max_seq_len` and `builder`.
-        seq_lens: [B] on the device.
-        query_start_loc: [B + 1] on the device.
-        block_table: [B, W] on the device.
-        slot_mapping: [T] on the device.
+        graph: decode graph with the attributes `query_len`, `max_seq_len` and `builder`.
+        seq_lens: [B], buffer on the device for the tokens of each request.
+        query_start_loc: [B + 1], prefix sum of the query lengths, on the device.
+        block_table: [B, W], buffer on the device.
+        slot_mapping: [T], buffer on the device.
     """
     requests, most = seq_lens.shape[0], graph.max_seq_len
     return CommonAttentionMetadata(
         seq_lens=seq_lens,
         query_start_loc=query_start_loc,
-        seq_lens_cpu=torch.full((requests,), most, dtype=torch.int32, device="cpu"),  # a bound
+        seq_lens_cpu=torch.full((requests,), most, dtype=torch.int32, device="cpu"),  # upper bound of every replay
         query_start_loc_cpu=graph.query_len * torch.arange(requests + 1, dtype=torch.int32, device="cpu"),
         block_table=block_table,
         slot_mapping=slot_mapping,

@@ -1,4 +1,4 @@
-"""What cache ops ask of caches, slots, blocks and chunks of context."""
+"""Argument checks of the cache functions: caches, slots, blocks and chunks of context."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 def check_cache(kv_cache: Tensor, columns: int | str = "columns", dtype: torch.dtype | None = None,
                 device: torch.device | None = None) -> None:  # fmt: skip
-    """Check a paged latent cache's rank, entry width, dtype and device."""
+    """Check the number of dimensions, the columns, the dtype and the device of a paged latent cache."""
     check_tensor("kv_cache", kv_cache, ("num_blocks", "block_size", columns),
                  storage_dtypes() if dtype is None else (dtype,), device)  # fmt: skip
     check(kv_cache.shape[1] >= 1, "kv_cache", "a block size of at least 1", kv_cache.shape[1])
@@ -40,15 +40,15 @@ def check_formatted_cache(
     query_dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Check that a paged latent cache has the columns and the storage dtype of its format; reads no values.
+    """Check that a paged latent cache has the columns and the storage dtype of its format; read no values.
 
     Args:
         kv_cache: the cache.
-        cache_format: its format.
+        cache_format: format of the cache.
         kv_lora_rank: Lkv.
         qk_rope_head_dim: R.
-        query_dtype: dtype of the queries that attend over it, or of the latents that are written.
-        device: device of those.
+        query_dtype: dtype of the queries that attend over the cache, or of the latents that are written to it.
+        device: device of these queries or latents.
     """
     check_format(cache_format)
     columns = cache_format.columns(kv_lora_rank, qk_rope_head_dim)
@@ -58,15 +58,15 @@ def check_formatted_cache(
 def check_stored_cache(
     kv_cache: Tensor, cache_format: CacheFormat, out_dtype: torch.dtype | None
 ) -> tuple[int, torch.dtype]:
-    """Check a cache that an op gathers from, and the dtype of what is gathered; reads no values.
+    """Check a cache that an op gathers from, and the dtype of the result; read no values.
 
     Args:
-        kv_cache: the cache; the op knows its columns, and neither Lkv nor R.
-        cache_format: its format.
-        out_dtype: dtype of the result; None for that of a cache that holds values as they are computed.
+        kv_cache: the cache. A gather knows the columns of the cache, but neither Lkv nor R.
+        cache_format: format of the cache.
+        out_dtype: dtype of the result; None means the dtype of the cache, for formats without a storage dtype.
 
     Returns:
-        Lkv + R and the dtype of the result.
+        Width Lkv + R and dtype of the gathered entries.
     """
     check_format(cache_format)
     check_cache(kv_cache, dtype=cache_format.storage_dtype)
@@ -77,7 +77,7 @@ def check_stored_cache(
 def check_cache_write(
     kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, cache_format: CacheFormat
 ) -> None:
-    """Shapes, dtypes and devices of a cache write; reads no values."""
+    """Check shapes, dtypes and devices of the arguments of `concat_and_cache_mla`; read no values."""
     check_tensor("kv_c_normed", kv_c_normed, ("T", "Lkv"))
     device = kv_c_normed.device
     tokens, latent = kv_c_normed.shape
@@ -96,10 +96,10 @@ def check_gather(
     cache_format: CacheFormat,
     out_dtype: torch.dtype | None,
 ) -> tuple[int, torch.dtype]:
-    """Shapes, dtypes and devices of a gather; reads no values.
+    """Check shapes, dtypes and devices of the arguments of `gather_and_maybe_dequant_cache`; read no values.
 
     Returns:
-        Lkv + R and the dtype of the result.
+        Width Lkv + R and dtype of the gathered entries.
     """
     gathered = check_stored_cache(kv_cache, cache_format, out_dtype)
     device = kv_cache.device
@@ -112,7 +112,10 @@ def check_gather(
 
 
 def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Shapes, dtypes and storage of two caches between which blocks are copied; reads no values."""
+    """Check two caches between which blocks are copied: shapes, dtypes, and that their memory does not overlap.
+
+    The two may be the same cache. Values are not read.
+    """
     check_tensor("source", source, ("source_blocks", "block_size", "head_size"), storage_dtypes())
     check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
@@ -124,7 +127,12 @@ def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
 
 
 def check_block_mapping(block_mapping: Tensor, source_blocks: int, target_blocks: int, same_cache: bool) -> None:
-    """Check the values of (source, target) block pairs on the CPU; none written twice or read and written."""
+    """Check the values of (source, target) block pairs. It reads values on the CPU.
+
+    Raises:
+        ValueError: a block is out of range; a target occurs twice; within the same cache, a block is both a source and
+            a target.
+    """
     pairs = block_mapping.tolist()
     for source, target in pairs:
         check(0 <= source < source_blocks, "block_mapping", f"source blocks in [0, {source_blocks})", source)
@@ -136,13 +144,13 @@ def check_block_mapping(block_mapping: Tensor, source_blocks: int, target_blocks
 
 
 def check_block_size(argument: str, block_size: int, kv_cache: Tensor) -> None:
-    """Check that a plan was made for the block size of a cache."""
+    """Check that the block size of a plan is the block size of the cache."""
     check_int(argument, block_size)
     check(block_size == kv_cache.shape[1], argument, f"{kv_cache.shape[1]}, the block size of kv_cache", block_size)
 
 
 def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: str = "chunk") -> None:
-    """Shapes, dtypes and devices of the tensors of a piece of context; reads no values."""
+    """Check shapes, dtypes and devices of a chunk; read no values."""
     int32 = (torch.int32,)
     check_type(name, chunk, ContextChunk)
     check_int(f"{name}.num_tokens", chunk.num_tokens, 0)
@@ -159,7 +167,7 @@ def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: 
 
 
 def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
-    """Shapes, dtypes and devices of a piece of context that was gathered from all ranks; reads no values."""
+    """Check shapes, dtypes and devices of a chunk and of its cache entries from all ranks; read no values."""
     check(isinstance(chunk, ContextParallelChunk), "chunk", "a ContextParallelChunk", type(chunk).__name__)
     check_tensor("gathered", gathered, ("ranks", "padded_tokens", "head_size"))
     check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,), gathered.device)
@@ -170,24 +178,30 @@ def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
 def check_rank_offsets(
     cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, num_tokens: int, padded_tokens: int
 ) -> None:
-    """Check on the CPU that the offsets of all ranks are those of the pieces, dealt out among them."""
+    """Check the offsets of a chunk: that each rank's offsets count the tokens that this rank owns.
+
+    It reads values on the CPU.
+    """
     check_offsets("chunk.cu_seq_lens", cu_seq_lens, num_tokens)
-    dealt = get_dcp_local_seq_lens(cu_seq_lens.diff(), local_cu_seq_lens.shape[0], None, interleave).T
-    fits = bool((local_cu_seq_lens[:, 0] == 0).all()) and torch.equal(local_cu_seq_lens.diff(dim=1), dealt)
-    check(fits, "chunk.local_cu_seq_lens", "the prefix sums of each rank's tokens of the pieces",
+    rank_local_lens = get_dcp_local_seq_lens(cu_seq_lens.diff(), local_cu_seq_lens.shape[0], None, interleave).T
+    fits = bool((local_cu_seq_lens[:, 0] == 0).all()) and torch.equal(local_cu_seq_lens.diff(dim=1), rank_local_lens)
+    check(fits, "chunk.local_cu_seq_lens", "the prefix sums of each rank's tokens in the chunk",
           local_cu_seq_lens.tolist())  # fmt: skip
     most = int(local_cu_seq_lens[:, -1].max())
     check(most <= padded_tokens, "chunk.padded_tokens", f"at least {most}", padded_tokens)
 
 
 def check_ownership(ownership: TokenOwnership | None) -> None:
-    """Check that the ownership of a rank is one, or None where one rank serves."""
+    """Check that an argument is a `TokenOwnership`, or None (one rank owns all tokens)."""
     if ownership is not None:
         check_type("ownership", ownership, TokenOwnership, "a TokenOwnership or None")
 
 
 def check_rank_local_slots(common: CommonAttentionMetadata, ownership: TokenOwnership) -> None:
-    """Check on the CPU that a batch has no more slots than a rank has new tokens: those of one rank are too many."""
+    """Check that a batch has no more slots than the rank owns new tokens. It reads values on the CPU.
+
+    A batch whose slots were computed for a single rank has a slot for every token, and fails this check.
+    """
     starts, tokens = common.num_computed_tokens_cpu, common.num_actual_tokens
     own = (get_dcp_local_seq_lens(lens, ownership.size, ownership.rank, ownership.interleave).sum() for lens in
            (common.seq_lens_cpu, starts))  # fmt: skip

@@ -1,4 +1,4 @@
-"""How an entry of a paged latent cache is stored: its dtype, its columns and its bytes."""
+"""Formats of the paged latent cache: the dtype, columns and bytes of a cache entry."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .checks import FLOAT_DTYPES, check, check_int, check_type
 
 @dataclass(frozen=True)
 class CacheFormat:
-    """The layout of one cache entry, the latent and the rope key of one token.
+    """Layout of one cache entry: the latent and the rotated key part of one token.
 
-    Ops check a cache by its format and by nothing else: columns and storage dtype come from here, and so do the bytes
-    of an entry and the dtype and width of what is gathered.
+    Every property of a cache that ops check or compute comes from its format: the columns and the dtype of the tensor,
+    the bytes of an entry, and the dtype and width of gathered entries.
 
     Attributes:
-        name: what `cache_format=` asks for.
-        storage_dtype: dtype of the cache tensor; None for that of the queries.
-        query_dtypes: dtypes of queries that may attend over it.
-        dims: the only (Lkv, R) that the format exists for, or None for any.
+        name: name of the format, unique among formats.
+        storage_dtype: dtype of the cache tensor; None if it is the dtype of the queries.
+        query_dtypes: dtypes of queries that may attend over this format.
+        dims: the only (Lkv, R) that the format supports; None if it supports all.
     """
 
     name: str
@@ -38,20 +38,20 @@ class CacheFormat:
         check_type("dims", self.dims, (tuple, type(None)), "(Lkv, R) or None")
 
     def dtype_for(self, query_dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of a cache that queries of a dtype attend over.
+        """Return the dtype of a cache tensor over which queries of `query_dtype` attend.
 
         Raises:
-            ValueError: queries of that dtype cannot attend over this format.
+            ValueError: queries of this dtype cannot attend over this format.
         """
         if query_dtype not in self.query_dtypes:
             check(False, "dtype", f"one of {', '.join(map(str, self.query_dtypes))}", query_dtype)
         return query_dtype if self.storage_dtype is None else self.storage_dtype
 
     def columns(self, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-        """Return the columns of an entry: elements of the storage dtype, Lkv of the latent and R of the rope key.
+        """Return the columns of a cache entry, in elements of the storage dtype: Lkv of the latent, R of the rope key.
 
         Raises:
-            ValueError: dims that the format does not exist for.
+            ValueError: the format does not support these dims.
         """
         check_int("kv_lora_rank", kv_lora_rank)
         check_int("qk_rope_head_dim", qk_rope_head_dim, 0)
@@ -61,23 +61,23 @@ class CacheFormat:
         return kv_lora_rank + qk_rope_head_dim
 
     def entry_bytes(self, kv_lora_rank: int, qk_rope_head_dim: int, query_dtype: torch.dtype) -> int:
-        """Return the bytes of an entry in a cache that queries of a dtype attend over.
+        """Return the bytes of one entry of a cache over which queries of `query_dtype` attend.
 
         Raises:
-            ValueError: queries of that dtype, or dims, that the format does not exist for.
+            ValueError: the format does not support queries of this dtype, or these dims.
         """
         return self.columns(kv_lora_rank, qk_rope_head_dim) * element_bytes(self.dtype_for(query_dtype))
 
     def gathered_dtype(self, cache_dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> torch.dtype:
-        """Return the dtype in which entries leave a cache when they are gathered.
+        """Return the dtype of entries that are gathered from a cache.
 
         Args:
-            cache_dtype: dtype of the cache.
-            out_dtype: dtype that the caller asks for. None gives that of the cache, which only a format that stores
-                values as they are computed can serve.
+            cache_dtype: dtype of the cache tensor.
+            out_dtype: dtype that the caller wants. None means the dtype of the cache tensor, and is legal only if the
+                format has no storage dtype of its own.
 
         Raises:
-            ValueError: a dtype that no query over this format has; None where the format has a storage dtype.
+            ValueError: the dtype is not in `query_dtypes`, or `out_dtype` is None and the format has a storage dtype.
         """
         out_dtype = cache_dtype if out_dtype is None and self.storage_dtype is None else out_dtype
         if not isinstance(out_dtype, torch.dtype) or out_dtype not in self.query_dtypes:
@@ -85,10 +85,10 @@ class CacheFormat:
         return out_dtype
 
     def gathered_width(self, columns: int) -> int:
-        """Return Lkv + R, the elements of an entry that is gathered from a cache with so many columns.
+        """Return Lkv + R, the elements of an entry that is gathered from a cache with `columns` columns.
 
         Raises:
-            ValueError: other columns than the only dims of the format have.
+            ValueError: the format supports one (Lkv, R) only, and its entries have another number of columns.
         """
         if self.dims is None:
             return columns
@@ -98,38 +98,38 @@ class CacheFormat:
 
 
 def element_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of one element: of queries, outputs, states, expanded keys and values."""
+    """Return the bytes of one element of a tensor other than the cache: a query, an output, an expanded key."""
     return dtype.itemsize
 
 
-COMPUTE_FORMAT = CacheFormat("compute_dtype")  # values as they are computed: the dtype of the queries, latent then rope
+COMPUTE_FORMAT = CacheFormat("compute_dtype")  # the latent, then the rope key, in the dtype of the queries
 CACHE_FORMATS: Mapping[str, CacheFormat] = {COMPUTE_FORMAT.name: COMPUTE_FORMAT}
 
 
 def storage_dtypes() -> tuple[torch.dtype, ...]:
-    """Return every dtype that a cache tensor may have, over all formats."""
+    """Return every dtype that a cache tensor may have in any format."""
     stored = [each.storage_dtype for each in CACHE_FORMATS.values() if each.storage_dtype is not None]
     return tuple(dict.fromkeys((*FLOAT_DTYPES, *stored)))
 
 
 def check_storage_dtype(argument: str, dtype: torch.dtype) -> None:
-    """Check that a cache tensor may have a dtype: that some format stores it.
+    """Check that a dtype is one that a cache tensor may have in any format.
 
     Raises:
-        ValueError: another dtype, or no dtype.
+        ValueError: no format has a cache of this dtype, or the argument is not a dtype.
     """
     allowed = storage_dtypes()
     check(dtype in allowed, argument, f"one of {', '.join(map(str, allowed))}", dtype)
 
 
 def check_format(cache_format: CacheFormat) -> None:
-    """Check that a cache format is one of `CACHE_FORMATS`: those that the reference reads and writes.
+    """Check that a cache format is one of `CACHE_FORMATS`, the formats that the reference reads and writes.
 
     Raises:
-        TypeError: not a `CacheFormat`.
-        ValueError: a format that is not implemented.
+        TypeError: the argument is not a `CacheFormat`.
+        ValueError: the format is not implemented.
     """
     check_type("cache_format", cache_format, CacheFormat)
     known = CACHE_FORMATS.get(cache_format.name)
-    if known is not cache_format and known != cache_format:  # identity first: every call of an op checks its format
+    if known is not cache_format and known != cache_format:  # identity first: it is fast, and every op checks
         check(False, "cache_format", f"one of {', '.join(CACHE_FORMATS)}", cache_format.name)

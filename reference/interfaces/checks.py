@@ -1,4 +1,4 @@
-"""Checks of one value or tensor at a time. Each raises one line: the argument, what was expected, what came."""
+"""Checks of a single value or tensor. Every error message is one line: "argument: expected ..., got ..."."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from torch import Tensor
 
 
 def check(condition: bool, argument: str, expected: object, got: object) -> None:
-    """Raise one line that names the argument, what was expected and what came."""
+    """Raise ValueError("argument: expected ..., got ...") if a condition is False.
+
+    Args:
+        condition: whether the argument is valid.
+        argument: name of the argument.
+        expected: description of valid values.
+        got: the value that was passed, or a description of it.
+    """
     if not condition:
         raise ValueError(f"{argument}: expected {expected}, got {_in_one_line(got)}")
 
 
 def _in_one_line(got: object) -> str:
-    """A value as text, or its type where the text has several lines or is long."""
+    """Return a value as text for an error message; the name of its type if the text is long or has several lines."""
     if isinstance(got, Tensor):
         return type(got).__name__
     text = str(got)
@@ -28,16 +35,22 @@ def _in_one_line(got: object) -> str:
 
 
 def short_text(value: object) -> str:
-    """Return `repr(value)` in one line, cut after 60 characters: a list may have an entry for every layer."""
+    """Return `repr(value)` in one line of at most 60 characters and "..."."""
     text = " ".join(repr(value).splitlines())
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def check_type(argument: str, value: object, kind: type | tuple[type, ...], expected: str | None = None) -> None:
-    """Check the class of an argument; `expected` says what is wanted where the name of the class does not.
+    """Check that an argument is an instance of a class.
+
+    Args:
+        argument: name of the argument.
+        value: the argument.
+        kind: class, or tuple of classes.
+        expected: description of `kind` for the message; None takes the names of the classes.
 
     Raises:
-        TypeError: another class; one line.
+        TypeError: the argument has another class.
     """
     if not isinstance(value, kind):
         if expected is None:
@@ -47,29 +60,31 @@ def check_type(argument: str, value: object, kind: type | tuple[type, ...], expe
 
 
 def check_function(argument: str, value: object) -> None:
-    """Check that an argument can be called."""
+    """Check that an argument is callable."""
     if not callable(value):
         raise TypeError(f"{argument}: expected a function, got {type(value).__name__}")
 
 
 def check_flag(argument: str, value: object) -> None:
-    """Check that an argument is True or False, and nothing that merely counts as one of them."""
+    """Check that an argument is the bool True or False, and not another type such as int."""
     if not isinstance(value, bool):
         raise TypeError(f"{argument}: expected True or False, got {type(value).__name__}")
 
 
 MOST_NUMBER = 2.0**63
-INTS, NUMBERS = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)  # a trace has symbols for some
+# while torch.compile traces, some numbers are symbols
+INTS, NUMBERS = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)
 
 
 def check_int(argument: str, value: object, least: int = 1, expected: str | None = None) -> None:
-    """Check that an argument is an int in [least, 2^31); True is none.
+    """Check that an argument is an int in [least, 2^31). A bool is not accepted.
 
     Args:
-        argument: its name.
-        value: what came.
-        least: the smallest that is served.
-        expected: what a message says where the type is wrong or the value too small.
+        argument: name of the argument.
+        value: the argument.
+        least: smallest valid value.
+        expected: description for the message if the type is wrong or the value is too small; None makes one from
+            `least`.
     """
     if not isinstance(value, INTS) or isinstance(value, bool) or value < least:
         check(False, argument, expected or ("a positive int" if least == 1 else f"an int >= {least}"), value)
@@ -78,18 +93,18 @@ def check_int(argument: str, value: object, least: int = 1, expected: str | None
 
 
 def check_number(argument: str, value: object, least: int | None = None) -> None:
-    """Check that an argument is a finite number, an int of 64 bits or a float, of at least `least`; True is none."""
+    """Check that an argument is a finite float, or an int of 64 bits, and at least `least`. A bool is not accepted."""
     fits = isinstance(value, NUMBERS) and not isinstance(value, bool) and -MOST_NUMBER < value < MOST_NUMBER
     if not fits or (least is not None and value < least):
         check(False, argument, "a finite number" if least is None else f"a number >= {least}", value)
 
 
 def check_device(argument: str, device: torch.device | str) -> torch.device:
-    """Check that an argument names a device, and return it.
+    """Return the `torch.device` of an argument that is a device or its name.
 
     Raises:
-        TypeError: neither a device nor a str.
-        ValueError: a str that names none.
+        TypeError: the argument is neither a device nor a str.
+        ValueError: the str is not the name of a device.
     """
     check_type(argument, device, (torch.device, str), "a torch.device or its name")
     try:
@@ -100,7 +115,7 @@ def check_device(argument: str, device: torch.device | str) -> torch.device:
 
 
 def is_positive_int(value: object) -> bool:
-    """An int above 0; True is none."""
+    """Return whether a value is an int above 0. A bool is not accepted."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -109,7 +124,7 @@ INT_DTYPES = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of sums, scores and LSE: float64 for float64, float32 otherwise."""
+    """Return the dtype in which sums, scores and LSE are computed: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -120,11 +135,18 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
     device: torch.device | None = None,
 ) -> None:
-    """Check layout, rank, sizes (an int is exact, a str is only a name), dtype and device. Reads no values.
+    """Check the layout, shape, dtype and device of a tensor; read no values.
+
+    Args:
+        argument: name of the argument.
+        tensor: the argument.
+        shape: expected shape. An int must equal the size of the dimension; a str is a name for any size.
+        dtypes: valid dtypes.
+        device: expected device; None accepts any device.
 
     Raises:
-        TypeError: not a tensor.
-        ValueError: anything else; one line.
+        TypeError: the argument is not a tensor.
+        ValueError: the layout, shape, dtype or device is wrong.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{argument}: expected a tensor, got {type(tensor).__name__}")
@@ -143,13 +165,14 @@ def check_tensor(
 
 
 def linear_output(argument: str, output: object) -> Tensor:
-    """Return the product that a linear module returned: a tensor, or the first of `(product, bias)`.
+    """Return the product from the output of a linear module, which is a tensor or a pair (product, bias).
 
-    The linears of vLLM and Megatron return the pair. A bias in it was not added to the product.
+    The linear modules of vLLM and Megatron return the pair. Its bias was not added to the product, so a bias other than
+    None is an error.
 
     Raises:
         TypeError: the product is not a tensor.
-        ValueError: a bias that is not None, or a tuple of another length.
+        ValueError: the bias is not None, or the tuple has another length.
     """
     if isinstance(output, tuple):
         check(len(output) == 2, argument, "a tensor or (product, bias)", f"a tuple of {len(output)}")
@@ -161,12 +184,12 @@ def linear_output(argument: str, output: object) -> Tensor:
 
 
 def check_readable(argument: str, tensor: Tensor) -> None:
-    """Check that a tensor whose values are asked for has any."""
+    """Check that the values of a tensor can be read: that it is not on the device "meta"."""
     check(not tensor.is_meta, argument, "a tensor with values", "one on device meta")
 
 
 def check_not_negative(argument: str, lengths: Tensor) -> None:
-    """Check the values of lengths on the CPU; the first request whose length is below 0 is named."""
+    """Check that no length is negative; the message names the first request with a negative length."""
     check_readable(argument, lengths)
     wrong = (lengths < 0).nonzero()
     if wrong.numel():
@@ -175,11 +198,17 @@ def check_not_negative(argument: str, lengths: Tensor) -> None:
 
 
 def lens_on_cpu(argument: str, lens: Sequence[SupportsIndex] | Tensor, count: int) -> Tensor:
-    """Return lengths, a sequence of ints or a CPU tensor of any int dtype, as `count` int32 on the CPU.
+    """Return lengths as an int32 tensor [count] on the CPU.
+
+    Args:
+        argument: name of the argument.
+        lens: sequence of ints (of Python or numpy), or a CPU tensor of any int dtype.
+        count: expected number of lengths.
 
     Raises:
-        TypeError: not a sequence of ints (Python's or numpy's), nor a tensor.
-        ValueError: a tensor of another shape, dtype or device; another number of lengths; one outside int32.
+        TypeError: `lens` is neither a sequence of ints nor a tensor.
+        ValueError: the tensor has a wrong shape, dtype or device; the number of lengths is wrong; a length is negative
+            or does not fit into int32.
     """
     if isinstance(lens, Tensor):
         check_tensor(argument, lens, (count,), INT_DTYPES, torch.device("cpu"))
@@ -201,13 +230,13 @@ def lens_on_cpu(argument: str, lens: Sequence[SupportsIndex] | Tensor, count: in
 
 
 def check_dtype(argument: str, dtype: torch.dtype) -> None:
-    """Check that a dtype is one of the floating types that are served."""
+    """Check that a dtype is one of `FLOAT_DTYPES`."""
     if not isinstance(dtype, torch.dtype) or dtype not in FLOAT_DTYPES:
         check(False, argument, f"one of {', '.join(map(str, FLOAT_DTYPES))}", dtype)
 
 
 def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> None:
-    """Check values of a prefix sum on the CPU: starts at 0, never falls, ends at `total` where given."""
+    """Check the values of a prefix sum: it starts at 0, never decreases, and ends at `total` if that is given."""
     values = offsets.tolist()
     check(len(values) > 0 and values[0] == 0, argument, "a first element of 0", values[0] if values else "no element")
     for request, (low, high) in enumerate(itertools.pairwise(values)):
@@ -220,7 +249,16 @@ def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> N
 def check_lengths(
     query_start_loc: Tensor, seq_lens: Tensor, names: tuple[str, str] = ("query_start_loc", "seq_lens")
 ) -> None:
-    """Check the values of a batch on the CPU; 0 < S < Sq raises, S = 0 is a padding row."""
+    """Check the values of the offsets and sequence lengths of a batch.
+
+    Args:
+        query_start_loc: [B + 1], prefix sum of the query lengths Sq.
+        seq_lens: [B], sequence lengths S. S = 0 marks a padding row.
+        names: names of the two arguments in messages.
+
+    Raises:
+        ValueError: the offsets decrease; a length is negative; a request has 0 < S < Sq.
+    """
     check_offsets(names[0], query_start_loc)
     query_lens, lengths = query_start_loc.cpu().diff(), seq_lens.cpu()
     wrong = ((lengths < 0) | ((lengths != 0) & (lengths < query_lens))).nonzero()
@@ -232,7 +270,7 @@ def check_lengths(
 
 
 def check_slots(slot_mapping: Tensor, num_slots: int, argument: str = "slot_mapping") -> None:
-    """Check the values of a slot mapping on the CPU: -1 (padding) up to num_slots - 1."""
+    """Check the values of a slot mapping: each is -1 (the token is not written) or a slot in [0, num_slots)."""
     if slot_mapping.numel():
         low, high = int(slot_mapping.min()), int(slot_mapping.max())
         check(low >= -1 and high < num_slots, argument, f"slots in [-1, {num_slots})",
@@ -246,7 +284,18 @@ def check_blocks(
     num_blocks: int,
     argument: str = "block_table",
 ) -> None:
-    """Check by value (on the CPU) that the first `num_tokens[b]` tokens of each request lie in blocks of the cache."""
+    """Check that the block table has valid blocks for all tokens of each request. It reads values on the CPU.
+
+    Args:
+        block_table: [B, W].
+        num_tokens: B numbers; the first `num_tokens[b]` tokens of request b must be in blocks of the cache.
+        block_size: tokens per block.
+        num_blocks: blocks of the cache; block ids must be in [0, num_blocks).
+        argument: name of the block table in messages.
+
+    Raises:
+        ValueError: the table has too few columns for a request, or a block id is out of range.
+    """
     width = block_table.shape[1]
     used = [-(-tokens // block_size) for tokens in num_tokens]
     for request, columns in enumerate(used):

@@ -1,4 +1,4 @@
-"""What a layer is: its dims, its rotary parameters, its softmax scale."""
+"""Configuration of an MLA layer: dimensions, rotary parameters and softmax scale."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rope_config import RopeConfig, yarn_mscale
 if TYPE_CHECKING:
 
     class _SoftmaxScale:
-        """A number or None to the constructor, a number to readers."""
+        """Type of `softmax_scale`: the constructor takes a number or None, and reading gives a number."""
 
         def __get__(self, config: object, owner: object) -> float: ...
 
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 def _take_softmax_scale(cls: type[MLAConfig]) -> type[MLAConfig]:
     """Let the constructor take `softmax_scale`, and keep it in the field `given_softmax_scale`.
 
-    `dataclasses.replace` reads every field of a config and passes it on by the same name. Of a field called
-    `softmax_scale` it would read the computed number, and the copy would keep that number as a given one. Where
-    `replace` is given a `softmax_scale`, the constructor gets both names, and `softmax_scale` counts.
+    `dataclasses.replace` reads every field of a config and passes its value to the constructor under the same name. If
+    the field were called `softmax_scale`, `replace` would read the computed scale and pass it on as if the caller had
+    given it. The copy would then keep this scale even if its dimensions differ. In `replace(config, softmax_scale=...)`
+    the constructor gets both names, and `softmax_scale` replaces `given_softmax_scale`.
     """
     generated = cls.__init__
 
@@ -52,22 +53,22 @@ def _take_softmax_scale(cls: type[MLAConfig]) -> type[MLAConfig]:
 @_take_softmax_scale
 @dataclass(frozen=True)
 class MLAConfig:
-    """One MLA attention layer.
+    """Configuration of one MLA attention layer.
 
     Attributes:
-        hidden_size: H.
-        num_heads: N.
-        q_lora_rank: Lq, or None where the query is projected in one step.
-        kv_lora_rank: Lkv, the latent that is cached.
-        qk_nope_head_dim: P.
-        qk_rope_head_dim: R; 0 is legal.
-        v_head_dim: V.
+        hidden_size: H, width of the hidden states.
+        num_heads: N, number of heads.
+        q_lora_rank: Lq, width of the query latent, or None if one projection computes the query.
+        kv_lora_rank: Lkv, width of the latent that is cached.
+        qk_nope_head_dim: P, dim of a query or key head without rope.
+        qk_rope_head_dim: R, dim of the rope part; an even number, 0 is legal.
+        v_head_dim: V, dim of a value head.
         latent_norm_eps: epsilon of the RMS norms over the latents (not the model's `rms_norm_eps`).
         rope: rotary parameters.
-        given_softmax_scale: the argument `softmax_scale` of the constructor: the scale of the scores on both paths, any
-            finite number (also 0 or below), or None. None computes it from the dims and the rope, again in every
-            `dataclasses.replace`; a given scale is kept there until `softmax_scale` is given anew, and None again
-            computes it.
+        given_softmax_scale: value of the constructor's argument `softmax_scale`: factor of the scores on both paths,
+            any finite number (also 0 or negative), or None. With None the property `softmax_scale` computes the factor
+            from the dims and the rope. `dataclasses.replace` keeps a given scale unless `softmax_scale` is among its
+            arguments; `softmax_scale=None` returns to the computed one.
     """
 
     hidden_size: int
@@ -80,7 +81,7 @@ class MLAConfig:
     latent_norm_eps: float = 1e-6
     rope: RopeConfig = field(default_factory=RopeConfig)
     given_softmax_scale: float | None = None
-    if TYPE_CHECKING:  # what type checkers see of `_take_softmax_scale`
+    if TYPE_CHECKING:  # for type checkers, which do not see what `_take_softmax_scale` changes
         softmax_scale: _SoftmaxScale = _SoftmaxScale()
 
     def __post_init__(self):
@@ -99,19 +100,20 @@ class MLAConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """P + R, the query/key width on the expanded path."""
+        """Return P + R, the width of a query or key head on the expanded path."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def head_size(self) -> int:
-        """Lkv + R, elements of one cache entry."""
+        """Return Lkv + R, the elements of one cache entry."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property  # type: ignore[no-redef]
     def softmax_scale(self) -> float:
-        """The given scale, or (P + R)^-1/2, times m(f, mscale_all_dim)^2 where YaRN gives mscale_all_dim.
+        """Return the factor of the scores before the softmax; the same number on both paths.
 
-        It is the same number on both paths.
+        It is the given scale. If none was given, it is (P + R)^-1/2, times m(f, mscale_all_dim)^2 if the rope has YaRN
+        with `mscale_all_dim` (m is `yarn_mscale`).
         """
         if self.given_softmax_scale is not None:
             return float(self.given_softmax_scale)
@@ -123,20 +125,22 @@ class MLAConfig:
 
     @classmethod
     def from_preset(cls, name: str, **fields: Any) -> MLAConfig:
-        """Return a config with the published dims and rope of `name`, hence with its softmax scale.
+        """Return a config with the published dims and rope of a model, and therefore with its softmax scale.
 
-        The epsilon is the default. What a config cannot say, the caller must know: GLM-5 adds a sparse-attention
-        indexer; LongCat-Flash scales its normed latents by (H / Lq)^1/2 and (H / Lkv)^1/2, which the weights of the
-        latent norms can carry.
+        `latent_norm_eps` keeps its default. Two models do more than a config can describe:
+
+        - GLM-5 has a sparse-attention indexer in addition;
+        - LongCat-Flash multiplies its normed latents by (H / Lq)^1/2 and (H / Lkv)^1/2. A caller can multiply the
+          weights of the latent norms by these factors.
 
         Args:
-            name: a key of `PRESETS`.
-            fields: arguments of the constructor; they replace those of the preset.
+            name: name of the model, a key of `PRESETS`.
+            fields: arguments of the constructor that replace those of the preset.
 
         Raises:
             ValueError: `name` is not in `PRESETS`.
             UnsupportedConfiguration: `RopeConfig` cannot express the published rope (minicpm3), and `fields` has no
-                `rope`. `MLAConfig(**PRESETS[name])` is a config with its dims alone.
+                `rope`. `MLAConfig(**PRESETS[name])` makes a config with the dims of the model and the default rope.
         """
         check(isinstance(name, str) and name in PRESETS, "name", f"one of {', '.join(PRESETS)}", name)
         rope = PRESET_ROPES[name]
@@ -147,17 +151,21 @@ class MLAConfig:
 
     @classmethod
     def from_hf(cls, config: Any) -> MLAConfig:
-        """Read a transformers config (any object with its attributes).
+        """Return the config of a transformers config (any object with the same attributes).
 
-        `latent_norm_eps` is transformers' own 1e-6, which its modules use whatever `rms_norm_eps` says;
-        `MLAAttention.from_hf` reads the module's own.
+        `latent_norm_eps` is 1e-6: the modules of transformers use this value and ignore `rms_norm_eps` here.
+        `MLAAttention.from_hf` reads the epsilon of the module instead.
 
         Raises:
             TypeError: `model_type` is not a str.
-            ValueError: a dim that is not an int, or too small.
-            UnsupportedConfiguration: not MLA, a field that is malformed, or one that asks for attention that is not
-                implemented: latent scaling, a sparse-attention indexer, a window, a softcap, a bias by position, shared
-                keys and values, attention that is not causal, another rope or another scale. Every reason is given. A
-                field that is None, False, 0 or empty asks for nothing.
+            ValueError: a dim is not an int, or it is too small.
+            UnsupportedConfiguration: the config is not of an MLA model, a field is malformed, or a field enables a
+                feature that is not implemented. The exception lists every reason. A field enables nothing if it is
+                None, False, 0 or empty. These features are not implemented:
+
+                - scaling of the latents, a sparse-attention indexer;
+                - a sliding window, a softcap, a position bias;
+                - layers that share keys and values, attention that is not causal;
+                - another rope, another scale of the scores.
         """
         return cls(**fields_from_hf(config))

@@ -1,4 +1,4 @@
-"""What work costs: the constants that `choose_path` compares the two paths by."""
+"""Costs of arithmetic and memory traffic, from which `choose_path` estimates the time of the two paths."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from pathlib import Path
 
 from .checks import check, check_number
 
-FLOPS_PER_BYTE = 200  # what a card of today computes in bfloat16 while it reads one byte (H100, H200, B200: 150 to 300)
+FLOPS_PER_BYTE = 200  # bfloat16 FLOPs that a GPU computes in the time of reading one byte (H100, H200, B200: 150-300)
 
 
 @dataclass(frozen=True)
 class PathCosts:
-    """Costs of the two paths through attention, all in one unit of time; the unit itself does not matter.
+    """Costs of the absorbed and the expanded path, from which `choose_path` estimates their times.
 
-    The defaults are counted, not measured: one FLOP costs 1 wherever it is spent, a byte as much as `FLOPS_PER_BYTE`.
-    `python -m tests.benchmarks.crossover` measures them on a device.
+    All costs have the same unit of time. The unit may be any, because `choose_path` only compares times. The defaults
+    are not measured: every FLOP costs 1, and a byte costs `FLOPS_PER_BYTE`. `python -m tests.benchmarks.crossover`
+    measures the costs on a device.
 
     Attributes:
-        absorbed_request: of one more request on the absorbed path, whatever its lengths.
-        expanded_request: of one more on the expanded path.
-        expanded_context: besides, where it has cached context, which is gathered and attended apart.
-        absorbed_flop: a FLOP of attention over latents.
-        expanded_flop: a FLOP of attention over expanded keys and values.
-        projection_flop: a FLOP of the up-projections, of queries and outputs or of keys and values.
-        byte: moving one byte.
+        absorbed_request: fixed cost of one more request on the absorbed path, for any lengths.
+        expanded_request: fixed cost of one more request on the expanded path, for any lengths.
+        expanded_context: further fixed cost of a request on the expanded path if it has context; the context needs a
+            gather and separate attention.
+        absorbed_flop: cost of a FLOP of attention over latents.
+        expanded_flop: cost of a FLOP of attention over expanded keys and values.
+        projection_flop: cost of a FLOP of the up-projections W_UK and W_UV, on both paths.
+        byte: cost of moving one byte.
+
+    Raises:
+        ValueError: a cost is negative or not a finite number.
     """
 
     absorbed_request: float = 0.0
@@ -41,15 +46,15 @@ class PathCosts:
             check_number(field.name, getattr(self, field.name), 0)
 
     def save(self, path: Path | str) -> None:
-        """Write the constants as JSON."""
+        """Write the costs to a JSON file."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path | str) -> PathCosts:
-        """Read what `save` wrote.
+        """Read the costs from a JSON file that `save` wrote.
 
         Raises:
-            ValueError: other fields than these, or a value that is no number.
+            ValueError: the file has other fields, or a value that is not a number.
         """
         values = json.loads(Path(path).read_text())
         names = [field.name for field in fields(cls)]

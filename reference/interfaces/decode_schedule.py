@@ -1,4 +1,4 @@
-"""How the keys of a decode are cut over programs: the schedule, its costs, and the choice whether one pays."""
+"""The schedule of a decode, the costs that it is computed from, and the choice whether a decode gets a schedule."""
 
 from __future__ import annotations
 
@@ -11,22 +11,33 @@ from torch import Tensor
 
 from .checks import check, check_flag, check_int, check_not_negative, check_tensor, check_type
 
-DECODE_TILE = 64  # keys in a tile of the decode schedule, whatever the page
+DECODE_TILE = 64  # keys in a tile, for every block size of the cache
 
 
 @dataclass(frozen=True)
 class InvariantCut:
-    """How requests are cut under `batch_invariant`: into small splits, then larger ones, then more of those.
+    """Four numbers that divide a request into splits by its own length alone, for a `batch_invariant` decode.
+
+    A longer request gets larger or more splits, in this order:
+
+    | length of the request | tiles of a split | number of splits |
+    |---|---|---|
+    | short | `small_tiles` | up to `small_splits` |
+    | longer | grows up to `large_tiles` | `small_splits` |
+    | longer still | `large_tiles` | up to `max_splits` |
+    | longest | grows without limit | `max_splits` |
+
+    `invariant_split_tiles` computes the size of a split from these numbers.
 
     Attributes:
-        small_tiles: tiles of a small split, an even number.
-        small_splits: of a request at most; a longer one has as many, of more tiles each,
-        large_tiles: up to so many, an even number; a longer one has more splits of that size,
-        max_splits: up to so many, beyond which their size grows again.
+        small_tiles: tiles of the smallest split; an even number, because kernels process tiles in pairs.
+        small_splits: most splits of the smallest size in a request.
+        large_tiles: tiles of a split up to which splits grow before their number grows; an even number.
+        max_splits: most splits of a request.
 
     Raises:
-        ValueError: a number below 1; tiles that are odd, or fewer in a large split than in a small one; fewer splits at
-            most than small ones.
+        ValueError: a number is below 1; `small_tiles` or `large_tiles` is odd; `large_tiles` is below `small_tiles`;
+            `max_splits` is below `small_splits`.
     """
 
     small_tiles: int
@@ -37,25 +48,25 @@ class InvariantCut:
     def __post_init__(self):
         for field in fields(self):
             check_int(field.name, getattr(self, field.name))
-        for field in ("small_tiles", "large_tiles"):  # kernels take tiles in pairs
+        for field in ("small_tiles", "large_tiles"):  # kernels process tiles in pairs
             check(getattr(self, field) % 2 == 0, field, "an even number", getattr(self, field))
         check(self.small_tiles <= self.large_tiles, "large_tiles", f"at least {self.small_tiles}", self.large_tiles)
         check(self.small_splits <= self.max_splits, "max_splits", f"at least {self.small_splits}", self.max_splits)
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """The four numbers in the order of the fields, as kernels and ops take them."""
+        """Return the four numbers in the order of the fields. Kernels and ops take them in this order."""
         return self.small_tiles, self.small_splits, self.large_tiles, self.max_splits
 
 
 @functools.lru_cache(maxsize=64)
 def invariant_cut(small_tiles: int, small_splits: int, large_tiles: int, max_splits: int) -> InvariantCut:
-    """Return `InvariantCut` of the four numbers, checked at the first call with these numbers only.
+    """Return the `InvariantCut` of four numbers; validate these numbers at the first call only.
 
-    Ops receive a cut as four numbers at every call.
+    Ops receive the cut as four numbers in every call, so this function keeps the `InvariantCut` of recent numbers.
 
     Raises:
-        ValueError: as `InvariantCut`.
+        ValueError: for the same reasons as `InvariantCut`.
     """
     return InvariantCut(small_tiles, small_splits, large_tiles, max_splits)
 
@@ -64,41 +75,50 @@ NEUTRAL_CUT = InvariantCut(small_tiles=8, small_splits=16, large_tiles=32, max_s
 
 
 def invariant_split_tiles(num_tiles: int, cut: InvariantCut) -> int:
-    """Tiles of a split under `batch_invariant`, from the request's own length and the cut alone; an even number.
+    """Return the tiles of each split of a request under `batch_invariant`; an even number.
+
+    Args:
+        num_tiles: tiles of the request.
+        cut: numbers that relate the length of a request to the size of its splits.
 
     Raises:
-        ValueError: a number of tiles below 0.
+        ValueError: `num_tiles` is below 0.
     """
     check(num_tiles >= 0, "num_tiles", "an int >= 0", num_tiles)
     grown = min(cut.large_tiles, -(-num_tiles // cut.small_splits))
     tiles = max(cut.small_tiles, grown, -(-num_tiles // cut.max_splits))
-    return tiles + tiles % 2  # kernels take them in pairs
+    return tiles + tiles % 2  # even: kernels process tiles in pairs
 
 
 def most_invariant_splits(num_tiles: int, cut: InvariantCut) -> int:
-    """Most splits of any request of at most so many tiles under `batch_invariant`; at least 1."""
+    """Return the most splits that a request of at most `num_tiles` tiles can have under `batch_invariant`, at least 1.
+
+    Kernels size the buffers of their partial outputs by it.
+    """
     small = min(cut.small_splits, -(-num_tiles // cut.small_tiles))
     return max(1, small, min(cut.max_splits, -(-num_tiles // cut.large_tiles)))
 
 
 @dataclass(frozen=True)
 class ScheduleCosts:
-    """What a decode kernel's work costs besides its tiles: what a schedule reckons with.
+    """Costs of a decode kernel from which `plan_decode` and `choose_schedule` estimate times.
 
-    The unit is the time that the kernel takes for one tile (`DECODE_TILE` keys of a request). The defaults are round
-    numbers that were measured on no chip. A backend has a record of its own, measured beside its kernels
-    (`fast.schedule_costs`); it depends on the number of heads.
+    The unit of every cost is the time that the kernel takes for one tile (`DECODE_TILE` keys of a request). The
+    defaults are round numbers that were not measured on any hardware. Each backend of `fast` has measured numbers
+    (`fast.schedule_costs`), which depend on the number of heads.
 
     Attributes:
-        request_cost: of starting on a request: its queries, its results and the way into the kernel's loop.
-        split_cost: of one split under `batch_invariant`; the first split of a request is part of `request_cost`.
-        cut: how requests are cut under `batch_invariant`.
-        invariant_starts: how many times `request_cost` a request and a program are counted under `batch_invariant` by
-            `choose_schedule`, since such a schedule starts on splits.
+        request_cost: time to start on a request: load its queries, fill the pipeline of the kernel and write its
+            output.
+        split_cost: time to start on a further split of a request under `batch_invariant`. (`request_cost` includes
+            the first split.)
+        cut: division of a request into splits under `batch_invariant`.
+        invariant_starts: factor by which `choose_schedule` multiplies `request_cost` under `batch_invariant`. A
+            batch-invariant schedule costs more, because its programs begin at the start of a split only.
 
     Raises:
-        TypeError: a cut that is no `InvariantCut`.
-        ValueError: a cost below 0, or `invariant_starts` below 1.
+        TypeError: `cut` is not an `InvariantCut`.
+        ValueError: a cost is below 0, or `invariant_starts` is below 1.
     """
 
     request_cost: int = 4
@@ -117,10 +137,10 @@ NEUTRAL_COSTS = ScheduleCosts()
 
 
 def check_schedule_costs(costs: ScheduleCosts | None, name: str = "costs") -> ScheduleCosts:
-    """Check costs of a schedule; the neutral ones where None is given.
+    """Return `costs`, or `NEUTRAL_COSTS` (the defaults of `ScheduleCosts`) if `costs` is None.
 
     Raises:
-        TypeError: neither a `ScheduleCosts` nor None.
+        TypeError: `costs` is neither a `ScheduleCosts` nor None.
     """
     check_type(name, costs, (ScheduleCosts, type(None)), "a ScheduleCosts or None")
     return NEUTRAL_COSTS if costs is None else costs
@@ -128,22 +148,30 @@ def check_schedule_costs(costs: ScheduleCosts | None, name: str = "costs") -> Sc
 
 @dataclass(frozen=True, eq=False)
 class DecodeSchedule:
-    """How decode work is cut over programs: a plan of time, never of values (FlashMLA's tile schedule).
+    """The tiles that each program of a decode kernel attends, chosen so that all programs take about as long.
 
-    A tile is `DECODE_TILE` keys of one request, whatever the page. A program takes the tiles from its first to its
-    last, request after request; what it takes of one request is one split of it, or, with `batch_invariant`, several.
+    A schedule is optional. Without a schedule, a kernel divides every request into the same number of splits. This is
+    slow if the requests have very different lengths, because the programs of short requests finish early and the
+    programs of the longest request do not. A schedule changes the time of a decode, and the results by rounding alone.
+    FlashMLA calls it the tile scheduler metadata.
 
-    `DecodeSchedule(batch_invariant=True)` plans nothing: requests are cut by their own length, and the kernel spreads
-    them evenly, as it does without a schedule.
+    A tile is `DECODE_TILE` consecutive keys of one request, for every block size of the cache. A program attends
+    consecutive tiles: the end of one request, then whole requests, then the beginning of another. Its tiles of one
+    request are one split of this request, or several splits with `batch_invariant`.
+
+    `DecodeSchedule(batch_invariant=True)`, without tensors, is legal: the kernel divides each request by its own length
+    (`cut`) and distributes the splits evenly over programs.
 
     Attributes:
-        tile_ranges: [programs, 5]; first request, last request (inclusive), first tile in the first request, last tile
-            in the last one (exclusive), first split in the first one. A program without work has (B, B - 1, 0, 0, 0).
-            A kernel may move a cut within a request by a tile, on both sides alike. None: nothing is planned.
-        split_offsets: [B + 1], prefix sum of the splits of each request; a request without keys has none. None as well.
-        batch_invariant: requests are cut every `invariant_split_tiles` tiles, not where programs change.
-        cut: the numbers of `invariant_split_tiles`, for the kernel too; nothing asks for them without
-            `batch_invariant`.
+        tile_ranges: [programs, 5], the tiles of each program, in these columns: first request, last request
+            (inclusive), first tile in the first request, last tile in the last request (exclusive), index of the first
+            split in the first request. A program without work has (B, B - 1, 0, 0, 0). A kernel may move a boundary
+            between two programs within a request by one tile. None if the programs have no assigned tiles.
+        split_offsets: [B + 1], prefix sum of the number of splits of each request; a request without keys has no split.
+            None if `tile_ranges` is None.
+        batch_invariant: the splits of a request depend on its own length alone (`invariant_split_tiles`) and not on the
+            programs. A request then gets the same bits in every batch.
+        cut: the numbers that divide a request into splits; used only with `batch_invariant`.
     """
 
     tile_ranges: Int32[Tensor, "programs 5"] | None = None
@@ -154,15 +182,16 @@ class DecodeSchedule:
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """Whether a step's decode is planned over programs, and the numbers that decide it.
+    """Whether the decode of a step gets a schedule, and the numbers that decide it.
 
     Attributes:
-        num_programs: programs that a schedule has; 0 where none was considered: nobody asked for one, a shared prefix
-            is attended apart, or the queries are longer than the threshold.
-        requests: requests that have keys.
+        num_programs: programs of the schedule. It is 0 if no schedule was considered: the caller asked for none, the
+            step has a cascade, or a query is longer than the builder's threshold.
+        requests: number of requests that have keys.
         longest_tiles: tiles of the longest request.
         total_tiles: tiles of all requests together.
-        planned: the decode has a schedule; otherwise the kernel cuts every request into equally many splits.
+        planned: True if the decode has a schedule. If False, the kernel divides every request into the same number of
+            splits.
     """
 
     num_programs: int
@@ -181,26 +210,29 @@ def choose_schedule(
     costs: ScheduleCosts | None = None,
     batch_invariant: bool = False,
 ) -> ScheduleChoice:
-    """Choose between a schedule and the kernel's own cut, from lengths that the host knows.
+    """Decide from the lengths of the requests whether a decode is faster with a schedule.
 
-    Without a schedule a kernel cuts every request into equally many splits, so the decode takes about as long as if
-    every request were the longest: a schedule saves B * longest - total tiles. It costs about one more start
-    (`request_cost`) for each request and each program, and `invariant_starts` times as much where it is
-    batch-invariant. The decode is planned where the schedule saves more than it costs (`docs/log.md` has the
-    measurement).
+    Without a schedule the kernel divides every request into the same number of splits, so the decode takes about as
+    long as if every request were the longest. A schedule therefore saves this many tiles (B counts requests with keys):
+
+        B * tiles of the longest request - tiles of all requests together
+
+    A schedule costs about one `request_cost` more for each request and for each program; a batch-invariant schedule
+    costs `invariant_starts` times as much. The decode gets a schedule if the saving is larger than the cost
+    (`docs/log.md` has the measurement).
 
     Args:
         seq_lens: [B], keys of each request, on the CPU.
-        num_programs: programs of a schedule; 0 never plans, and with 1 there is nothing to share out.
-        costs: of the kernel that decodes; None for the neutral ones.
-        batch_invariant: of the schedule.
+        num_programs: programs of the schedule. With 0 or 1 the decode gets no schedule.
+        costs: costs of the decode kernel; None takes the defaults of `ScheduleCosts`.
+        batch_invariant: whether the schedule would be batch-invariant.
 
     Returns:
-        The choice and its numbers.
+        The decision and the numbers that it follows from.
 
     Raises:
-        TypeError: costs of another type.
-        ValueError: a tensor that does not fit; a number below its least value.
+        TypeError: `costs` has another type.
+        ValueError: `seq_lens` has a wrong shape, dtype or device, or a negative length; `num_programs` is negative.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_int("num_programs", num_programs, 0)

@@ -1,4 +1,4 @@
-"""Errors of their own: what cannot be served, and an exchange between ranks that did not come back."""
+"""Exceptions of this project: an unsupported configuration, and a failed exchange between ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 
 class UnsupportedConfiguration(ValueError):
-    """A configuration that cannot be served, with every reason.
+    """A configuration that is not supported. The exception lists every reason, not only the first.
 
     Attributes:
-        reasons: one clear line each; never empty.
+        reasons: the reasons, one line of text each; never empty.
     """
 
     def __init__(self, reasons: Iterable[str]):
@@ -18,4 +18,4 @@ class UnsupportedConfiguration(ValueError):
 
 
 class GroupError(RuntimeError):
-    """An exchange that did not come back: it names the group, the operation and what the engine said."""
+    """A collective operation between ranks that failed. The message names the group, the operation and the reason."""

@@ -1,4 +1,4 @@
-"""What a transformers config says of attention, and what in it is not implemented."""
+"""Read the attention fields of a transformers config, and find the fields that need features not implemented here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .checks import MOST_NUMBER, check, check_int, check_type, short_text
 from .errors import UnsupportedConfiguration
 from .rope_config import RopeConfig, YarnConfig
 
-# Fields of transformers configs that change attention, and what each asks for.
+# Features that are not implemented, and the fields of transformers configs that enable each of them
 _OTHER_ATTENTION: Mapping[str, tuple[str, ...]] = {
     "sliding windows are": (
         "sliding_window", "sliding_window_size", "attention_window", "attention_window_size", "window_size",
@@ -55,7 +55,7 @@ _OTHER_ATTENTION: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
-# Fields that switch others off: where the first is given and off, the others ask for nothing.
+# Fields that disable other fields: if the key is present and off, the fields in the value have no effect
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
     "use_sliding_window": _OTHER_ATTENTION["sliding windows are"],
     "alibi": ("alibi_bias_max",),
@@ -64,14 +64,21 @@ _SWITCHES: Mapping[str, tuple[str, ...]] = {
 
 
 def _asks(value: object) -> bool:
-    """Whether the value of a field asks for something: not None, False, 0 or empty. A tensor always does."""
+    """Return whether the value of a field enables a feature: it is not None, False, 0 or empty.
+
+    An object of any other type, such as a tensor, enables the feature.
+    """
     if value is None or isinstance(value, bool | int | float | str | list | tuple | set | Mapping):
         return bool(value)
     return True
 
 
 def _list_of(config: Any, path: str, name: str, reasons: list[str]) -> list[Any]:
-    """Return a field that has an element for each layer, empty where it asks for nothing or is no list (a reason)."""
+    """Return a field that has one element for each layer.
+
+    The result is empty if the field enables nothing. It is also empty if the field is not a list; this is then added
+    to `reasons`.
+    """
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):
         return list(value)
@@ -81,7 +88,7 @@ def _list_of(config: Any, path: str, name: str, reasons: list[str]) -> list[Any]
 
 
 def _other_attention(config: Any, path: str = "config") -> list[str]:
-    """Return a reason for each field of a transformers config that asks for attention that is not implemented."""
+    """Return a reason for each field of a transformers config that enables a feature that is not implemented."""
     reasons = []
     switched_off = [
         name
@@ -103,10 +110,10 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
     position = getattr(config, "position_embedding_type", None)
     if position is not None and not (isinstance(position, str) and position in ("rope", "rotary")):
         reasons.append(f"{path}.position_embedding_type: only 'rope' is implemented, got {short_text(position)}")
-    rope_layers = _list_of(config, path, "no_rope_layers", reasons)  # 1: the layer has rope, 0: it has none
+    rope_layers = _list_of(config, path, "no_rope_layers", reasons)  # 1: the layer has rope; 0: the layer has no rope
     if not all(map(_asks, rope_layers)):
         reasons.append(f"{path}.no_rope_layers: layers without rope are not implemented, got {short_text(rope_layers)}")
-    sources = _list_of(config, path, "kv_source_layers", reasons)  # of each layer: whose keys and values it reads
+    sources = _list_of(config, path, "kv_source_layers", reasons)  # for each layer: the layer whose KV cache it reads
     if not all(isinstance(source, int) and source == layer for layer, source in enumerate(sources)):
         reasons.append(f"{path}.kv_source_layers: layers that share keys and values are not implemented, "
                        f"got {short_text(sources)}")  # fmt: skip
@@ -122,6 +129,7 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
 
 
 def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
+    """Return the rotary parameters of a transformers config; raise with every reason if they are not implemented."""
     fields = ("rope_parameters", "rope_scaling")  # the second is the older name
     field = next((name for name in fields if _asks(getattr(config, name, None))), fields[0])
     given = getattr(config, field, None) if _asks(getattr(config, field, None)) else {}
@@ -131,7 +139,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
     reasons = []
 
     def number(name: str, default: float | None, *, beside: bool = False) -> Any:
-        """A parameter of the rope, or (`beside`) a field of the config where the rope has none."""
+        """Return a parameter of the rope. With `beside`, fall back to the config's own field of this name."""
         at, value = f"config.{field}[{name!r}]", parameters.get(name)
         if beside and value is None:
             at, value = f"config.{name}", getattr(config, name, None)
@@ -148,7 +156,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
         reasons.append(f"config.rope_theta: expected a number above 1, got {theta}")
     interleaved = getattr(config, "rope_interleave", None)
     if model_type == "deepseek_v2":
-        interleaved = True  # complex multiplication of neighbouring elements, with no switch in the config
+        interleaved = True  # this model always rotates neighbouring elements; its config has no field for it
     if not isinstance(interleaved, bool):
         got = f"nothing from {model_type!r}" if interleaved is None else short_text(interleaved)
         reasons.append(f"config.rope_interleave: expected True or False, got {got}")
@@ -193,7 +201,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
 
 
 def fields_from_hf(config: Any) -> dict[str, Any]:
-    """Return the arguments of `MLAConfig` that a transformers config gives; see `MLAConfig.from_hf`."""
+    """Return the arguments of `MLAConfig` for a transformers config; `MLAConfig.from_hf` has the description."""
     required = (
         "hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     )  # fmt: skip
@@ -208,7 +216,7 @@ def fields_from_hf(config: Any) -> dict[str, Any]:
         for name in ("mla_scale_q_lora", "mla_scale_kv_lora")
         if _asks(getattr(config, name, None))
     ]
-    if model_type == "longcat_flash" and not reasons:  # transformers scales whatever the flags say
+    if model_type == "longcat_flash" and not reasons:  # transformers scales the latents even if the flags are off
         reasons.append("config.model_type: latent scaling is not implemented, got 'longcat_flash'")
     if _asks(top_k := getattr(config, "index_topk", None)):
         reasons.append(f"config.index_topk: sparse-attention indexers are not implemented, got {short_text(top_k)}")

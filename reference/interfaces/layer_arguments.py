@@ -1,4 +1,4 @@
-"""What a layer asks of its config, its modules and a step."""
+"""Argument checks of an attention layer: its config, its modules and the plan of a step."""
 
 from __future__ import annotations
 
@@ -30,26 +30,32 @@ CPU = torch.device("cpu")
 
 
 def check_config(config: MLAConfig | None, optional: bool = False) -> None:
-    """Check that a config is one, or None where that is legal."""
+    """Check that an argument is an `MLAConfig`; with `optional`, None is legal too."""
     if config is not None or not optional:
         check_type("config", config, MLAConfig, "an MLAConfig or None" if optional else None)
 
 
 def check_costs(costs: PathCosts | None) -> None:
-    """Check that the constants of `choose_path` are such, or None."""
+    """Check that an argument is a `PathCosts` or None."""
     if costs is not None:
         check_type("costs", costs, PathCosts, "a PathCosts or None")
 
 
 def check_modules(**modules: object) -> None:
-    """Check that projections are modules; whether a query projection may be None is for `check_projections`."""
+    """Check that projections are modules. A query projection may be None here; `check_projections` checks that."""
     for name, module in modules.items():
         if module is not None or not name.startswith("q_"):
             check_type(name, module, nn.Module, "a module")
 
 
 def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> None:
-    """Check that exactly the query projections are given that the config's q_lora_rank asks for."""
+    """Check that the given query projections fit `config.q_lora_rank`.
+
+    Args:
+        config: the config of the layer.
+        direct: `q_proj`; required if `q_lora_rank` is None, otherwise it must be None.
+        low_rank: `q_a_proj`, `q_a_layernorm` and `q_b_proj`; required if `q_lora_rank` is an int, otherwise all None.
+    """
     check_config(config)
     given = ["q_proj"] * (direct is not None)
     names = ("q_a_proj", "q_a_layernorm", "q_b_proj")
@@ -60,7 +66,10 @@ def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> N
 
 
 def check_norm(argument: str, norm: object, width: int) -> None:
-    """Check a latent norm: a module with a weight and no hooks, for its weight is read, its forward not called."""
+    """Check a latent norm: a module with a weight [width] and without hooks.
+
+    A layer reads the weight and does not call the module, so hooks would have no effect.
+    """
     check_type(argument, norm, nn.Module, "a module with a weight")
     weight = getattr(norm, "weight", None)
     check(weight is not None, argument, "a module with a weight", type(norm).__name__)
@@ -70,10 +79,10 @@ def check_norm(argument: str, norm: object, width: int) -> None:
 
 
 def latent_norm_eps(kv_a_layernorm: object, q_a_layernorm: object | None) -> float:
-    """Return the epsilon of a transformers module's latent norms (`variance_epsilon`); a config has one for both.
+    """Return `variance_epsilon`, the epsilon of the latent norms of a transformers module.
 
     Raises:
-        UnsupportedConfiguration: the two differ.
+        UnsupportedConfiguration: the two norms have different epsilons; an `MLAConfig` has one epsilon for both.
     """
     eps = kv_a_layernorm.variance_epsilon
     other = eps if q_a_layernorm is None else q_a_layernorm.variance_epsilon
@@ -93,7 +102,10 @@ def check_forward_attention(
     output: Tensor,
     cache_format: CacheFormat,
 ) -> None:
-    """Shapes, dtypes and devices of a layer's attention, all tied to its up-projection; reads no values."""
+    """Check shapes, dtypes and devices of the arguments of `MLAAttention.forward_attention`; read no values.
+
+    All tensors must have the device, and except for the cache the dtype, of `weight`, an up-projection of the layer.
+    """
     dtypes, device = (weight.dtype,), weight.device
     check_tensor("q", q, ("T", config.num_heads, config.qk_head_dim), dtypes, device)
     tokens = q.shape[0]
@@ -105,11 +117,12 @@ def check_forward_attention(
 
 
 def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspace_tokens: int) -> None:
-    """Check a whole step's plan before its first write: counts everywhere, values where they lie on the CPU.
+    """Check the plan of a whole step before the layer writes anything.
 
-    No chunk of context may be larger than the `workspace_tokens` that the layer was profiled with.
-
-    Compiled code has no place for reading values here; there each op checks its own before it writes.
+    - Shapes and counts are checked on every device.
+    - Values are checked if the cache is on the CPU. Compiled code cannot read values here; it relies on each op, which
+      checks its own arguments before it writes.
+    - No chunk may have more than `workspace_tokens` tokens, the number that the layer was profiled with.
     """
     check(isinstance(metadata, MLAMetadata), "metadata", "an MLAMetadata or None", type(metadata).__name__)
     end, split = metadata.num_actual_tokens, metadata.num_decode_tokens

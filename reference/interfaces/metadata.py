@@ -1,4 +1,4 @@
-"""What travels between rooms: attention states, the batch of a step, and its plans."""
+"""Data types that functions pass to each other: attention states, the batch of a step, and the plan of a step."""
 
 from __future__ import annotations
 
@@ -19,31 +19,35 @@ from .support import GraphSupport
 
 @dataclass(frozen=True, eq=False)
 class AttentionState:
-    """Softmax attention over some set of keys, in the form that merges. It unpacks: `out, lse = mla_decode(...)`.
+    """Output and log-sum-exp (LSE) of softmax attention over a set of keys. It unpacks: `out, lse = mla_decode(...)`.
+
+    A caller needs the LSE to merge this state with attention over other keys (`merge_attn_states`): the LSE decides how
+    much each state counts. If one call covers all keys of its queries, the caller may drop the LSE.
 
     Attributes:
-        out: [T, N, Dv], normalised; Dv is V on the expanded path, Lkv on the absorbed one.
-        lse: [N, T], natural log of the sum of exponentials; float32, or float64 where `out` is float64.
-            A row that attended nothing has out = 0 and lse = -inf.
+        out: [T, N, Dv], the softmax-weighted sum of the values. Dv is V on the expanded path and Lkv on the absorbed
+            path. A row without keys has out = 0.
+        lse: [N, T], natural logarithm of the sum of exp(score) over the keys; float32, or float64 if `out` is float64.
+            A row without keys has lse = -inf.
     """
 
     out: Float[Tensor, "T N Dv"]
     lse: Float[Tensor, "N T"]
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield `out`, then `lse`."""
+        """Yield `out`, then `lse`, so that a state unpacks into the two tensors."""
         yield self.out
         yield self.lse
 
 
 class BatchSplit(NamedTuple):
-    """Sizes of the two parts of a batch: the leading requests that decode, and the prefills behind them.
+    """Number of requests and query tokens in the two parts of a batch: decodes first, then prefills.
 
     Attributes:
-        num_decodes: leading requests that decode, padding rows among them.
-        num_prefills: requests after the decodes.
-        num_decode_tokens: query tokens of the decodes.
-        num_prefill_tokens: query tokens of the prefills.
+        num_decodes: number of leading requests that decode, padding rows included.
+        num_prefills: number of requests after the decodes.
+        num_decode_tokens: number of query tokens of the decodes.
+        num_prefill_tokens: number of query tokens of the prefills.
     """
 
     num_decodes: int
@@ -54,22 +58,26 @@ class BatchSplit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CommonAttentionMetadata:
-    """One step's batch, as a scheduler knows it. The `_cpu` twins hold the same values on the CPU.
+    """The batch of one step, as the scheduler of an engine describes it. Every attention family can plan from it.
 
-    Constructing it directly checks nothing (the hot path): what `make` would refuse then gives plans without meaning.
+    The constructor does not validate, because engines call it in every step. Invalid input gives an undefined plan; use
+    `make` or `from_lens` to validate.
 
     Attributes:
         seq_lens: [B], tokens of each request after this step (context + query).
         query_start_loc: [B + 1], prefix sum of the query lengths; a query length of 0 is legal.
-        seq_lens_cpu: the same on the CPU; plans are made from it, so that nothing is read back from a device.
-        query_start_loc_cpu: likewise.
-        block_table: [B, W], block ids; entries past a request's last block are garbage.
-        slot_mapping: [T], cache slot of each token; -1 from `num_actual_tokens` on, and wherever nothing is written.
-        max_query_len: an upper bound on the query lengths.
-        num_actual_tokens: query_start_loc[-1]; tokens past it are padding.
-        max_seq_len: an upper bound on the lengths of the whole sequences, known on the host.
-        block_size: tokens a block for which `slot_mapping` was made, or None where nobody recorded it. A plan for
-            another block size raises.
+        seq_lens_cpu: [B], copy of `seq_lens` on the CPU. Plans are computed from this copy, so that no value has to be
+            read back from the device.
+        query_start_loc_cpu: [B + 1], copy of `query_start_loc` on the CPU, for the same reason.
+        block_table: [B, W], block ids of each request; entries after the last block of a request may be anything.
+        slot_mapping: [T], cache slot of each token; -1 for a token that is not written to the cache, and for all tokens
+            from `num_actual_tokens` on.
+        max_query_len: upper bound of the query lengths.
+        num_actual_tokens: query_start_loc[-1]; later tokens are padding.
+        max_seq_len: upper bound of the sequence lengths (under context parallelism, of the whole sequences), as an int
+            on the CPU.
+        block_size: tokens per block for which `slot_mapping` was computed, or None if it was not recorded. Planning
+            this batch for a different block size raises.
     """
 
     seq_lens: Int32[Tensor, " B"]
@@ -85,17 +93,17 @@ class CommonAttentionMetadata:
 
     @property
     def num_reqs(self) -> int:
-        """B."""
+        """Return B, the number of requests."""
         return self.seq_lens_cpu.shape[0]
 
     @property
     def num_computed_tokens(self) -> Int32[Tensor, " B"]:
-        """Context lengths on the device: tokens that were in the cache before this step; 0 for padding rows."""
+        """Return the context lengths [B] on the device: tokens cached before this step; 0 for padding rows."""
         return (self.seq_lens - self.query_start_loc.diff()).clamp_(min=0)
 
     @property
     def num_computed_tokens_cpu(self) -> Int32[Tensor, " B"]:
-        """Context lengths on the CPU."""
+        """Return the context lengths [B] on the CPU; 0 for padding rows."""
         return (self.seq_lens_cpu - self.query_start_loc_cpu.diff()).clamp_(min=0)
 
     @classmethod
@@ -107,20 +115,28 @@ class CommonAttentionMetadata:
         slot_mapping: Int64[Tensor, " T"],
         block_size: int | None = None,
     ) -> CommonAttentionMetadata:
-        """Validate a batch and put it on the device of `block_table`.
+        """Validate a batch and copy its lengths to the device of `block_table`.
 
-        `from_lens` needs no offsets and computes the slots as well.
+        `from_lens` is easier to call: it takes lengths, and computes the offsets and the slots itself.
 
         Args:
-            query_start_loc_cpu: [B + 1], prefix sum of the query lengths.
-            seq_lens_cpu: [B], tokens of each request after this step.
-            block_table: [B, W].
+            query_start_loc_cpu: [B + 1], prefix sum of the query lengths, on the CPU.
+            seq_lens_cpu: [B], tokens of each request after this step, on the CPU.
+            block_table: [B, W], block ids of each request.
             slot_mapping: [T], cache slot of each token.
-            block_size: tokens a block for which `slot_mapping` was made; None records nothing.
+            block_size: tokens per block for which `slot_mapping` was computed; None leaves it unrecorded.
+
+        Returns:
+            The validated batch.
 
         Raises:
-            ValueError: wrong shape or dtype, a `query_start_loc` that falls, 0 < S < Sq, fewer slots than tokens, or
-                (on a CPU) a slot other than -1 past the last token; the message names the argument and the request.
+            ValueError: one of the following. The message names the argument, and the request if one request is wrong:
+
+                - a shape or dtype is wrong;
+                - `query_start_loc_cpu` decreases;
+                - a request has 0 < S < Sq (a query longer than its sequence);
+                - there are fewer slots than tokens;
+                - on a CPU: a slot after the last token is not -1.
         """
         check_tensor("query_start_loc_cpu", query_start_loc_cpu, ("B + 1",), (torch.int32,), torch.device("cpu"))
         num_reqs = query_start_loc_cpu.shape[0] - 1
@@ -166,19 +182,25 @@ class CommonAttentionMetadata:
 
         Args:
             query_lens: [B], new tokens of each request; a list of ints or a CPU tensor of any int dtype.
-            seq_lens: [B], tokens of each request after this step, likewise; 0 is a padding row, whose slots are -1.
-            block_table: [B, W]; the batch lies on its device.
-            block_size: tokens a block.
-            ownership: the tokens that a context-parallel rank owns; tokens of other ranks get slot -1. None: one rank
-                owns all tokens.
+            seq_lens: [B], tokens of each request after this step; the same types. 0 marks a padding row; its slots are
+                -1.
+            block_table: [B, W], block ids of each request; the batch is created on the device of this tensor.
+            block_size: tokens per block.
+            ownership: the tokens that this context-parallel rank owns; tokens of other ranks get slot -1. None means
+                that one rank owns all tokens.
 
         Returns:
             The batch, with sum(query_lens) tokens and no padding tokens.
 
         Raises:
-            TypeError: lengths that are no ints, or a block table that is no tensor.
-            ValueError: wrong shapes; a negative length; 0 < S < Sq; a block table with too few columns; on a CPU a
-                negative block of a request; a block size that `ownership` does not fit.
+            TypeError: the lengths are not ints, or `block_table` is not a tensor.
+            ValueError: one of the following:
+
+                - a shape is wrong;
+                - a length is negative, or a request has 0 < S < Sq (a query longer than its sequence);
+                - `block_table` has too few columns for the longest request;
+                - on a CPU: a request has a negative block id;
+                - `block_size` is not a multiple of the interleave of `ownership`.
         """
         check(is_positive_int(block_size), "block_size", "a positive int", block_size)
         check_tensor("block_table", block_table, ("B", "W"), (torch.int32,))
@@ -214,13 +236,15 @@ class CommonAttentionMetadata:
 
 @dataclass(frozen=True, eq=False)
 class ContextChunk:
-    """A piece of the cached context of some requests, small enough for the workspace.
+    """Context tokens of one or more requests that a prefill expands at once, few enough to fit into the workspace.
+
+    A chunk has at most one range of consecutive context tokens of each request.
 
     Attributes:
-        starts: [B], first context token of each request's piece.
-        cu_seq_lens: [B + 1], prefix sum of the pieces' lengths (a length may be 0).
-        num_tokens: cu_seq_lens[-1].
-        max_seq_len: the longest piece.
+        starts: [B], position of each request's first token in this chunk.
+        cu_seq_lens: [B + 1], prefix sum of the number of tokens that each request has in this chunk (0 is legal).
+        num_tokens: cu_seq_lens[-1], tokens in this chunk.
+        max_seq_len: the most tokens that one request has in this chunk.
     """
 
     starts: Int32[Tensor, " B"]
@@ -230,32 +254,35 @@ class ContextChunk:
 
     @property
     def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
-        """First token and offsets of the pieces as the cache of this rank holds them."""
+        """Return `starts` and `cu_seq_lens` of the tokens that the cache of this rank holds: here all tokens."""
         return self.starts, self.cu_seq_lens
 
     def tensors(self) -> dict[str, Tensor]:
-        """The fields that are tensors."""
+        """Return the fields that are tensors, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device) -> ContextChunk:
-        """The same chunk with its tensors on `device`."""
+        """Return this chunk with all tensors on `device`."""
         return replace(self, **{name: x.to(device, non_blocking=True) for name, x in self.tensors().items()})
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ContextParallelChunk(ContextChunk):
-    """A piece of the cached context whose tokens lie on the D ranks of a group.
+    """A `ContextChunk` whose tokens are distributed over the D ranks of a context-parallel group.
 
-    `starts`, `cu_seq_lens` and the rest are of the whole pieces, in the order of their tokens, as on one rank. Pieces
-    begin where the first rank's turn does (`context_unit`), so that each rank holds its part of them in one run.
+    The fields of `ContextChunk` describe the tokens of all ranks together, in the order of the tokens. Each request's
+    first token in the chunk is at a multiple of D * I (`context_unit`), so rank 0 owns it. The rank-local tokens of a
+    request in the chunk are therefore consecutive in the cache of each rank.
 
     Attributes:
-        local_starts: [B], first token of each piece in the cache of any rank, starts / D.
-        local_cu_seq_lens: [D, B + 1], for each rank the prefix sum of its tokens of the pieces.
-        local_tokens: of the pieces' tokens, how many lie here.
-        padded_tokens: rows that each rank hands in: as many as the first rank holds, which has the most.
-        ownership: which tokens lie here.
+        local_starts: [B], starts / D: index of each request's first rank-local token in the chunk, counted among the
+            request's tokens on that rank. It is the same on every rank.
+        local_cu_seq_lens: [D, B + 1], for each rank the prefix sum of the number of rank-local tokens of each request.
+        local_tokens: tokens of this chunk on this rank.
+        padded_tokens: rows that each rank contributes to the all-gather: the tokens of rank 0, which has the most.
+            Ranks with fewer tokens pad.
+        ownership: the tokens that this rank owns.
     """
 
     local_starts: Int32[Tensor, " B"]
@@ -266,20 +293,20 @@ class ContextParallelChunk(ContextChunk):
 
     @property
     def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
-        """First token and offsets of the pieces as the cache of this rank holds them."""
+        """Return `starts` and `cu_seq_lens` of the tokens that the cache of this rank holds."""
         return self.local_starts, self.local_cu_seq_lens[self.ownership.rank]
 
 
 @dataclass(frozen=True, eq=False)
 class PrefillMetadata:
-    """The requests that take the expanded path.
+    """Plan of the expanded path: the requests of a step that prefill.
 
     Attributes:
-        block_table: [B, W].
-        query_start_loc: [B + 1], from 0.
-        max_query_len: the longest query.
-        context_chunks: the cached context, in pieces; empty where no request has any.
-        block_size: tokens a block of the cache that the plan was made for; a cache of another block size raises.
+        block_table: [B, W], block ids of these requests.
+        query_start_loc: [B + 1], prefix sum of their query lengths; it starts at 0.
+        max_query_len: length of the longest query.
+        context_chunks: the cached context of these requests, cut into chunks; empty if no request has context.
+        block_size: tokens per block that the plan was made for; a cache with another block size raises.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -291,19 +318,23 @@ class PrefillMetadata:
 
 @dataclass(frozen=True, eq=False)
 class DecodeMetadata:
-    """The requests that take the absorbed path. The mask is data: row t sees `visible_lens[t]` keys.
+    """Plan of the absorbed path: the requests of a step that decode.
+
+    `visible_lens` is the causal mask, as one number for each query token: token t attends the first `visible_lens[t]`
+    keys of its request.
 
     Attributes:
-        block_table: [B, W].
-        seq_lens: [B], keys in the cache, the new tokens included; 0 for padding rows.
-        query_start_loc: [B + 1], from 0.
-        max_query_len: an upper bound on the query lengths.
-        visible_lens: [T], keys of its request that each row sees (S - Sq + i + 1); 0 = an empty row.
-        max_seq_len: an upper bound on `seq_lens`, known on the host: kernels size their splits and buffers by it, and
-            on a GPU a longer length is read as this one. Under context parallelism it bounds the rank-local lengths;
-            inside a captured graph it bounds every replay.
-        block_size: tokens a block of the cache that the plan was made for; a cache of another block size raises.
-        graph: graphs in which a decode of this plan is replayed; a backend that cannot be captured so is not chosen.
+        block_table: [B, W], block ids of these requests.
+        seq_lens: [B], keys of each request in the cache, the new tokens included; 0 for padding rows.
+        query_start_loc: [B + 1], prefix sum of the query lengths; it starts at 0.
+        max_query_len: upper bound of the query lengths.
+        visible_lens: [T], keys that each query token attends. It is S - Sq + i + 1 for the query token with index i in
+            its request, and 0 for a padding row.
+        max_seq_len: upper bound of `seq_lens`, as an int on the CPU. Kernels size splits and buffers by it, and on a
+            GPU they treat a longer length as this one. Under context parallelism it bounds the rank-local lengths.
+            Inside a captured graph it bounds the lengths of every replay.
+        block_size: tokens per block that the plan was made for; a cache with another block size raises.
+        graph: CUDA graphs in which this decode is replayed. A backend that does not support them is not chosen.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -318,11 +349,11 @@ class DecodeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class CascadeMetadata:
-    """A decode whose requests share their first blocks: the shared prefix attended once, then each one's rest.
+    """Plan of a decode whose requests share their first blocks, in two parts (`cascade_attention`).
 
     Attributes:
-        prefix: one request with all rows, over the shared blocks.
-        suffix: the requests without the shared blocks.
+        prefix: one request that has the query tokens of all requests as its queries and the shared blocks as its keys.
+        suffix: the requests of the decode with the keys after the shared blocks.
     """
 
     prefix: DecodeMetadata
@@ -331,22 +362,27 @@ class CascadeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class MLAMetadata:
-    """One step for one layer: rows [0, num_decode_tokens) decode, the rest up to num_actual_tokens prefill.
+    """Plan of one step: the integers that every layer needs to attend the batch. All layers use the same plan.
 
-    Either part may hold no request.
+    The tokens of the batch are in this order; each part may be empty:
+
+    - tokens [0, num_decode_tokens) decode, on the absorbed path;
+    - tokens [num_decode_tokens, num_actual_tokens) prefill, on the expanded path;
+    - tokens from num_actual_tokens on are padding and get output 0.
 
     Attributes:
-        slot_mapping: [T], of the whole batch, padding included.
-        num_actual_tokens: rows that belong to requests; rows past it are padding and get output 0.
-        num_decodes: requests on the absorbed path; they come first.
-        num_decode_tokens: their rows.
+        slot_mapping: [T], cache slot of every token of the batch, padding included.
+        num_actual_tokens: number of tokens without padding.
+        num_decodes: number of requests on the absorbed path; they come first in the batch.
+        num_decode_tokens: number of query tokens of these requests.
         decode: plan of the absorbed path.
         prefill: plan of the expanded path.
-        workspace_tokens: most context tokens that a chunk may expand at once; the plan was cut for this workspace.
-        schedule: how the decode is cut over programs; None leaves it to the kernel.
-        cascade: the decode once more, its shared prefix apart; None where that is not worth it. Without it the layer
-            attends `decode`.
-        schedule_choice: why the decode has a schedule or none.
+        workspace_tokens: most context tokens of a chunk; the chunks of `prefill` were cut for this number.
+        schedule: schedule of the decode. It is optional and changes the speed: without it (None) the kernel splits
+            the decode itself.
+        cascade: the decode in two parts, shared prefix and suffixes, for the layer to attend in place of `decode`. None
+            if the requests share no prefix, or if the two parts would take longer.
+        schedule_choice: the numbers that decided whether the decode has a schedule.
     """
 
     slot_mapping: Int64[Tensor, " T"]
@@ -362,19 +398,22 @@ class MLAMetadata:
 
     @property
     def num_prefills(self) -> int:
-        """Requests on the expanded path."""
+        """Return the number of requests on the expanded path."""
         return self.prefill.block_table.shape[0]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ContextParallelMetadata(MLAMetadata):
-    """One step on a rank of a group that shares every sequence: its slots, its keys, its part of the context.
+    """Plan of one step on one rank of a context-parallel group, whose ranks share every sequence.
 
-    Slots of tokens that lie elsewhere are -1; `decode` counts the keys that lie here, and its mask is the local count
-    of the keys that a row sees; the chunks of `prefill` are `ContextParallelChunk`s.
+    It differs from `MLAMetadata` in three points:
+
+    - `slot_mapping` is -1 for tokens that another rank owns;
+    - `decode.seq_lens` and `decode.visible_lens` count rank-local keys only;
+    - the chunks of `prefill` are `ContextParallelChunk`s.
 
     Attributes:
-        ownership: which tokens lie here.
+        ownership: the tokens that this rank owns.
     """
 
     ownership: TokenOwnership

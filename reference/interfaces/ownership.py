@@ -1,4 +1,9 @@
-"""Decode context parallelism in integers: which rank owns which token of a sequence, and what crosses the wire."""
+"""Decode context parallelism in numbers: the tokens that each rank owns, and the bytes that ranks exchange.
+
+The tokens of a sequence are distributed over D ranks in groups of I consecutive tokens: the first group belongs to
+rank 0, the next to rank 1, and so on; after rank D - 1 follows rank 0 again. A round is one group for each rank, D * I
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -10,35 +15,53 @@ from torch import Tensor
 
 from .checks import check, check_int, check_tensor
 
-MERGES = ("ag_rs", "a2a")  # how ranks merge: cp_lse_ag_out_rs, cp_lse_a2a
+MERGES = ("ag_rs", "a2a")  # names of the merges over ranks: cp_lse_ag_out_rs, cp_lse_a2a
 
 
 def check_rank(size: int, rank: int | None, interleave: int, argument: str = "context_parallel_size") -> None:
-    """Check D (which the caller calls `argument`), a rank of it (None for all) and I."""
+    """Check the number of ranks D, a rank and the interleave I.
+
+    Args:
+        size: D.
+        rank: rank in [0, D), or None if the caller means all ranks.
+        interleave: I.
+        argument: name of D in error messages.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
     check_int(argument, size)
     inside = rank is None or (isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < size)
     check(inside, "rank", f"an int in [0, {size})", rank)
     check_int("interleave", interleave)
-    check(size * interleave < 2**31, "interleave", f"fewer than 2^31 tokens in a turn of {size} ranks", interleave)
+    check(size * interleave < 2**31, "interleave", f"fewer than 2^31 tokens in a round of {size} ranks", interleave)
 
 
 def check_interleave(interleave: int, block_size: int) -> None:
-    """Check that blocks hold whole turns of a rank: so a block of the cache is filled in the order of its tokens."""
+    """Check that the interleave divides the block size.
+
+    A block of the cache then holds whole groups of I tokens.
+
+    Raises:
+        ValueError: a number is below 1, or the interleave does not divide the block size.
+    """
     check_int("block_size", block_size)
     check(block_size % interleave == 0, "interleave", f"a divisor of the block size {block_size}", interleave)
 
 
 @dataclass(frozen=True)
 class TokenOwnership:
-    """Which tokens of every sequence a rank holds: token i lies on rank (i // I) mod D, in order.
+    """The tokens of every sequence that one context-parallel rank owns.
+
+    Rank (i // I) mod D owns token i of a sequence. Each rank keeps its tokens in the order of the sequence.
 
     Attributes:
-        size: D, ranks that share each sequence.
-        rank: of them, which.
-        interleave: I, tokens in a row on one rank.
+        size: D, number of ranks that share each sequence.
+        rank: this rank, in [0, D).
+        interleave: I, consecutive tokens on one rank.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range.
     """
 
     size: int
@@ -50,36 +73,37 @@ class TokenOwnership:
         check_int("rank", self.rank, 0, f"an int in [0, {self.size})")
 
     def count(self, num_tokens: int) -> int:
-        """How many of the first `num_tokens` tokens of a sequence lie here."""
+        """Return how many of the first `num_tokens` tokens of a sequence this rank owns."""
         check_int("num_tokens", num_tokens, 0)
-        turns, rest = divmod(num_tokens, self.size * self.interleave)
-        return turns * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
+        rounds, rest = divmod(num_tokens, self.size * self.interleave)
+        return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
 
 def get_dcp_local_seq_lens(
     seq_lens: Int32[Tensor, " B"], context_parallel_size: int, rank: int | None = None, interleave: int = 1
 ) -> Int32[Tensor, " B *D"]:
-    """How many of the first S tokens of each request lie on a rank: the (i // I) mod D = rank of i < S.
+    """Return how many of the first S tokens of each request a rank owns: the tokens i < S with (i // I) mod D = rank.
 
-    Elementwise, so it serves visible lengths as well, on any device and inside a captured graph.
+    The computation is elementwise. It therefore works for visible lengths as well, on any device and inside a captured
+    graph.
 
     Args:
-        seq_lens: [B], lengths.
+        seq_lens: [B], sequence lengths S.
         context_parallel_size: D.
-        rank: which; None for all of them.
+        rank: rank in [0, D); None computes the numbers of all ranks.
         interleave: I.
 
     Returns:
-        [B], or [B, D] where `rank` is None.
+        [B] int32, or [B, D] if `rank` is None.
 
     Raises:
-        ValueError: a number out of range.
+        ValueError: a number is out of range; `seq_lens` has a wrong shape or dtype.
     """
     check_rank(context_parallel_size, rank, interleave)
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
-    turn = context_parallel_size * interleave
-    whole = seq_lens.div(turn, rounding_mode="floor")
-    rest = seq_lens - whole * turn
+    round_tokens = context_parallel_size * interleave
+    whole = seq_lens.div(round_tokens, rounding_mode="floor")
+    rest = seq_lens - whole * round_tokens
     if rank is None:
         first = interleave * torch.arange(context_parallel_size, dtype=seq_lens.dtype, device=seq_lens.device)
         return whole[:, None] * interleave + (rest[:, None] - first).clamp_(0, interleave)
@@ -96,27 +120,34 @@ def dcp_wire_bytes(
     element_size: int,
     lse_size: int = 4,
 ) -> dict[str, int]:
-    """Bytes that each rank receives in one decode step of one layer, by collective.
+    """Return the bytes that each rank receives in one decode step of one layer, by collective operation.
 
-    With n = N / D heads of its own, a rank receives from each of the D - 1 others: their queries, T n (Lkv + R)
-    elements; then "ag_rs" all LSE of the other, T N float32, and its share of the outputs, T n Lkv elements (a
-    reduce-scatter in its least traffic); "a2a" the same outputs and the LSE of its own heads alone, T n float32.
+    Each rank has n = N / D heads. It receives the following from each of the other D - 1 ranks:
+
+    | what | merge "ag_rs" | merge "a2a" |
+    |---|---|---|
+    | queries (all-gather) | T n (Lkv + R) elements | T n (Lkv + R) elements |
+    | LSE | T N float32: of all heads | T n float32: of this rank's heads |
+    | outputs of this rank's heads | T n Lkv elements | T n Lkv elements |
+
+    For the reduce-scatter of the outputs this is the least traffic that any algorithm needs.
 
     Args:
         num_tokens: T, query tokens of the step.
-        num_heads: N, heads that the group gathers (N D / TP of a model whose heads are sharded over TP ranks).
+        num_heads: N, heads that the group gathers. If a model shards its heads over TP ranks, this is the model's
+            number of heads times D / TP.
         kv_lora_rank: Lkv.
         qk_rope_head_dim: R.
         context_parallel_size: D.
         merge: "ag_rs" or "a2a".
         element_size: bytes of a query or output element.
-        lse_size: bytes of an LSE, 4, or 8 in float64.
+        lse_size: bytes of one LSE value: 4, or 8 in float64.
 
     Returns:
-        Bytes by collective: "all_gather" and "reduce_scatter", or "all_gather" and "all_to_all".
+        Mapping from collective to bytes: "all_gather" and "reduce_scatter", or "all_gather" and "all_to_all".
 
     Raises:
-        ValueError: another merge, or heads that D does not divide.
+        ValueError: `merge` is neither of the two; D does not divide `num_heads`; a number is out of range.
     """
     size = context_parallel_size
     check_rank(size, None, 1)
@@ -127,9 +158,9 @@ def dcp_wire_bytes(
     for name, value in (("num_tokens", num_tokens), ("qk_rope_head_dim", qk_rope_head_dim)):
         check_int(name, value, 0)
     check(num_heads % size == 0, "num_heads", f"a multiple of {size} ranks", num_heads)
-    others, own = size - 1, num_tokens * (num_heads // size)
-    queries = others * own * (kv_lora_rank + qk_rope_head_dim) * element_size
-    outputs = others * own * kv_lora_rank * element_size
+    others, local_rows = size - 1, num_tokens * (num_heads // size)
+    queries = others * local_rows * (kv_lora_rank + qk_rope_head_dim) * element_size
+    outputs = others * local_rows * kv_lora_rank * element_size
     if merge == "ag_rs":
         return {"all_gather": queries + others * num_tokens * num_heads * lse_size, "reduce_scatter": outputs}
-    return {"all_gather": queries, "all_to_all": outputs + others * own * lse_size}
+    return {"all_gather": queries, "all_to_all": outputs + others * local_rows * lse_size}

@@ -1,4 +1,4 @@
-"""Parameters of the rotary embedding, with YaRN's."""
+"""Parameters of the rotary embedding and of YaRN, its extension to longer contexts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from .checks import check, check_flag, check_int, check_number, check_type
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's m(f, a) = 0.1 a ln f + 1, and 1 where f <= 1 (arXiv 2309.00071, section 3.4, as DeepSeek uses it)."""
+    """Return YaRN's magnitude m(f, a) = 0.1 a ln f + 1, or 1 if f <= 1.
+
+    arXiv 2309.00071, section 3.4, has the formula with a = 1; DeepSeek added the factor a.
+
+    Args:
+        factor: f, ratio of the extended to the original context.
+        mscale: a, one of the two magnitude scales of `YarnConfig`.
+    """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -18,12 +25,18 @@ class YarnConfig:
     """YaRN context extension (arXiv 2309.00071) with DeepSeek's two magnitude scales.
 
     Attributes:
-        factor: ratio of the extended to the original context.
-        original_max_position_embeddings: context of pre-training, in tokens.
-        beta_fast: rotations over the original context above which a frequency is left alone.
-        beta_slow: rotations below which a frequency is divided by `factor`.
-        mscale: numerator of the cos/sin magnitude, or None where the checkpoint gives none.
-        mscale_all_dim: its denominator, and where given squared into the softmax scale.
+        factor: f, ratio of the extended to the original context.
+        original_max_position_embeddings: longest context of the pre-training, in tokens.
+        beta_fast: a frequency stays as it is if it makes more than this number of rotations over the original context.
+        beta_slow: a frequency is divided by `factor` if it makes fewer than this number of rotations over the original
+            context.
+        mscale: magnitude scale in the numerator of the factor of cos and sin; None if the checkpoint has none.
+        mscale_all_dim: magnitude scale in the denominator of the factor of cos and sin; None if the checkpoint has
+            none. The softmax scale is multiplied by m(f, mscale_all_dim)^2.
+
+    Raises:
+        ValueError: `factor`, `beta_fast` or `beta_slow` is not above 0; `original_max_position_embeddings` is not a
+            positive int; a magnitude scale is not a finite number.
     """
 
     factor: float
@@ -44,7 +57,10 @@ class YarnConfig:
 
     @property
     def cos_sin_scale(self) -> float:
-        """Factor of cos and sin: m(f, mscale) / m(f, mscale_all_dim), or m(f, 1) where either is absent."""
+        """Return the factor of cos and sin: m(f, mscale) / m(f, mscale_all_dim).
+
+        It is m(f, 1) if one of the two magnitude scales is None or 0.
+        """
         if self.mscale and self.mscale_all_dim:
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)
         return yarn_mscale(self.factor, 1.0)
@@ -52,12 +68,16 @@ class YarnConfig:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding of `q_pe` and `k_pe`.
+    """Parameters of the rotary embedding of `q_pe` and `k_pe`.
 
     Attributes:
-        theta: base of the geometric frequencies.
-        interleaved: True pairs elements (0, 1), (2, 3), ..; False pairs (0, R/2), (1, R/2 + 1), ...
-        yarn: YaRN parameters, or None for plain rotary.
+        theta: base of the frequencies theta^(-2i/R); above 1.
+        interleaved: which elements are rotated as a pair. True: (0, 1), (2, 3), ...; False: (0, R/2), (1, R/2 + 1), ...
+        yarn: YaRN parameters; None for a rotary embedding without YaRN.
+
+    Raises:
+        TypeError: `interleaved` is not a bool, or `yarn` has another type.
+        ValueError: `theta` is not above 1.
     """
 
     theta: float = 10000.0

@@ -1,4 +1,4 @@
-"""Integers in closed form that both wings share: shapes, strides, sizes, thresholds."""
+"""Sizes that both packages compute in the same way: cache shapes, strides, workspace sizes and thresholds."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from .checks import check, check_flag, check_int, check_type
 from .config import MLAConfig
 from .support import QueryLenSupport
 
-MOST_WORKSPACE_TOKENS = 64 * 1024  # of context that are expanded at once (vLLM's bound)
-LAYOUTS = {  # physical order of the logical axes [layers, blocks, block_size, head_size]
-    "layers_first": (0, 1, 2, 3),  # each layer's cache in one piece
-    "blocks_first": (1, 0, 2, 3),  # all layers of a block side by side: one piece to send or to swap
+MOST_WORKSPACE_TOKENS = 64 * 1024  # upper bound of the context tokens expanded at once; vLLM has the same bound
+LAYOUTS = {  # order in memory of the logical axes [layers, blocks, block_size, head_size]
+    "layers_first": (0, 1, 2, 3),  # the cache of one layer is contiguous
+    "blocks_first": (1, 0, 2, 3),  # all layers of one block are contiguous: one copy sends or swaps a block
 }
 
 
 def kv_cache_shape(
     num_blocks: int, block_size: int, head_size: int, num_layers: int | None = None
 ) -> tuple[int, int, int] | tuple[int, int, int, int]:
-    """Shape of the paged latent cache: [num_blocks, block_size, Lkv + R] of one layer.
+    """Return the shape of the paged latent cache: [num_blocks, block_size, Lkv + R] for one layer.
 
     Args:
-        num_blocks: of one layer; may be 0.
-        block_size: tokens a block.
-        head_size: Lkv + R.
-        num_layers: of a cache of all layers, [num_layers, num_blocks, block_size, Lkv + R].
+        num_blocks: blocks of one layer; may be 0.
+        block_size: tokens per block.
+        head_size: Lkv + R, elements of a cache entry.
+        num_layers: number of layers if one tensor holds the cache of all layers. The shape is then
+            [num_layers, num_blocks, block_size, Lkv + R].
 
     Raises:
         ValueError: an argument is below 1 (`num_blocks` may be 0).
@@ -42,15 +43,15 @@ def kv_cache_shape(
 
 
 def stride_order(include_layers: bool = False, layout: str = "layers_first") -> tuple[int, ...]:
-    """In which order the axes of `kv_cache_shape` lie in memory, the slowest first.
+    """Return the order in memory of the axes of `kv_cache_shape`, the axis with the largest stride first.
 
     Args:
-        include_layers: the shape has a layers dimension in front.
-        layout: "layers_first", or "blocks_first" where all layers of a block lie side by side. Without a layers
-            dimension the two are one.
+        include_layers: whether the shape begins with a layers dimension.
+        layout: "layers_first" (the cache of one layer is contiguous) or "blocks_first" (all layers of one block are
+            contiguous). The two are the same without a layers dimension.
 
     Raises:
-        ValueError: another layout.
+        ValueError: `layout` is neither of the two.
     """
     check_flag("include_layers", include_layers)
     check(isinstance(layout, str) and layout in LAYOUTS, "layout", f"one of {', '.join(LAYOUTS)}", layout)
@@ -58,9 +59,16 @@ def stride_order(include_layers: bool = False, layout: str = "layers_first") -> 
 
 
 def context_unit(block_size: int, context_parallel_size: int = 1, interleave: int = 1) -> int:
-    """Tokens on whose multiples cached context may be cut: whole blocks, and whole turns of the ranks that share it.
+    """Return the number of tokens at whose multiples context may be cut into chunks.
 
-    lcm(block_size, D x I), and the block size alone where one rank holds everything.
+    With one rank this is the block size, so that a chunk begins with a block. With D ranks and interleave I it is
+    lcm(block_size, D * I). A chunk then also begins with a token of rank 0, and every rank has equally many of the
+    tokens before it.
+
+    Args:
+        block_size: tokens per block.
+        context_parallel_size: D, ranks that share each sequence.
+        interleave: I, consecutive tokens on one rank.
 
     Raises:
         ValueError: an argument is below 1.
@@ -74,11 +82,18 @@ def context_unit(block_size: int, context_parallel_size: int = 1, interleave: in
 def chunked_prefill_workspace_size(
     max_model_len: int, max_num_seqs: int, block_size: int, context_parallel_size: int = 1, interleave: int = 1
 ) -> int:
-    """Tokens of context that are expanded at once: min(max(8 max_model_len, 4 max_num_seqs block), 64k).
+    """Return the context tokens that are expanded at once: min(max(8 max_model_len, 4 max_num_seqs block_size), 64k).
 
-    In whole units (`context_unit`; without context parallelism a unit is a block): rounded up, but no more than 64k,
-    and at least one unit a sequence, so that an equal share for each sequence fits as well. vLLM has this rule for
-    its MLA workspace.
+    The number is rounded up to whole units (`context_unit`; with one rank a unit is a block), but not above 64k tokens.
+    It is at least one unit for each sequence, so that a planner may also give every sequence an equal part of the
+    workspace. vLLM has this rule for its MLA workspace.
+
+    Args:
+        max_model_len: most tokens of a sequence.
+        max_num_seqs: most requests in a batch.
+        block_size: tokens per block.
+        context_parallel_size: D, ranks that share each sequence.
+        interleave: I, consecutive tokens on one rank.
 
     Raises:
         ValueError: an argument is below 1.
@@ -92,14 +107,17 @@ def chunked_prefill_workspace_size(
 
 
 def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_tokens: int = 0) -> int:
-    """The longest query that always decodes: one token, and the drafted ones where the kernel takes several.
+    """Return the length of the longest query that always decodes.
+
+    It is one token plus the drafted tokens, or one token if the decode kernel takes single tokens only (SINGLE_ONLY).
 
     Args:
-        query_len_support: of the decode kernel. SINGLE_ONLY takes one token, so drafted ones go the expanded path.
-        num_speculative_tokens: drafted tokens a request and step.
+        query_len_support: query lengths that the decode kernel takes. With SINGLE_ONLY, requests with drafted tokens
+            take the expanded path.
+        num_speculative_tokens: drafted tokens of a request in one step.
 
     Raises:
-        ValueError: a negative number of tokens.
+        ValueError: `num_speculative_tokens` is negative.
     """
     check_type("query_len_support", query_len_support, QueryLenSupport)
     check_int("num_speculative_tokens", num_speculative_tokens, 0)
@@ -108,7 +126,7 @@ def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_
 
 @dataclass(frozen=True)
 class GlobalHyperparameters:
-    """What all attention layers of a model must share, so that one plan serves them all.
+    """Values that must be equal in all attention layers of a model, so that all layers can use one plan.
 
     Attributes:
         num_heads: N.
@@ -116,7 +134,7 @@ class GlobalHyperparameters:
         qk_nope_head_dim: P.
         qk_rope_head_dim: R.
         v_head_dim: V.
-        softmax_scale: of both paths.
+        softmax_scale: factor of the scores on both paths.
     """
 
     num_heads: int
@@ -128,13 +146,14 @@ class GlobalHyperparameters:
 
 
 def infer_global_hyperparameters(layers: Mapping[str, Any]) -> GlobalHyperparameters:
-    """What the layers of a model share.
+    """Return the hyperparameters that all layers of a model have in common, and raise if a layer differs.
 
     Args:
-        layers: by name; an `MLAConfig` each, or anything with one as `.config` (an `MLAAttention`).
+        layers: mapping from the name of a layer to its `MLAConfig`, or to an object that has one as `.config` (an
+            `MLAAttention`).
 
     Raises:
-        ValueError: no layer; or one that differs from the first, by name.
+        ValueError: `layers` is empty, or a layer differs from the first one; the message names the layer.
     """
     check_type("layers", layers, Mapping)
     check(len(layers) > 0, "layers", "at least one layer", "none")

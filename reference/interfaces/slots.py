@@ -1,4 +1,4 @@
-"""The cache slot of a token, in closed form over all tokens of a batch."""
+"""The cache slots of all tokens of a batch, computed without a loop and without reading values on the host."""
 
 from __future__ import annotations
 
@@ -19,21 +19,24 @@ def slots_of_tokens(
 ) -> Int64[Tensor, " num_tokens"]:
     """Compute the cache slot of every new token; read no value on the host.
 
-    Token t of request b has position p = S_b - (query_start_loc[b + 1] - t). With D ranks and interleave I, rank
-    (p // I) mod D owns it as its local token l = p // (D I) * I + p mod I; on one rank l = p. Its slot is
-    block_table[b, l // block_size] * block_size + l mod block_size.
+    The slot of token t of request b follows in three steps, with D ranks and interleave I:
+
+    1. Its position in the sequence is p = S_b - (query_start_loc[b + 1] - t).
+    2. Rank (p // I) mod D owns it. On this rank it is the request's token number l = p // (D I) * I + p mod I. With one
+       rank, l = p.
+    3. Its slot is block_table[b, l // block_size] * block_size + l mod block_size.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.
         seq_lens: [B], lengths of the whole sequences after this step.
-        block_table: [B, W].
-        block_size: tokens a block, a multiple of I.
+        block_table: [B, W], block ids of each request.
+        block_size: tokens per block, a multiple of I.
         num_tokens: length of the result.
-        ownership: the tokens that a context-parallel rank owns; None: one rank owns all tokens.
+        ownership: the tokens that this context-parallel rank owns; None means that one rank owns all tokens.
 
     Returns:
-        [num_tokens]; -1 for tokens of padding rows, tokens of other ranks, tokens past the last request, and tokens
-        whose column the block table does not have.
+        [num_tokens] int64. The slot is -1 for a token of a padding row, a token of another rank, a token after the last
+        request, and a token for which the block table has no column.
     """
     requests, width = block_table.shape
     tokens = torch.arange(num_tokens, device=block_table.device)
@@ -44,9 +47,9 @@ def slots_of_tokens(
     inside = request < requests
     request = request.clamp_(max=requests - 1)
     position = seq_lens[request] - (query_start_loc[request + 1] - tokens)
-    turn = position.div(interleave, rounding_mode="floor")
-    local = turn.div(size, rounding_mode="floor") * interleave + position.remainder(interleave)
+    group = position.div(interleave, rounding_mode="floor")  # index of the token's group of I consecutive tokens
+    local = group.div(size, rounding_mode="floor") * interleave + position.remainder(interleave)
     column = local.div(block_size, rounding_mode="floor")
-    owned = inside & (seq_lens[request] > 0) & (position >= 0) & (column < width) & (turn.remainder(size) == rank)
+    owned = inside & (seq_lens[request] > 0) & (position >= 0) & (column < width) & (group.remainder(size) == rank)
     block = block_table[request, column.clamp(0, width - 1)].long()
     return torch.where(owned, block * block_size + local.remainder(block_size), -1)

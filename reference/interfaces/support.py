@@ -1,4 +1,4 @@
-"""What kernels and builders can declare: query lengths that they take, CUDA graphs that they serve."""
+"""Capabilities that kernels and builders declare: supported query lengths and supported CUDA graphs."""
 
 from __future__ import annotations
 
@@ -6,28 +6,40 @@ import enum
 
 
 class QueryLenSupport(enum.Enum):
-    """Query lengths that a decode kernel takes: one token, one length for the whole batch, or any lengths."""
+    """Query lengths that a decode kernel supports.
+
+    Attributes:
+        SINGLE_ONLY: one token for every request.
+        UNIFORM: one query length for all requests of a batch.
+        VARLEN: any query lengths.
+    """
 
     SINGLE_ONLY = "single_only"
     UNIFORM = "uniform"
     VARLEN = "varlen"
 
     def covers(self, needed: QueryLenSupport) -> bool:
-        """Return whether a kernel of this support takes what another support asks for."""
+        """Return whether a kernel with this support can serve batches that need the support `needed`."""
         return _WIDTH[self] >= _WIDTH[needed]
 
 
 class GraphSupport(enum.Enum):
-    """Batches that a captured CUDA graph may be replayed with: none, one query length for all requests, or any."""
+    """Batches for which a captured CUDA graph can be replayed.
+
+    Attributes:
+        NONE: no batch; the call is not captured.
+        ONE_QUERY_LEN: batches in which all requests have the query length of the capture.
+        ANY: batches with any query lengths.
+    """
 
     NONE = "none"
     ONE_QUERY_LEN = "one"
     ANY = "any"
 
     def covers(self, needed: GraphSupport) -> bool:
-        """Return whether this support includes another one."""
+        """Return whether this support includes the support `needed`."""
         return _WIDTH[self] >= _WIDTH[needed]
 
 
-# each support includes those before it
+# each member includes the members before it
 _WIDTH = {member: width for kind in (QueryLenSupport, GraphSupport) for width, member in enumerate(kind)}

@@ -1,4 +1,4 @@
-"""A builder for engines that ask for the plan of one step after another."""
+"""The metadata builder of MLA: it keeps the settings of an engine and plans one step after another."""
 
 from __future__ import annotations
 
@@ -50,36 +50,41 @@ from ..planning.shared_prefix import split_shared_prefix
 from .captured import plan_captured_decodes
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
-from .metadata import _decode_lens_here, _with_schedule, build_mla_metadata
+from .metadata import _rank_local_decode_lens, _with_schedule, build_mla_metadata
 
 
 class MLAMetadataBuilder:
-    """Plans steps for an engine that asks as vLLM's asks its builders.
+    """Plans the steps of an engine. It has the methods of vLLM's metadata builders (`AttentionMetadataBuilder`).
 
     Args:
-        config: the layers' (`infer_global_hyperparameters` says whether they share one).
-        block_size: tokens a block.
-        max_model_len: longest sequence.
+        config: config of the layers; all layers must have the same (`infer_global_hyperparameters` checks that).
+        block_size: tokens per block.
+        max_model_len: most tokens of a sequence.
         max_num_seqs: most requests in a batch.
-        query_len_support: of the decode kernel.
-        num_speculative_tokens: drafted tokens a request and step.
-        costs: of `choose_path`.
-        num_programs: programs that a schedule cuts a decode over; 0 never plans. None takes as many as suit the device
-            (1). A number holds for queries up to the threshold, and longer queries are left to the
-            kernel; a function gives the number for the longest query. Whether a decode gets a schedule follows from its
-            lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
-        batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit, however many
-            programs there are. `choose_path` is not asked then: queries beyond the threshold are expanded.
-        workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None, but no more than
-            `MOST_WORKSPACE_TOKENS`, which a layer allows by default.
-        context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
-            slots; prefixes that decodes share are not attended apart.
-        schedule_costs: what schedules reckon with; None takes the neutral ones.
-        cache_format: of the cache, for `choose_path` and the cascade.
-        dtype: of queries and keys, likewise; a plan serves any dtype.
+        query_len_support: query lengths that the decode kernel supports.
+        num_speculative_tokens: drafted tokens of a request in one step.
+        costs: costs passed to `choose_path`.
+        num_programs: programs of a schedule. The lengths of a step decide whether its decode gets a schedule
+            (`choose_schedule`), and the plan's `schedule_choice` reports the decision. Legal values:
+
+            - None: the number that suits the device (in the reference: 1);
+            - 0: no step gets a schedule;
+            - an int: this number, for steps whose decodes have at most `reorder_batch_threshold` query tokens; other
+              steps get no schedule;
+            - a function: it takes the length of the longest decode query and returns the number.
+        batch_invariant: whether the decode gives a request the same bits in every batch and with every number of
+            programs. `choose_path` is then disabled, and queries longer than the threshold are expanded.
+        workspace_tokens: context tokens that are expanded at once. None takes `chunked_prefill_workspace_size`, but at
+            most `MOST_WORKSPACE_TOKENS`, which a layer allows by default.
+        context_parallel: the groups of context parallelism; None for one rank. With groups, batches have the lengths of
+            whole sequences and the slots of this rank, and no step has a cascade.
+        schedule_costs: costs from which schedules are computed; None takes the defaults of `ScheduleCosts`.
+        cache_format: format of the cache, for `choose_path` and the choice of a cascade.
+        dtype: dtype of queries and keys, for the same two choices. The plans work for any dtype.
 
     Raises:
-        ValueError: a number below its least value; heads that TP does not divide; `batch_invariant` with "ag_rs".
+        ValueError: a number is below its smallest valid value; TP does not divide the heads; `batch_invariant` is
+            combined with the merge "ag_rs".
     """
 
     def __init__(
@@ -111,7 +116,7 @@ class MLAMetadataBuilder:
         smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, size, interleave)
         unit = context_unit(block_size, size, interleave)
         if context_parallel is not None:
-            context_parallel.gathered_heads(config.num_heads)  # raises where TP does not divide the heads
+            context_parallel.gathered_heads(config.num_heads)  # raises if TP does not divide the heads
         if num_programs is not None and not callable(num_programs):
             check_int("num_programs", num_programs, 0, "an int >= 0, a function or None")
         self.config, self.block_size, self.costs = config, block_size, costs
@@ -119,25 +124,27 @@ class MLAMetadataBuilder:
         self.query_len_support = query_len_support
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self.schedule_costs, self.cache_format, self.dtype = schedule_costs, cache_format, dtype
-        self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
-        if workspace_tokens is None:  # packed chunks need no unit for each sequence, and a layer expands no more
+        self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
+        if workspace_tokens is None:  # chunks are packed, so a workspace below one unit for each sequence is enough
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
         self.workspace_tokens = workspace_tokens
         check_chunking(self.workspace_tokens, unit)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
-        """The plan of one step.
+        """Return the plan of one step.
 
         Args:
-            common_prefix_len: context that all decodes share, 0 for none; attended once where that is faster.
-            common: the batch, ordered as `reorder_batch` says.
-            fast_build: leave out what only speeds the kernels up: the cascade, and the decode's schedule where nothing
-                else rests on it.
+            common_prefix_len: context tokens that all decodes share; 0 for none. The plan has a cascade if attending
+                this prefix once is faster (`use_cascade_attention`).
+            common: the batch, in the order that the swaps of `reorder_batch` give.
+            fast_build: whether to leave out the cascade and the schedule, which only make the kernels faster. A
+                batch-invariant builder keeps the schedule, because it decides the bits of the result.
 
         Raises:
-            ValueError: as `build_mla_metadata`; a prefix longer than some context; an order other than absorbed before
-                expanded; more requests or longer ones than the builder was made for.
+            ValueError: for the same reasons as `build_mla_metadata`; `common_prefix_len` is longer than the context of
+                a decode; an absorbed request comes after an expanded one; the batch has more or longer requests than
+                the builder allows.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
@@ -152,7 +159,7 @@ class MLAMetadataBuilder:
         return self._with_hints(metadata, common_prefix_len, common)
 
     def _check_sizes(self, common: CommonAttentionMetadata) -> None:
-        """Raise for more requests or longer ones than the builder was made for."""
+        """Raise if a batch has more than `max_num_seqs` requests, or a request has more than `max_model_len` tokens."""
         check_type("common", common, CommonAttentionMetadata)
         check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), (torch.int32,), torch.device("cpu"))
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
@@ -164,7 +171,7 @@ class MLAMetadataBuilder:
     def _with_hints(
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
-        """The plan with the cascade or the schedule of its decode."""
+        """Return the plan with a cascade, or with a schedule, if one of them makes the decode faster."""
         if common_prefix_len > 0 and not self.batch_invariant and self.ownership is None:
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
@@ -174,11 +181,11 @@ class MLAMetadataBuilder:
                 cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
                 return dataclasses.replace(metadata, cascade=cascade)
         programs = self._programs_for(metadata.decode.max_query_len)
-        lens = _decode_lens_here(common, metadata.num_decodes, self.ownership)
+        lens = _rank_local_decode_lens(common, metadata.num_decodes, self.ownership)
         return _with_schedule(metadata, lens, programs, self.schedule_costs, self.batch_invariant)
 
     def _programs_for(self, query_len: int) -> int:
-        """Over how many programs a schedule cuts a decode, from its longest query; 0 leaves it to the kernel."""
+        """Return the number of programs of a schedule, from the length of the longest query; 0 makes no schedule."""
         if self.num_programs is None:
             return 1
         if callable(self.num_programs):
@@ -188,19 +195,23 @@ class MLAMetadataBuilder:
         return self.num_programs if query_len <= self.reorder_batch_threshold else 0
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
-        """The plan of a batch that is captured, for any lengths up to `max_model_len` and the width of the block table.
+        """Return the plan of a batch for a CUDA graph. The graph can be replayed with other lengths.
 
-        It follows from the tensors on the device alone (`plan_captured_decodes`). Called while a graph is captured, as
-        `DecodeGraph` does, the planning is part of the graph, and nothing has to be brought up to date. Called before
-        that, keep the plan: the graph goes on reading its tensors, and `update_captured` brings them up to date before
-        each replay.
+        A request may have up to `max_model_len` tokens in a replay, and no more than fit into the columns of the block
+        table. The plan is computed from the tensors on the device alone (`plan_captured_decodes`). There are two ways
+        to use it:
+
+        - Call this method during the capture, as `DecodeGraph` does. The graph then contains the planning, and every
+          replay plans for its own lengths.
+        - Call it before the capture, and keep the plan. The graph reads the tensors of this plan, and the caller calls
+          `update_captured` before each replay.
 
         Args:
             common: the batch, in the buffers that the caller writes before each replay.
 
         Raises:
-            ValueError: a batch that `can_run_in_cudagraph` refuses; more requests or longer ones than the builder was
-                made for.
+            ValueError: `can_run_in_cudagraph` is False for the batch; the batch has more or longer requests than the
+                builder allows.
         """
         check(self.can_run_in_cudagraph(common), "common",
               f"decodes of one query length up to {self.reorder_batch_threshold}",
@@ -213,7 +224,7 @@ class MLAMetadataBuilder:
         return self._plan_captured(dataclasses.replace(common, max_seq_len=min(self.max_model_len, table_keys)))
 
     def _plan_captured(self, common: CommonAttentionMetadata) -> MLAMetadata:
-        """The plan of a captured batch, whose `max_seq_len` is the bound of every replay."""
+        """Return the plan of a captured batch, whose `max_seq_len` is an upper bound of the lengths in every replay."""
         size = 1 if self.ownership is None else self.ownership.size
         check_batch_block_size(common, self.block_size)
         check_table_width(common, self.block_size * size)
@@ -225,17 +236,17 @@ class MLAMetadataBuilder:
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
 
-        The lengths, block table and slots are the caller's own buffers, which it writes itself. (Under context
-        parallelism the lengths of this rank are the plan's, and are written here.) A plan that was made while the graph
-        was captured needs none of this.
+        It writes the schedule, the visible lengths and, under context parallelism, the rank-local lengths. The caller
+        writes the other buffers: lengths, block table and slots. A plan that was computed during the capture needs no
+        update.
 
         Args:
-            captured: of `build_for_cudagraph_capture`.
-            common: the batch that is to be replayed.
+            captured: plan that `build_for_cudagraph_capture` returned before the capture.
+            common: the batch of the next replay.
 
         Raises:
-            ValueError: a batch that is not of the captured shape, or longer than captured. Nothing has been written
-                then.
+            ValueError: the batch does not have the captured shape, or it has a longer request than was captured for.
+                Nothing has been written.
         """
         check_type("captured", captured, MLAMetadata)
         check_type("captured.decode", captured.decode, DecodeMetadata)
@@ -253,7 +264,7 @@ class MLAMetadataBuilder:
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
         self._check_sizes(common)
         bound = captured.decode.max_seq_len
-        longest = int(_decode_lens_here(common, common.num_reqs, self.ownership).max())
+        longest = int(_rank_local_decode_lens(common, common.num_reqs, self.ownership).max())
         check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
         plan = self._plan_captured(common)
         check_captured(captured, plan)
@@ -266,7 +277,10 @@ class MLAMetadataBuilder:
             captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
-        """Whether a batch is of the captured kind: decodes only, queries of one length, those of padding included."""
+        """Return whether a CUDA graph can be captured for a batch and replayed.
+
+        All requests, padding rows included, must have the same query length, from 1 to `reorder_batch_threshold`.
+        """
         check_common(common)
         lens = common.query_start_loc_cpu.diff()
         if lens.numel() == 0 or not bool((lens == lens[0]).all()):
@@ -275,16 +289,16 @@ class MLAMetadataBuilder:
 
     @property
     def graph_support(self) -> GraphSupport:
-        """One query length for all requests: `can_run_in_cudagraph`."""
+        """Return ONE_QUERY_LEN: a graph can be captured if all requests have the same query length."""
         return GraphSupport.ONE_QUERY_LEN
 
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
-        """Whether `build` attends a shared prefix of the decodes apart: `use_cascade_attention` for its layers.
+        """Return whether `build` plans a cascade for a shared prefix.
 
-        False for a batch-invariant builder, whose results may not depend on what requests share, and where ranks share
-        sequences.
+        It is the result of the function `use_cascade_attention` for the builder's config. It is False for a
+        batch-invariant builder, whose results must not depend on other requests, and under context parallelism.
 
         Args:
             common_prefix_len: tokens of the prefix.
@@ -292,7 +306,7 @@ class MLAMetadataBuilder:
             seq_lens: [B], tokens of each decode after the step, on the CPU.
 
         Raises:
-            ValueError: as the function.
+            ValueError: for the same reasons as the function `use_cascade_attention`.
         """
         if self.batch_invariant or self.ownership is not None:
             return False
@@ -303,14 +317,17 @@ class MLAMetadataBuilder:
     def reorder_batch(
         self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
     ) -> tuple[tuple[int, int], ...]:
-        """The fewest swaps of two requests that bring the absorbed ones to the front.
+        """Return the fewest swaps of two requests after which the requests of the absorbed path come first.
 
         Args:
-            query_lens: [B], on the CPU.
-            context_lens: [B], on the CPU.
+            query_lens: [B], new tokens of each request, on the CPU.
+            context_lens: [B], cached tokens of each request, on the CPU.
+
+        Returns:
+            Pairs of indices (i, j), i < j, to be swapped one after another.
 
         Raises:
-            ValueError: tensors that do not fit; a length below 0.
+            ValueError: a tensor has a wrong shape, dtype or device; a length is negative.
         """
         absorbed = choose_paths(
             query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs,

@@ -1,4 +1,4 @@
-"""The plan of a captured decode, from tensors of the device alone: a CUDA graph can hold the planning too."""
+"""Plan decodes from tensors on the device alone, so that a CUDA graph can contain the planning."""
 
 from __future__ import annotations
 
@@ -32,27 +32,31 @@ def plan_captured_decodes(
     batch_invariant: bool = False,
     ownership: TokenOwnership | None = None,
 ) -> MLAMetadata:
-    """Plan decodes of one query length from the lengths in `common.seq_lens`; its CPU twins decide nothing.
+    """Plan decodes of one query length from the lengths in the device tensor `common.seq_lens`.
 
-    Called while a graph is captured, the planning becomes part of the graph: a replay plans for the lengths that are
-    in `common.seq_lens` then. The plan therefore has a schedule whatever the lengths are.
+    The lengths in `common.seq_lens_cpu` are not used. If this function is called during the capture of a CUDA graph,
+    the graph contains the planning. Every replay then plans for the lengths that are in `common.seq_lens` at that time.
+    The lengths are unknown at capture, so they do not decide whether there is a schedule: the plan has one whenever
+    `num_programs` is above 0.
 
     Args:
-        common: the batch: equally many tokens of each request, padding rows (S = 0) among them. `max_seq_len` bounds
-            the keys of every request in every replay.
-        block_size: tokens a block.
-        num_programs: programs that a schedule cuts the decode over; 0 leaves it to the kernel.
-        costs: what the schedule reckons with; None for the neutral ones.
-        batch_invariant: of the schedule, planned or not.
-        ownership: of a rank under context parallelism: `common` has whole lengths and this rank's slots.
+        common: the batch. All requests have the same number of query tokens, padding rows (S = 0) included.
+            `max_seq_len` must be an upper bound of the keys of every request in every replay.
+        block_size: tokens per block.
+        num_programs: programs of the schedule; 0 makes no schedule, and the kernel splits the decode itself.
+        costs: costs from which the schedule is computed; None takes the defaults of `ScheduleCosts`.
+        batch_invariant: whether the splits of a request depend on its own length alone, with or without a schedule for
+            programs.
+        ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
+            lengths of whole sequences and the slots of this rank.
 
     Returns:
-        The plan; a `ContextParallelMetadata` where an `ownership` is given. Block table, slots and offsets are the
-        batch's own tensors. So are the lengths of a rank that owns every token, and its visible lengths where a request
-        has one token.
+        The plan; a `ContextParallelMetadata` if `ownership` is given. Its block table, slots and offsets are the
+        tensors of `common`, not copies. Without `ownership` this holds for `decode.seq_lens` too, and for
+        `decode.visible_lens` if each request has one query token.
 
     Raises:
-        ValueError: no request; queries of several lengths; a number below its least value.
+        ValueError: the batch has no request, or its query lengths differ; a number is below its smallest valid value.
     """
     query_len = check_equal_query_lens(common)
     requests, tokens = common.num_reqs, common.num_actual_tokens
@@ -67,7 +71,7 @@ def plan_captured_decodes(
     if ownership is not None:
         seq_lens = _on_device_of(common, [ownership.count(length) for length in lengths])
         visible = [ownership.count(keys) for keys in visible]
-        longest = TokenOwnership(ownership.size, 0, ownership.interleave).count(longest)  # the first rank owns the most
+        longest = TokenOwnership(ownership.size, 0, ownership.interleave).count(longest)  # rank 0 owns the most tokens
         kind, which = ContextParallelMetadata, {"ownership": ownership}
     schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
     if num_programs > 0:
@@ -102,4 +106,5 @@ def plan_captured_decodes(
 
 
 def _on_device_of(common: CommonAttentionMetadata, values: list[int]) -> torch.Tensor:
+    """Return ints as an int32 tensor on the device of a batch."""
     return torch.tensor(values, dtype=torch.int32, device=common.seq_lens.device)

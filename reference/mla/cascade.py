@@ -1,4 +1,4 @@
-"""Decode over a shared prefix once for all requests, and over the suffix of each."""
+"""Cascade: attend a prefix that all decodes share once for all of them, then the suffix of each request."""
 
 from __future__ import annotations
 
@@ -35,22 +35,23 @@ def use_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
-    """Whether a decode is faster with the shared prefix apart, by counted FLOPs and bytes.
+    """Return whether a decode is faster if it attends the shared prefix separately, estimated from FLOPs and bytes.
 
-    The FLOPs are the same either way. Apart, the prefix is read once and not once a request, but the states of both
-    parts are written and read again to be merged. So it pays where reading is what a decode waits for, and the prefix
-    is long beside the states.
+    Both ways need the same FLOPs. With a cascade the prefix is read once instead of once for each request. In exchange,
+    the attention states of prefix and suffix are written and read again to be merged. A cascade is therefore faster if
+    memory traffic limits the decode and the prefix has more bytes than the states.
 
     Args:
-        common_prefix_len: what the function of that name says.
-        query_lens: [B], on the CPU.
-        seq_lens: [B], on the CPU; 0 for padding rows.
-        config: the layer.
+        common_prefix_len: context tokens that all requests share (the function `common_prefix_len` finds it).
+        query_lens: [B], new tokens of each request, on the CPU.
+        seq_lens: [B], tokens of each request after this step, on the CPU; 0 for padding rows.
+        config: config of the layer.
         cache_format: format of the cache.
         dtype: dtype of the queries.
 
     Raises:
-        ValueError: tensors that do not fit; a negative prefix; a dtype or dims that the format does not exist for.
+        ValueError: a tensor has a wrong shape, dtype or device; `common_prefix_len` is negative; the format does not
+            support the dtype or the dims.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("seq_lens", seq_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
@@ -68,12 +69,12 @@ def use_cascade_attention(
     flops = 2 * c.num_heads * pairs * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
     entry_bytes = cache_format.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, dtype)
     whole_bytes = keys * entry_bytes
-    apart_bytes = whole_bytes - (real - 1) * common_prefix_len * entry_bytes
+    cascade_bytes = whole_bytes - (real - 1) * common_prefix_len * entry_bytes
     state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # two states, each written and read
     state_bytes = state_elements * element_bytes(wide_dtype(dtype))
     whole = max(flops, FLOPS_PER_BYTE * whole_bytes)
-    apart = max(flops, FLOPS_PER_BYTE * apart_bytes) + FLOPS_PER_BYTE * state_bytes
-    return apart < whole
+    cascade = max(flops, FLOPS_PER_BYTE * cascade_bytes) + FLOPS_PER_BYTE * state_bytes
+    return cascade < whole
 
 
 def cascade_attention(
@@ -84,21 +85,24 @@ def cascade_attention(
     softmax_scale: float,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
-    """`mla_decode` with the shared prefix attended once: equal to it, for attention over parts of the keys merges.
+    """Compute what `mla_decode` computes, but attend the shared prefix once for all requests.
+
+    Merging the attention states over the prefix and over the suffixes gives the state over all keys. It differs from
+    the state of `mla_decode` by rounding alone.
 
     Args:
-        ql_nope: [T, N, Lkv].
-        q_pe: [T, N, R], rotated.
-        kv_cache: the cache; the new tokens are already in it.
-        metadata: of `split_shared_prefix`.
-        softmax_scale: (P + R)^-1/2, with YaRN's factor.
+        ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
+        q_pe: [T, N, R], rotated rope parts of the queries.
+        kv_cache: the cache of the layer; it must already contain the new tokens.
+        metadata: plan of the decode in two parts (`split_shared_prefix`).
+        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
 
     Returns:
         out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
 
     Raises:
-        ValueError: as `mla_decode`.
+        ValueError: for the same reasons as `mla_decode`.
     """
     check_type("metadata", metadata, CascadeMetadata)
     check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)

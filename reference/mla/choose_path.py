@@ -1,4 +1,4 @@
-"""Which of the two paths a request takes through attention: absorbed or expanded. Counted, request by request."""
+"""Choose the absorbed or the expanded path for each request, from counted FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -32,35 +32,42 @@ def choose_path(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """Absorbed (attend the latents themselves) or expanded (keys and values of every head first).
+    """Return the path on which a request is estimated to be faster.
 
-    With q new tokens over c cached ones there are n = q c + q (q + 1) / 2 pairs of a query and a key. Per head:
+    The absorbed path attends the latents themselves; the expanded path first computes keys and values of every head. A
+    request with q new tokens and c cached tokens has n = q c + q (q + 1) / 2 pairs of a query and a key. It needs this
+    work:
 
-    - absorbed: 2 n (2 Lkv + R) FLOPs of attention, and 2 q Lkv (P + V) to bring queries and outputs into the latent;
-    - expanded: 2 n (P + R + V) FLOPs of attention, and 2 (c + q) Lkv (P + V) to expand every key and value.
+    | | absorbed path | expanded path |
+    |---|---|---|
+    | FLOPs of attention, for each head | 2 n (2 Lkv + R) | 2 n (P + R + V) |
+    | FLOPs of W_UK and W_UV, for each head | 2 q Lkv (P + V) | 2 (c + q) Lkv (P + V) |
+    | cache entries read | c + q | c + q |
+    | elements written and read, for each head | q (2 Lkv + R) | (c + q) (P + V) |
 
-    The projections of the q new tokens cost the same on both sides. What is left is 2 n (2 Lkv - P - V) against 2 c Lkv
-    (P + V): for c >> q, where n = q c, the FLOPs are even at q = Lkv (P + V) / (2 Lkv - P - V) query tokens, 171 for
-    DeepSeek-V3. Without context the expanded path always computes less. Both hold where 2 Lkv > P + V, as in every
-    model.
+    The estimated time of a path is its time for FLOPs or its time for bytes, whichever is longer, plus fixed costs.
 
-    Bytes: both read c + q entries of the cache once, in its format. The absorbed path writes and reads 2 Lkv + R
-    elements of `dtype` a query and head; the expanded one writes and reads P + V elements a key and head. A path takes
-    as long as the longer of its computing and its moving.
+    The FLOPs of the two paths differ by 2 n (2 Lkv - P - V) in attention, which favours the expanded path, and by
+    2 c Lkv (P + V) in the projections, which favours the absorbed path. If 2 Lkv > P + V, as in every published model,
+    two rules follow:
+
+    - With a long context (c >> q, so n = q c) both paths need the same FLOPs at q = Lkv (P + V) / (2 Lkv - P - V) query
+      tokens. For DeepSeek-V3 this is q = 171. Shorter queries need fewer FLOPs on the absorbed path.
+    - Without context the expanded path always needs fewer FLOPs.
 
     Args:
-        query_len: new tokens, q.
-        context_len: cached tokens, c.
-        config: the layer.
-        costs: constants measured on a device; None counts.
+        query_len: q, new tokens of the request.
+        context_len: c, cached tokens of the request.
+        config: config of the layer.
+        costs: costs of FLOPs, bytes and requests, measured on a device; None takes the defaults of `PathCosts`.
         cache_format: format of the cache.
         dtype: dtype of queries, keys and values.
 
     Returns:
-        "absorbed" or "expanded"; absorbed where they cost the same.
+        "absorbed" or "expanded"; "absorbed" if the estimates are equal.
 
     Raises:
-        ValueError: a length below 0; a dtype or dims that the format does not exist for.
+        ValueError: a length is negative; the format does not support the dtype or the dims.
     """
     check_int("query_len", query_len, 0)
     check_int("context_len", context_len, 0)
@@ -106,27 +113,28 @@ def choose_paths(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Bool[Tensor, " B"]:
-    """Which requests of a batch may take the absorbed path.
+    """Return for each request of a batch whether it may take the absorbed path.
 
-    Queries up to `decode_threshold` always do, for captured graphs rely on it; longer ones where `choose_path` says so
-    and the decode kernel takes any lengths.
+    - A query of at most `decode_threshold` tokens always may, because captured graphs need a fixed rule.
+    - A longer query may if `choose_path` returns "absorbed" for it and the decode kernel supports any query lengths.
 
     Args:
-        query_lens: [B], on the CPU.
-        context_lens: [B], on the CPU.
-        decode_threshold: longest query that always decodes; 0 asks `choose_path` about all.
-        config: the layer; None leaves the choice to the threshold.
-        costs: of `choose_path`.
-        query_len_support: of the decode kernel.
-        cache_format: of `choose_path`.
-        dtype: of `choose_path`.
+        query_lens: [B], new tokens of each request, on the CPU.
+        context_lens: [B], cached tokens of each request, on the CPU.
+        decode_threshold: length of the longest query that always decodes. With 0, `choose_path` decides for every
+            request.
+        config: config passed to `choose_path`; None disables the choice, and the threshold alone decides.
+        costs: costs passed to `choose_path`.
+        query_len_support: query lengths that the decode kernel supports.
+        cache_format: format of the cache, passed to `choose_path`.
+        dtype: dtype of queries, keys and values, passed to `choose_path`.
 
     Returns:
         [B] bool on the CPU, True = absorbed.
 
     Raises:
-        ValueError: tensors that do not fit; a length or threshold below 0; a dtype or dims that the format does not
-            exist for.
+        ValueError: a tensor has a wrong shape, dtype or device; a length or the threshold is negative; the format does
+            not support the dtype or the dims.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("context_lens", context_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))

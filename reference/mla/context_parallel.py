@@ -1,4 +1,4 @@
-"""Context parallelism of MLA: gather context from all ranks, and decode over their rank-local tokens."""
+"""Context parallelism of MLA: gather context from all ranks, and decode over the rank-local tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -37,33 +37,36 @@ def dcp_gather_context(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "S head_size"]:
-    """The cache entries of one chunk from all ranks, in the order of the tokens: the gather of a prefill.
+    """Return the cache entries of one chunk from all ranks, in the order of the tokens.
+
+    It replaces `gather_context` in a prefill with context parallelism. Every rank gathers its rank-local tokens of the
+    chunk, the ranks exchange them by an all-gather, and `reorg_kvcache` puts them into the order of the tokens.
 
     Args:
-        kv_cache: of this rank.
-        metadata: the requests that prefill.
-        chunk: the plan of the piece.
+        kv_cache: cache of this rank.
+        metadata: plan of the prefill.
+        chunk: a chunk of its context.
         context_parallel: the groups.
         cache_format: format of the cache.
-        out_dtype: dtype of the result, on the wire too; None as in `gather_and_maybe_dequant_cache`.
+        out_dtype: dtype of the result and of the exchanged entries; None as in `gather_and_maybe_dequant_cache`.
 
     Returns:
-        [num_tokens, Lkv + R] in `out_dtype`.
+        [num_tokens, Lkv + R] in `out_dtype`, with num_tokens from `chunk`.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a chunk that was planned for another rank;
-            a block outside the cache. Nothing has been exchanged then.
+        ValueError: shapes, dtypes or devices do not match; the chunk was planned for another rank; a block is outside
+            the cache. Nothing has been exchanged.
         GroupError: the exchange failed.
     """
     width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     check_chunk_ownership(chunk, context_parallel)
     starts, offsets = chunk.held
-    held = chunk.local_tokens
-    handed_in = kv_cache.new_zeros(chunk.padded_tokens, width, dtype=dtype)
-    handed_in[:held] = gather_and_maybe_dequant_cache(
-        kv_cache, metadata.block_table, offsets, starts, held, cache_format, dtype
+    local_tokens = chunk.local_tokens
+    padded = kv_cache.new_zeros(chunk.padded_tokens, width, dtype=dtype)  # all ranks exchange the same shape
+    padded[:local_tokens] = gather_and_maybe_dequant_cache(
+        kv_cache, metadata.block_table, offsets, starts, local_tokens, cache_format, dtype
     )
-    return reorg_kvcache(context_parallel.cp_group.all_gather(handed_in), chunk)
+    return reorg_kvcache(context_parallel.cp_group.all_gather(padded), chunk)
 
 
 def dcp_decode(
@@ -77,24 +80,31 @@ def dcp_decode(
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
-    """Absorbed attention over keys that lie on D ranks.
+    """Compute absorbed attention over keys that are distributed over D ranks.
+
+    The steps are:
+
+    1. All-gather the queries, so that each rank has the queries of N D / TP heads.
+    2. Attend the rank-local keys with all of these heads (`mla_decode`).
+    3. Merge the attention states of the D ranks. Each head's merged state ends on its owner rank.
 
     Args:
-        ql_nope: [T, N / TP, Lkv], this rank's heads, with W_UK absorbed.
-        q_pe: [T, N / TP, R], rotated.
-        kv_cache: of this rank; its new tokens are already in it.
-        metadata: the requests, by the keys that lie here: row t sees the first `visible_lens[t]` of them.
-        softmax_scale: (P + R)^-1/2, with YaRN's factor.
-        context_parallel: the groups and the merge.
-        schedule: of the decode of the gathered heads; it changes no value.
-        out_dtype: dtype of `out`, on the wire too; that of `ql_nope` where None.
+        ql_nope: [T, N / TP, Lkv], queries of this rank's heads, with W_UK absorbed.
+        q_pe: [T, N / TP, R], rotated rope parts of the queries.
+        kv_cache: cache of this rank; it must already contain the new tokens that this rank owns.
+        metadata: plan of the decode, in rank-local keys: query token t attends the first `visible_lens[t]` keys of its
+            request on this rank.
+        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
+        context_parallel: the groups, and the name of the merge.
+        schedule: schedule of step 2. It changes results by rounding alone.
+        out_dtype: dtype of `out` and of the exchanged outputs; None means the dtype of `ql_nope`.
         cache_format: format of the cache.
 
     Returns:
-        out [T, N / TP, Lkv], lse [N / TP, T], over the keys of all ranks.
+        out [T, N / TP, Lkv] and lse [N / TP, T] of this rank's heads, over the keys of all ranks.
 
     Raises:
-        ValueError: as `mla_decode`.
+        ValueError: for the same reasons as `mla_decode`.
         GroupError: an exchange failed.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)

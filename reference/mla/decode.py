@@ -1,7 +1,7 @@
-"""Data-movement-friendly decode: multi-query attention over the latent cache itself.
+"""Absorbed decode: multi-query attention over the latent cache itself.
 
-Every head attends the same Lkv + R wide entry; the value is the entry's first Lkv elements. Bytes read per
-request: S (Lkv + R) elements, once, whatever N is.
+Every head attends the same cache entries of Lkv + R elements. The key is the whole entry, and the value is its first
+Lkv elements. A kernel therefore reads S (Lkv + R) elements of each request once, for any number of heads.
 """
 
 from __future__ import annotations
@@ -37,24 +37,38 @@ def mla_decode(
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
-    """Absorbed attention of one or several query tokens a request over its cached latents.
+    """Attend the cached latents of each request with its query tokens, on the absorbed path.
+
+    The result is an attention state: the output and its log-sum-exp (LSE). A caller needs the LSE to merge the output
+    with attention over other keys, as a cascade or context parallelism does. A caller whose one call covers all keys of
+    the requests may drop the LSE.
+
+    `metadata`, the plan of the decode, is always needed: it says which keys each query token attends. `schedule` is
+    optional: it assigns keys to the programs of a kernel and makes batches of very different lengths faster.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
-        q_pe: [T, N, R], rotated.
-        kv_cache: the cache; the new tokens are already in it.
-        metadata: the requests; row t sees the first `visible_lens[t]` keys of its request.
-        softmax_scale: (P + R)^-1/2, with YaRN's factor; never (Lkv + R)^-1/2.
-        schedule: how a kernel cuts the work; it changes no value, so the specification does not look at it.
-        out_dtype: dtype of `out`; that of `ql_nope` where None.
+        q_pe: [T, N, R], rotated rope parts of the queries.
+        kv_cache: the cache of the layer. It must already contain the new tokens (`concat_and_cache_mla`).
+        metadata: plan of the decode; query token t attends the first `visible_lens[t]` keys of its request.
+        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`. It is (P + R)^-1/2, times YaRN's factor; it is
+            not (Lkv + R)^-1/2, although the absorbed queries have that width.
+        schedule: schedule of the decode (`plan_decode`). It changes results by rounding alone; the reference
+            validates it and does not use it.
+        out_dtype: dtype of `out`; None means the dtype of `ql_nope`. A state that is merged next is best kept in
+            float32.
         cache_format: format of the cache.
 
     Returns:
-        out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T].
+        out [T, N, Lkv] and lse [N, T]. `out` is still a latent; `latent_to_value` applies W_UV to it.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a plan for another block size; offsets that fall;
-            lengths above `max_seq_len`; rows that see more keys than their request has; a block outside the cache.
+        ValueError: one of the following:
+
+            - shapes, dtypes or devices do not match, or the plan was made for another block size;
+            - the offsets decrease, or a length is above `max_seq_len`;
+            - a query token attends more keys than its request has;
+            - a block is outside the cache.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_number("softmax_scale", softmax_scale)

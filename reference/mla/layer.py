@@ -1,4 +1,4 @@
-"""One MLA attention layer: projections, rotary, cache write, and the two paths through attention."""
+"""One MLA attention layer: projections, rotary embedding, cache write, and attention on one of two paths."""
 
 from __future__ import annotations
 
@@ -43,10 +43,20 @@ from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
-    """RMS norm, x / sqrt(mean(x^2) + eps) * weight, the mean in float32 or float64 (arXiv 1910.07467).
+    """Return the RMS norm x / sqrt(mean(x^2) + eps) * weight of each row (arXiv 1910.07467).
+
+    The mean and the division are computed in float32 (float64 if `x` is float64).
+
+    Args:
+        x: [T, L].
+        weight: [L].
+        eps: epsilon, at least 0.
+
+    Returns:
+        [T, L] in the dtype of `x`.
 
     Raises:
-        ValueError: shapes or devices that do not fit.
+        ValueError: shapes or devices do not match.
     """
     check_tensor("x", x, ("T", "L"))
     check_tensor("weight", weight, (x.shape[1],), device=x.device)
@@ -56,28 +66,35 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
 
 
 class MLAAttention(nn.Module):
-    """Multi-head Latent Attention over a paged latent cache.
+    """Multi-head Latent Attention over a paged latent cache, for inference.
 
-    The projections are modules that the caller owns and shares (any callable module: quantised ones too), under
-    the names that DeepSeek's checkpoints use. Each returns its product, or (product, None) as the linears of vLLM and
-    Megatron do. Inference only.
+    The projections are modules of the caller, under the names of DeepSeek's checkpoints; the layer does not copy their
+    weights. Any callable module works, quantised modules too. A projection returns its product, or (product, None) like
+    the linear modules of vLLM and Megatron.
 
     Args:
-        config: dims, epsilon, rotary parameters.
-        kv_a_proj_with_mqa: H -> Lkv + R.
-        kv_a_layernorm: RMS norm with a weight [Lkv]; its epsilon is the config's.
-        kv_b_proj: Lkv -> N (P + V).
-        o_proj: N V -> H.
-        q_proj: H -> N (P + R), where the config has no q_lora_rank.
-        q_a_proj: H -> Lq, where it has one.
-        q_a_layernorm: RMS norm with a weight [Lq], likewise.
-        q_b_proj: Lq -> N (P + R), likewise.
-        workspace_tokens: most context tokens that a chunk of a plan may have. The memory-profile run
-            (`metadata=None`) expands so many, and a plan with a larger chunk raises. The default is the most that a
-            builder takes by itself; pass the number of the builder where it is another one.
-        context_parallel: the groups, where ranks share heads and sequences: the projections that have heads are then
-            this rank's share of them (N / TP), `o_proj` without a bias; the config is that of all heads.
+        config: dims, epsilon of the latent norms, rotary parameters.
+        kv_a_proj_with_mqa: projection H -> Lkv + R, to the latent and the shared rope part of the key.
+        kv_a_layernorm: RMS norm of the latent, with a weight [Lkv]. The layer takes the epsilon from `config`.
+        kv_b_proj: projection Lkv -> N (P + V), from the latent to keys and values.
+        o_proj: output projection N V -> H.
+        q_proj: query projection H -> N (P + R); given if and only if `config.q_lora_rank` is None. Otherwise the next
+            three modules are given.
+        q_a_proj: projection H -> Lq, to the query latent.
+        q_a_layernorm: RMS norm of the query latent, with a weight [Lq]. The layer takes the epsilon from `config`.
+        q_b_proj: projection Lq -> N (P + R), from the query latent to the queries.
+        workspace_tokens: most context tokens of a chunk; a plan with a larger chunk raises. The memory-profile run
+            (`metadata=None`) expands this number of tokens. The default is the largest workspace that a builder chooses
+            by itself. If the caller gives `workspace_tokens` to the builder, the layer needs the same number.
+        context_parallel: the groups of context parallelism; None for one rank. With groups, `q_proj` or `q_b_proj`,
+            `kv_b_proj` and `o_proj` have only this rank's N / TP heads, `o_proj` has no bias, and `config` still
+            describes all N heads.
         cache_format: format of the layer's cache.
+
+    Raises:
+        TypeError: a projection is not a module, or an argument has another type.
+        ValueError: the query projections do not fit `config`; a norm has a wrong weight or hooks; TP does not divide
+            N; `o_proj` has a bias that the layer cannot add; `kv_b_proj` has a bias and is not a plain linear.
     """
 
     def __init__(
@@ -118,16 +135,17 @@ class MLAAttention(nn.Module):
 
     @classmethod
     def from_hf(cls, module: nn.Module, **options: Any) -> MLAAttention:
-        """Build from a transformers DeepseekV2Attention or DeepseekV3Attention, sharing its submodules.
+        """Build a layer from a DeepseekV2Attention or DeepseekV3Attention of transformers; the two share submodules.
 
         Args:
-            module: the attention module; its latent norm's epsilon is read, not assumed. With `context_parallel` its
-                projections have all heads, and the layer takes views of this rank's share of their weights.
-            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`).
+            module: the attention module. The layer takes the epsilon of the module's latent norms. With
+                `context_parallel` the module has the projections of all heads, and the layer takes views of the weights
+                of this rank's heads.
+            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `cache_format`).
 
         Raises:
-            UnsupportedConfiguration: as `MLAConfig.from_hf`; latent norms of different epsilons; projections whose
-                heads cannot be taken apart.
+            UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different
+                epsilons; a projection is not a plain linear, so that its heads cannot be separated.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
@@ -138,7 +156,7 @@ class MLAAttention(nn.Module):
         low_rank = config.q_lora_rank is not None
         eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
         config = dataclasses.replace(config, latent_norm_eps=eps)
-        # which dimension of a weight has heads
+        # dimension of each weight that contains the heads
         with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
         projections = {name: getattr(module, name) for name in with_heads}
         if (context_parallel := options.get("context_parallel")) is not None:
@@ -157,10 +175,11 @@ class MLAAttention(nn.Module):
         )
 
     def refresh_weights(self) -> None:
-        """Read kv_b_proj again after its weights changed, in place where the shape stands.
+        """Read the weight of `kv_b_proj` again, after the caller changed it.
 
-        Needed only where the weight had to be recovered (a quantised, wrapped or hooked linear); the parameter of a
-        plain linear is used as it is.
+        Only a quantised, wrapped or hooked linear needs this call: the layer keeps a dense copy of its weight
+        (`dense_weight`), and updates this copy in place if possible. The layer uses the parameter of a plain linear
+        directly.
         """
         dtype = self.kv_a_layernorm.weight.dtype
         if is_plain_linear(self.kv_b_proj, dtype):
@@ -173,7 +192,7 @@ class MLAAttention(nn.Module):
             self.recovered_kv_b_weight = weight
 
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
-        """W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of kv_b_proj's weight."""
+        """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V] of this rank's heads, as views of the weight of `kv_b_proj`."""
         weight = self.recovered_kv_b_weight
         if weight is None:
             weight = self.kv_b_proj.weight.detach()
@@ -188,19 +207,20 @@ class MLAAttention(nn.Module):
         kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
         metadata: MLAMetadata | None,
     ) -> Float[Tensor, "T H"]:
-        """Attend one packed batch: decodes first, then prefills, then padding.
+        """Compute the layer's output for one packed batch: decodes first, then prefills, then padding.
 
         Args:
             hidden_states: [T, H].
             positions: [T], position of each token in its request.
-            kv_cache: this layer's cache; the new tokens are written to it.
-            metadata: the plan of the step; None is the memory-profile run.
+            kv_cache: cache of this layer; the new tokens are written to it.
+            metadata: plan of the step; None for the memory-profile run, which allocates the largest buffers and
+                attends nothing.
 
         Returns:
-            [T, H]; zeros through o_proj where a row is padding.
+            [T, H]. For a padding row it is the output of `o_proj` for zeros.
 
         Raises:
-            ValueError: arguments that do not fit, before the cache is written.
+            ValueError: arguments do not match. The cache has not been written.
         """
         weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
@@ -213,10 +233,18 @@ class MLAAttention(nn.Module):
     def project(
         self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]
     ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
-        """Down-project, norm, up-project the query, rotate.
+        """Compute the queries, normed latents and rope keys of the new tokens.
+
+        Args:
+            hidden_states: [T, H].
+            positions: [T], position of each token in its request.
 
         Returns:
-            q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
+            q [T, N, P + R] with the rope part rotated, kv_c_normed [T, Lkv], and k_pe [T, R] rotated. N is the number
+            of this rank's heads.
+
+        Raises:
+            ValueError: shapes, dtypes or devices do not match.
         """
         weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
@@ -244,18 +272,19 @@ class MLAAttention(nn.Module):
         metadata: MLAMetadata | None,
         output: Float[Tensor, "T N V"],
     ) -> None:
-        """Write the new tokens to the cache, send decodes down the absorbed path and prefills down the expanded one.
+        """Write the new tokens to the cache, then attend decodes on the absorbed and prefills on the expanded path.
 
         Args:
-            q: [T, N, P + R], rotated.
-            kv_c_normed: [T, Lkv].
-            k_pe: [T, R], rotated.
-            kv_cache: written at `metadata.slot_mapping`.
-            metadata: the plan; None touches the largest buffers and leaves `output` zero.
-            output: [T, N, V], written whole.
+            q: [T, N, P + R], queries with the rope part rotated.
+            kv_c_normed: [T, Lkv], normed latents of the new tokens.
+            k_pe: [T, R], rotated rope parts of the new tokens' keys.
+            kv_cache: cache of this layer; written at `metadata.slot_mapping`.
+            metadata: plan of the step. None allocates the largest buffers, for a memory profile, and fills `output`
+                with zeros.
+            output: [T, N, V]; every element is written.
 
         Raises:
-            ValueError: arguments that do not fit, before anything is written.
+            ValueError: arguments do not match. Nothing has been written.
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()

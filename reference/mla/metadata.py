@@ -1,4 +1,4 @@
-"""From a scheduler's batch to the plan of a step."""
+"""Compute the plan of a step from the batch of a scheduler."""
 
 from __future__ import annotations
 
@@ -61,39 +61,55 @@ def build_mla_metadata(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> MLAMetadata:
-    """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
+    """Plan one step: choose a path for each request, cut context into chunks, and decide on a schedule.
 
-    Which may: queries up to `decode_threshold`; with a `config` and a kernel for any lengths (VARLEN) every request for
-    which `choose_path` says so besides; under UNIFORM only rows as long as the first. One that stands behind an
-    expanded request is expanded as well: correct, but slower (`reorder_batch_to_split_decodes_and_prefills` says how to
-    avoid it).
+    A layer always needs the plan that this function returns. The plan may have a schedule, which is optional and makes
+    a decode faster.
+
+    A request may take the absorbed path in these cases:
+
+    | `query_len_support` | the request may take the absorbed path if |
+    |---|---|
+    | SINGLE_ONLY | it has at most `decode_threshold` (= 1) query tokens |
+    | UNIFORM | it has the query length of the first decode, which is at most `decode_threshold` |
+    | VARLEN | it has at most `decode_threshold` query tokens, or `choose_path` returns "absorbed" for it |
+
+    The leading requests that may take the absorbed path decode; all later requests prefill on the expanded path. A
+    request that may take the absorbed path but comes after an expanded request is therefore expanded. The result is
+    correct, but slower; `reorder_batch_to_split_decodes_and_prefills` gives an order without such requests.
 
     Args:
         common: the batch.
-        block_size: tokens a block.
+        block_size: tokens per block.
         workspace_tokens: most context tokens that are expanded at once.
-        decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
-        config: the layer, for `choose_path` and `num_programs`; None leaves the choice of paths to the threshold.
-        costs: of `choose_path`.
-        query_len_support: of the decode kernel.
-        require_order: an absorbed request behind an expanded one is an error.
-        ownership: of a rank under context parallelism: `common` has whole lengths and this rank's slots
-            (`dcp_slot_mapping`). Requests choose their path as on one rank.
-        num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
-            device (1) where a `config` is given, and never plans without one. Whether the decode gets a
-            schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
-        schedule_costs: what a schedule reckons with; None takes the neutral ones.
-        cache_format: of the cache, for `choose_path`.
-        dtype: of queries and keys, likewise; a plan serves any dtype.
+        decode_threshold: length of the longest query that always decodes (`reorder_batch_threshold`).
+        config: config of the layer. It is passed to `choose_path`, and a schedule needs it too. None disables both: the
+            threshold alone chooses the paths, and the plan has no schedule.
+        costs: costs passed to `choose_path`.
+        query_len_support: query lengths that the decode kernel supports.
+        require_order: whether to raise if a request that may take the absorbed path comes after an expanded one.
+        ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
+            lengths of whole sequences and the slots of this rank (`dcp_slot_mapping`). Paths are chosen as on one rank.
+        num_programs: programs of a schedule; 0 makes no schedule. None takes the number that suits the device (in the
+            reference: 1) if `config` is given. The lengths decide whether the decode gets the schedule
+            (`choose_schedule`), and the plan's `schedule_choice` reports the decision.
+        schedule_costs: costs from which the schedule is computed; None takes the defaults of `ScheduleCosts`.
+        cache_format: format of the cache, for `choose_path`.
+        dtype: dtype of queries and keys, for `choose_path`. The plan itself works for any dtype.
 
     Returns:
-        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where an `ownership` is given.
+        The plan, with tensors on the device of `common`; a `ContextParallelMetadata` if `ownership` is given.
 
     Raises:
-        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; `num_programs` without a `config`; slots
-            that were made for another block size; a block table narrower than the longest request; a workspace that is
-            too small; (on a CPU) more slots than a rank has new tokens; a padding row (S = 0 < Sq) that does not stand
-            among the decodes; an order that is not as required.
+        ValueError: one of the following:
+
+            - `decode_threshold` is below 1, or above 1 with SINGLE_ONLY;
+            - `num_programs` is above 0 and `config` is None;
+            - the slots were computed for another block size, or the block table has too few columns;
+            - `workspace_tokens` is below one unit (`context_unit`);
+            - on a CPU: there are more slots than the rank owns new tokens;
+            - a padding row with query tokens (S = 0 < Sq) is among the prefills;
+            - `require_order` is True and the order is wrong.
     """
     check_threshold(decode_threshold, query_len_support)
     if num_programs is not None:
@@ -143,7 +159,7 @@ def build_mla_metadata(
         visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
     chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, size, interleave)
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
-    decode_lens = _decode_lens_here(common, decodes, ownership)
+    decode_lens = _rank_local_decode_lens(common, decodes, ownership)
     longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
     seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
     if ownership is not None:
@@ -183,10 +199,10 @@ def build_mla_metadata(
     return _with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, schedule_costs)
 
 
-def _decode_lens_here(
+def _rank_local_decode_lens(
     common: CommonAttentionMetadata, num_decodes: int, ownership: TokenOwnership | None
 ) -> Int32[Tensor, " decodes"]:
-    """The keys of each decode that lie here, on the CPU."""
+    """Return the number of rank-local keys of each decode, as a tensor on the CPU."""
     lens = common.seq_lens_cpu[:num_decodes]
     if ownership is None:
         return lens
@@ -200,7 +216,7 @@ def _with_schedule(
     costs: ScheduleCosts | None,
     batch_invariant: bool = False,
 ) -> MLAMetadata:
-    """The plan with a schedule where its lengths ask for one, and the choice beside it."""
+    """Return the plan with its `schedule_choice`, and with a schedule if `choose_schedule` decides for one."""
     costs = check_schedule_costs(costs)
     choice = choose_schedule(decode_lens, num_programs, costs, batch_invariant)
     schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None

@@ -1,6 +1,6 @@
-"""Compute-friendly prefill: latents are expanded to keys and values, then ordinary attention.
+"""Prefill on the expanded path: expand latents to keys and values of every head, then compute ordinary attention.
 
-The cached context is expanded piece by piece, so that memory is bounded by the workspace, not by the context.
+The cached context is expanded chunk by chunk, so that the memory depends on the workspace and not on the context.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .weights import expand_kv
 
 
 def _concat_key(k_nope: Float[Tensor, "S N P"], k_pe: Float[Tensor, "S R"]) -> Float[Tensor, "S N P+R"]:
-    """The full key of every head: its own no-rope part, then the rope part that all heads share."""
+    """Return the whole key of every head: its own part without rope, then the rope part that all heads share."""
     return torch.cat((k_nope, repeat(k_pe, "tokens rope -> tokens heads rope", heads=k_nope.shape[1])), dim=-1)
 
 
@@ -43,10 +43,22 @@ def run_prefill_new_tokens(
     metadata: PrefillMetadata,
     softmax_scale: float,
 ) -> AttentionState:
-    """Causal attention of the new tokens over themselves.
+    """Compute the causal attention of the new tokens over each other.
+
+    Args:
+        q: [T, N, P + R], queries with the rope part rotated.
+        k_nope: [T, N, P], key parts without rope (`expand_kv`).
+        k_pe: [T, R], rotated rope parts of the keys.
+        v: [T, N, V], values.
+        metadata: plan of the prefill.
+        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`.
 
     Returns:
-        out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is): a running state, not yet rounded.
+        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is). The output stays in this dtype because the
+        state is merged with the states of the context chunks.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_expanded(q, k_nope, k_pe, v, metadata)
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
@@ -64,10 +76,25 @@ def run_prefill_context_chunk(
     chunk: ContextChunk,
     softmax_scale: float,
 ) -> AttentionState:
-    """Unmasked attention of the new tokens over one piece of the cached context.
+    """Compute the attention of the new tokens over one chunk of the context.
+
+    There is no mask, because every new token attends the whole context of its request.
+
+    Args:
+        q: [T, N, P + R], queries with the rope part rotated.
+        k_nope: [S, N, P], key parts of the chunk without rope (`expand_kv`).
+        k_pe: [S, R], rope parts of the chunk's keys, from the cache.
+        v: [S, N, V], values of the chunk.
+        metadata: plan of the prefill.
+        chunk: the chunk.
+        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`.
 
     Returns:
-        out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is).
+        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is), to be merged with the state of the other
+        keys.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_expanded(q, k_nope, k_pe, v, metadata, chunk)
     return flash_attn_varlen(
@@ -83,10 +110,20 @@ def gather_context(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
 ) -> Float[Tensor, "S head_size"]:
-    """Return the cache entries of one chunk, in request order: [S, Lkv + R] in `out_dtype`, None as in the gather.
+    """Return the cache entries of one chunk, one request after another.
+
+    Args:
+        kv_cache: the cache of the layer.
+        metadata: plan of the prefill.
+        chunk: a chunk of its context.
+        cache_format: format of the cache.
+        out_dtype: dtype of the result; None as in `gather_and_maybe_dequant_cache`.
+
+    Returns:
+        [S, Lkv + R] in `out_dtype`.
 
     Raises:
-        ValueError: a plan for another block size; shapes, dtypes or devices that do not fit.
+        ValueError: the plan was made for another block size; shapes, dtypes or devices do not match.
     """
     check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     return gather_and_maybe_dequant_cache(
@@ -106,26 +143,32 @@ def forward_prefill(
     gather: Callable[..., Tensor] = gather_context,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
-    """Attention of new tokens over their cached context and themselves, on the expanded path.
+    """Compute the attention of new tokens over their cached context and over each other, on the expanded path.
+
+    The steps are:
+
+    1. Expand the latents of the new tokens, and attend them with the causal mask.
+    2. For each chunk of the context: gather its cache entries, expand them, attend them without a mask, and merge the
+       state with the state so far.
 
     Args:
-        q: [T, N, P + R], rope part rotated.
-        kv_c_normed: [T, Lkv], the new tokens' normed latents.
-        k_pe: [T, R], their rotated keys.
-        kv_cache: holds the context; the new tokens are not read from it.
-        metadata: the requests and the chunks of their context.
-        w_uk: [Lkv, N, P].
-        w_uv: [Lkv, N, V].
-        softmax_scale: (P + R)^-1/2, with YaRN's factor.
-        gather: `(kv_cache, metadata, chunk, cache_format=, out_dtype=) -> [S, Lkv + R]` in `out_dtype`, the dtype of
-            `q`; context parallelism passes its own.
+        q: [T, N, P + R], queries with the rope part rotated.
+        kv_c_normed: [T, Lkv], normed latents of the new tokens.
+        k_pe: [T, R], rotated rope parts of the new tokens' keys.
+        kv_cache: the cache with the context. The new tokens come from the arguments and not from the cache.
+        metadata: plan of the prefill: the requests and the chunks of their context.
+        w_uk: [Lkv, N, P], key up-projection.
+        w_uv: [Lkv, N, V], value up-projection.
+        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
+        gather: function that returns the cache entries of a chunk, with the signature of `gather_context`. Under
+            context parallelism it is `dcp_gather_context` with its groups.
         cache_format: format of the cache.
 
     Returns:
         out [T, N, V] in the dtype of `q`, lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_function("gather", gather)
@@ -136,7 +179,7 @@ def forward_prefill(
     for chunk in metadata.context_chunks:
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
         k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv)
-        piece = run_prefill_context_chunk(q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale)
-        del k_nope, v, context  # before the next chunk is expanded: one chunk's expansion lives at a time
-        state = merge_attn_states(piece, state)
+        chunk_state = run_prefill_context_chunk(q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale)
+        del k_nope, v, context  # free this chunk's keys and values before the next chunk is expanded
+        state = merge_attn_states(chunk_state, state)
     return AttentionState(state.out.to(q.dtype), state.lse)

@@ -1,8 +1,10 @@
-"""The up-projection of the latent, split and absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+"""The up-projections of the latent, and their absorption (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-kv_b_proj takes the latent c [Lkv] to keys W_UK c and values W_UV c of every head. Because
-(W_UK c) . q = c . (W_UK^T q), the key half can move to the query; because sum_s p_s W_UV c_s = W_UV sum_s p_s c_s,
-the value half can move behind the attention. That is absorption: attention runs on the latent itself.
+`kv_b_proj` turns a latent c [Lkv] into the keys W_UK c and values W_UV c of every head. Absorption moves both products
+away from the cached tokens, so that attention runs on the latents themselves:
+
+- (W_UK c) . q = c . (W_UK^T q), so W_UK can be applied to the query before attention;
+- sum_s p_s (W_UV c_s) = W_UV (sum_s p_s c_s), so W_UV can be applied to the output after attention.
 """
 
 from __future__ import annotations
@@ -16,7 +18,11 @@ from ..interfaces import check, check_dtype, check_int, check_tensor, check_type
 
 
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a linear's product is its plain parameter of `dtype` and nothing else: no subclass, wrapper or hook."""
+    """Return whether a module is a `torch.nn.Linear` whose weight can be used directly.
+
+    It must be exactly that class with a parameter of `dtype`, without hooks and without a forward of its own. Any other
+    module may compute something else than a product with its `weight`.
+    """
     check_type("linear", linear, nn.Module, "a module")
     check_type("dtype", dtype, torch.dtype)
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or linear.weight.dtype != dtype:
@@ -25,22 +31,22 @@ def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
-    """The weight of a linear module, however it is stored.
+    """Return the weight of a linear module as a dense tensor, also if the module stores it in another form.
 
-    A plain `nn.Linear` of `dtype` gives its own parameter, detached: no copy, and later in-place changes are seen.
-    Anything else (quantised, wrapped, hooked) is recovered through the identity: the rows of W^T are what it makes
-    of the unit vectors.
+    For a plain `nn.Linear` of `dtype` the result is its parameter, detached. It is not a copy, so later in-place
+    changes of the parameter change the result. For any other module (quantised, wrapped, hooked) the weight is
+    computed: the module is applied to the unit vectors, and its outputs are the rows of W^T.
 
     Args:
-        linear: takes [.., Lkv], in whatever form; returns the product, or (product, None) as vLLM and Megatron do.
+        linear: module that takes [.., Lkv] and returns the product, or (product, None) like vLLM and Megatron.
         in_features: Lkv.
-        dtype: of the result, and of the unit vectors.
+        dtype: dtype of the result and of the unit vectors.
 
     Returns:
         [out, Lkv].
 
     Raises:
-        ValueError: the module has a bias, or does not return [Lkv, out] for the identity.
+        ValueError: the module has a bias, or its output for the identity matrix is not [Lkv, out].
     """
     check_int("in_features", in_features)
     check_dtype("dtype", dtype)
@@ -58,7 +64,7 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
 
 
 def _tensors_of(linear: nn.Module) -> list[Tensor]:
-    """What a linear holds: parameters, buffers, tensors that are plain attributes."""
+    """Return the tensors of a module: its parameters, its buffers and its attributes that are tensors."""
     plain = (value for value in vars(linear).values() if isinstance(value, Tensor))
     return [*linear.parameters(), *linear.buffers(), *plain]
 
@@ -66,10 +72,10 @@ def _tensors_of(linear: nn.Module) -> list[Tensor]:
 def split_kv_b_proj(
     kv_b_weight: Float[Tensor, "rows Lkv"], num_heads: int, qk_nope_head_dim: int, v_head_dim: int
 ) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
-    """Split kv_b_proj's weight into the key and the value up-projection.
+    """Split the weight of `kv_b_proj` into the key and the value up-projection.
 
     Args:
-        kv_b_weight: [N (P + V), Lkv], per head P key rows then V value rows.
+        kv_b_weight: [N (P + V), Lkv]; each head has P rows for its keys, then V rows for its values.
         num_heads: N.
         qk_nope_head_dim: P.
         v_head_dim: V.
@@ -78,7 +84,7 @@ def split_kv_b_proj(
         W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the weight.
 
     Raises:
-        ValueError: the weight has another number of rows.
+        ValueError: the weight does not have N (P + V) rows.
     """
     for name, value in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
         check_int(name, value)
@@ -90,13 +96,17 @@ def split_kv_b_proj(
 def absorb(
     w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
 ) -> tuple[Float[Tensor, "N P Lkv"], Float[Tensor, "N Lkv V"]]:
-    """Arrange the up-projections for absorption: per head, query to latent and latent to value.
+    """Permute the up-projections for the absorbed path: one matrix for each head, as `query_to_latent` needs them.
+
+    Args:
+        w_uk: [Lkv, N, P], key up-projection.
+        w_uv: [Lkv, N, V], value up-projection.
 
     Returns:
-        w_uk_t [N, P, Lkv] and w_uv [N, Lkv, V], views of the arguments.
+        w_uk_t [N, P, Lkv] for `query_to_latent` and w_uv [N, Lkv, V] for `latent_to_value`, views of the arguments.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_tensor("w_uk", w_uk, ("Lkv", "N", "P"))
     check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), (w_uk.dtype,), w_uk.device)
@@ -107,8 +117,15 @@ def absorb(
 def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P Lkv"]) -> Float[Tensor, "T N Lkv"]:
     """Absorb W_UK into the query: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv.
 
+    Args:
+        q_nope: [T, N, P], query parts without rope.
+        w_uk_t: [N, P, Lkv], from `absorb`.
+
+    Returns:
+        [T, N, Lkv], queries that can attend the cached latents.
+
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_tensor("q_nope", q_nope, ("T", "N", "P"))
     check_tensor("w_uk_t", w_uk_t, (*q_nope.shape[1:], "Lkv"), (q_nope.dtype,), q_nope.device)
@@ -116,10 +133,17 @@ def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P L
 
 
 def latent_to_value(latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"]) -> Float[Tensor, "T N V"]:
-    """Apply the absorbed W_UV to attention's output: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V.
+    """Apply W_UV to the output of absorbed attention: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V.
+
+    Args:
+        latent: [T, N, Lkv], output of `mla_decode`.
+        w_uv: [N, Lkv, V], from `absorb`.
+
+    Returns:
+        [T, N, V], the output of each head.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_tensor("latent", latent, ("T", "N", "Lkv"))
     check_tensor("w_uv", w_uv, (*latent.shape[1:], "V"), (latent.dtype,), latent.device)
@@ -132,15 +156,15 @@ def expand_kv(
     """Expand latents into keys (without their rope part) and values of every head. FLOPs: 2 S N Lkv (P + V).
 
     Args:
-        kv_c_normed: [S, Lkv], RMS-normed latents.
-        w_uk: [Lkv, N, P].
-        w_uv: [Lkv, N, V].
+        kv_c_normed: [S, Lkv], normed latents.
+        w_uk: [Lkv, N, P], key up-projection.
+        w_uv: [Lkv, N, V], value up-projection.
 
     Returns:
         k_nope [S, N, P] and v [S, N, V].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
     dtypes, device = (kv_c_normed.dtype,), kv_c_normed.device

@@ -1,1 +1,1 @@
-"""The integers of a step, for any attention family."""
+"""Plan a step: compute its integers, for any attention family."""

@@ -19,21 +19,22 @@ from ..interfaces import (
 def split_decodes_and_prefills(
     common: CommonAttentionMetadata, decode_threshold: int = 1, require_uniform: bool = False
 ) -> BatchSplit:
-    """Count the leading requests that may decode, the prefills behind them, and the query tokens of both.
+    """Count the leading requests that decode, the prefills after them, and the query tokens of both.
 
-    A request decodes where its query is at most `decode_threshold` tokens long; the first longer one starts the
-    prefills, and everything after it is a prefill too. Rows of length 0 are padding and count as decodes.
+    A request with at most `decode_threshold` query tokens decodes. The first request with a longer query is a prefill,
+    and so are all requests after it. Requests without query tokens are padding and count as decodes.
 
     Args:
         common: the batch.
-        decode_threshold: longest query that may decode, at least 1 (`reorder_batch_threshold`).
-        require_uniform: the first row of another (non-zero) length starts the prefills.
+        decode_threshold: length of the longest query that decodes, at least 1 (`reorder_batch_threshold`).
+        require_uniform: whether all decodes must have the same query length. The first request with another (non-zero)
+            length is then a prefill, and so are all requests after it.
 
     Returns:
-        Requests and query tokens of both parts; it unpacks in the order of the fields.
+        Number of requests and query tokens of both parts; it unpacks in the order of the fields.
 
     Raises:
-        ValueError: `decode_threshold` below 1.
+        ValueError: `decode_threshold` is below 1.
     """
     check_common(common)
     check_int("decode_threshold", decode_threshold, 1, "at least 1")
@@ -55,24 +56,24 @@ def split_decodes_and_prefills(
 
 
 def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> tuple[tuple[int, int], ...]:
-    """The fewest swaps of two requests after which all decodes lead the batch.
+    """Return the fewest swaps of two requests after which all decodes come first in the batch.
 
-    The decodes will fill the first places. Every prefill that stands there must leave, a swap removes one of them at
-    most, and exchanging it with a decode from behind removes one each time: as many swaps as misplaced prefills, and no
-    fewer. Requests in their right part stay where they are.
+    With n decodes, the first n requests of the result are the decodes. Every prefill among the first n requests is
+    misplaced and must be swapped with a decode after them. One swap corrects one misplaced prefill, so the number of
+    swaps is the number of misplaced prefills. All other requests keep their index.
 
     Args:
-        decodes: [B], on the CPU: which requests decode (query_lens <= threshold, or what `choose_paths` says).
+        decodes: [B] bool on the CPU, True for the requests that decode (`choose_paths`, or query_lens <= threshold).
 
     Returns:
-        Pairs of places (i, j), i < j, to be swapped one after another; empty where the order stands.
+        Pairs of indices (i, j), i < j, to be swapped one after another; empty if the decodes already come first.
 
     Raises:
-        ValueError: not a bool tensor on the CPU.
+        ValueError: the argument is not a bool tensor [B] on the CPU.
     """
     check_tensor("decodes", decodes, ("B",), (torch.bool,), torch.device("cpu"))
     flags = decodes.tolist()
     num_decodes = sum(flags)
-    misplaced_prefills = [place for place in range(num_decodes) if not flags[place]]
-    misplaced_decodes = [place for place in range(num_decodes, len(flags)) if flags[place]]
+    misplaced_prefills = [request for request in range(num_decodes) if not flags[request]]
+    misplaced_decodes = [request for request in range(num_decodes, len(flags)) if flags[request]]
     return tuple(zip(misplaced_prefills, misplaced_decodes, strict=True))

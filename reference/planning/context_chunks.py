@@ -1,4 +1,4 @@
-"""Cut cached context into chunks that fit a workspace."""
+"""Cut cached context into chunks that fit into a workspace."""
 
 from __future__ import annotations
 
@@ -29,85 +29,91 @@ def plan_context_chunks(
     context_parallel_size: int = 1,
     interleave: int = 1,
 ) -> tuple[ContextChunk, ...]:
-    """Cut the cached context of some requests into chunks that fit the workspace.
+    """Cut the cached context of some requests into chunks that fit into the workspace.
 
-    Every context token lies in exactly one chunk. Chunks are filled one after another in the order of the requests, so
-    that only the first request of a chunk continues from the chunk before, and there are ceil(units of all contexts /
-    units of the workspace) chunks. A request starts in a chunk on a unit (`context_unit`: a block, and under context
-    parallelism whole turns of the ranks) and takes whole units of the workspace.
+    Every context token is in exactly one chunk. Chunks are filled one after another in the order of the requests, so
+    only the first request of a chunk can have earlier tokens in the chunk before.
+
+    Workspace is allocated in units (`context_unit`: one block, or lcm(block_size, D * I) tokens under context
+    parallelism). A request's first token in a chunk is at a multiple of a unit, and a request occupies whole units.
+    There are ceil(units of all contexts / units of the workspace) chunks.
 
     Args:
-        context_lens: [B], on the CPU; 0 = no context.
-        workspace_tokens: most tokens in one chunk.
-        block_size: tokens a block.
-        context_parallel_size: D, ranks that share each context.
-        interleave: I, tokens that lie on one rank in a row.
+        context_lens: [B], context tokens of each request, on the CPU; 0 = no context.
+        workspace_tokens: most tokens of one chunk.
+        block_size: tokens per block.
+        context_parallel_size: D, ranks that share each sequence.
+        interleave: I, consecutive tokens on one rank.
 
     Returns:
-        The chunks, on the CPU; none where no request has context.
+        The chunks, with tensors on the CPU; empty if no request has context.
 
     Raises:
-        ValueError: a workspace smaller than one unit; a negative length.
+        ValueError: `workspace_tokens` is below one unit; a length is negative.
     """
     check_tensor("context_lens", context_lens, ("B",), (torch.int32,), torch.device("cpu"))
     unit = context_unit(block_size, context_parallel_size, interleave)
     check_chunking(workspace_tokens, unit)
     check_not_negative("context_lens", context_lens)
     lens = context_lens.tolist()
-    return tuple(_chunk(pieces, len(lens)) for pieces in _pack(lens, workspace_tokens, unit))
+    return tuple(_chunk(ranges, len(lens)) for ranges in _pack(lens, workspace_tokens, unit))
 
 
 def _pack(lens: list[int], workspace_tokens: int, unit: int) -> list[dict[int, tuple[int, int]]]:
-    """Chunks as {request: (start, length)}, filled one after another."""
+    """Return for each chunk the token ranges of its requests, as {request: (first token, number of tokens)}."""
     chunks: list[dict[int, tuple[int, int]]] = []
-    room = 0  # units left in the last chunk
+    free_units = 0  # free units of the last chunk
     for request, length in enumerate(lens):
         start = 0
         while start < length:
-            if room == 0:
+            if free_units == 0:
                 chunks.append({})
-                room = workspace_tokens // unit
-            taken = min(length - start, room * unit)
+                free_units = workspace_tokens // unit
+            taken = min(length - start, free_units * unit)
             chunks[-1][request] = (start, taken)
-            room -= -(-taken // unit)
+            free_units -= -(-taken // unit)
             start += taken
     return chunks
 
 
-def _chunk(pieces: dict[int, tuple[int, int]], num_requests: int) -> ContextChunk:
-    starts = [pieces.get(request, (0, 0))[0] for request in range(num_requests)]
+def _chunk(ranges: dict[int, tuple[int, int]], num_requests: int) -> ContextChunk:
+    """Return the chunk with these token ranges; a request that is not in `ranges` has no token in it."""
+    starts = [ranges.get(request, (0, 0))[0] for request in range(num_requests)]
     offsets = [0]
     for request in range(num_requests):
-        offsets.append(offsets[-1] + pieces.get(request, (0, 0))[1])
+        offsets.append(offsets[-1] + ranges.get(request, (0, 0))[1])
     return ContextChunk(
         starts=torch.tensor(starts, dtype=torch.int32, device="cpu"),
         cu_seq_lens=torch.tensor(offsets, dtype=torch.int32, device="cpu"),
         num_tokens=offsets[-1],
-        max_seq_len=max(length for _, length in pieces.values()),
+        max_seq_len=max(length for _, length in ranges.values()),
     )
 
 
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
-    """Where the tokens of a piece of context lie on the ranks that share it.
+    """Return a chunk with the numbers of its tokens on each context-parallel rank.
 
     Args:
-        chunk: of `plan_context_chunks` for as many ranks, so that its pieces begin with the first rank's turn.
-        ownership: of this rank.
+        chunk: chunk from `plan_context_chunks` with the D and I of `ownership`. The first token of each request in the
+            chunk is then at a multiple of D * I.
+        ownership: the tokens that this rank owns.
 
     Returns:
-        The piece with each rank's part of it, on the same device.
+        The chunk for this rank, on the same device.
 
     Raises:
-        ValueError: a piece that begins within a turn of the ranks.
+        ValueError: a request's first token in the chunk is not at a multiple of D * I.
     """
     check_type("ownership", ownership, TokenOwnership)
     check_type("chunk", chunk, ContextChunk)
     check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,))
     check_chunk(chunk, chunk.starts.shape[0], chunk.starts.device)
-    turn = ownership.size * ownership.interleave
+    round_tokens = ownership.size * ownership.interleave
     starts, lengths = chunk.starts.tolist(), chunk.cu_seq_lens.diff().tolist()
     for request, start in enumerate(starts):
-        check(start % turn == 0, "chunk.starts", f"multiples of {turn}", f"{start} at request {request}")
+        check(
+            start % round_tokens == 0, "chunk.starts", f"multiples of {round_tokens}", f"{start} at request {request}"
+        )
     ranks = [TokenOwnership(ownership.size, rank, ownership.interleave) for rank in range(ownership.size)]
     local = [[0, *itertools.accumulate(map(rank.count, lengths))] for rank in ranks]
     device = chunk.starts.device

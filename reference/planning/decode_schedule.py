@@ -1,4 +1,4 @@
-"""Cut the keys of a decode over programs, so that all take about as long."""
+"""Compute the schedule of a decode: assign the tiles of all requests to programs that take about the same time."""
 
 from __future__ import annotations
 
@@ -25,29 +25,38 @@ def plan_decode(
     costs: ScheduleCosts | None = None,
     batch_invariant: bool = False,
 ) -> DecodeSchedule:
-    """Cut the keys of a decode over programs, so that all take about as long.
+    """Compute the schedule of a decode: assign consecutive tiles to each program, so that all take about as long.
 
-    Lay the requests end to end, each as long as its tiles and the cost of starting on it (`request_cost`), and cut the
-    line into pieces of Q = ceil(length / programs): program p takes the tiles in [p Q, (p + 1) Q). It pays the cost of
-    a request that it continues once more, so that none carries more than Q and one such cost. A request without keys
-    lies nowhere and has no split; the combine writes its empty row.
+    A schedule is optional. It makes a decode faster if the requests have very different lengths (`choose_schedule`
+    estimates whether it does), and it changes results by rounding alone. The plan of the decode (`DecodeMetadata`) is
+    needed in any case.
 
-    With `batch_invariant` a request is cut every `invariant_split_tiles` tiles, by its own length and the cut of
-    `costs` alone, whatever stands beside it. Splits are laid end to end, each with `split_cost` of the costs (at most
-    `request_cost`), the first with all of `request_cost`; a program takes those that start in its piece of the line.
+    The programs get equal parts of a time line. The unit of the line is the time of one tile:
+
+    1. Put the requests on the line one after another. Each has `request_cost` units for its start, then one unit for
+       each tile. A request without keys is not on the line and has no split; the combine writes its empty row.
+    2. Divide the line into parts of Q = ceil(length / num_programs) units. Program p gets the tiles in
+       [p Q, (p + 1) Q).
+
+    A program that continues a request of the program before pays `request_cost` once more. No program therefore takes
+    longer than Q + `request_cost`.
+
+    With `batch_invariant`, a request is divided into splits of `invariant_split_tiles` tiles, by its own length alone.
+    Each split has `split_cost` units on the line (at most `request_cost`) in addition to its tiles; the first split of
+    a request has `request_cost`. A program gets the splits that start in its part of the line.
 
     Args:
         seq_lens: [B], keys of each request.
-        num_programs: that run at once.
-        costs: of the kernel that decodes, beside its tiles; None for the neutral ones.
-        batch_invariant: see above.
+        num_programs: number of programs of the decode kernel, which run at the same time.
+        costs: costs of the decode kernel; None takes the defaults of `ScheduleCosts`.
+        batch_invariant: whether the splits of a request depend on its own length alone.
 
     Returns:
         The schedule, on the device of `seq_lens`.
 
     Raises:
-        TypeError: costs of another type.
-        ValueError: a number below its least value; a negative length.
+        TypeError: `costs` has another type.
+        ValueError: `num_programs` is below 1; a length is negative.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     check_int("num_programs", num_programs, 1, "at least 1")
@@ -60,7 +69,7 @@ def plan_decode(
     if batch_invariant:
         split_cost = min(request_cost, costs.split_cost)
         request_cost -= split_cost
-    line = []  # what stands at each place of the line: (request, tile, split by its own length, where that starts)
+    line = []  # for each unit of time: None (a cost), or a tile as (request, tile, split, start time of the split)
     for request, length in enumerate(lens):
         tiles = -(-length // DECODE_TILE)
         split_tiles = invariant_split_tiles(tiles, costs.cut) if batch_invariant else max(1, tiles)
@@ -70,23 +79,23 @@ def plan_decode(
                 split_start = len(line)
                 line += [None] * split_cost
             line.append((request, tile, tile // split_tiles, split_start))
-    piece = max(1, -(-len(line) // num_programs))
+    units_per_program = max(1, -(-len(line) // num_programs))
     taken: list[list[tuple[int, int, int]]] = [[] for _ in range(num_programs)]
-    for place, item in enumerate(line):
-        if item is not None:
-            *tile, split_start = item
-            taken[(split_start if batch_invariant else place) // piece].append(tuple(tile))
+    for time, entry in enumerate(line):
+        if entry is not None:
+            *tile, split_start = entry
+            taken[(split_start if batch_invariant else time) // units_per_program].append(tuple(tile))
 
     ranges, splits = [], [0] * len(lens)
-    for items in taken:
-        if not items:
+    for tiles_of_program in taken:
+        if not tiles_of_program:
             ranges.append([len(lens), len(lens) - 1, 0, 0, 0])
             continue
-        (first, first_tile, own_split), (last, last_tile, _) = items[0], items[-1]
-        ranges.append([first, last, first_tile, last_tile + 1, own_split if batch_invariant else splits[first]])
-        for request in sorted({request for request, _, _ in items}):
-            own = {split for other, _, split in items if other == request}
-            splits[request] += len(own) if batch_invariant else 1
+        (first, first_tile, first_split), (last, last_tile, _) = tiles_of_program[0], tiles_of_program[-1]
+        ranges.append([first, last, first_tile, last_tile + 1, first_split if batch_invariant else splits[first]])
+        for request in sorted({request for request, _, _ in tiles_of_program}):
+            new_splits = {split for other, _, split in tiles_of_program if other == request}
+            splits[request] += len(new_splits) if batch_invariant else 1
     offsets = [sum(splits[:request]) for request in range(len(lens) + 1)]
     device = seq_lens.device
     return DecodeSchedule(

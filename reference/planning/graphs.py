@@ -1,4 +1,4 @@
-"""A decode step for fixed batch sizes, as a captured graph runs it; here eager, so that it can be read and compared."""
+"""Decode steps with fixed batch sizes, as CUDA graphs need them. The reference runs the same step without a graph."""
 
 from __future__ import annotations
 
@@ -26,31 +26,34 @@ Step = Callable[[Tensor, Tensor, Any], Tensor]
 
 
 class DecodeGraph:
-    """Runs a decode step, padded to the next of a few batch sizes, with any lengths, block tables and slots.
+    """A decode step that runs with a few fixed batch sizes; a smaller batch is padded to the next of these sizes.
 
-    Padding rows have seq_len 0, slot -1, block 0 and see nothing: they read no key, write no entry, and attention gives
-    them 0. The builder plans each run anew, from the lengths of that run (`build_for_cudagraph_capture`); whatever
-    attention family it plans for, the step gets its plan.
+    A CUDA graph has fixed shapes, but the lengths, block tables and slots may differ in every run. This class runs the
+    same step without a graph; `fast` captures it.
+
+    A padding row has sequence length 0, slot -1 and block 0. It reads no key and writes no cache entry, and its
+    attention output is 0. The builder plans every run from the lengths of that run (`build_for_cudagraph_capture`) and
+    the step gets this plan, so the class works for any attention family.
 
     Args:
-        step: (hidden_states [T, H], positions [T], plan) -> [T, H]: a layer over its cache, or all of a model's. It
-            leaves its arguments as they are.
-        builder: plans the step (`MLAMetadataBuilder`). Where ranks share sequences, every rank makes the graph with its
-            own builder and runs it over the same batches, each with its own slots.
-        batch_sizes: requests that a batch is padded to.
-        max_blocks: widest block table, in columns.
+        step: function (hidden_states [T, H], positions [T], plan) -> [T, H], such as one layer over its cache or all
+            layers of a model. It must not change its arguments.
+        builder: builder that plans the step (such as `MLAMetadataBuilder`). Under context parallelism every rank makes
+            a `DecodeGraph` with its own builder, and runs it with the same batches but its own slots.
+        batch_sizes: numbers of requests to which batches are padded.
+        max_blocks: most columns of a block table.
         hidden_size: H.
-        dtype: of the hidden states.
-        device: of the step.
-        query_len: tokens of each request; with speculation one and the drafted ones.
+        dtype: dtype of the hidden states.
+        device: device of the step.
+        query_len: query tokens of each request: 1, plus the drafted tokens if there are any.
 
     Attributes:
-        max_seq_len: most tokens of a request in any run: what the builder and `max_blocks` allow.
+        max_seq_len: most tokens of a request in any run, as `builder` and `max_blocks` allow.
 
     Raises:
-        TypeError: something that is no builder.
-        ValueError: no batch size, one below 1 or beyond the builder's; another number below 1; a query length that the
-            builder's plans for graphs do not take.
+        TypeError: `builder` is not an `AttentionMetadataBuilder`, or another argument has a wrong type.
+        ValueError: `batch_sizes` is empty, or has a size below 1 or above the builder's `max_num_seqs`; another number
+            is below 1; the builder cannot plan a graph for `query_len`.
     """
 
     def __init__(
@@ -81,19 +84,19 @@ class DecodeGraph:
         positions: Int64[Tensor, " T"],
         common: CommonAttentionMetadata,
     ) -> Float[Tensor, "T H"]:
-        """One step.
+        """Run one step.
 
         Args:
             hidden_states: [T, H].
-            positions: [T].
-            common: the batch: `query_len` tokens of each request, or a padding row (S = 0).
+            positions: [T], position of each token in its request.
+            common: the batch. Every request, padding rows (S = 0) included, has `query_len` query tokens.
 
         Returns:
-            [T, H], the rows of the batch without those that it was padded with; valid until the next run.
+            [T, H], the output without the rows that were added as padding. The next run may overwrite it.
 
         Raises:
-            ValueError: more requests, longer ones or a wider block table than were planned for; other query lengths;
-                tensors that do not fit. Nothing has been run then.
+            ValueError: the batch has more requests, longer requests or a wider block table than the graph was made for;
+                a request has another query length; a tensor has a wrong shape, dtype or device. Nothing has been run.
         """
         check_graph_batch(self, hidden_states, positions, common)
         tokens, requests, q = common.num_actual_tokens, common.num_reqs, self.query_len

@@ -1,4 +1,4 @@
-"""Chunked local attention as a batch of virtual requests."""
+"""Express chunked local attention as ordinary attention of virtual requests."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from ..interfaces import (
 def make_local_attention_virtual_batches(
     common: CommonAttentionMetadata, attention_chunk_size: int, block_size: int
 ) -> CommonAttentionMetadata:
-    """Chunked local attention as ordinary attention of virtual requests.
+    """Return a batch of virtual requests whose ordinary attention is chunked local attention of the given batch.
 
-    A token at position i attends the positions from i // chunk x chunk to i. So the part of a request's query that lies
-    in one chunk is a request of its own, whose keys are that chunk's: it starts on a block boundary and takes those
-    columns of the block table. Tokens keep their order and their slots.
+    In chunked local attention, a token at position i attends the positions from (i // size) * size to i, where size is
+    `attention_chunk_size`. Query tokens in the same attention chunk therefore form a virtual request that has only this
+    chunk as its keys. The chunk begins at a block boundary, so the block table of the virtual request is a part of the
+    original one. Tokens keep their order and their slots.
 
     Args:
         common: the batch.
-        attention_chunk_size: positions in a chunk; a multiple of `block_size`.
-        block_size: tokens a block.
+        attention_chunk_size: positions in an attention chunk; a multiple of `block_size`.
+        block_size: tokens per block.
 
     Returns:
-        The virtual batch; a padding row (S = 0) stays one row, a request without new tokens has none.
+        The batch of virtual requests. A padding row (S = 0) becomes one virtual request; a request without query tokens
+        becomes none.
 
     Raises:
-        ValueError: a size below 1, slots that were made for another block size, a chunk that is not made of whole
-            blocks, or a block table narrower than the longest request.
+        ValueError: a size is below 1; the slots were computed for another block size; `attention_chunk_size` is not a
+            multiple of `block_size`; the block table has too few columns for a request.
     """
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size)
@@ -53,11 +55,11 @@ def make_local_attention_virtual_batches(
             tables.append([(request, min(first // block_size + i, width - 1)) for i in range(columns if width else 0)])
             position, query_len = position + taken, query_len - taken
     device = common.block_table.device
-    where = torch.tensor(tables, dtype=torch.int64, device=device).view(len(tables), columns if width else 0, 2)
+    indices = torch.tensor(tables, dtype=torch.int64, device=device).view(len(tables), columns if width else 0, 2)
     return CommonAttentionMetadata.make(
         torch.tensor(virtual_starts, dtype=torch.int32, device="cpu"),
         torch.tensor(virtual_lens, dtype=torch.int32, device="cpu"),
-        common.block_table[where[..., 0], where[..., 1]],
+        common.block_table[indices[..., 0], indices[..., 1]],
         common.slot_mapping,
         common.block_size,
     )

@@ -1,4 +1,4 @@
-"""Find the blocks that all requests share, and split a decode plan at them."""
+"""Find the prefix that all requests share, and split a decode plan into this prefix and the suffixes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from ..interfaces import (
 
 
 def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
-    """Context tokens, in whole blocks, that every request of a batch has in the same blocks of the cache.
+    """Return the number of leading context tokens that all requests of a batch have in the same blocks of the cache.
 
-    No more than the shortest context: the new tokens see all of it, so that it needs no mask. Padding rows (S = 0) are
-    left out. Reads the block table.
+    The number is a multiple of the block size and at most the shortest context. Every new token attends all of these
+    tokens, so attention over them needs no mask. Padding rows (S = 0) are ignored. The function reads the values of the
+    block table, which on a GPU waits for the device.
 
     Args:
         common: the batch.
-        block_size: tokens a block.
+        block_size: tokens per block.
 
     Raises:
-        ValueError: `block_size` below 1; a block table narrower than the longest request.
+        ValueError: `block_size` is below 1; the block table has too few columns for a request.
     """
     check_table_width(common, block_size)
     contexts, lengths = common.num_computed_tokens_cpu.tolist(), common.seq_lens_cpu.tolist()
@@ -48,19 +49,25 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
 def split_shared_prefix(
     metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
 ) -> CascadeMetadata:
-    """A decode in two: all rows over the shared blocks, then every request over what follows them.
+    """Split the plan of a decode into two: all query tokens over the shared prefix, and each request over its suffix.
 
-    That the blocks are shared, and lie within every context, is the caller's promise (`common_prefix_len`).
+    The function does not check that the requests share the prefix; the caller must know it (the function
+    `common_prefix_len` finds the prefix).
 
     Args:
-        metadata: the decode.
-        common_prefix_len: shared tokens, whole blocks, within the context of every request that is no padding.
-        block_size: tokens a block.
-        row: a request that is no padding; its blocks are read for all.
+        metadata: plan of the decode.
+        common_prefix_len: tokens of the shared prefix: a multiple of `block_size`, and at most the context of every
+            request except padding rows.
+        block_size: tokens per block.
+        row: index of a request that is not a padding row; the blocks of the prefix are taken from its row of the block
+            table.
+
+    Returns:
+        The plans of prefix and suffix, for `cascade_attention`.
 
     Raises:
-        ValueError: a block size other than that of `metadata`; a prefix below one block, not of whole blocks, or wider
-            than the block table; no such row.
+        ValueError: `block_size` differs from `metadata.block_size`; `common_prefix_len` is not a positive multiple of
+            `block_size`, or has more blocks than the block table has columns; `row` is out of range.
     """
     check_type("metadata", metadata, DecodeMetadata)
     check_tensor("metadata.visible_lens", metadata.visible_lens, ("T",), (torch.int32,))

@@ -1,4 +1,4 @@
-"""Slots of the paged cache for the new tokens of a step."""
+"""Compute the cache slots of the new tokens of a step, with loops that are easy to read."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ def slot_mapping(
     block_size: int,
     num_tokens: int,
 ) -> Int64[Tensor, " num_tokens"]:
-    """Cache slot of every new token: the last Sq tokens of each request.
+    """Return the cache slot of every new token; the new tokens are the last Sq tokens of each request.
+
+    The token at position p of request b has the slot block_table[b, p // block_size] * block_size + p mod block_size.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.
-        seq_lens: [B], lengths after this step; 0 for padding rows, whose slots are -1.
-        block_table: [B, W].
-        block_size: tokens a block.
-        num_tokens: length of the result, at least query_start_loc[-1]; the rest is -1.
+        seq_lens: [B], tokens of each request after this step; 0 marks a padding row, whose slots are -1.
+        block_table: [B, W], block ids of each request.
+        block_size: tokens per block.
+        num_tokens: length of the result, at least query_start_loc[-1]. Later tokens are padding and have slot -1.
 
     Returns:
         [num_tokens] int64.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; offsets that fall; 0 < S < Sq; too few columns or tokens.
+        ValueError: shapes, dtypes or devices do not match; the offsets decrease; a request has 0 < S < Sq; the block
+            table has too few columns; `num_tokens` is too small.
     """
     check_int("block_size", block_size, 1, "at least 1")
     check_int("num_tokens", num_tokens, 0)
@@ -69,24 +72,24 @@ def dcp_slot_mapping(
     rank: int,
     interleave: int = 1,
 ) -> Int64[Tensor, " num_tokens"]:
-    """Cache slot of every new token that lies on a rank, -1 for those that lie elsewhere.
+    """Return the cache slot of every new token on one context-parallel rank; -1 for tokens that another rank owns.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.
-        seq_lens: [B], lengths of the whole sequences after this step; 0 for padding rows, whose slots are -1.
-        block_table: [B, W], the same on all ranks.
-        block_size: tokens a block, a multiple of I.
-        num_tokens: length of the result, at least query_start_loc[-1]; the rest is -1.
-        context_parallel_size: D.
-        rank: of D.
-        interleave: I.
+        seq_lens: [B], tokens of each whole sequence after this step; 0 marks a padding row, whose slots are -1.
+        block_table: [B, W], block ids of each request, the same on all ranks.
+        block_size: tokens per block, a multiple of I.
+        num_tokens: length of the result, at least query_start_loc[-1]. Later tokens are padding and have slot -1.
+        context_parallel_size: D, ranks that share each sequence.
+        rank: this rank, in [0, D).
+        interleave: I, consecutive tokens on one rank.
 
     Returns:
         [num_tokens] int64.
 
     Raises:
-        ValueError: numbers out of range; shapes or dtypes that do not fit; offsets that fall; 0 < S < Sq; too few
-            columns or tokens.
+        ValueError: a number is out of range; shapes, dtypes or devices do not match; the offsets decrease; a request
+            has 0 < S < Sq; the block table has too few columns; `num_tokens` is too small.
     """
     check_rank(context_parallel_size, rank, interleave)
     ownership = TokenOwnership(context_parallel_size, rank, interleave)
@@ -107,7 +110,7 @@ def dcp_slot_mapping(
             position = length - (starts[request + 1] - token)
             if length == 0:
                 continue
-            if ownership.count(position + 1) > ownership.count(position):  # one more lies here than before this token
+            if ownership.count(position + 1) > ownership.count(position):  # this rank owns the token
                 column, offset = divmod(ownership.count(position), block_size)
                 slots[token] = tables[request][column] * block_size + offset
     return torch.tensor(slots, dtype=torch.int64, device=block_table.device)

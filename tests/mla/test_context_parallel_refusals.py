@@ -66,7 +66,7 @@ class TestBadInput:
     def test_merges(self, ops):
         state = AttentionState(torch.zeros(2, 4, 5), torch.zeros(4, 2))
         for merge in (ops.cp_lse_a2a, ops.cp_lse_ag_out_rs):
-            with pytest.raises(ValueError, match="^state.out: expected heads in a multiple of 3 ranks, got 4$"):
+            with pytest.raises(ValueError, match="^state.out: expected a number of heads that 3 divides, got 4$"):
                 ops.simulate(3, 1, lambda ranks, merge=merge: merge(state, ranks.cp_group))
             narrow = AttentionState(state.out.bfloat16(), state.lse.bfloat16())
             with pytest.raises(ValueError, match="^state.lse: expected dtype torch.float32, got torch.bfloat16$"):
@@ -108,7 +108,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"^gathered: expected shape \[2, 3, head_size\], got \[2, 4, 6\]$"):
             ops.reorg_kvcache(torch.zeros(2, 4, 6), chunk)
         falling = replace(chunk, local_cu_seq_lens=integers(0, 3, 0, -2).view(2, 2))
-        wanted = "^chunk.local_cu_seq_lens: expected the prefix sums of each rank's tokens of the pieces, got"
+        wanted = "^chunk.local_cu_seq_lens: expected the prefix sums of each rank's tokens in the chunk, got"
         with pytest.raises(ValueError, match=wanted):
             ops.reorg_kvcache(torch.zeros(2, 3, 6), falling)
         two = ops.rank_local_chunk(ContextChunk(integers(0, 0), offsets([5, 4]), 9, 5), TokenOwnership(2, 0))

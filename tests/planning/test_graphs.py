@@ -210,9 +210,9 @@ def test_refusals(ops, plain_errors):
         make(query_len=0)
     with pytest.raises(ValueError, match="^hidden_size: expected a positive int, got 0$"):
         make(hidden=0)
-    with pytest.raises(ValueError, match="^batch_sizes: expected at most 6 requests, as the builder, got 8$"):
+    with pytest.raises(ValueError, match="^batch_sizes: expected at most 6, the builder's max_num_seqs, got 8$"):
         make((1, 8))
-    with pytest.raises(ValueError, match="^query_len: expected one that the builder's graphs take, got 2$"):
+    with pytest.raises(ValueError, match="^query_len: expected a length that the builder can capture, got 2$"):
         make(query_len=2)
     with pytest.raises(TypeError, match="^builder: expected an AttentionMetadataBuilder, got MLAConfig$"):
         ops.DecodeGraph(step, DIRECT, [1], WIDTH, DIRECT.hidden_size, torch.float32, "cpu")
