@@ -45,15 +45,15 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
 def split_shared_prefix(
     metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
 ) -> CascadeMetadata:
-    """Split a decode in two: all rows over the shared blocks, then every request over its remaining blocks.
+    """Split a decode in two: all query tokens over the shared blocks, then every request over its remaining blocks.
 
     See `reference.planning.shared_prefix.split_shared_prefix` for what the caller guarantees.
 
     Args:
-        metadata: the decode.
+        metadata: plan of the decode.
         common_prefix_len: shared tokens, in whole blocks, within the context of every request that is not padding.
         block_size: tokens per block.
-        row: index of a request that is not padding; the shared blocks are those of this request.
+        row: index of a request that is not padding; the prefix is read through the block table of this request.
 
     Raises:
         ValueError: `block_size` differs from that of `metadata`; the prefix is below one block, is not a multiple of

@@ -94,7 +94,7 @@ def test_restore_does_not_remove_what_something_else_put(model, ops):
     module = use_mla(model, ops=ops).model.layers[1].self_attn
     ours, module.forward = module.forward, type(module).forward.__get__(module)
     before = attributes(model)
-    with pytest.raises(ValueError, match="a DeepseekV3Attention with another since"):
+    with pytest.raises(ValueError, match="a DeepseekV3Attention with another forward"):
         restore(model)
     assert attributes(model) == before
     module.forward = ours
