@@ -177,9 +177,9 @@ class ServingLoop:
 
     @property
     def cache_bytes_in_use(self) -> int:
-        """Return the resident bytes over all layers: entry bytes x tokens, rounded up to blocks for each request.
+        """Return the allocated cache bytes of all layers: entry bytes x tokens, in whole blocks for each request.
 
-        Of this rank alone where ranks share sequences.
+        If ranks share sequences, these are the bytes of this rank.
         """
         owned = self.allocator.num_blocks - self.allocator.num_free
         return owned * self.block_size * self._entry_bytes * len(self.kv_caches)
@@ -362,7 +362,7 @@ class ServingLoop:
             taken[request] = count
 
     def _preempt(self, request: Request) -> None:
-        """Evict a running request: it waits in front and will be computed again, its generated tokens included."""
+        """Stop a running request and free its blocks; it is admitted next, and all its tokens are computed again."""
         self.running.remove(request)
         self.allocator.free(request.blocks)
         request.blocks, request.num_computed = [], 0
@@ -392,7 +392,7 @@ class ServingLoop:
 
     @torch.inference_mode()
     def _forward(self, plan: dict[Request, int]) -> tuple[MLAMetadata, dict[Request, int]]:
-        """Run the packed batch; returns its plan and the next token of each request whose tokens are all computed."""
+        """Run the packed batch; return its plan, and the next token of each request with no other pending token."""
         metadata = self._metadata(plan)
         ids, positions, sampled, last_rows = [], [], [], []
         for request, count in plan.items():
@@ -420,7 +420,7 @@ class ServingLoop:
         return metadata, dict(zip(sampled, tokens.tolist(), strict=True))
 
     def _advance(self, plan: dict[Request, int], next_ids: dict[Request, int]) -> list[int]:
-        """Book a step that succeeded: counts, tokens, retirement. Returns the ids of the finished."""
+        """Update counts, tokens and finished requests after a successful step; return the ids of the latter."""
         finished = []
         for request, count in plan.items():
             request.num_computed += count

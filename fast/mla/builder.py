@@ -339,8 +339,6 @@ class MLAMetadataBuilder:
         if self.query_len_support is QueryLenSupport.UNIFORM:
             lens = query_lens[absorbed & (query_lens > 0)]
             counts = torch.bincount(lens, minlength=1)
-            most = (
-                counts.shape[0] - 1 - int(counts.flip(0).argmax())
-            )  # the most frequent length; if several are, the longest of them
+            most = counts.shape[0] - 1 - int(counts.flip(0).argmax())  # most frequent length; in a tie, the longest
             absorbed &= (query_lens == most) | (query_lens == 0)
         return reorder_batch_to_split_decodes_and_prefills(absorbed)

@@ -132,11 +132,11 @@ class AttentionAdapter:
 
 
 class ModelAdapter:
-    """`forward` of the base model: check a call, plan it, hand the plan down, note what was stored.
+    """Replace the `forward` of the base model: plan each call, pass the plan to the layers, record the cached tokens.
 
     Args:
         base: the DeepseekV2Model or DeepseekV3Model.
-        options: how it is served.
+        options: options of `use_mla`.
     """
 
     def __init__(self, base: PreTrainedModel, options: Options):
@@ -199,7 +199,7 @@ class ModelAdapter:
         return output
 
     def refuse(self, kwargs: dict[str, Any]) -> None:
-        """Raise for what no batch may ask: training, attention weights, other attention, other packings."""
+        """Raise for unsupported calls: training, autocast, attention weights, non-causal attention, other batches."""
         config = self.base.config
         training = self.base.training or any(layer.self_attn.training for layer in self.base.layers)
         check(not training, "model", "eval mode (inference only)", "training mode")
@@ -219,9 +219,9 @@ class ModelAdapter:
         check(isinstance(metadata, MLAMetadata), "mla_metadata",
               "the plan of ops.build_mla_metadata beside mla_kv_caches", type(metadata).__name__)  # fmt: skip
         layers = self.base.layers
-        check(isinstance(kv_caches, list | tuple), "mla_kv_caches", "a list of one cache a layer beside mla_metadata",
+        check(isinstance(kv_caches, list | tuple), "mla_kv_caches", "a list of one cache per layer beside mla_metadata",
               type(kv_caches).__name__)  # fmt: skip
-        check(len(kv_caches) == len(layers), "mla_kv_caches", f"one cache a layer, {len(layers)}", len(kv_caches))
+        check(len(kv_caches) == len(layers), "mla_kv_caches", f"one cache per layer, {len(layers)}", len(kv_caches))
         for name in ("attention_mask", "past_key_values"):
             check(kwargs.get(name) is None, name, "None beside mla_metadata", type(kwargs.get(name)).__name__)
         check(not kwargs.get("use_cache"), "use_cache", "False beside mla_metadata", kwargs.get("use_cache"))
@@ -233,7 +233,7 @@ class ModelAdapter:
             entry = entry_of(layer.self_attn)
             check_tensor(f"mla_kv_caches[{index}]", kv_cache, (*shape, entry.columns), (entry.dtype,), entry.device)
         starts = {kv_cache.data_ptr() for kv_cache in kv_caches}
-        check(kv_caches[0].numel() == 0 or len(starts) == len(kv_caches), "mla_kv_caches", "a cache of its own a layer",
+        check(kv_caches[0].numel() == 0 or len(starts) == len(kv_caches), "mla_kv_caches", "a separate cache for each layer",
               "one tensor for several layers")  # fmt: skip
         return Step(metadata, positions[0], None, kv_caches)
 
