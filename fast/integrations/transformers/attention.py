@@ -233,8 +233,8 @@ class ModelAdapter:
             entry = entry_of(layer.self_attn)
             check_tensor(f"mla_kv_caches[{index}]", kv_cache, (*shape, entry.columns), (entry.dtype,), entry.device)
         starts = {kv_cache.data_ptr() for kv_cache in kv_caches}
-        check(kv_caches[0].numel() == 0 or len(starts) == len(kv_caches), "mla_kv_caches", "a separate cache for each layer",
-              "one tensor for several layers")  # fmt: skip
+        check(kv_caches[0].numel() == 0 or len(starts) == len(kv_caches), "mla_kv_caches",
+              "a separate cache for each layer", "one tensor for several layers")  # fmt: skip
         return Step(metadata, positions[0], None, kv_caches)
 
     def plan_padded(
