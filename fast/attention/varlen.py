@@ -36,8 +36,8 @@ def flash_attn_varlen(
 ) -> AttentionState:
     """Compute the attention of packed requests, each over its own keys.
 
-    See `reference.attention.varlen.flash_attn_varlen` for the arithmetic. The causal mask aligns the last query with
-    the last key: query i of Sq sees keys up to S - Sq + i.
+    See `reference.attention.varlen` for the arithmetic. The causal mask aligns the last query with the last key: query
+    i of Sq sees keys up to S - Sq + i.
 
     Args:
         q: [T, N, D].

@@ -60,8 +60,8 @@ from .staging import StagingBuffer
 class MLAMetadataBuilder:
     """Build the plan of each step for an engine, with the methods that vLLM calls on its builders.
 
-    See `reference.mla.builder.MLAMetadataBuilder` for the methods. This builder takes the number of programs and the
-    costs of a schedule from the device, and keeps pinned memory in which plans are sent to it.
+    See `reference.interfaces.AttentionMetadataBuilder` for the methods. Unlike the builder of `reference`, this builder
+    gets the number of programs and the costs of a schedule from the device, and sends plans through pinned memory.
 
     Args:
         config: the layers' config (`infer_global_hyperparameters` checks that all layers share it).

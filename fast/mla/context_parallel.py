@@ -105,7 +105,7 @@ def dcp_decode(
 ) -> AttentionState:
     """Compute absorbed attention over keys that are distributed over D ranks.
 
-    See `reference.mla.context_parallel.dcp_decode` for the exchanges.
+    See `reference.distributed.groups.ContextParallel` for the exchanges.
 
     Args:
         ql_nope: [T, N / TP, Lkv], queries of this rank's heads, with W_UK absorbed.

@@ -53,9 +53,7 @@ LAYER_OPS = (
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
-    """Compute the RMS norm, x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
-
-    See `reference.mla.layer.rms_norm` for the dtypes.
+    """Compute the RMS norm, x / sqrt(mean(x^2) + eps) * weight, mean in float32 or float64 (arXiv 1910.07467).
 
     Raises:
         ValueError: shapes or devices do not match.
@@ -69,9 +67,9 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache, for inference only.
 
-    See `reference.mla.layer.MLAAttention` for the steps of the layer. The caller owns the projections, which may be any
-    callable modules (quantised modules too), under the names of DeepSeek's checkpoints. Each returns its product, or
-    (product, None) as the linears of vLLM and Megatron do.
+    The caller owns the projections. They may be any callable modules (quantised modules too) and have the names of
+    DeepSeek's checkpoints. Each returns its product, or (product, None) as the linears of vLLM and Megatron do. See
+    `reference.mla.layer.MLAAttention` for the computation.
 
     Args:
         config: dims, epsilon and rotary parameters.

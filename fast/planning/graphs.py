@@ -33,9 +33,10 @@ WARM_UP_RUNS = 2  # before capture: Triton compiles kernels, libraries allocate 
 class DecodeGraph:
     """Run a decode step, padded to one of a few batch sizes, with any lengths, block tables and slots.
 
-    See `reference.planning.graphs.DecodeGraph` for padding rows and for the planning inside the graph. On a CUDA device
-    the constructor captures one graph per batch size:
+    See `reference.planning.graphs.DecodeGraph` for padding rows. On a CUDA device the constructor captures one graph
+    per batch size:
 
+    - The graph contains the planning, so every run is planned from its own lengths.
     - All graphs share their memory and the buffers into which a run copies its batch.
     - Before each capture, the step runs a few times over padding rows.
     - Nothing is allocated after the constructor, so a batch larger than every captured size is an error.
