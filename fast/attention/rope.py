@@ -76,7 +76,6 @@ def rotate(
 ) -> Float[Tensor, "T *heads R"]:
     """Rotate each pair (a, b) by its angle: (a cos - b sin, b cos + a sin), computed in the dtype of `cos`.
 
-
     Args:
         x: [T, R] or [T, N, R].
         cos: [T, R/2].

@@ -83,7 +83,7 @@ class MLAAttention(nn.Module):
         q_b_proj: Lq -> N (P + R), only if the config has a `q_lora_rank`.
         workspace_tokens: upper bound of the context tokens in a chunk of a plan. A plan with a larger chunk raises, and
             the memory-profile run (`metadata=None`) expands this number of tokens. The default is the upper bound that
-            a builder chooses itself; if the builder has a larger workspace, pass the same number here.
+            a builder chooses itself; if the builder has another workspace, pass the same number here.
         context_parallel: groups of the ranks that share heads and sequences. The projections with heads then have the N
             / TP heads of this rank, `o_proj` has no bias, and the config has all N heads.
         cache_format: format of the layer's cache.
@@ -208,7 +208,8 @@ class MLAAttention(nn.Module):
     ) -> Float[Tensor, "T H"]:
         """Attend one packed batch: decodes first, then prefills, then padding.
 
-        The tokens are rotated, normed and written to the cache in one kernel (`rope_norm_and_cache`).
+        One op (`rope_norm_and_cache`) rotates queries and keys, norms the latents and writes the new tokens to the
+        cache.
 
         Args:
             hidden_states: [T, H].

@@ -34,8 +34,7 @@ def plan_decode(
 ) -> DecodeSchedule:
     """Cut the keys of a decode over programs, so that all programs take about the same time.
 
-    See `reference.planning.decode_schedule.plan_decode` for the rule. On a GPU a kernel computes the schedule; the
-    lengths are not read back to the host.
+    See `reference.planning.decode_schedule.plan_decode` for the rule. Lengths on a GPU are not read back to the host.
 
     Args:
         seq_lens: [B], keys of each request.
@@ -43,7 +42,7 @@ def plan_decode(
         costs: costs of the decode kernel besides its tiles; None takes the neutral costs. Builders pass the costs of
             the device (`schedule_costs`).
         batch_invariant: if True, each request is cut by its own length only, whatever the other requests are.
-        graph: kinds of CUDA graph in which the call is replayed.
+        graph: kind of CUDA graph in which the call is replayed.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
