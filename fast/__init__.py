@@ -1,6 +1,6 @@
-"""MLA serving at the limit of the hardware: the names and signatures of `reference`, in kernels.
+"""Serve Multi-head Latent Attention with optimised kernels: the names and signatures of `reference`.
 
-Functions may take keyword-only parameters besides, such as `backend=` (see `fast.backends`).
+Functions may take additional keyword-only parameters, such as `backend=` (see `fast.backends`).
 """
 
 from ._shadow import shadow_of_reference
@@ -48,13 +48,13 @@ from reference.interfaces import (
 )
 from reference.interfaces._version import __version__ as __version__
 
-from . import backends as backends  # fast alone: which kernels serve
+from . import backends as backends  # in `fast` only: selects the kernels of each call
 from .attention.merge import merge_attn_states
 from .attention.rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
 from .attention.varlen import flash_attn_varlen
 from .cache.blocks import copy_blocks, swap_blocks
 from .cache.latent import allocate_kv_cache, concat_and_cache_mla, gather_and_maybe_dequant_cache
-from .compilation import warmup as warmup  # fast alone: the reference compiles nothing
+from .compilation import warmup as warmup  # in `fast` only: `reference` compiles nothing
 from .distributed.merge import cp_lse_a2a, cp_lse_ag_out_rs
 from .distributed.reorg import reorg_kvcache
 from .mla.builder import MLAMetadataBuilder, build_mla_metadata
@@ -62,9 +62,9 @@ from .mla.captured import plan_captured_decodes
 from .mla.cascade import cascade_attention, use_cascade_attention
 from .mla.choose_path import choose_path, choose_paths
 from .mla.context_parallel import dcp_decode, dcp_gather_context
-from .mla.decode import decode_programs as decode_programs  # fast alone, as warmup
+from .mla.decode import decode_programs as decode_programs  # in `fast` only
 from .mla.decode import mla_decode
-from .mla.decode import schedule_costs as schedule_costs  # likewise
+from .mla.decode import schedule_costs as schedule_costs  # in `fast` only
 from .mla.layer import MLAAttention, rms_norm
 from .mla.prefill import forward_prefill, gather_context, run_prefill_context_chunk, run_prefill_new_tokens
 from .mla.weights import (

@@ -1,6 +1,6 @@
-"""The main job: serve a real checkpoint through both wings, compare them with each other and with transformers.
+"""Serve a checkpoint with `reference` and with `fast`; compare them with each other and with transformers.
 
-With no options it serves eight prompts with the small checkpoint of the package; `--help` tells the rest.
+Without options, the job serves eight prompts with the small checkpoint of the package; `--help` explains the options.
 """
 
 from __future__ import annotations
@@ -29,47 +29,49 @@ DURATION = "Without options it takes about 20 s on two CPU cores."
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options; every one is explained."""
+    """Return the parser of the options; each option has a help text."""
     parser = argparse.ArgumentParser(
         prog="python -m fast",
-        description="Serves prompts together over one paged latent cache, with the reference wing and with the fast "
-        "wing, and compares both with plain transformers: parity op by op, greedy tokens, cache bytes, speed. "
-        + DURATION,
-        epilog="Exit status: 0 where everything agrees, 1 where parity fails or (in float32) tokens differ, 2 for bad "
+        description="Serve prompts together over one paged latent cache, with `reference` and with `fast`, and compare "
+        "both with plain transformers: parity of each op, greedy tokens, bytes of the cache, speed. " + DURATION,
+        epilog="Exit status: 0 if everything agrees, 1 if parity fails or (in float32) tokens differ, 2 for bad "
         "input, 130 after Ctrl-C.",
     )
-    kernel_sets = ", ".join(candidate.name for candidate in backends.registered())
+    backend_names = ", ".join(candidate.name for candidate in backends.registered())
     options = {
         "--model": dict(
             default=str(ASSETS / "tiny-mla"),
             metavar="PATH|OWNER/NAME",
-            help="folder or hub name of a checkpoint of the DeepSeek-V2 or V3 architecture (default: the small one "
-            "that ships with the package; a folder is read without any network)",
+            help="folder or hub name of a checkpoint with the DeepSeek-V2 or V3 architecture; a folder is read without "
+            "network access (default: the small checkpoint of the package)",
         ),
         "--prompt": dict(
             action="append",
             metavar="TEXT",
-            help="a prompt; may be given several times (default: eight pieces of Python source)",
+            help="one prompt; repeat the option for several prompts (default: eight excerpts of Python source)",
         ),
         "--max-new-tokens": dict(
-            type=int, default=64, metavar="N", help="most tokens to generate for each prompt (default: %(default)s)"
+            type=int,
+            default=64,
+            metavar="N",
+            help="upper bound of the tokens generated for each prompt (default: %(default)s)",
         ),
         "--ops": dict(
             choices=("reference", "fast", "both"),
             default="both",
-            help="which wing serves; the parity table needs both (default: %(default)s)",
+            help="which package serves the prompts; the parity table needs both (default: %(default)s)",
         ),
         "--device": dict(
             metavar="DEVICE",
-            help="cpu, cuda or cuda:N (default: cuda where the chosen wings can serve there, else cpu)",
+            help="cpu, cuda or cuda:N (default: cuda if the chosen packages can serve on it, otherwise cpu)",
         ),
         "--dtype": dict(
-            choices=tuple(DTYPES), help="of weights and cache (default: float32 on a CPU, bfloat16 on a GPU)"
+            choices=tuple(DTYPES), help="dtype of weights and cache (default: float32 on a CPU, bfloat16 on a GPU)"
         ),
         "--backend": dict(
             metavar="NAME",
-            help=f"backend of the fast wing, one of: {kernel_sets}; it serves the ops that it has kernels for, and is "
-            "an error where it cannot (default: chosen by capability, op by op)",
+            help=f"backend of `fast`, one of: {backend_names}; it must serve every op that it has kernels for, and "
+            "a call that it cannot serve is an error (default: each op chooses a backend by capability)",
         ),
         "--block-size": dict(
             type=int, default=16, metavar="N", help="tokens in a block of the paged cache (default: %(default)s)"
@@ -78,34 +80,42 @@ def make_parser() -> argparse.ArgumentParser:
             type=int,
             default=256,
             metavar="N",
-            help="most tokens of cached context that are expanded at once (default: %(default)s, so few that the "
-            "longer prompts need several chunks)",
+            help="tokens of cached context that are expanded at once (default: %(default)s; the longer default prompts "
+            "then need several chunks)",
         ),
         "--token-budget": dict(
             type=int,
             default=256,
             metavar="N",
-            help="most tokens in one step: the decodes, then pieces of prompts (default: %(default)s)",
+            help="upper bound of the tokens in one step; decodes come first, parts of prompts take the rest (default: "
+            "%(default)s)",
         ),
         "--context-parallel": dict(
             type=int,
             metavar="D",
-            help="ranks that share each sequence, under torchrun; all processes share the heads. Prompts are served "
-            "by all and by one alone, and the tokens compared; no parity table, no picture (default: one process)",
+            help="number of ranks that share each sequence, under torchrun; all processes share the heads. The job "
+            "serves the prompts on all ranks, then on one rank, and compares the tokens. It prints no parity table and "
+            "draws no picture (default: one process)",
         ),
-        "--interleave": dict(type=int, metavar="I", help="tokens in a row on one of those ranks (default: 1)"),
-        "--merge": dict(choices=MERGES, help="how those ranks merge their attention (default: a2a)"),
-        "--json": dict(type=Path, metavar="PATH", help="also write all figures to this file"),
+        "--interleave": dict(
+            type=int,
+            metavar="I",
+            help="consecutive tokens of a sequence on one rank, with --context-parallel (default: 1)",
+        ),
+        "--merge": dict(
+            choices=MERGES, help="how ranks merge their attention states, with --context-parallel (default: a2a)"
+        ),
+        "--json": dict(type=Path, metavar="PATH", help="file to which all figures are written as well"),
         "--picture": dict(
             type=Path,
             default=Path("mla-twins.png"),
             metavar="PATH",
-            help="where the picture goes (default: %(default)s)",
+            help="file of the picture (default: %(default)s)",
         ),
-        "--no-picture": dict(action="store_true", help="draw none; matplotlib is not needed then"),
+        "--no-picture": dict(action="store_true", help="draw no picture; matplotlib is then not needed"),
         "--verbose": dict(
             action="store_true",
-            help="print every reason why a kernel set serves an op or does not, instead of one line a kernel set",
+            help="print every reason why a backend serves an op or does not, instead of one line per backend",
         ),
     }
     for name, settings in options.items():
@@ -117,33 +127,33 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
     """Run the main job.
 
     Args:
-        argv: the options; those of the process where None.
-        ops: what serves as the fast wing.
-        oracle: what serves as the reference wing.
+        argv: command-line options; None takes those of the process.
+        ops: module that serves as `fast`.
+        oracle: module that serves as `reference`.
 
     Returns:
-        The exit status; 130 after Ctrl-C, which one line on stderr tells.
+        The exit status. After Ctrl-C it is 130, and one line on stderr says "interrupted".
     """
     args = make_parser().parse_args(argv)
     try:
         with repeated_interrupts():
             return run(args, ops, oracle) if args.context_parallel is None else serve_in_parallel(args, ops, oracle)
     except KeyboardInterrupt:
-        status = 130  # as a shell has it: 128 and the number of SIGINT
+        status = 130  # the convention of shells: 128 + the number of SIGINT
     if os.environ.get("RANK", "0") == "0":
         print("interrupted", file=sys.stderr, flush=True)
     if args.context_parallel is not None:
-        os._exit(status)  # taking a communicator down may wait for ranks that are gone
+        os._exit(status)  # destroying a communicator may wait for ranks that have ended
     return status
 
 
 def run(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> int:
-    """Serve, compare, show and write, in one process.
+    """Serve the prompts, compare the outputs, show the figures and write the files, in one process.
 
     Args:
-        args: the options.
-        ops: what serves as the fast wing.
-        oracle: what serves as the reference wing.
+        args: parsed options.
+        ops: module that serves as `fast`.
+        oracle: module that serves as `reference`.
 
     Returns:
         The exit status.
@@ -151,7 +161,7 @@ def run(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> int:
     started = time.perf_counter()
     for option in ("interleave", "merge"):
         if getattr(args, option) is not None:
-            print(f"error: --{option}: expected --context-parallel beside it, got none", file=sys.stderr)
+            print(f"error: --{option}: expected --context-parallel with it, got none", file=sys.stderr)
             return 2
     try:
         check_outputs(args)

@@ -1,1 +1,1 @@
-"""Attention of any family: varlen softmax attention with LSE, merging of states, rotary embedding."""
+"""Attention of any family: softmax attention with LSE over packed sequences, merge of states, rotary embedding."""

@@ -1,4 +1,4 @@
-"""Merging softmax attention over disjoint sets of keys by log-sum-exp (FlashInfer, arXiv 2501.01005, section 2.2)."""
+"""Merge softmax attention over disjoint sets of keys by log-sum-exp (FlashInfer, arXiv 2501.01005, section 2.2)."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from ..backends import BackendChoice
 def merge_attn_states(
     prefix: AttentionState, suffix: AttentionState, *, backend: BackendChoice = None
 ) -> AttentionState:
-    """Attention over the union of two disjoint sets of keys.
+    """Return the attention over the union of two disjoint sets of keys.
 
-    With weights w = exp(lse - max lse): out = (w_a out_a + w_b out_b) / (w_a + w_b),
-    lse = max + log(w_a + w_b). Associative and commutative to rounding; a row with lse = -inf is the identity
-    (the other side comes back bitwise); an lse of +inf or NaN on either side gives NaN.
+    See `reference.attention.merge.merge_attn_states` for the formula and for rows whose LSE is not finite.
 
     Args:
         prefix: out [T, N, Dv], lse [N, T].
-        suffix: the same shapes and dtypes.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        suffix: state with the same shapes and dtypes.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         The merged state, in the dtypes of the arguments.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        ValueError: shapes, dtypes or devices do not match.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_merge(prefix, suffix)
     request = backends.state_request("merge_attn_states", prefix.out)

@@ -25,11 +25,13 @@ from ..kernels.rotation import rotate as _rotate_pairs
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
-    """Angle per position of each pair: theta^(-2i/R), stretched by YaRN where the config has it.
+    """Return the rotation angle per position of each pair: theta^(-2i/R), stretched if the config has YaRN.
+
+    See `reference.attention.rope.rotary_frequencies` for the stretching by YaRN.
 
     Args:
         rope: rotary parameters.
-        dim: R, even.
+        dim: R, an even number.
         dtype: float32 or float64.
     """
     check_type("rope", rope, RopeConfig)
@@ -40,7 +42,7 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
     yarn = rope.yarn
     if yarn is None or dim == 0:
         return trained
-    # the pair that turns `beta` times over the original context
+    # index of the pair that rotates `beta` times over the original context
     fast, slow = (
         math.log(yarn.original_max_position_embeddings / (beta * 2 * math.pi)) * dim / (2 * math.log(rope.theta))
         for beta in (yarn.beta_fast, yarn.beta_slow)
@@ -53,13 +55,13 @@ def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.fl
 def rotary_cos_sin(
     positions: Int[Tensor, " T"], rope: RopeConfig, dim: int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "T {dim//2}"], Float[Tensor, "T {dim//2}"]]:
-    """Cosine and sine of every token's angles, YaRN's magnitude m(f, mscale) / m(f, mscale_all_dim) included.
+    """Return cosine and sine of every token's angles, multiplied by YaRN's magnitude factor.
 
     Returns:
-        Two [T, R/2] tensors, float64 where `dtype` is float64 and float32 otherwise.
+        Two [T, R/2] tensors, float64 if `dtype` is float64 and float32 otherwise.
 
     Raises:
-        ValueError: `positions` of another shape or dtype, or an odd `dim`.
+        ValueError: `positions` has another shape or dtype, or `dim` is odd.
     """
     check_tensor("positions", positions, ("T",), (torch.int64, torch.int32))
     check_dtype("dtype", dtype)
@@ -72,19 +74,19 @@ def rotary_cos_sin(
 def rotate(
     x: Float[Tensor, "T *heads R"], cos: Float[Tensor, "T R/2"], sin: Float[Tensor, "T R/2"], interleaved: bool
 ) -> Float[Tensor, "T *heads R"]:
-    """Turn each pair (a, b) by its angle: (a cos - b sin, b cos + a sin). Computed in float32, or float64.
+    """Rotate each pair (a, b) by its angle: (a cos - b sin, b cos + a sin), computed in the dtype of `cos`.
 
     Args:
         x: [T, R] or [T, N, R].
         cos: [T, R/2].
         sin: [T, R/2].
-        interleaved: pairs are (0, 1), (2, 3), .. where True, (0, R/2), (1, R/2 + 1), .. where False.
+        interleaved: if True, pairs are (0, 1), (2, 3), ..; if False, pairs are (0, R/2), (1, R/2 + 1), ..
 
     Returns:
-        The shape, dtype and element order of `x`.
+        The rotated tensor, with the shape, dtype and element order of `x`.
 
     Raises:
-        ValueError: shapes or devices that do not fit.
+        ValueError: shapes or devices do not match.
     """
     check_type("x", x, Tensor, "a tensor")
     check_flag("interleaved", interleaved)
@@ -108,19 +110,19 @@ def apply_rope(
     """Rotate the rope parts of the query and of the shared key.
 
     Args:
-        positions: [T] position of each token in its request.
+        positions: [T], position of each token in its request.
         q_pe: [T, N, R].
-        k_pe: [T, R], one for all heads.
+        k_pe: [T, R], one key for all heads.
         rope: rotary parameters.
-        frequencies: `rotary_frequencies(rope, R, float32 or float64)` on the device, where the caller keeps them.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes it again.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The rotated pair, new tensors of the same dtype.
+        The rotated `q_pe` and `k_pe`, new tensors of the same dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        ValueError: shapes, dtypes or devices do not match.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_tensor("q_pe", q_pe, ("T", "N", "R"))
     check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
@@ -133,10 +135,19 @@ def apply_rope(
 def angles_of(
     positions: Int[Tensor, " T"], q_pe: Float[Tensor, "T N R"], rope: RopeConfig, frequencies: Tensor | None
 ) -> tuple[Float[Tensor, " R/2"], float]:
-    """Frequencies in the wide type of `q_pe` on its device, the given ones where there are, and YaRN's magnitude.
+    """Return the rotary frequencies on the device of `q_pe`, and YaRN's magnitude factor.
+
+    Args:
+        positions: [T]; only its shape, dtype and device are checked.
+        q_pe: [T, N, R].
+        rope: rotary parameters.
+        frequencies: frequencies to check and return; None computes them.
+
+    Returns:
+        Frequencies [R/2], float64 if `q_pe` is float64 and float32 otherwise; the magnitude, 1.0 without YaRN.
 
     Raises:
-        ValueError: `positions` or `frequencies` of another shape, dtype or device; an odd R.
+        ValueError: `positions` or `frequencies` has another shape, dtype or device, or R is odd.
     """
     check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
     check_type("rope", rope, RopeConfig)

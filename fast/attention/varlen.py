@@ -34,29 +34,31 @@ def flash_attn_varlen(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Attention of packed requests, each over its own keys.
+    """Compute the attention of packed requests, each over its own keys.
 
-    The causal mask aligns bottom-right: query i of Sq sees keys up to S - Sq + i.
+    See `reference.attention.varlen` for the arithmetic. The causal mask aligns the last query with the last key: query
+    i of Sq sees keys up to S - Sq + i.
 
     Args:
         q: [T, N, D].
         k: [S, N, D].
         v: [S, N, Dv]; Dv may differ from D.
-        cu_seqlens_q: [B + 1], prefix sum of the query lengths; 0 is a legal length.
-        cu_seqlens_k: [B + 1], prefix sum of the key lengths; 0 is a legal length.
-        max_seqlen_q: an upper bound on the query lengths (a launch hint; no value depends on it).
-        max_seqlen_k: an upper bound on the key lengths (likewise).
-        softmax_scale: multiplies the scores.
-        causal: mask the keys after each query.
-        out_dtype: dtype of `out`; that of `q` where None.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        cu_seqlens_q: [B + 1], prefix sum of the query lengths; a length may be 0.
+        cu_seqlens_k: [B + 1], prefix sum of the key lengths; a length may be 0.
+        max_seqlen_q: upper bound of the query lengths; it sizes the launch and changes no value.
+        max_seqlen_k: upper bound of the key lengths; it sizes the launch and changes no value.
+        softmax_scale: factor of the scores.
+        causal: if True, each query sees no key after its own position.
+        out_dtype: dtype of `out`; None takes the dtype of `q`.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         out [T, N, Dv] and lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall or end elsewhere.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets decrease or their last one is not
+            the number of rows.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
@@ -81,28 +83,28 @@ def flash_attn_varlen_shared_rope(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """`flash_attn_varlen` with the key in two parts: the rope part that all heads share is read where it lies.
+    """Compute `flash_attn_varlen` with keys in two parts; all heads share the rope part, which is never repeated.
 
     Args:
         q: [T, N, P + R].
         k_nope: [S, N, P].
-        k_pe: [S, R], never repeated per head.
+        k_pe: [S, R].
         v: [S, N, Dv].
-        cu_seqlens_q: as there.
-        cu_seqlens_k: as there.
-        max_seqlen_q: as there.
-        max_seqlen_k: as there.
-        softmax_scale: as there.
-        causal: as there.
-        out_dtype: as there.
-        backend: as there.
+        cu_seqlens_q: [B + 1], prefix sum of the query lengths.
+        cu_seqlens_k: [B + 1], prefix sum of the key lengths.
+        max_seqlen_q: upper bound of the query lengths.
+        max_seqlen_k: upper bound of the key lengths.
+        softmax_scale: factor of the scores.
+        causal: if True, each query sees no key after its own position.
+        out_dtype: dtype of `out`; None takes the dtype of `q`.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         out [T, N, Dv] and lse [N, T].
 
     Raises:
-        ValueError: as there.
-        UnsupportedConfiguration: as there.
+        ValueError: as `flash_attn_varlen`.
+        UnsupportedConfiguration: as `flash_attn_varlen`.
     """
     check_attention(q, k_nope, v, cu_seqlens_q, cu_seqlens_k, k_pe)
     check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)

@@ -25,17 +25,17 @@ def copy_blocks(
     *,
     backend: BackendChoice = None,
 ) -> None:
-    """Copy whole blocks within each cache (copy on write); bit-exact.
+    """Copy whole blocks within each cache, bit for bit (copy on write).
 
     Args:
-        kv_caches: one cache a layer, all with the same number of blocks.
+        kv_caches: one cache per layer, all with the same number of blocks.
         block_mapping: [pairs, 2], (source block, target block).
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        ValueError: a block outside the cache, written twice, or both read and written (on a CPU). Nothing is
-            written then.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a block is outside the cache, written
+            twice, or both read and written. Nothing is written then.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
     check_readable("block_mapping", block_mapping)
@@ -72,20 +72,21 @@ def swap_blocks(
     *,
     backend: BackendChoice = None,
 ) -> None:
-    """Copy whole blocks from one cache into another, on the same or another device; bit-exact.
+    """Copy whole blocks from one cache into another, bit for bit, on the same or another device.
 
     Args:
-        source: the cache that is read.
-        target: the cache that is written; the same block size, entry width and dtype.
+        source: cache that is read.
+        target: cache that is written; its block size, entry width and dtype are those of `source`.
         block_mapping: [pairs, 2], (source block, target block).
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        ValueError: caches that do not fit, a block outside them or written twice (on a CPU). Nothing is written then.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        ValueError: the caches do not match; for CPU tensors, a block is outside its cache or written twice. Nothing is
+            written then.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_swap(source, target, block_mapping)
-    served = target if source.device.type == "cpu" else source  # between a host and a GPU the GPU's kernel set serves
+    served = target if source.device.type == "cpu" else source  # between host and GPU, the GPU's backend serves
     chosen = backends.select(backends.cache_request("swap_blocks", served), backend)
     torch.ops.mla_twins.swap_blocks(source, target, block_mapping, chosen.name)
 

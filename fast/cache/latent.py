@@ -35,22 +35,22 @@ def allocate_kv_cache(
     num_layers: int | None = None,
     layout: str = "layers_first",
 ) -> Shaped[Tensor, "*layers num_blocks block_size columns"]:
-    """An empty cache; its bytes are undefined until written (they may be NaN and reach nothing).
+    """Return an empty cache, whose bytes are undefined until they are written.
 
     Args:
-        num_blocks: how many, 0 is legal.
-        block_size: tokens a block.
+        num_blocks: number of blocks; 0 is legal.
+        block_size: tokens per block.
         head_size: Lkv + R.
         dtype: float32, float64, bfloat16 or float16.
-        device: where.
-        num_layers: of one tensor for all layers, whose index gives a layer's cache; None for one layer.
-        layout: how that tensor lies in memory (`stride_order`); every op takes a layer's cache with any strides.
+        device: device of the cache.
+        num_layers: number of layers in one tensor, which is indexed by layer; None makes the cache of one layer.
+        layout: memory order of that tensor (`stride_order`). Every op accepts the cache of a layer with any strides.
 
     Returns:
-        [num_blocks, block_size, Lkv + R], with `num_layers` in front where given.
+        [num_blocks, block_size, Lkv + R], or [num_layers, num_blocks, block_size, Lkv + R] if `num_layers` is given.
 
     Raises:
-        ValueError: a size below 1, or another dtype or layout.
+        ValueError: a size is below its minimum, or the dtype or layout is another one.
     """
     check_storage_dtype("dtype", dtype)
     device = check_device("device", device)
@@ -69,20 +69,20 @@ def concat_and_cache_mla(
     *,
     backend: BackendChoice = None,
 ) -> None:
-    """Write each token's latent and rotated key into its slot; bit-exact. Slots past T are ignored.
+    """Write the latent and the rotated key of each token into the token's slot, bit for bit.
 
     Args:
         kv_c_normed: [T, Lkv], RMS-normed latents.
         k_pe: [T, R], rotated keys.
-        kv_cache: written in place.
-        slot_mapping: [>= T], -1 = padding.
+        kv_cache: cache, written in place.
+        slot_mapping: [>= T], -1 = padding, not written; slots after the first T are ignored.
         cache_format: format of the cache.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; on a CPU a slot outside the cache. Nothing is
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. Nothing is
             written then.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
     widths = (("kv_lora_rank", kv_c_normed.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
@@ -120,29 +120,29 @@ def gather_and_maybe_dequant_cache(
     out: Float[Tensor, "num_tokens head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "num_tokens head_size"]:
-    """Copy a piece of each request's tokens out of the pages, packed one request after another.
+    """Copy a range of each request's tokens out of the paged cache, packed one request after another.
 
-    Request b contributes its tokens [starts[b], starts[b] + cu_seq_lens[b + 1] - cu_seq_lens[b]). In the dtype of the
-    cache the copy is bit-exact; another `out_dtype` rounds each element once.
+    See `reference.cache.latent.gather_and_maybe_dequant_cache` for the ranges and the rounding.
 
     Args:
-        kv_cache: the cache.
+        kv_cache: cache that is read.
         block_table: [B, W].
-        cu_seq_lens: [B + 1], prefix sum of the pieces' lengths.
-        starts: [B], first token of each piece.
+        cu_seq_lens: [B + 1], prefix sum of the numbers of tokens that are gathered for each request.
+        starts: [B], first gathered token of each request.
         num_tokens: cu_seq_lens[-1].
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None for that of the cache. A format with a storage dtype of its own needs it.
-        out: where to put the result, such as the head of a workspace.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        out_dtype: dtype of the result; None takes the dtype of the cache. A format with its own storage dtype needs an
+            `out_dtype`.
+        out: [num_tokens, Lkv + R], receives the result; for example the first rows of a workspace. None allocates it.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        [num_tokens, Lkv + R] in `out_dtype`; `out` where given.
+        [num_tokens, Lkv + R] in `out_dtype`; this is `out` if `out` is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that fall or a block outside the
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets decrease or a block is outside the
             cache. Nothing is written then.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
     request = backends.cache_request(

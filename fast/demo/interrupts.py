@@ -1,4 +1,4 @@
-"""Ctrl-C that is not lost."""
+"""Repeat Ctrl-C until it takes effect."""
 
 from __future__ import annotations
 

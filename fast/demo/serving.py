@@ -1,8 +1,12 @@
-"""A small batch loop over one paged latent cache, for the demo and the soak test. It is no inference server.
+"""Serve requests in mixed batches over one paged latent cache, for the demo and the soak test.
 
-It shows what a scheduler must hand to MLA attention: requests are admitted first come, first served; each step runs
-the decodes first and fills a token budget with pieces of prompts (chunked prefill); when blocks run out, the youngest
-request gives its blocks back and is computed again later; a finished request frees its blocks. Sampling is greedy.
+The loop is not an inference server. It shows what a scheduler must pass to MLA attention:
+
+- Requests are admitted in the order of arrival.
+- Each step runs the decodes first and fills a token budget with parts of prompts (chunked prefill).
+- If no block is free, the youngest request gives its blocks back; it is computed again later.
+- A finished request frees its blocks.
+- Sampling is greedy.
 """
 
 from __future__ import annotations
@@ -43,20 +47,20 @@ UNOWNED = torch.iinfo(torch.int32).max  # a block-table entry past a request's l
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """The attention layers that `use_mla` put behind the forwards of a model's modules; none in another model."""
+    """Return the attention layers that `use_mla` installed in a model; an empty list for another model."""
     forwards = (module.__dict__.get("forward") for module in model.modules())
     layers = (getattr(forward, "attention", None) for forward in forwards)
     return [layer for layer in layers if hasattr(layer, "workspace_tokens")]
 
 
 class _Schedule(NamedTuple):
-    """What a step runs.
+    """The requests and blocks of a step.
 
     Attributes:
         plan: tokens of each request, in batch order.
         preempted: ids of the requests that gave their blocks back.
-        taken: blocks that each request took for this step.
-        admitted: requests that ran for the first time, or again, with this step.
+        taken: number of blocks that each request took for this step.
+        admitted: requests that run for the first time in this step, or again after a preemption.
     """
 
     plan: dict[Request, int]
@@ -66,27 +70,32 @@ class _Schedule(NamedTuple):
 
 
 class ServingLoop:
-    """Serves requests together as mixed batches of decodes and prefills.
+    """Serve requests together, as mixed batches of decodes and prefills.
 
     Args:
-        model: a causal language model that accepts a packed batch (`fast.integrations.transformers.use_mla`); the
-            cache takes its device and dtype.
-        config: its attention.
-        ops: the module that plans and allocates: `reference`, `fast`, or any other that keeps the contract.
-        num_blocks: blocks of the cache, in each layer.
-        block_size: tokens a block.
-        max_num_seqs: most requests that run at once.
-        token_budget: most tokens in one step; not below `max_num_seqs`, so that every running request can decode.
-        workspace_tokens: context tokens expanded at once; not below one `context_unit`, a block where one rank serves.
+        model: causal language model that accepts a packed batch (`fast.integrations.transformers.use_mla`); the cache
+            takes its device and dtype from the model.
+        config: config of the model's attention layers.
+        ops: module that plans and allocates: `reference`, `fast`, or another module with the same functions.
+        num_blocks: blocks of the cache of each layer.
+        block_size: tokens per block.
+        max_num_seqs: upper bound of the requests that run at the same time.
+        token_budget: upper bound of the tokens in one step; at least `max_num_seqs`, so that every running request can
+            decode.
+        workspace_tokens: context tokens that are expanded at once; at least one `context_unit`, which is one block if
+            one rank serves.
         decode_threshold: longest query that always takes the absorbed path.
         eos: token or tokens that end a request, or None.
-        block_order: order in which blocks are first used; ascending where None.
-        costs: by which requests with several new tokens choose their path (`ops.choose_path`); None counts.
-        context_parallel: the groups, where ranks share heads and sequences. The model is under `use_mla` with the same
-            groups; every rank makes the loop, adds the same requests and steps. The cache holds D times the tokens.
+        block_order: order in which blocks are first used; None is ascending.
+        costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
+            `PathCosts`.
+        context_parallel: groups of the ranks that share heads and sequences. The model is under `use_mla` with the same
+            groups. Every rank creates the loop, adds the same requests and runs the same steps. The cache of D ranks
+            holds D times the tokens.
 
     Raises:
-        ValueError: a number that is too small; nothing has been allocated then. Ranks that disagree (`verify_group`).
+        ValueError: a number is too small, in which case nothing has been allocated; or the ranks disagree
+            (`verify_group`).
     """
 
     def __init__(
@@ -117,7 +126,7 @@ class ServingLoop:
         self.context_parallel, self.eos = context_parallel, frozenset()
         if eos is not None:
             self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
-        if context_parallel is not None:  # before checks that one rank might fail alone
+        if context_parallel is not None:  # first: if one rank raised alone, the other ranks would wait
             with deadline(context_parallel, ()):
                 ops.verify_group(
                     context_parallel, block_size=block_size, num_blocks=num_blocks, dtype=model.dtype, config=config,
@@ -148,7 +157,7 @@ class ServingLoop:
                   f"at most the {attention.workspace_tokens} of the model's layers (use_mla(workspace_tokens=))",
                   workspace_tokens)  # fmt: skip
         self.allocator = BlockAllocator(num_blocks, block_order)
-        self.tokens_per_block = block_size * size  # of a sequence, over all ranks
+        self.tokens_per_block = block_size * size  # tokens of a sequence, counted over all ranks
         self.model, self.config, self.ops = model, config, ops
         self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
         self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs
@@ -162,15 +171,15 @@ class ServingLoop:
         ]
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of arrival
-        self.requests: list[Request] = []  # in the order of arrival, the finished ones until they are forgotten
+        self.requests: list[Request] = []  # in the order of arrival; finished requests until they are dropped
         self._num_added = 0
-        self._lost: str | None = None  # why ranks may stand in different places, so that no step may follow
+        self._lost: str | None = None  # error of a failed step, after which ranks may be at different steps
 
     @property
     def cache_bytes_in_use(self) -> int:
-        """Return the resident bytes over all layers: entry bytes x tokens, rounded up to blocks for each request.
+        """Return the allocated cache bytes of all layers: entry bytes x tokens, in whole blocks for each request.
 
-        Of this rank alone where ranks share sequences.
+        If ranks share sequences, these are the bytes of this rank.
         """
         owned = self.allocator.num_blocks - self.allocator.num_free
         return owned * self.block_size * self._entry_bytes * len(self.kv_caches)
@@ -178,11 +187,11 @@ class ServingLoop:
     def add(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Request:
         """Queue a request.
 
-        The loop holds the request, finished or not, until `forget_finished` drops it.
+        The loop keeps the request, finished or not, until `forget_finished` drops it.
 
         Raises:
-            ValueError: an empty prompt, a token outside the vocabulary, `max_new_tokens` below 1, or more tokens than
-                the cache or the model's positions can ever hold. Nothing changes then.
+            ValueError: the prompt is empty or has a token outside the vocabulary; `max_new_tokens` is below 1; prompt
+                and new tokens are more than the cache or the model's positions can hold. Nothing changes then.
         """
         check_type("prompt_ids", prompt_ids, Sequence, "a list of ints")
         prompt_ids = list(prompt_ids)
@@ -205,16 +214,17 @@ class ServingLoop:
         return request
 
     def run(self, on_step: Callable[[StepReport], None] | None = None) -> list[Request]:
-        """Step until every request has finished.
+        """Run steps until every request has finished.
 
         Args:
-            on_step: called with the report of each step. It may call `forget_finished`.
+            on_step: function that is called with the report of each step. It may call `forget_finished`.
 
         Returns:
-            The requests that the loop holds, in the order of arrival: all but those that `forget_finished` has dropped.
+            The requests that the loop holds, in the order of arrival. Requests that `forget_finished` dropped are
+            missing.
 
         Raises:
-            ValueError: ranks that share sequences have been given different requests; nothing has run then.
+            ValueError: ranks that share sequences have different requests; no step has run then.
             StepLost: a rank did not answer.
         """
         check_type("on_step", on_step, (Callable, type(None)), "a function or None")
@@ -239,10 +249,10 @@ class ServingLoop:
         return list(self.requests)
 
     def forget_finished(self) -> list[Request]:
-        """Drop the finished requests, so that a loop that serves for a long time holds the others only.
+        """Drop the finished requests, so that a loop that serves for a long time does not accumulate them.
 
-        Request ids are never given twice, and no step reads a finished request. Where ranks share sequences, each rank
-        may therefore forget whenever it likes.
+        Request ids are never reused, and no step reads a finished request. If ranks share sequences, each rank may
+        therefore call this method at any time.
 
         Returns:
             The dropped requests, in the order of arrival.
@@ -254,18 +264,21 @@ class ServingLoop:
     def step(self) -> StepReport:
         """Run one mixed batch.
 
-        Tokens and counts move on only after the model has returned: where it raises, the blocks taken for this step
-        are given back and newly admitted requests wait again, so that the step can be repeated. (Requests that were
-        preempted stay preempted: their blocks may have been written.) Where ranks share heads no step follows one that
-        failed: the others may stand in the middle of it.
+        Tokens and counts change only after the model has returned. If the model raises, the step can be repeated:
+
+        - Blocks that were taken for this step are given back.
+        - Requests that were admitted in this step wait again.
+        - Requests that were preempted stay preempted, because their blocks may have been overwritten.
+
+        If ranks share heads, no step may follow a failed one, because other ranks may be in the middle of that step.
 
         Raises:
-            StepLost: a rank did not answer; it names the group, the operation and the requests of this step.
+            StepLost: a rank did not answer; the error names the group, the operation and the requests of this step.
         """
         self._refuse_where_lost()
         scheduled = self._schedule()
         plan = scheduled.plan
-        if not plan:  # nobody runs and nobody waits
+        if not plan:  # no request runs or waits
             return StepReport(0, 0, 0, 0, 0, tuple(scheduled.preempted), (), 0, 0, self.cache_bytes_in_use)
         in_flight = tuple(request.request_id for request in plan)
         try:
@@ -304,18 +317,18 @@ class ServingLoop:
         )
 
     def _schedule(self) -> _Schedule:
-        """Choose the tokens of a step and take blocks for them."""
+        """Choose the requests and tokens of a step, and take blocks for them."""
         plan: dict[Request, int] = {}
         taken: dict[Request, int] = {}
         preempted: list[int] = []
         budget = self.token_budget
-        # Oldest first. Only the youngest may still be in its prompt, for the budget runs out within one prompt at most:
-        # so the decodes lead the batch, and a workspace of one block suffices.
+        # Oldest request first. The budget ends within at most one prompt, so only the youngest running request may be
+        # in its prompt. Decodes therefore come first in the batch, and a workspace of one block is enough.
         for request in list(self.running):
             count = min(request.num_pending, budget)
             needed = self._blocks_for(request, count)
             while needed > self.allocator.num_free and request in self.running:
-                victim = self.running[-1]  # this one or a younger one, which is not in the plan yet
+                victim = self.running[-1]  # this request or a younger one; neither is in the plan yet
                 preempted.append(victim.request_id)
                 self._preempt(victim)
             if request not in self.running:
@@ -324,9 +337,9 @@ class ServingLoop:
             self._take(request, needed, taken)
             plan[request] = count
 
-        # Nobody is admitted after a preemption: the last preempted request waits in front, its first token is the next
-        # to compute, and it lacks more blocks than became free. The blocks that it gave back went in part to an older
-        # request, or they were too few for its own next tokens.
+        # No request is admitted in the step of a preemption. The last preempted request is first in the queue and needs
+        # more blocks than are free: an older request took some of the blocks that it gave back, or those blocks were
+        # too few for its next tokens.
         admitted: list[Request] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
@@ -340,7 +353,7 @@ class ServingLoop:
         return _Schedule(plan, preempted, taken, admitted)
 
     def _blocks_for(self, request: Request, count: int) -> int:
-        """Blocks that `request` lacks for its next `count` tokens."""
+        """Return how many more blocks `request` needs for its next `count` tokens."""
         return -(-(request.num_computed + count) // self.tokens_per_block) - len(request.blocks)
 
     def _take(self, request: Request, count: int, taken: dict[Request, int]) -> None:
@@ -349,7 +362,7 @@ class ServingLoop:
             taken[request] = count
 
     def _preempt(self, request: Request) -> None:
-        """Evict a running request: it waits in front and will be computed again, its generated tokens included."""
+        """Stop a running request and free its blocks; it is admitted next, and all its tokens are computed again."""
         self.running.remove(request)
         self.allocator.free(request.blocks)
         request.blocks, request.num_computed = [], 0
@@ -379,7 +392,7 @@ class ServingLoop:
 
     @torch.inference_mode()
     def _forward(self, plan: dict[Request, int]) -> tuple[MLAMetadata, dict[Request, int]]:
-        """Run the packed batch; returns its plan and the next token of each request whose tokens are all computed."""
+        """Run the packed batch; return its plan, and the next token of each request with no other pending token."""
         metadata = self._metadata(plan)
         ids, positions, sampled, last_rows = [], [], [], []
         for request, count in plan.items():
@@ -402,12 +415,12 @@ class ServingLoop:
             logits_to_keep=on_device(last_rows),
         ).logits[0]
         tokens = logits.float().argmax(dim=-1)
-        if self.context_parallel is not None:  # ranks that went apart would wait for each other for ever: one decides
+        if self.context_parallel is not None:  # the first rank decides: different tokens would block the ranks forever
             tokens = self.context_parallel.tp_group.all_gather(tokens)[0]
         return metadata, dict(zip(sampled, tokens.tolist(), strict=True))
 
     def _advance(self, plan: dict[Request, int], next_ids: dict[Request, int]) -> list[int]:
-        """Book a step that succeeded: counts, tokens, retirement. Returns the ids of the finished."""
+        """Update counts, tokens and finished requests after a successful step; return the ids of the latter."""
         finished = []
         for request, count in plan.items():
             request.num_computed += count

@@ -1,1 +1,1 @@
-"""Exchange between context-parallel ranks; knows no attention family."""
+"""Exchange between context-parallel ranks, for any attention family."""

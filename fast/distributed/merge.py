@@ -15,7 +15,7 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 
-MESSAGE_ALIGNMENT = 16  # bytes: both parts of a message lie where a vector load may begin
+MESSAGE_ALIGNMENT = 16  # bytes: LSE and outputs in a message begin where a vector load may begin
 
 
 def cp_lse_ag_out_rs(
@@ -27,18 +27,18 @@ def cp_lse_ag_out_rs(
     """Merge over ranks: all-gather the LSE, scale the outputs by their softmax weights, reduce-scatter the heads.
 
     Args:
-        state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
-        group: the D ranks; rank r owns heads [r N / D, (r + 1) N / D) of the result.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.
+        group: the D ranks; rank r is the owner rank of heads [r N / D, (r + 1) N / D).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        out [T, N / D, Dv] in the dtype of `state.out`, lse [N / D, T], over the keys of all ranks. A rank without keys
-        (lse -inf) contributes nothing; where none has any, the row is 0 and -inf.
+        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], over the keys of all ranks. See
+        `reference.distributed.merge.cp_lse_ag_out_rs` for ranks without keys.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; heads that D does not divide.
+        ValueError: shapes or dtypes do not match, or D does not divide the number of heads.
         GroupError: an exchange failed.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
@@ -69,20 +69,21 @@ def cp_lse_a2a(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Merge over ranks: one all-to-all brings outputs and LSE of the own heads from every rank, then combine.
+    """Merge over ranks: one all-to-all sends outputs and LSE of each head to its owner rank, which merges them.
 
     Args:
-        state: out [T, N, Dv] and lse [N, T] of all N heads over the keys that lie here.
-        group: the D ranks; rank r owns heads [r N / D, (r + 1) N / D) of the result.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.
+        group: the D ranks; rank r is the owner rank of heads [r N / D, (r + 1) N / D).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        As `cp_lse_ag_out_rs`; the sum is rounded once.
+        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], as `cp_lse_ag_out_rs`; the sum is rounded
+        once.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; heads that D does not divide.
+        ValueError: shapes or dtypes do not match, or D does not divide the number of heads.
         GroupError: the exchange failed.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
@@ -96,8 +97,8 @@ def cp_lse_a2a(
     return AttentionState(out, lse)
 
 
-def _message_bytes(tokens, heads, value, dtype):  # sizes may be symbolic
-    """Of the LSE, with what follows it up to the outputs, and of the whole message to one rank."""
+def _message_bytes(tokens, heads, value, dtype):  # the sizes may be symbolic
+    """Return the bytes from the LSE to the outputs in the message to one rank, and the bytes of the whole message."""
 
     def aligned(size):
         return -(-size // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT

@@ -1,4 +1,4 @@
-"""Order the context that was gathered from all ranks."""
+"""Reorder the context that was gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -24,24 +24,23 @@ def reorg_kvcache(
     out: Float[Tensor, "S head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
-    """What all ranks handed in of a piece of context, in request order and in the order of the tokens.
+    """Return a chunk of context, gathered from all ranks, in the order of the requests and of their tokens.
 
-    Each rank's tokens stand one request after another, rows past its last one are padding. The result equals the gather
-    of one rank that holds everything, bit for bit. (vLLM's function of this name leaves the tokens of a request rank
-    after rank: enough for unmasked attention.)
+    See `reference.distributed.reorg.reorg_kvcache` for the layout and for the difference to vLLM's function of this
+    name.
 
     Args:
-        gathered: [D, padded_tokens, Lkv + R], the cache entries that each rank handed in.
-        chunk: the plan of the piece.
-        out: where to put the result; shares no memory with `gathered`.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        gathered: [D, padded_tokens, Lkv + R], the cache entries from each rank.
+        chunk: plan of the chunk.
+        out: [num_tokens, Lkv + R], receives the result; it shares no memory with `gathered`. None allocates it.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        [num_tokens, Lkv + R]; `out` where given.
+        [num_tokens, Lkv + R]; this is `out` if `out` is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; on a CPU offsets that are not those of the pieces.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets are not those of the chunk.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_reorg(gathered, chunk)
     widths = (("head_dim", gathered.shape[2]),)

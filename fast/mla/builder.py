@@ -1,4 +1,4 @@
-"""A builder for engines that ask for the plan of one step after another."""
+"""Build the plans of steps for an engine."""
 
 from __future__ import annotations
 
@@ -58,34 +58,43 @@ from .staging import StagingBuffer
 
 
 class MLAMetadataBuilder:
-    """Plans steps for an engine that asks as vLLM's asks its builders.
+    """Build the plan of each step for an engine, with the methods that vLLM calls on its builders.
+
+    See `reference.interfaces.AttentionMetadataBuilder` for the methods. Unlike the builder of `reference`, this builder
+    gets the number of programs and the costs of a schedule from the device, and sends plans through pinned memory.
 
     Args:
-        config: the layers' (`infer_global_hyperparameters` says whether they share one).
-        block_size: tokens a block.
-        max_model_len: longest sequence.
-        max_num_seqs: most requests in a batch.
-        query_len_support: of the decode kernel.
-        num_speculative_tokens: drafted tokens a request and step.
-        costs: of `choose_path`.
-        num_programs: programs that a schedule cuts a decode over; 0 never plans. None takes as many as suit the device
-            (`decode_programs`). A number holds for queries up to the threshold, and longer queries are left to the
-            kernel; a function gives the number for the longest query. Whether a decode gets a schedule follows from its
-            lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
-        batch_invariant: what the decode gives a request does not depend on its neighbours, bit for bit, however many
-            programs there are. `choose_path` is not asked then: queries beyond the threshold are expanded.
-        workspace_tokens: context tokens expanded at once; `chunked_prefill_workspace_size` where None, but no more than
-            `MOST_WORKSPACE_TOKENS`, which a layer allows by default.
-        context_parallel: the groups, where ranks share sequences. Batches then have whole lengths and this rank's
-            slots; prefixes that decodes share are not attended apart.
-        schedule_costs: what schedules reckon with; None takes those of the device (`schedule_costs`).
-        cache_format: of the cache, for `choose_path`, the cascade, the number of programs and the costs.
-        dtype: of queries and keys, likewise; a plan serves any dtype.
-        backend: of `decode_programs`, `schedule_costs` and `plan_decode`: a name, which binds those that this backend
-            declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        config: the layers' config (`infer_global_hyperparameters` checks that all layers share it).
+        block_size: tokens per block.
+        max_model_len: upper bound of the tokens of a request.
+        max_num_seqs: upper bound of the requests in a batch.
+        query_len_support: query lengths that the decode kernel supports.
+        num_speculative_tokens: drafted tokens per request and step.
+        costs: costs from which `choose_path` estimates both paths; None takes the defaults of `PathCosts`.
+        num_programs: number of programs over which a schedule cuts a decode. Whether a decode gets a schedule depends
+            on its lengths (`choose_schedule`); the plan's `schedule_choice` reports it. The value is one of these:
+
+            - None: the number that the device runs at the same time (`decode_programs`);
+            - 0: no decode is planned over programs;
+            - a positive int: used for queries up to the threshold; decodes with longer queries are not planned;
+            - a function: called with the longest query length of a decode, returns the number.
+
+        batch_invariant: if True, the decode output of a request does not depend on the other requests or on the number
+            of programs, bit for bit. `choose_path` is then not used: queries above the threshold are expanded.
+        workspace_tokens: context tokens that are expanded at once. None takes `chunked_prefill_workspace_size`, but no
+            more than `MOST_WORKSPACE_TOKENS`, the default limit of a layer.
+        context_parallel: groups of the ranks that share sequences. Batches then have the lengths of the whole sequences
+            and the slots of this rank, and no cascade is planned.
+        schedule_costs: costs from which schedules are computed; None takes the costs of the device (`schedule_costs`).
+        cache_format: format of the cache. It enters `choose_path`, the cascade, the number of programs and the costs.
+        dtype: dtype of queries and keys. It enters the same four choices; a plan works for any dtype.
+        backend: backend of `decode_programs`, `schedule_costs` and `plan_decode`: a name (for those of the three ops
+            that the backend declares), a mapping from op to backend name, or None to choose by capability
+            (`fast.backends`).
 
     Raises:
-        ValueError: a number below its least value; heads that TP does not divide; `batch_invariant` with "ag_rs".
+        ValueError: a number is below its minimum; TP does not divide the number of heads; `batch_invariant` is used
+            with the merge "ag_rs".
     """
 
     def __init__(
@@ -129,8 +138,8 @@ class MLAMetadataBuilder:
         check_dtype("dtype", dtype)
         check_format(cache_format)
         self.dtype, self.cache_format, self.backend = dtype, cache_format, bind(backend, PLANNING_OPS)
-        self._path_config = None if batch_invariant else config  # of `choose_path`; None disables the choice
-        if workspace_tokens is None:  # packed chunks need no unit for each sequence, and a layer expands no more
+        self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
+        if workspace_tokens is None:  # packed chunks do not need one unit per sequence, and a layer expands no more
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
         self.workspace_tokens = workspace_tokens
         check_chunking(self.workspace_tokens, unit)
@@ -139,17 +148,18 @@ class MLAMetadataBuilder:
         self._staging = StagingBuffer()
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
-        """The plan of one step.
+        """Return the plan of one step.
 
         Args:
-            common_prefix_len: context that all decodes share, 0 for none; attended once where that is faster.
-            common: the batch, ordered as `reorder_batch` says.
-            fast_build: leave out what only speeds the kernels up: the cascade, and the decode's schedule where nothing
-                else rests on it.
+            common_prefix_len: context tokens that all decodes share; 0 for none. They are attended once if that is
+                faster.
+            common: the batch, in the order that the swaps of `reorder_batch` give.
+            fast_build: if True, leave out the parts of the plan that only make kernels faster: the cascade, and the
+                schedule unless `batch_invariant` needs it.
 
         Raises:
-            ValueError: as `build_mla_metadata`; a prefix longer than some context; an order other than absorbed before
-                expanded; more requests or longer ones than the builder was made for.
+            ValueError: as `build_mla_metadata`; the prefix is longer than some context; an absorbed request comes after
+                an expanded one; there are more or longer requests than the builder was made for.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
@@ -165,7 +175,7 @@ class MLAMetadataBuilder:
         return self._with_hints(metadata, common_prefix_len, common)
 
     def _check_sizes(self, common: CommonAttentionMetadata) -> None:
-        """Raise for more requests or longer ones than the builder was made for."""
+        """Raise if there are more or longer requests than the builder was made for."""
         check_type("common", common, CommonAttentionMetadata)
         check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), (torch.int32,), torch.device("cpu"))
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
@@ -177,7 +187,7 @@ class MLAMetadataBuilder:
     def _with_hints(
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
-        """The plan with the cascade or the schedule of its decode."""
+        """Return the plan with the cascade or the schedule of its decode."""
         if common_prefix_len > 0 and not self.batch_invariant and self.ownership is None:
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
@@ -191,7 +201,7 @@ class MLAMetadataBuilder:
         return _with_schedule(metadata, lens, programs, costs, self.batch_invariant, self.backend)
 
     def _programs_and_costs(self, query_len: int, device: torch.device) -> ProgramsAndCosts:
-        """Over how many programs a schedule cuts a decode with such a longest query, 0 for none, and its costs."""
+        """Return the number of programs of a schedule, 0 for no schedule, and the costs from which it is computed."""
         programs = self.num_programs
         if callable(programs):
             programs = programs(query_len)
@@ -202,19 +212,17 @@ class MLAMetadataBuilder:
         return layer.programs_and_costs(query_len, programs, self.schedule_costs, self.batch_invariant, self.backend)
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
-        """The plan of a batch that is captured, for any lengths up to `max_model_len` and the width of the block table.
+        """Return the plan of a captured batch, for any lengths up to `max_model_len` and the width of the block table.
 
-        It follows from the tensors on the device alone (`plan_captured_decodes`). Called while a graph is captured, as
-        `DecodeGraph` does, the planning is part of the graph, and nothing has to be brought up to date. Called before
-        that, keep the plan: the graph goes on reading its tensors, and `update_captured` brings them up to date before
-        each replay.
+        See `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` for the two ways to use the plan:
+        called during the capture, or before it.
 
         Args:
             common: the batch, in the buffers that the caller writes before each replay.
 
         Raises:
-            ValueError: a batch that `can_run_in_cudagraph` refuses; more requests or longer ones than the builder was
-                made for.
+            ValueError: `can_run_in_cudagraph` is False for the batch, or there are more or longer requests than the
+                builder was made for.
         """
         check(self.can_run_in_cudagraph(common), "common",
               f"decodes of one query length up to {self.reorder_batch_threshold}",
@@ -227,7 +235,7 @@ class MLAMetadataBuilder:
         return self._plan_captured(dataclasses.replace(common, max_seq_len=min(self.max_model_len, table_keys)))
 
     def _plan_captured(self, common: CommonAttentionMetadata) -> MLAMetadata:
-        """The plan of a captured batch, whose `max_seq_len` is the bound of every replay."""
+        """Return the plan of a captured batch, whose `max_seq_len` bounds the lengths of every replay."""
         size = 1 if self.ownership is None else self.ownership.size
         check_batch_block_size(common, self.block_size)
         check_table_width(common, self.block_size * size)
@@ -241,17 +249,14 @@ class MLAMetadataBuilder:
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
 
-        The lengths, block table and slots are the caller's own buffers, which it writes itself. (Under context
-        parallelism the lengths of this rank are the plan's, and are written here.) A plan that was made while the graph
-        was captured needs none of this.
+        See `reference.mla.builder.MLAMetadataBuilder.update_captured` for which tensors the caller writes.
 
         Args:
-            captured: of `build_for_cudagraph_capture`.
-            common: the batch that is to be replayed.
+            captured: plan that `build_for_cudagraph_capture` returned before the capture.
+            common: the batch of the next replay.
 
         Raises:
-            ValueError: a batch that is not of the captured shape, or longer than captured. Nothing has been written
-                then.
+            ValueError: the batch does not have the captured shape, or is longer than captured. Nothing is written then.
         """
         check_type("captured", captured, MLAMetadata)
         check_type("captured.decode", captured.decode, DecodeMetadata)
@@ -282,7 +287,7 @@ class MLAMetadataBuilder:
             captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
-        """Whether a batch is of the captured kind: decodes only, queries of one length, those of padding included."""
+        """Return whether a batch can be captured: only decodes, all queries of one length, padding rows included."""
         check_common(common)
         lens = common.query_start_loc_cpu.diff()
         if lens.numel() == 0 or not bool((lens == lens[0]).all()):
@@ -291,16 +296,15 @@ class MLAMetadataBuilder:
 
     @property
     def graph_support(self) -> GraphSupport:
-        """One query length for all requests: `can_run_in_cudagraph`."""
+        """Return `ONE_QUERY_LEN`: a captured batch has one query length for all requests."""
         return GraphSupport.ONE_QUERY_LEN
 
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
-        """Whether `build` attends a shared prefix of the decodes apart: `use_cascade_attention` for its layers.
+        """Return whether `build` attends a prefix that the decodes share once for all of them.
 
-        False for a batch-invariant builder, whose results may not depend on what requests share, and where ranks share
-        sequences.
+        See `reference.mla.builder.MLAMetadataBuilder.use_cascade_attention` for the builders that never do.
 
         Args:
             common_prefix_len: tokens of the prefix.
@@ -308,7 +312,7 @@ class MLAMetadataBuilder:
             seq_lens: [B], tokens of each decode after the step, on the CPU.
 
         Raises:
-            ValueError: as the function.
+            ValueError: as `fast.use_cascade_attention`.
         """
         if self.batch_invariant or self.ownership is not None:
             return False
@@ -319,14 +323,14 @@ class MLAMetadataBuilder:
     def reorder_batch(
         self, query_lens: Int32[Tensor, " B"], context_lens: Int32[Tensor, " B"]
     ) -> tuple[tuple[int, int], ...]:
-        """The fewest swaps of two requests that bring the absorbed ones to the front.
+        """Return the fewest swaps of two requests after which the absorbed requests come first.
 
         Args:
             query_lens: [B], on the CPU.
             context_lens: [B], on the CPU.
 
         Raises:
-            ValueError: tensors that do not fit; a length below 0.
+            ValueError: the tensors do not match, or a length is negative.
         """
         absorbed = choose_paths(
             query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs,
@@ -335,6 +339,6 @@ class MLAMetadataBuilder:
         if self.query_len_support is QueryLenSupport.UNIFORM:
             lens = query_lens[absorbed & (query_lens > 0)]
             counts = torch.bincount(lens, minlength=1)
-            most = counts.shape[0] - 1 - int(counts.flip(0).argmax())  # of the most frequent ones the longest
+            most = counts.shape[0] - 1 - int(counts.flip(0).argmax())  # most frequent length; in a tie, the longest
             absorbed &= (query_lens == most) | (query_lens == 0)
         return reorder_batch_to_split_decodes_and_prefills(absorbed)

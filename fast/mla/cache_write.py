@@ -1,4 +1,4 @@
-"""Rotate, norm and write the new tokens of a step in one kernel."""
+"""Rotate the keys and queries of a step, norm its latents and write them to the cache, in one kernel."""
 
 from __future__ import annotations
 
@@ -36,29 +36,31 @@ def rope_norm_and_cache(
     frequencies: Float[Tensor, " R/2"] | None = None,
     backend: BackendChoice = None,
 ) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
-    """`apply_rope`, `rms_norm` of the latent and `concat_and_cache_mla` in one.
+    """Compute `apply_rope`, `rms_norm` of the latents and `concat_and_cache_mla` in one kernel.
 
     Args:
         positions: [T], position of each token in its request.
         q_pe: [T, N, R].
-        kv_c: [T, Lkv], before its norm.
+        kv_c: [T, Lkv], latents before the norm.
         k_pe: [T, R].
-        kv_cache: written in place.
-        slot_mapping: a slot for each of the first tokens, -1 = padding; tokens past its end are not written.
+        kv_cache: cache, written in place.
+        slot_mapping: slots of the first tokens, -1 = padding, not written; later tokens have no slot and are not
+            written.
         norm_weight: [Lkv].
-        eps: of the norm.
+        eps: epsilon of the norm.
         rope: rotary parameters.
         cache_format: format of the cache.
-        frequencies: `rotary_frequencies(rope, R, float32 or float64)` on the device, where the caller keeps them.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes it again.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        Rotated q_pe [T, N, R], normed latents [T, Lkv], rotated k_pe [T, R]: new tensors, the last two what is written.
+        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all new tensors. The cache gets the
+        last two.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; on a CPU a slot outside the cache. Nothing is
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. Nothing is
             written then.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_tensor("kv_c", kv_c, ("T", "Lkv"))
     tokens, latent = kv_c.shape

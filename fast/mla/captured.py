@@ -1,4 +1,4 @@
-"""The plan of a captured decode, from tensors of the device alone: a CUDA graph can hold the planning too."""
+"""Plan a captured decode from device tensors only, so that a CUDA graph can contain the planning."""
 
 from __future__ import annotations
 
@@ -37,25 +37,28 @@ def plan_captured_decodes(
     *,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """Plan decodes of one query length from the lengths in `common.seq_lens`; its CPU twins decide nothing.
+    """Plan decodes of one query length from `common.seq_lens`; the lengths on the CPU are not used.
 
-    Nothing is read back from the device or copied to it. `reference.mla.captured` explains the rest.
+    See `reference.mla.captured.plan_captured_decodes` for the use inside a graph. Nothing is read from the device or
+    copied to it.
 
     Args:
-        common: the batch: equally many tokens of each request, padding rows (S = 0) among them. `max_seq_len` bounds
-            the keys of every request in every replay.
-        block_size: tokens a block.
-        num_programs: programs that a schedule cuts the decode over; 0 leaves it to the kernel.
-        costs: what the schedule reckons with; None for the neutral ones.
-        batch_invariant: of the schedule, planned or not.
-        ownership: of a rank under context parallelism: `common` has whole lengths and this rank's slots.
-        backend: of `plan_decode`: a name, a mapping from op to name, or None for the choice by capability.
+        common: the batch. All requests, padding rows (S = 0) included, have the same number of query tokens.
+            `max_seq_len` bounds the keys of every request in every replay.
+        block_size: tokens per block.
+        num_programs: number of programs over which a schedule cuts the decode; 0 makes no schedule.
+        costs: costs from which the schedule is computed; None takes the neutral costs.
+        batch_invariant: whether the decode cuts each request by its own length only, with or without a schedule.
+        ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With it, `common`
+            has the lengths of the whole sequences and the slots of this rank.
+        backend: backend of `plan_decode`: a name, a mapping from op to backend name, or None to choose by capability
+            (`fast.backends`).
 
     Returns:
-        The plan; a `ContextParallelMetadata` where an `ownership` is given.
+        The plan; a `ContextParallelMetadata` if `ownership` is given.
 
     Raises:
-        ValueError: no request; queries of several lengths; a number below its least value.
+        ValueError: there is no request; the queries have several lengths; a number is below its minimum.
     """
     query_len = check_equal_query_lens(common)
     requests, tokens = common.num_reqs, common.num_actual_tokens
@@ -65,7 +68,7 @@ def plan_captured_decodes(
     check_flag("batch_invariant", batch_invariant)
     check_ownership(ownership)
     seq_lens, longest, kind, which = common.seq_lens, common.max_seq_len, MLAMetadata, {}
-    visible_lens = seq_lens  # of one token: the whole request
+    visible_lens = seq_lens  # with one query token per request, the token sees all keys
     if query_len > 1:
         before = torch.arange(1 - query_len, 1, dtype=torch.int32, device=seq_lens.device)
         visible_lens = (seq_lens[:, None] + before).clamp_(min=0).flatten()

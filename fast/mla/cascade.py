@@ -1,4 +1,4 @@
-"""Decode over a shared prefix once for all requests, and over the suffix of each."""
+"""Decode with a shared prefix that is attended once for all requests."""
 
 from __future__ import annotations
 
@@ -38,22 +38,20 @@ def use_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
-    """Whether a decode is faster with the shared prefix apart, by counted FLOPs and bytes.
+    """Return whether a decode is faster if it attends the shared prefix once, estimated from FLOPs and bytes.
 
-    The FLOPs are the same either way. Apart, the prefix is read once and not once a request, but the states of both
-    parts are written and read again to be merged. So it pays where reading is what a decode waits for, and the prefix
-    is long beside the states.
+    See `reference.mla.cascade.use_cascade_attention` for the estimate.
 
     Args:
-        common_prefix_len: what the function of that name says.
+        common_prefix_len: shared context tokens (`fast.common_prefix_len`).
         query_lens: [B], on the CPU.
         seq_lens: [B], on the CPU; 0 for padding rows.
-        config: the layer.
+        config: config of the layer.
         cache_format: format of the cache.
         dtype: dtype of the queries.
 
     Raises:
-        ValueError: tensors that do not fit; a negative prefix; a dtype or dims that the format does not exist for.
+        ValueError: the tensors do not match; the prefix is negative; the format does not support the dtype or the dims.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("seq_lens", seq_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
@@ -89,23 +87,23 @@ def cascade_attention(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """`mla_decode` with the shared prefix attended once: equal to it, for attention over parts of the keys merges.
+    """Compute `mla_decode` with the shared prefix attended once, then merged with the attention over each suffix.
 
     Args:
         ql_nope: [T, N, Lkv].
         q_pe: [T, N, R], rotated.
-        kv_cache: the cache; the new tokens are already in it.
-        metadata: of `split_shared_prefix`.
-        softmax_scale: (P + R)^-1/2, with YaRN's factor.
+        kv_cache: cache, which already contains the new tokens.
+        metadata: plan of `split_shared_prefix`.
+        softmax_scale: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
 
     Raises:
         ValueError: as `mla_decode`.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_type("metadata", metadata, CascadeMetadata)
     check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)

@@ -1,4 +1,4 @@
-"""Which of the two paths a request takes through attention: absorbed or expanded. All requests at once."""
+"""Choose the path of a request through attention, absorbed or expanded, for all requests at once."""
 
 from __future__ import annotations
 
@@ -42,35 +42,23 @@ def choose_path(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> str:
-    """Absorbed (attend the latents themselves) or expanded (keys and values of every head first).
+    """Choose between the absorbed path (attend the latents) and the expanded path (compute keys and values first).
 
-    With q new tokens over c cached ones there are n = q c + q (q + 1) / 2 pairs of a query and a key. Per head:
-
-    - absorbed: 2 n (2 Lkv + R) FLOPs of attention, and 2 q Lkv (P + V) to bring queries and outputs into the latent;
-    - expanded: 2 n (P + R + V) FLOPs of attention, and 2 (c + q) Lkv (P + V) to expand every key and value.
-
-    The projections of the q new tokens cost the same on both sides. What is left is 2 n (2 Lkv - P - V) against 2 c Lkv
-    (P + V): for c >> q, where n = q c, the FLOPs are even at q = Lkv (P + V) / (2 Lkv - P - V) query tokens, 171 for
-    DeepSeek-V3. Without context the expanded path always computes less. Both hold where 2 Lkv > P + V, as in every
-    model.
-
-    Bytes: both read c + q entries of the cache once, in its format. The absorbed path writes and reads 2 Lkv + R
-    elements of `dtype` a query and head; the expanded one writes and reads P + V elements a key and head. A path takes
-    as long as the longer of its computing and its moving.
+    See `reference.mla.choose_path.choose_path` for the FLOPs and bytes that are compared.
 
     Args:
-        query_len: new tokens, q.
-        context_len: cached tokens, c.
-        config: the layer.
-        costs: constants measured on a device; None counts.
+        query_len: number of new tokens.
+        context_len: number of cached tokens.
+        config: config of the layer.
+        costs: costs that were measured on a device (`measured_path_costs`); None takes the defaults of `PathCosts`.
         cache_format: format of the cache.
         dtype: dtype of queries, keys and values.
 
     Returns:
-        "absorbed" or "expanded"; absorbed where they cost the same.
+        "absorbed" or "expanded"; "absorbed" if both cost the same.
 
     Raises:
-        ValueError: a length below 0; a dtype or dims that the format does not exist for.
+        ValueError: a length is negative, or the format does not support the dtype or the dims.
     """
     check_int("query_len", query_len, 0)
     check_int("context_len", context_len, 0)
@@ -94,27 +82,26 @@ def choose_paths(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Bool[Tensor, " B"]:
-    """Which requests of a batch may take the absorbed path.
+    """Return which requests of a batch may take the absorbed path.
 
-    Queries up to `decode_threshold` always do, for captured graphs rely on it; longer ones where `choose_path` says so
-    and the decode kernel takes any lengths.
+    See `reference.mla.choose_path.choose_paths` for the rule. All requests are compared at once, as tensors.
 
     Args:
         query_lens: [B], on the CPU.
         context_lens: [B], on the CPU.
-        decode_threshold: longest query that always decodes; 0 asks `choose_path` about all.
-        config: the layer; None leaves the choice to the threshold.
-        costs: of `choose_path`.
-        query_len_support: of the decode kernel.
-        cache_format: of `choose_path`.
-        dtype: of `choose_path`.
+        decode_threshold: longest query that always takes the absorbed path; 0 leaves every request to `choose_path`.
+        config: config of the layer; None decides by the threshold only.
+        costs: costs for `choose_path`.
+        query_len_support: query lengths that the decode kernel supports.
+        cache_format: cache format for `choose_path`.
+        dtype: dtype for `choose_path`.
 
     Returns:
         [B] bool on the CPU, True = absorbed.
 
     Raises:
-        ValueError: tensors that do not fit; a length or threshold below 0; a dtype or dims that the format does not
-            exist for.
+        ValueError: the tensors do not match; a length or the threshold is negative; the format does not support the
+            dtype or the dims.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("context_lens", context_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
@@ -129,7 +116,7 @@ def choose_paths(
     absorbed = query_lens <= decode_threshold
     if config is None or query_len_support is not QueryLenSupport.VARLEN:
         return absorbed
-    longer = (~absorbed).nonzero().flatten()  # the choice is asked for these alone
+    longer = (~absorbed).nonzero().flatten()  # only these requests need the estimate
     if longer.numel():
         lens = (lens[longer].to(torch.float64) for lens in (query_lens, context_lens))
         entry_bytes = cache_format.entry_bytes(config.kv_lora_rank, config.qk_rope_head_dim, dtype)
@@ -147,7 +134,10 @@ def _absorbed_costs_least(
     bytes_per_element: int,
     maximum: Callable,
 ):
-    """The reference's arithmetic in the reference's order, so that float64 rounds alike; of floats or of [B] each."""
+    """Return whether the absorbed path costs no more than the expanded path, for floats or for tensors [B].
+
+    The operations are in the order of the reference, so that float64 rounds to the same values.
+    """
     c, costs = config, costs or COUNTED
     heads, both = float(c.num_heads), float(c.qk_nope_head_dim + c.v_head_dim)
     keys = context + q
@@ -172,24 +162,24 @@ def _absorbed_costs_least(
 
 
 def short_name(gpu: str) -> str:
-    """What files of measurements call a GPU: "NVIDIA H200" is "h200"."""
+    """Return the name of a GPU in files of measurements: "h200" for "NVIDIA H200"."""
     return "-".join(word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word and word != "nvidia")
 
 
 def costs_file(gpu: str, num_heads: int) -> str:
-    """Name of the file of constants of a GPU and a number of heads: "NVIDIA H200", 16 gives "h200-16.json"."""
+    """Return the name of the costs file of a GPU and a number of heads: "h200-16.json" for "NVIDIA H200" and 16."""
     return f"{short_name(gpu)}-{num_heads}.json"
 
 
 def measured_path_costs(config: MLAConfig, device: torch.device | str) -> PathCosts | None:
-    """The constants that were measured on a device of this kind, for the number of heads next to the layer's.
+    """Return the costs that were measured on this model of GPU, for the number of heads nearest to the layer's.
 
     Args:
-        config: the layer.
+        config: config of the layer.
         device: a CUDA device.
 
     Returns:
-        What `choose_path` takes as `costs`; None for a device that nobody has measured, where counts decide.
+        Costs for the `costs` of `choose_path`; None if no costs were measured on this model of GPU.
     """
     if torch.device(device).type != "cuda":
         return None

@@ -1,4 +1,4 @@
-"""Context parallelism of MLA: gather context from all ranks, and decode over their rank-local tokens."""
+"""Context parallelism of MLA: gather the context from all ranks, and decode over the rank-local tokens of each rank."""
 
 from __future__ import annotations
 
@@ -44,26 +44,27 @@ def dcp_gather_context(
     workspace: Float[Tensor, "rows head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
-    """The cache entries of one chunk from all ranks, in the order of the tokens: the gather of a prefill.
+    """Gather the cache entries of one chunk from all ranks, in the order of the tokens, for a prefill.
 
     Args:
-        kv_cache: of this rank.
-        metadata: the requests that prefill.
-        chunk: the plan of the piece.
-        context_parallel: the groups.
+        kv_cache: cache of this rank.
+        metadata: plan of the requests that prefill.
+        chunk: plan of the chunk.
+        context_parallel: the groups of ranks.
         cache_format: format of the cache.
-        out_dtype: dtype of the result, on the wire too; None as in `gather_and_maybe_dequant_cache`.
-        workspace: rows for what is handed in and what arrives, at least (D + 1) padded_tokens, in `out_dtype`.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        out_dtype: dtype of the result and of the exchange; None as in `gather_and_maybe_dequant_cache`.
+        workspace: [at least (D + 1) padded_tokens, Lkv + R] in `out_dtype`, holds the entries that this rank sends and
+            receives. None allocates it.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         [num_tokens, Lkv + R] in `out_dtype`.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a chunk that was planned for another rank;
-            on a CPU a block outside the cache. Nothing has been exchanged then.
+        ValueError: shapes, dtypes or devices do not match; the chunk was planned for another rank; for CPU tensors, a
+            block is outside the cache. Nothing is exchanged then.
         GroupError: the exchange failed.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     check_chunk_ownership(chunk, context_parallel)
@@ -78,7 +79,7 @@ def dcp_gather_context(
           f"{workspace.shape[0]} rows{gaps}")  # fmt: skip
     arriving, handed_in = workspace[: group.size * padded], workspace[group.size * padded : rows]
     starts, offsets = chunk.held
-    gather_and_maybe_dequant_cache(  # rows past those that lie here are padding, and nobody reads them
+    gather_and_maybe_dequant_cache(  # the rows after the rank-local tokens are padding and are never read
         kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, cache_format, dtype,
         out=handed_in[: chunk.local_tokens], backend=backend,
     )  # fmt: skip
@@ -102,19 +103,21 @@ def dcp_decode(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Absorbed attention over keys that lie on D ranks.
+    """Compute absorbed attention over keys that are distributed over D ranks.
+
+    See `reference.distributed.groups.ContextParallel` for the exchanges.
 
     Args:
-        ql_nope: [T, N / TP, Lkv], this rank's heads, with W_UK absorbed.
+        ql_nope: [T, N / TP, Lkv], queries of this rank's heads, with W_UK absorbed.
         q_pe: [T, N / TP, R], rotated.
-        kv_cache: of this rank; its new tokens are already in it.
-        metadata: the requests, by the keys that lie here: row t sees the first `visible_lens[t]` of them.
-        softmax_scale: (P + R)^-1/2, with YaRN's factor.
-        context_parallel: the groups and the merge.
-        schedule: of the decode of the gathered heads.
-        out_dtype: dtype of `out`, on the wire too; that of `ql_nope` where None.
+        kv_cache: cache of this rank, which already contains the new tokens of this rank.
+        metadata: plan of the decode in rank-local keys: query token t sees the first `visible_lens[t]` of them.
+        softmax_scale: (P + R)^-1/2, times YaRN's factor.
+        context_parallel: the groups of ranks and the kind of merge.
+        schedule: schedule of the decode, which has N D / TP heads.
+        out_dtype: dtype of `out` and of the exchange; None takes the dtype of `ql_nope`.
         cache_format: format of the cache.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         out [T, N / TP, Lkv], lse [N / TP, T], over the keys of all ranks.
@@ -122,7 +125,7 @@ def dcp_decode(
     Raises:
         ValueError: as `mla_decode`.
         GroupError: an exchange failed.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_type("context_parallel", context_parallel, ContextParallel)
@@ -130,7 +133,7 @@ def dcp_decode(
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     backend = backends.bind(backend, DCP_DECODE_OPS)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
-    # heads first: what arrives from all ranks is then one tensor of all heads, without another copy
+    # heads first: the all-gather then returns one tensor of all heads, and no copy has to reorder it
     q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)
     q = group.all_gather(q).flatten(0, 1).transpose(0, 1)
     state = mla_decode(

@@ -1,4 +1,4 @@
-"""Data-movement-friendly decode: multi-query attention over the latent cache itself."""
+"""Decode with little data movement: multi-query attention over the latent cache itself."""
 
 from __future__ import annotations
 
@@ -43,24 +43,24 @@ def decode_programs(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> int:
-    """How many programs `plan_decode` should cut a decode over: as many as run at once on a device.
+    """Return over how many programs `plan_decode` should cut a decode: the number that a device runs at the same time.
 
-    A builder asks for it by itself (`num_programs=None`).
+    A builder calls this function itself if its `num_programs` is None.
 
     Args:
-        config: the layer.
-        device: where it runs.
-        dtype: of queries, and of a cache in the compute format.
-        block_size: tokens a cache block.
-        query_len: longest query of a decode.
+        config: config of the layer.
+        device: device of the decode.
+        dtype: dtype of queries, and of the cache if it has the compute format.
+        block_size: tokens per cache block.
+        query_len: longest query of the decode.
         cache_format: format of the cache.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_int("query_len", query_len)
-    launch, shape = _fact_of_a_device("decode_programs", config, device, dtype, block_size, cache_format, backend)
+    launch, shape = _launch_and_shape("decode_programs", config, device, dtype, block_size, cache_format, backend)
     return launch(*shape, query_len)
 
 
@@ -73,27 +73,27 @@ def schedule_costs(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> ScheduleCosts:
-    """What `plan_decode` should reckon with on a device: the costs that were measured for its decode kernel.
+    """Return the costs that were measured for the decode kernel of a device, from which `plan_decode` cuts a decode.
 
-    A builder asks for them by itself (`schedule_costs=None`).
+    A builder calls this function itself if its `schedule_costs` is None.
 
     Args:
-        config: the layer.
-        device: where it runs.
-        dtype: of queries, and of a cache in the compute format.
-        block_size: tokens a cache block.
+        config: config of the layer.
+        device: device of the decode.
+        dtype: dtype of queries, and of the cache if it has the compute format.
+        block_size: tokens per cache block.
         cache_format: format of the cache.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
-    launch, shape = _fact_of_a_device("schedule_costs", config, device, dtype, block_size, cache_format, backend)
+    launch, shape = _launch_and_shape("schedule_costs", config, device, dtype, block_size, cache_format, backend)
     return launch(*shape)
 
 
-def _fact_of_a_device(op, config, device, dtype, block_size, cache_format, backend):
-    """The function of a backend that tells something of a device's decode kernel, and the shape that it takes first."""
+def _launch_and_shape(op, config, device, dtype, block_size, cache_format, backend):
+    """Return the chosen backend's function for `op`, and the arguments that describe the decode to it."""
     check_config(config)
     device = check_device("device", device)
     check_type("dtype", dtype, torch.dtype)
@@ -119,29 +119,29 @@ def mla_decode(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Absorbed attention of one or several query tokens a request over its cached latents.
+    """Compute absorbed attention of one or more query tokens per request over its cached latents.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
         q_pe: [T, N, R], rotated.
-        kv_cache: the cache; the new tokens are already in it.
-        metadata: the requests; row t sees the first `visible_lens[t]` keys of its request.
-        softmax_scale: (P + R)^-1/2, with YaRN's factor; never (Lkv + R)^-1/2.
-        schedule: how the work is cut over programs (`plan_decode`); None leaves it to the kernel. It changes results by
-            rounding alone; the `cpu` kernels, which cut nothing, do not look at it.
-        out_dtype: dtype of `out`; that of `ql_nope` where None.
+        kv_cache: cache, which already contains the new tokens.
+        metadata: plan of the decode; query token t sees the first `visible_lens[t]` keys of its request.
+        softmax_scale: (P + R)^-1/2, times YaRN's factor; never (Lkv + R)^-1/2.
+        schedule: schedule of the decode (`plan_decode`); without it the kernel splits the decode itself. A schedule
+            changes results only by rounding. The `cpu` backend does not split a decode and ignores it.
+        out_dtype: dtype of `out`; None takes the dtype of `ql_nope`.
         cache_format: format of the cache.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]. On a GPU, where offsets
-        are not read to be checked, rows that `query_start_loc` gives to no request are undefined.
+        out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]. A GPU kernel does not check offsets: rows that
+        `query_start_loc` assigns to no request are undefined.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; a plan for another block size; on a CPU offsets that
-            fall, lengths above `max_seq_len`, rows that see more keys than their request has, or a block outside the
-            cache.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        ValueError: shapes, dtypes or devices do not match; the plan was made for another block size; for CPU tensors,
+            offsets decrease, a length is above `max_seq_len`, a query token sees more keys than its request has, or a
+            block is outside the cache.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_number("softmax_scale", softmax_scale)

@@ -1,4 +1,4 @@
-"""What a device's backends say of a decode, asked once and kept: programs of a schedule, and what it reckons with."""
+"""Get the number of programs and the costs of a schedule from the backends of a device, and cache them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .decode import decode_programs, schedule_costs
 
 
 class ProgramsAndCosts(NamedTuple):
-    """Programs that a schedule cuts a decode over, 0 for none, and what it reckons with."""
+    """Number of programs over which a schedule cuts a decode (0: no schedule), and the costs of that schedule."""
 
     num_programs: int
     costs: ScheduleCosts
 
 
 class DecodeLayer(NamedTuple):
-    """What decides which decode kernel serves a builder's layers, besides the query length.
+    """The properties of a decode, except its query length, from which its kernel is chosen.
 
     Attributes:
-        config: the layer, with as many heads as its decode has.
-        device: where it runs.
-        dtype: of queries.
-        block_size: tokens a block.
-        cache_format: of the cache.
+        config: config of the layer, with the number of heads of its decode.
+        device: device of the decode.
+        dtype: dtype of the queries.
+        block_size: tokens per block.
+        cache_format: format of the cache.
     """
 
     config: MLAConfig
@@ -45,17 +45,18 @@ class DecodeLayer(NamedTuple):
         batch_invariant: bool,
         backend: BackendChoice,
     ) -> ProgramsAndCosts:
-        """Return the given values, and the device's own (`decode_programs`, `schedule_costs`) in place of None.
+        """Return the given values; replace None by the values of the device (`decode_programs`, `schedule_costs`).
 
-        No backend has to serve these two ops. Where none does, nothing is planned by default, and costs are neutral.
+        A backend need not serve these two ops. If no backend serves them, the number of programs is 0 and the costs are
+        neutral.
 
         Args:
             query_len: query tokens of the longest decode.
-            num_programs: programs of a schedule; None for those of the device.
-            costs: costs of a schedule; None for those of the device.
-            batch_invariant: whether decodes are cut by their own length. If not, and `num_programs` is 0, nothing
-                reads the costs, and neutral ones are returned without asking a backend.
-            backend: name of a backend for each of the two ops, or None for the choice by capability.
+            num_programs: number of programs of a schedule; None takes that of the device.
+            costs: costs of a schedule; None takes those of the device.
+            batch_invariant: whether each request is cut by its own length. If False and `num_programs` is 0, nothing
+                reads the costs, and neutral costs are returned without a call to a backend.
+            backend: mapping from each of the two ops to a backend name, or None to choose by capability.
         """
         if num_programs is not None and costs is not None:
             return ProgramsAndCosts(num_programs, costs)
@@ -71,13 +72,13 @@ class DecodeLayer(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _of_device(layer: DecodeLayer, query_len: int, named) -> ProgramsAndCosts:
-    """Return both, with one lookup: every step of a builder asks."""
+    """Return programs and costs with one lookup, because a builder asks in every step."""
     return ProgramsAndCosts(_programs_of_device(layer, query_len, named), _costs_of_device(layer, named))
 
 
 @functools.lru_cache(maxsize=1024)
 def _programs_of_device(layer: DecodeLayer, query_len: int, named) -> int:
-    """Return `decode_programs` of the layer; 0 where no backend serves that op."""
+    """Return `decode_programs` of the layer, or 0 if no backend serves that op."""
     try:
         return decode_programs(**_arguments(layer, named), query_len=query_len)
     except UnsupportedConfiguration:
@@ -88,7 +89,7 @@ def _programs_of_device(layer: DecodeLayer, query_len: int, named) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _costs_of_device(layer: DecodeLayer, named) -> ScheduleCosts:
-    """Return `schedule_costs` of the layer; the neutral ones where no backend serves that op."""
+    """Return `schedule_costs` of the layer, or the neutral costs if no backend serves that op."""
     try:
         return schedule_costs(**_arguments(layer, named))
     except UnsupportedConfiguration:
@@ -98,7 +99,7 @@ def _costs_of_device(layer: DecodeLayer, named) -> ScheduleCosts:
 
 
 def _is_named(op: str, named: tuple[tuple[str, str], ...] | None) -> bool:
-    """Return whether the user bound the op to a backend; the user then sees why that backend refuses."""
+    """Return whether the user chose a backend for the op; then the user gets the error with the backend's reasons."""
     return named is not None and op in dict(named)
 
 
@@ -108,7 +109,7 @@ def _arguments(layer: DecodeLayer, named: tuple[tuple[str, str], ...] | None) ->
 
 
 def forget_choices() -> None:
-    """Drop every kept answer: backends were registered or removed."""
+    """Drop all cached values, because a backend was registered or removed."""
     for kept in (_of_device, _programs_of_device, _costs_of_device):
         kept.cache_clear()
 

@@ -1,6 +1,6 @@
-"""One MLA attention layer: projections, rotary, cache write, and the two paths through attention.
+"""One MLA attention layer: projections, rotary embedding, cache write, and the two paths through attention.
 
-`torch.compile(fullgraph=True)` passes over `forward`: what reads values on the CPU lies inside the ops.
+`torch.compile(fullgraph=True)` can trace `forward`, because only custom ops read tensor values on the CPU.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ LAYER_OPS = (
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
-    """RMS norm, x / sqrt(mean(x^2) + eps) * weight, the mean in float32 or float64 (arXiv 1910.07467).
+    """Compute the RMS norm, x / sqrt(mean(x^2) + eps) * weight, mean in float32 or float64 (arXiv 1910.07467).
 
     Raises:
-        ValueError: shapes or devices that do not fit.
+        ValueError: shapes or devices do not match.
     """
     check_tensor("x", x, ("T", "L"))
     check_tensor("weight", weight, (x.shape[1],), device=x.device)
@@ -65,34 +65,34 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
 
 
 class MLAAttention(nn.Module):
-    """Multi-head Latent Attention over a paged latent cache.
+    """Multi-head Latent Attention over a paged latent cache, for inference only.
 
-    The projections are modules that the caller owns and shares (any callable module: quantised ones too), under
-    the names that DeepSeek's checkpoints use. Each returns its product, or (product, None) as the linears of vLLM and
-    Megatron do. Inference only.
+    The caller owns the projections. They may be any callable modules (quantised modules too) and have the names of
+    DeepSeek's checkpoints. Each returns its product, or (product, None) as the linears of vLLM and Megatron do. See
+    `reference.mla.layer.MLAAttention` for the computation.
 
     Args:
-        config: dims, epsilon, rotary parameters.
+        config: dims, epsilon and rotary parameters.
         kv_a_proj_with_mqa: H -> Lkv + R.
-        kv_a_layernorm: RMS norm with a weight [Lkv]; its epsilon is the config's.
+        kv_a_layernorm: RMS norm with a weight [Lkv]; its epsilon is that of the config.
         kv_b_proj: Lkv -> N (P + V).
         o_proj: N V -> H.
-        q_proj: H -> N (P + R), where the config has no q_lora_rank.
-        q_a_proj: H -> Lq, where it has one.
-        q_a_layernorm: RMS norm with a weight [Lq], likewise.
-        q_b_proj: Lq -> N (P + R), likewise.
-        workspace_tokens: most context tokens that a chunk of a plan may have. The memory-profile run
-            (`metadata=None`) expands so many, and a plan with a larger chunk raises. The default is the most that a
-            builder takes by itself; pass the number of the builder where it is another one.
-        context_parallel: the groups, where ranks share heads and sequences: the projections that have heads are then
-            this rank's share of them (N / TP), `o_proj` without a bias; the config is that of all heads.
+        q_proj: H -> N (P + R), only if the config has no `q_lora_rank`.
+        q_a_proj: H -> Lq, only if the config has a `q_lora_rank`.
+        q_a_layernorm: RMS norm with a weight [Lq], only if the config has a `q_lora_rank`.
+        q_b_proj: Lq -> N (P + R), only if the config has a `q_lora_rank`.
+        workspace_tokens: upper bound of the context tokens in a chunk of a plan. A plan with a larger chunk raises, and
+            the memory-profile run (`metadata=None`) expands this number of tokens. The default is the upper bound that
+            a builder chooses itself; if the builder has another workspace, pass the same number here.
+        context_parallel: groups of the ranks that share heads and sequences. The projections with heads then have the N
+            / TP heads of this rank, `o_proj` has no bias, and the config has all N heads.
         cache_format: format of the layer's cache.
-        backend: a name, which binds the ops that this backend declares, a mapping from op to name, or None; what it
-            leaves open is chosen call by call (`fast.backends`).
+        backend: name of a backend (for the ops that it declares), mapping from op to backend name, or None. Every other
+            op chooses a backend by capability at each call (`fast.backends`).
 
     Raises:
-        ValueError: projections that do not fit; a backend or an op that nothing has.
-        UnsupportedConfiguration: a backend that declares none of the ops of a layer.
+        ValueError: the projections do not match the config, or no backend or no op has the given name.
+        UnsupportedConfiguration: the named backend declares no op of a layer.
     """
 
     def __init__(
@@ -137,16 +137,16 @@ class MLAAttention(nn.Module):
 
     @classmethod
     def from_hf(cls, module: nn.Module, **options: Any) -> MLAAttention:
-        """Build from a transformers DeepseekV2Attention or DeepseekV3Attention, sharing its submodules.
+        """Build the layer from a transformers DeepseekV2Attention or DeepseekV3Attention, and share its submodules.
 
         Args:
-            module: the attention module; its latent norm's epsilon is read, not assumed. With `context_parallel` its
-                projections have all heads, and the layer takes views of this rank's share of their weights.
+            module: the attention module, whose projections have all heads; the epsilon is read from its latent norms.
+                With `context_parallel`, the layer takes views of the weights of this rank's heads.
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `backend`).
 
         Raises:
-            UnsupportedConfiguration: as `MLAConfig.from_hf`; latent norms of different epsilons; projections whose
-                heads cannot be taken apart.
+            UnsupportedConfiguration: as `MLAConfig.from_hf`; the latent norms have different epsilons; the heads of a
+                projection cannot be separated.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
@@ -157,7 +157,7 @@ class MLAAttention(nn.Module):
         low_rank = config.q_lora_rank is not None
         eps = latent_norm_eps(module.kv_a_layernorm, module.q_a_layernorm if low_rank else None)
         config = dataclasses.replace(config, latent_norm_eps=eps)
-        # which dimension of a weight has heads
+        # the dimension of each weight that contains the heads
         with_heads = {"kv_b_proj": 0, "o_proj": 1, "q_b_proj" if low_rank else "q_proj": 0}
         projections = {name: getattr(module, name) for name in with_heads}
         if (context_parallel := options.get("context_parallel")) is not None:
@@ -176,10 +176,9 @@ class MLAAttention(nn.Module):
         )
 
     def refresh_weights(self) -> None:
-        """Read kv_b_proj again after its weights changed, in place where the shape stands.
+        """Read the weight of `kv_b_proj` again after it changed; write it in place if device and dtype are the same.
 
-        Needed only where the weight had to be recovered (a quantised, wrapped or hooked linear); the parameter of a
-        plain linear is used as it is.
+        See `reference.mla.layer.MLAAttention.refresh_weights` for when this is needed.
         """
         dtype = self.kv_a_layernorm.weight.dtype
         if is_plain_linear(self.kv_b_proj, dtype):
@@ -192,7 +191,7 @@ class MLAAttention(nn.Module):
             self.recovered_kv_b_weight = weight
 
     def up_projections(self) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
-        """W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of kv_b_proj's weight."""
+        """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the weight of `kv_b_proj`."""
         weight = self.recovered_kv_b_weight
         if weight is None:
             weight = self.kv_b_proj.weight.detach()
@@ -209,17 +208,20 @@ class MLAAttention(nn.Module):
     ) -> Float[Tensor, "T H"]:
         """Attend one packed batch: decodes first, then prefills, then padding.
 
+        One op (`rope_norm_and_cache`) rotates queries and keys, norms the latents and writes the new tokens to the
+        cache.
+
         Args:
             hidden_states: [T, H].
             positions: [T], position of each token in its request.
-            kv_cache: this layer's cache; the new tokens are written to it.
-            metadata: the plan of the step; None is the memory-profile run.
+            kv_cache: cache of this layer; the new tokens are written to it.
+            metadata: plan of the step; None is the memory-profile run.
 
         Returns:
-            [T, H]; zeros through o_proj where a row is padding.
+            [T, H]; a padding row is `o_proj` of zeros.
 
         Raises:
-            ValueError: arguments that do not fit, before the cache is written.
+            ValueError: the arguments do not match. Nothing is written to the cache then.
         """
         weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
@@ -244,7 +246,7 @@ class MLAAttention(nn.Module):
         return self._project_out(output)
 
     def _project_out(self, output: Tensor) -> Tensor:
-        """W_O over the heads of all ranks."""
+        """Apply W_O to the heads of this rank, and sum over the ranks that share the heads."""
         hidden_states = linear_output("o_proj", self.o_proj(output.flatten(1)))
         if self.context_parallel is None:
             return hidden_states
@@ -253,7 +255,7 @@ class MLAAttention(nn.Module):
     def project(
         self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]
     ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
-        """Down-project, norm, up-project the query, rotate.
+        """Apply the down-projections and the norms, up-project the query, and rotate.
 
         Returns:
             q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
@@ -270,7 +272,7 @@ class MLAAttention(nn.Module):
         return torch.cat((q_nope, q_pe), dim=-1), kv_c_normed, k_pe
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [T, N, P + R], latent [T, Lkv] and shared key [T, R], neither rotated nor normed."""
+        """Return query [T, N, P + R], latent [T, Lkv] and shared key [T, R], not rotated; the latent is not normed."""
         c = self.local_config
         if self.q_proj is not None:
             q = linear_output("q_proj", self.q_proj(hidden_states))
@@ -281,7 +283,7 @@ class MLAAttention(nn.Module):
         return q.reshape(-1, c.num_heads, c.qk_head_dim), *down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
 
     def _frequencies_for(self, q: Tensor) -> Tensor:
-        """The rotary frequencies in q's wide type on q's device; kept between calls."""
+        """Return the rotary frequencies on q's device, float64 if q is float64 and float32 otherwise; cache them."""
         wide = wide_dtype(q.dtype)
         if self._frequencies.device != q.device or self._frequencies.dtype != wide:
             c = self.local_config
@@ -298,18 +300,18 @@ class MLAAttention(nn.Module):
         metadata: MLAMetadata | None,
         output: Float[Tensor, "T N V"],
     ) -> None:
-        """Write the new tokens to the cache, send decodes down the absorbed path and prefills down the expanded one.
+        """Write the new tokens to the cache; attend decodes on the absorbed path and prefills on the expanded path.
 
         Args:
             q: [T, N, P + R], rotated.
             kv_c_normed: [T, Lkv].
             k_pe: [T, R], rotated.
-            kv_cache: written at `metadata.slot_mapping`.
-            metadata: the plan; None touches the largest buffers and leaves `output` zero.
-            output: [T, N, V], written whole.
+            kv_cache: cache, written at `metadata.slot_mapping`.
+            metadata: plan of the step; None allocates the largest buffers and writes zeros to `output`.
+            output: [T, N, V]; every element is written.
 
         Raises:
-            ValueError: arguments that do not fit, before anything is written.
+            ValueError: the arguments do not match. Nothing is written then.
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
@@ -327,14 +329,14 @@ class MLAAttention(nn.Module):
         self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
 
     def _touch_largest(self, q: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
-        """The largest buffers of a prefill, for whoever measures memory."""
+        """Allocate the largest buffers of a prefill, so that a measurement of memory includes them."""
         context = q.new_zeros(self.workspace_tokens, self.config.head_size)
-        if self.context_parallel is not None:  # what ranks hand in and what arrives, before it is put in order
+        if self.context_parallel is not None:  # entries that the ranks send and receive, before they are reordered
             q.new_zeros(self.workspace_tokens // self.context_parallel.size + context.shape[0], context.shape[1])
         expand_kv(context[:, : self.config.kv_lora_rank], w_uk, w_uv)
 
     def _attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv) -> None:
-        """Both paths, over a cache that holds the new tokens, into `output`."""
+        """Attend both paths over a cache that contains the new tokens, and write every row of `output`."""
         c, end, split = self.local_config, metadata.num_actual_tokens, metadata.num_decode_tokens
         if split > 0:
             w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)

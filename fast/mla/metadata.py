@@ -1,6 +1,6 @@
-"""From a scheduler's batch to the plan of a step.
+"""Plan a step from the batch of a scheduler.
 
-Plans are made on the CPU from the CPU twins of a batch; nothing is read back from a GPU.
+Plans are computed on the CPU, from the CPU fields of the batch; no value is read from a GPU.
 """
 
 from __future__ import annotations
@@ -77,42 +77,49 @@ def build_mla_metadata(
     staging: StagingBuffer | None = None,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """Plan one step: the leading requests that may take the absorbed path decode, the rest prefill (expanded).
+    """Plan one step: leading requests that may take the absorbed path decode, all other requests prefill (expanded).
 
-    Which may: queries up to `decode_threshold`; with a `config` and a kernel for any lengths (VARLEN) every request for
-    which `choose_path` says so besides; under UNIFORM only rows as long as the first. One that stands behind an
-    expanded request is expanded as well: correct, but slower (`reorder_batch_to_split_decodes_and_prefills` says how to
-    avoid it).
+    See `reference.mla.metadata.build_mla_metadata` for which requests may take the absorbed path.
 
     Args:
         common: the batch.
-        block_size: tokens a block.
-        workspace_tokens: most context tokens that are expanded at once.
+        block_size: tokens per block.
+        workspace_tokens: upper bound of the context tokens that are expanded at once.
         decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
-        config: the layer, for `choose_path` and `num_programs`; None leaves the choice of paths to the threshold.
-        costs: of `choose_path`.
-        query_len_support: of the decode kernel.
-        require_order: an absorbed request behind an expanded one is an error.
-        ownership: of a rank under context parallelism: `common` has whole lengths and this rank's slots
-            (`dcp_slot_mapping`). Requests choose their path as on one rank.
-        num_programs: programs that a schedule cuts the decode over; 0 never plans. None takes as many as suit the
-            device (`decode_programs`) where a `config` is given, and never plans without one. Whether the decode gets a
-            schedule follows from its lengths (`choose_schedule`), and `schedule_choice` of the plan reports it.
-        schedule_costs: what a schedule reckons with; None takes those of the device (`schedule_costs`).
-        cache_format: of the cache, for `choose_path`, the number of programs and the costs.
-        dtype: of queries and keys, likewise; a plan serves any dtype.
-        staging: pinned memory through which plans go to a GPU; None takes it from PyTorch's allocator each time.
-        backend: of `decode_programs`, `schedule_costs` and `plan_decode`: a name, which binds those that this backend
-            declares, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        config: config of the layer, for `choose_path` and for the schedule; None decides the paths by the threshold
+            only.
+        costs: costs for `choose_path`.
+        query_len_support: query lengths that the decode kernel supports.
+        require_order: if True, an absorbed request after an expanded one is an error.
+        ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With it, `common`
+            has the lengths of the whole sequences and the slots of this rank (`dcp_slot_mapping`). The paths are chosen
+            from the whole lengths.
+        num_programs: number of programs over which a schedule cuts the decode; 0 makes no schedule. None takes the
+            number of the device (`decode_programs`) if `config` is given, otherwise 0. Whether the decode gets a
+            schedule depends on its lengths (`choose_schedule`); the plan's `schedule_choice` reports it.
+        schedule_costs: costs from which the schedule is computed; None takes the costs of the device
+            (`schedule_costs`).
+        cache_format: format of the cache. It enters `choose_path`, the number of programs and the costs.
+        dtype: dtype of queries and keys. It enters the same choices; a plan works for any dtype.
+        staging: pinned memory through which plans are copied to a GPU; None takes it from PyTorch's allocator each
+            time.
+        backend: backend of `decode_programs`, `schedule_costs` and `plan_decode`: a name (for those of the three ops
+            that the backend declares), a mapping from op to backend name, or None to choose by capability
+            (`fast.backends`).
 
     Returns:
-        The plan, its tensors on the device of `common`; a `ContextParallelMetadata` where an `ownership` is given.
+        The plan, with its tensors on the device of `common`; a `ContextParallelMetadata` if `ownership` is given.
 
     Raises:
-        ValueError: `decode_threshold` below 1, or above 1 with SINGLE_ONLY; `num_programs` without a `config`; slots
-            that were made for another block size; a block table narrower than the longest request; a workspace that is
-            too small; (on a CPU) more slots than a rank has new tokens; a padding row (S = 0 < Sq) that does not stand
-            among the decodes; an order that is not as required.
+        ValueError: one of these:
+
+            - `decode_threshold` is below 1, or above 1 with SINGLE_ONLY;
+            - `num_programs` is given without a `config`;
+            - the slots were made for another block size, or, for CPU tensors, a rank has more slots than new tokens;
+            - the block table is narrower than the longest request;
+            - the workspace is smaller than one `context_unit`;
+            - a padding row (S = 0 < Sq) is not among the decodes;
+            - the order is not as `require_order` demands.
     """
     backend = bind(backend, PLANNING_OPS)
     check_dtype("dtype", dtype)
@@ -136,7 +143,7 @@ def build_mla_metadata(
     requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
     check_chunking(workspace_tokens, context_unit(block_size, size, interleave))
     decodes, query_lens = requests, None
-    paths = {"config": config, "costs": costs, "cache_format": cache_format, "dtype": dtype}  # of `choose_path`
+    paths = {"config": config, "costs": costs, "cache_format": cache_format, "dtype": dtype}  # for `choose_path`
     if query_len_support is QueryLenSupport.UNIFORM:
         decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True).num_decodes
     elif common.max_query_len > decode_threshold:
@@ -149,10 +156,10 @@ def build_mla_metadata(
     one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
     if query_lens is None and not (one_each and decodes == requests):
         query_lens = starts_cpu.diff()
-    if one_each and query_lens is not None and config is not None:  # longer ones may have chosen this path
+    if one_each and query_lens is not None and config is not None:  # `choose_path` may absorb longer queries
         one_each = _longest(query_lens[:decodes]) <= 1
 
-    # what neither the batch nor a view of it holds is computed here on the CPU, and goes to the device in one copy
+    # tensors of the plan that are not views of the batch: computed on the CPU, sent to the device in one copy
     made: dict[str, Tensor] = {}
     if not one_each:
         before = common.seq_lens_cpu[:decodes] - starts_cpu[1 : decodes + 1]
@@ -180,7 +187,7 @@ def build_mla_metadata(
         seq_lens, block_table = seq_lens[:decodes], block_table[:decodes]
         query_start_loc = query_start_loc[: decodes + 1]
     seq_lens = sent.get("seq_lens", seq_lens)
-    visible_lens = sent.get("visible_lens", seq_lens)  # a single token sees every key
+    visible_lens = sent.get("visible_lens", seq_lens)  # with one query token per request, the token sees all keys
     prefill_starts = sent.get("prefill_starts", common.query_start_loc[:1])
     if common.block_table.is_cuda:
         chunks = tuple(
@@ -229,7 +236,7 @@ def build_mla_metadata(
 def _decode_lens_here(
     common: CommonAttentionMetadata, num_decodes: int, ownership: TokenOwnership | None
 ) -> Int32[Tensor, " decodes"]:
-    """The keys of each decode that lie here, on the CPU."""
+    """Return the number of rank-local keys of each decode, on the CPU."""
     lens = common.seq_lens_cpu[:num_decodes]
     return (
         lens
@@ -246,7 +253,7 @@ def _with_schedule(
     batch_invariant: bool = False,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """The plan with a schedule where its lengths ask for one, and the choice beside it."""
+    """Return the plan with its `schedule_choice`, and with a schedule if that choice or `batch_invariant` needs one."""
     choice = choose_schedule(decode_lens, num_programs, costs, batch_invariant)
     schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
     if choice.planned:
@@ -255,7 +262,7 @@ def _with_schedule(
 
 
 def _first_expanded(common, query_lens, decode_threshold, query_len_support, paths) -> int:
-    """The first request that does not take the absorbed path; the number of requests where all do."""
+    """Return the index of the first request on the expanded path, or the number of requests if there is none."""
     longer = (query_lens > decode_threshold).nonzero().flatten()
     if longer.numel() == 0:
         return common.num_reqs
@@ -264,14 +271,14 @@ def _first_expanded(common, query_lens, decode_threshold, query_len_support, pat
         return first
     query_len = int(query_lens[first])
     if choose_path(query_len, max(0, int(common.seq_lens_cpu[first]) - query_len), **paths) == "expanded":
-        return first  # as it is most of the time: nobody else need be asked
+        return first  # the usual case: the paths of later requests are not needed
     contexts = common.num_computed_tokens_cpu[longer]
     expanded = longer[~choose_paths(query_lens[longer], contexts, decode_threshold, **paths)]
     return int(expanded[0]) if expanded.numel() else common.num_reqs
 
 
 def _check_order(common, query_lens, decodes, decode_threshold, query_len_support, paths) -> None:
-    """Raise where an absorbed request stands behind the first expanded one."""
+    """Raise if an absorbed request comes after the first expanded one."""
     ahead, behind = query_lens[:decodes], query_lens[decodes:]
     if query_len_support is QueryLenSupport.UNIFORM:
         absorbed = behind == (ahead.max() if ahead.numel() else 0)

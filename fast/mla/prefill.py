@@ -1,7 +1,7 @@
-"""Compute-friendly prefill: latents are expanded to keys and values, then ordinary attention.
+"""Prefill with little arithmetic: latents are expanded to keys and values, followed by ordinary attention.
 
-The cached context is expanded piece by piece, so that memory is bounded by the workspace, not by the context.
-The rope part of the keys is read where it lies; no key is ever concatenated per head.
+The cached context is expanded chunk by chunk, so the workspace bounds the memory. The attention kernels read the rope
+part of the keys from one tensor that all heads share; no full key of a head is ever built.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def run_prefill_new_tokens(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Causal attention of the new tokens over themselves.
+    """Compute causal attention of the new tokens over themselves.
 
     Returns:
-        out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is): a running state, not yet rounded.
+        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64): a state to merge, not yet rounded.
     """
     check_expanded(q, k_nope, k_pe, v, metadata)
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
@@ -70,10 +70,10 @@ def run_prefill_context_chunk(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Unmasked attention of the new tokens over one piece of the cached context.
+    """Compute unmasked attention of the new tokens over one chunk of the cached context.
 
     Returns:
-        out [T, N, V] and lse [N, T], both in float32 (float64 where `q` is).
+        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64).
     """
     check_expanded(q, k_nope, k_pe, v, metadata, chunk)
     return flash_attn_varlen_shared_rope(
@@ -91,10 +91,13 @@ def gather_context(
     *,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
-    """Return the cache entries of one chunk, in request order: [S, Lkv + R] in `out_dtype`, None as in the gather.
+    """Return the cache entries of one chunk, in the order of the requests.
+
+    Returns:
+        [S, Lkv + R] in `out_dtype`; None takes the dtype of the cache.
 
     Raises:
-        ValueError: a plan for another block size; shapes, dtypes or devices that do not fit.
+        ValueError: the plan was made for another block size; shapes, dtypes or devices do not match.
     """
     check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     return gather_and_maybe_dequant_cache(
@@ -117,28 +120,28 @@ def forward_prefill(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Attention of new tokens over their cached context and themselves, on the expanded path.
+    """Compute attention of new tokens over their cached context and themselves, on the expanded path.
 
     Args:
         q: [T, N, P + R], rope part rotated.
-        kv_c_normed: [T, Lkv], the new tokens' normed latents.
-        k_pe: [T, R], their rotated keys.
-        kv_cache: holds the context; the new tokens are not read from it.
-        metadata: the requests and the chunks of their context.
+        kv_c_normed: [T, Lkv], normed latents of the new tokens.
+        k_pe: [T, R], rotated keys of the new tokens.
+        kv_cache: cache, from which only the context is read.
+        metadata: plan of the requests and of the chunks of their context.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
-        softmax_scale: (P + R)^-1/2, with YaRN's factor.
-        gather: `(kv_cache, metadata, chunk, cache_format=, out_dtype=) -> [S, Lkv + R]` in `out_dtype`, the dtype of
-            `q`; context parallelism passes its own.
+        softmax_scale: (P + R)^-1/2, times YaRN's factor.
+        gather: function `(kv_cache, metadata, chunk, cache_format=, out_dtype=) -> [S, Lkv + R]` that returns the
+            entries of a chunk in `out_dtype`, the dtype of `q`; context parallelism passes `dcp_gather_context`.
         cache_format: format of the cache.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         out [T, N, V] in the dtype of `q`, lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        ValueError: shapes, dtypes or devices do not match.
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_function("gather", gather)
@@ -152,9 +155,9 @@ def forward_prefill(
     for chunk in metadata.context_chunks:
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
         k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv)
-        piece = run_prefill_context_chunk(
+        chunk_state = run_prefill_context_chunk(
             q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale, backend=backend
         )
-        del k_nope, v, context  # before the next chunk is expanded: one chunk's expansion lives at a time
-        state = merge_attn_states(piece, state, backend=backend)
+        del k_nope, v, context  # before the next chunk is expanded: memory holds the expansion of one chunk
+        state = merge_attn_states(chunk_state, state, backend=backend)
     return AttentionState(state.out.to(q.dtype), state.lse)

@@ -1,4 +1,4 @@
-"""Send the integers of a plan to a GPU: one copy for all of them."""
+"""Send the integers of a plan to a GPU, all in one copy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 def to_device(
     tensors: Mapping[str, Tensor], device: torch.device, staging: StagingBuffer | None
 ) -> Mapping[str, Tensor]:
-    """Return int32 tensors on a device, by one copy that the host does not wait for; on a CPU as they are.
+    """Copy int32 tensors to a GPU in one copy, without a wait of the host; return them unchanged for a CPU.
 
     Args:
-        tensors: int32 on the CPU, by name.
+        tensors: int32 tensors on the CPU, by name.
         device: device of the result.
         staging: pinned memory for the copy; None takes it from PyTorch's allocator.
     """
@@ -24,7 +24,7 @@ def to_device(
     sizes = [tensor.shape[0] for tensor in flat]
     if staging is not None:
         moved = staging.send(flat, device)
-    else:  # the allocator keeps pinned memory from being handed out again before its copy has run
+    else:  # PyTorch's allocator reuses pinned memory only after its copy has run
         pinned = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
         moved = torch.cat(flat, out=pinned).to(device, non_blocking=True)
     parts = zip(tensors.items(), moved.split(sizes), strict=True)
@@ -32,21 +32,22 @@ def to_device(
 
 
 class StagingBuffer:
-    """Pinned memory that is used again and again to send plans to a GPU, two steps at a time.
+    """Pinned memory through which plans are sent to a GPU, in two halves that are used alternately.
 
-    An event guards each half: it is written again only after the copy out of it has run. So the next step is planned
-    while this one runs, and nobody waits unless two plans are under way. For one thread.
+    An event guards each half: the half is written again only after the last copy from it has run. So the CPU plans the
+    next step while the GPU runs this one, and the host waits only if two copies have not run yet. A buffer may be used
+    by one thread only.
     """
 
     def __init__(self):
         self._halves: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def send(self, pieces: list[Tensor], device: torch.device) -> Tensor:
-        """The pieces one after another in one int32 vector on a CUDA device.
+        """Return one int32 vector on a CUDA device, which contains the given vectors one after another.
 
         Args:
-            pieces: vectors of int32 on the CPU.
-            device: where to.
+            pieces: int32 vectors on the CPU.
+            device: device of the result.
         """
         total = sum(piece.shape[0] for piece in pieces)
         halves = self._halves.setdefault(device, [])

@@ -1,6 +1,7 @@
-"""The up-projection of the latent, split and absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+"""The up-projections of the latent, split and absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-All forms are views of kv_b_proj's one weight; the products are batched over heads by the BLAS.
+See `reference.mla.weights` for the algebra of absorption. All forms are views of the weight of `kv_b_proj`; each
+product is one `torch.bmm` over the heads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from reference.interfaces import (
 
 
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a linear's product is its plain parameter of `dtype` and nothing else: no subclass, wrapper or hook."""
+    """Return whether a linear only multiplies by its plain parameter of `dtype`: no subclass, wrapper or hook."""
     check_type("linear", linear, nn.Module, "a module")
     check_type("dtype", dtype, torch.dtype)
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or linear.weight.dtype != dtype:
@@ -29,22 +30,20 @@ def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
-    """The weight of a linear module, however it is stored.
+    """Return the weight of a linear module, in whatever form the module stores it.
 
-    A plain `nn.Linear` of `dtype` gives its own parameter, detached: no copy, and later in-place changes are seen.
-    Anything else (quantised, wrapped, hooked) is recovered through the identity: the rows of W^T are what it makes
-    of the unit vectors.
+    See `reference.mla.weights.dense_weight` for how the weight of a quantised or wrapped module is recovered.
 
     Args:
-        linear: takes [.., Lkv], in whatever form; returns the product, or (product, None) as vLLM and Megatron do.
+        linear: module that takes [.., Lkv] and returns the product, or (product, None) as vLLM and Megatron do.
         in_features: Lkv.
-        dtype: of the result, and of the unit vectors.
+        dtype: dtype of the result and of the unit vectors that recover it.
 
     Returns:
-        [out, Lkv].
+        [out, Lkv]. For a plain linear of `dtype` this is its own parameter, detached.
 
     Raises:
-        ValueError: the module has a bias, or does not return [Lkv, out] for the identity.
+        ValueError: the module has a bias, or does not return [Lkv, out] for the identity matrix.
     """
     check_int("in_features", in_features)
     check_dtype("dtype", dtype)
@@ -55,14 +54,14 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     probes = torch.zeros(in_features + 1, in_features, dtype=dtype, device=device)
     probes[1:].fill_diagonal_(1)
     with torch.no_grad():
-        answers = linear_output("linear", linear(probes))  # row 0 answers zero: the bias
-    check_tensor("linear(identity)", answers, (in_features + 1, "out"))
-    check(not answers[0].any(), "linear", "no bias", "a bias")
-    return answers[1:].to(dtype).T.contiguous()
+        products = linear_output("linear", linear(probes))  # row 0 of the probes is zero: its product is the bias
+    check_tensor("linear(identity)", products, (in_features + 1, "out"))
+    check(not products[0].any(), "linear", "no bias", "a bias")
+    return products[1:].to(dtype).T.contiguous()
 
 
 def _tensors_of(linear: nn.Module) -> list[Tensor]:
-    """What a linear holds: parameters, buffers, tensors that are plain attributes."""
+    """Return all tensors of a linear: parameters, buffers and tensors that are plain attributes."""
     plain = (value for value in vars(linear).values() if isinstance(value, Tensor))
     return [*linear.parameters(), *linear.buffers(), *plain]
 
@@ -70,10 +69,10 @@ def _tensors_of(linear: nn.Module) -> list[Tensor]:
 def split_kv_b_proj(
     kv_b_weight: Float[Tensor, "rows Lkv"], num_heads: int, qk_nope_head_dim: int, v_head_dim: int
 ) -> tuple[Float[Tensor, "Lkv N P"], Float[Tensor, "Lkv N V"]]:
-    """Split kv_b_proj's weight into the key and the value up-projection.
+    """Split the weight of `kv_b_proj` into the key and the value up-projection.
 
     Args:
-        kv_b_weight: [N (P + V), Lkv], per head P key rows then V value rows.
+        kv_b_weight: [N (P + V), Lkv]; per head P key rows, then V value rows.
         num_heads: N.
         qk_nope_head_dim: P.
         v_head_dim: V.
@@ -94,13 +93,13 @@ def split_kv_b_proj(
 def absorb(
     w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
 ) -> tuple[Float[Tensor, "N P Lkv"], Float[Tensor, "N Lkv V"]]:
-    """Arrange the up-projections for absorption: per head, query to latent and latent to value.
+    """Arrange the up-projections for absorption: for each head, query to latent and latent to value.
 
     Returns:
         w_uk_t [N, P, Lkv] and w_uv [N, Lkv, V], views of the arguments.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_tensor("w_uk", w_uk, ("Lkv", "N", "P"))
     check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), (w_uk.dtype,), w_uk.device)
@@ -111,7 +110,7 @@ def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P L
     """Absorb W_UK into the query: [T, N, P] -> [T, N, Lkv]. FLOPs: 2 T N P Lkv.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_tensor("q_nope", q_nope, ("T", "N", "P"))
     check_tensor("w_uk_t", w_uk_t, (*q_nope.shape[1:], "Lkv"), (q_nope.dtype,), q_nope.device)
@@ -119,10 +118,10 @@ def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P L
 
 
 def latent_to_value(latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"]) -> Float[Tensor, "T N V"]:
-    """Apply the absorbed W_UV to attention's output: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V.
+    """Apply the absorbed W_UV to the output of attention: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_tensor("latent", latent, ("T", "N", "Lkv"))
     check_tensor("w_uv", w_uv, (*latent.shape[1:], "V"), (latent.dtype,), latent.device)
@@ -140,10 +139,10 @@ def expand_kv(
         w_uv: [Lkv, N, V].
 
     Returns:
-        k_nope [S, N, P] and v [S, N, V], stored head by head.
+        k_nope [S, N, P] and v [S, N, V], contiguous for each head.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
     dtypes, device = (kv_c_normed.dtype,), kv_c_normed.device

@@ -1,1 +1,1 @@
-"""The integers of a step, for any attention family."""
+"""Plan the integers of a step, for any attention family."""

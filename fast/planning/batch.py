@@ -19,21 +19,21 @@ from reference.interfaces import (
 def split_decodes_and_prefills(
     common: CommonAttentionMetadata, decode_threshold: int = 1, require_uniform: bool = False
 ) -> BatchSplit:
-    """Count the leading requests that may decode, the prefills behind them, and the query tokens of both.
+    """Count the leading requests that may decode, the prefills after them, and the query tokens of both.
 
-    A request decodes where its query is at most `decode_threshold` tokens long; the first longer one starts the
-    prefills, and everything after it is a prefill too. Rows of length 0 are padding and count as decodes.
+    See `reference.planning.batch.split_decodes_and_prefills` for the rule.
 
     Args:
         common: the batch.
         decode_threshold: longest query that may decode, at least 1 (`reorder_batch_threshold`).
-        require_uniform: the first row of another (non-zero) length starts the prefills.
+        require_uniform: if True, the first request whose non-zero query length differs from the first one starts the
+            prefills.
 
     Returns:
-        Requests and query tokens of both parts; it unpacks in the order of the fields.
+        Numbers of requests and query tokens of both parts. The result unpacks in the order of its fields.
 
     Raises:
-        ValueError: `decode_threshold` below 1.
+        ValueError: `decode_threshold` is below 1.
     """
     check_common(common)
     check_int("decode_threshold", decode_threshold, 1, "at least 1")
@@ -50,23 +50,24 @@ def split_decodes_and_prefills(
 
 
 def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> tuple[tuple[int, int], ...]:
-    """The fewest swaps of two requests after which all decodes lead the batch.
+    """Return the fewest swaps of two requests after which all decodes come first.
 
-    The decodes will fill the first places. Every prefill that stands there must leave, a swap removes one of them at
-    most, and exchanging it with a decode from behind removes one each time: as many swaps as misplaced prefills, and no
-    fewer. Requests in their right part stay where they are.
+    See `reference.planning.batch.reorder_batch_to_split_decodes_and_prefills` for the proof that no fewer swaps
+    suffice.
 
     Args:
-        decodes: [B], on the CPU: which requests decode (query_lens <= threshold, or what `choose_paths` says).
+        decodes: [B], on the CPU; True for a request that decodes (query length <= threshold, or result of
+            `choose_paths`).
 
     Returns:
-        Pairs of places (i, j), i < j, to be swapped one after another; empty where the order stands.
+        Pairs of request indices (i, j), i < j, to be swapped one after another; empty if the decodes already come
+        first.
 
     Raises:
-        ValueError: not a bool tensor on the CPU.
+        ValueError: `decodes` is not a bool tensor on the CPU.
     """
     check_tensor("decodes", decodes, ("B",), (torch.bool,), torch.device("cpu"))
     num_decodes = int(decodes.count_nonzero())
     prefills = (~decodes[:num_decodes]).nonzero().flatten()
-    behind = decodes[num_decodes:].nonzero().flatten() + num_decodes
-    return tuple(zip(prefills.tolist(), behind.tolist(), strict=True))
+    late_decodes = decodes[num_decodes:].nonzero().flatten() + num_decodes
+    return tuple(zip(prefills.tolist(), late_decodes.tolist(), strict=True))

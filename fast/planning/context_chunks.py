@@ -28,25 +28,22 @@ def plan_context_chunks(
     context_parallel_size: int = 1,
     interleave: int = 1,
 ) -> tuple[ContextChunk, ...]:
-    """Cut the cached context of some requests into chunks that fit the workspace.
+    """Cut the cached context of the requests into chunks that fit the workspace.
 
-    Every context token lies in exactly one chunk. Chunks are filled one after another in the order of the requests, so
-    that only the first request of a chunk continues from the chunk before, and there are ceil(units of all contexts /
-    units of the workspace) chunks. A request starts in a chunk on a unit (`context_unit`: a block, and under context
-    parallelism whole turns of the ranks) and takes whole units of the workspace.
+    See `reference.planning.context_chunks.plan_context_chunks` for the order and the number of the chunks.
 
     Args:
         context_lens: [B], on the CPU; 0 = no context.
-        workspace_tokens: most tokens in one chunk.
-        block_size: tokens a block.
-        context_parallel_size: D, ranks that share each context.
-        interleave: I, tokens that lie on one rank in a row.
+        workspace_tokens: upper bound of the tokens in one chunk.
+        block_size: tokens per block.
+        context_parallel_size: D, number of ranks that share each context.
+        interleave: I, consecutive tokens on one rank.
 
     Returns:
-        The chunks, on the CPU; none where no request has context.
+        The chunks, on the CPU; an empty tuple if no request has context.
 
     Raises:
-        ValueError: a workspace smaller than one unit; a negative length.
+        ValueError: the workspace is smaller than one `context_unit`, or a length is negative.
     """
     check_tensor("context_lens", context_lens, ("B",), (torch.int32,), torch.device("cpu"))
     unit = context_unit(block_size, context_parallel_size, interleave)
@@ -58,49 +55,60 @@ def plan_context_chunks(
     if longest == 0:
         return ()
     units = ((context_lens.long() + (unit - 1)) // unit).cumsum(0)
-    if int(units[-1]) * unit <= workspace_tokens:  # one chunk holds it all: most steps
+    if int(units[-1]) * unit <= workspace_tokens:  # one chunk holds all contexts, as in most steps
         offsets = torch.zeros(context_lens.shape[0] + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(context_lens, 0, dtype=torch.int32, out=offsets[1:])
         return (ContextChunk(torch.zeros_like(context_lens), offsets, int(offsets[-1]), longest),)
-    starts, pieces = _pack(context_lens, units, workspace_tokens // unit, unit)
-    offsets = torch.nn.functional.pad(pieces.cumsum(1, dtype=torch.int32), (1, 0))
-    totals, longest_pieces = offsets[:, -1].tolist(), pieces.amax(1).tolist()
-    return tuple(map(ContextChunk, starts.unbind(), offsets.unbind(), totals, longest_pieces))
+    starts, lengths = _pack(context_lens, units, workspace_tokens // unit, unit)
+    offsets = torch.nn.functional.pad(lengths.cumsum(1, dtype=torch.int32), (1, 0))
+    totals, longest_lengths = offsets[:, -1].tolist(), lengths.amax(1).tolist()
+    return tuple(map(ContextChunk, starts.unbind(), offsets.unbind(), totals, longest_lengths))
 
 
-def _pack(context_lens: Tensor, ends: Tensor, room: int, unit: int) -> tuple[Tensor, Tensor]:
-    """Starts and lengths [chunks, B] of the pieces: contexts end to end in units, cut every `room` of them."""
+def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -> tuple[Tensor, Tensor]:
+    """Lay the contexts end to end in units and cut them every `units_per_chunk` units.
+
+    Args:
+        context_lens: [B], in tokens.
+        ends: [B], in units: where each context ends when all contexts are laid end to end.
+        units_per_chunk: units of the workspace.
+        unit: tokens per unit.
+
+    Returns:
+        First context token and number of tokens of each request in each chunk, both [chunks, B] int32.
+    """
     lens = context_lens.long()
     starts = torch.nn.functional.pad(ends, (1, 0))[:-1]
-    cuts = torch.arange(0, int(ends[-1]), room, device="cpu")[:, None]  # [chunks, 1]
+    cuts = torch.arange(0, int(ends[-1]), units_per_chunk, device="cpu")[:, None]  # [chunks, 1]
     first = (cuts - starts).clamp_(min=0).mul_(unit)  # [chunks, B], tokens of each request before the chunk
-    end = torch.minimum((cuts + room - starts).clamp_(min=0).mul_(unit), lens)
-    pieces = (end - first).clamp_(min=0)
-    return (first * (pieces > 0)).to(torch.int32), pieces.to(torch.int32)
+    end = torch.minimum((cuts + units_per_chunk - starts).clamp_(min=0).mul_(unit), lens)
+    lengths = (end - first).clamp_(min=0)
+    return (first * (lengths > 0)).to(torch.int32), lengths.to(torch.int32)
 
 
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
-    """Where the tokens of a piece of context lie on the ranks that share it.
+    """Return the chunk with the number and position of its tokens on each of the ranks that share them.
 
     Args:
-        chunk: of `plan_context_chunks` for as many ranks, so that its pieces begin with the first rank's turn.
-        ownership: of this rank.
+        chunk: chunk of `plan_context_chunks` for the same number of ranks, so that each request starts at a multiple of
+            D x I.
+        ownership: tokens that this rank owns.
 
     Returns:
-        The piece with each rank's part of it, on the same device.
+        The chunk with the rank-local starts and offsets, on the same device.
 
     Raises:
-        ValueError: a piece that begins within a turn of the ranks.
+        ValueError: for CPU tensors, a request does not start at a multiple of D x I.
     """
     check_type("ownership", ownership, TokenOwnership)
     check_type("chunk", chunk, ContextChunk)
     check_tensor("chunk.starts", chunk.starts, ("B",), (torch.int32,))
     check_chunk(chunk, chunk.starts.shape[0], chunk.starts.device)
-    turn = ownership.size * ownership.interleave
-    within = (chunk.starts % turn).nonzero() if chunk.starts.device.type == "cpu" else chunk.starts[:0]
-    if within.numel():
-        request = int(within[0])
-        check(False, "chunk.starts", f"multiples of {turn}", f"{int(chunk.starts[request])} at request {request}")
+    period = ownership.size * ownership.interleave
+    misaligned = (chunk.starts % period).nonzero() if chunk.starts.device.type == "cpu" else chunk.starts[:0]
+    if misaligned.numel():
+        request = int(misaligned[0])
+        check(False, "chunk.starts", f"multiples of {period}", f"{int(chunk.starts[request])} at request {request}")
     lengths = get_dcp_local_seq_lens(chunk.cu_seq_lens.diff(), ownership.size, None, ownership.interleave)
     offsets = torch.zeros(ownership.size, lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
     torch.cumsum(lengths.T, 1, dtype=torch.int32, out=offsets[:, 1:])

@@ -1,4 +1,4 @@
-"""Cut the keys of a decode over programs, so that all take about as long."""
+"""Cut the keys of a decode over programs, so that all programs take about the same time."""
 
 from __future__ import annotations
 
@@ -32,33 +32,26 @@ def plan_decode(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> DecodeSchedule:
-    """Cut the keys of a decode over programs, so that all take about as long.
+    """Cut the keys of a decode over programs, so that all programs take about the same time.
 
-    Lay the requests end to end, each as long as its tiles and the cost of starting on it (`request_cost`), and cut the
-    line into pieces of Q = ceil(length / programs): program p takes the tiles in [p Q, (p + 1) Q). It pays the cost of
-    a request that it continues once more, so that none carries more than Q and one such cost. A request without keys
-    lies nowhere and has no split; the combine writes its empty row.
-
-    With `batch_invariant` a request is cut every `invariant_split_tiles` tiles, by its own length and the cut of
-    `costs` alone, whatever stands beside it. Splits are laid end to end, each with `split_cost` of the costs (at most
-    `request_cost`), the first with all of `request_cost`; a program takes those that start in its piece of the line.
+    See `reference.planning.decode_schedule.plan_decode` for the rule. Lengths on a GPU are not read back to the host.
 
     Args:
         seq_lens: [B], keys of each request.
-        num_programs: that run at once.
-        costs: of the kernel that decodes, beside its tiles; None for the neutral ones. `schedule_costs` gives
-            those of a device, which builders pass.
-        batch_invariant: see above.
-        graph: graphs in which the call is replayed.
-        backend: a name, a mapping from op to name, or None for the choice by capability (`fast.backends`).
+        num_programs: number of programs that run at the same time.
+        costs: costs of the decode kernel besides its tiles; None takes the neutral costs. Builders pass the costs of
+            the device (`schedule_costs`).
+        batch_invariant: if True, each request is cut by its own length only, whatever the other requests are.
+        graph: kind of CUDA graph in which the call is replayed.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         The schedule, on the device of `seq_lens`.
 
     Raises:
-        TypeError: costs of another type.
-        ValueError: a number below its least value; on a CPU a negative length (a GPU takes it for 0).
-        UnsupportedConfiguration: no backend, or not the named one, can serve.
+        TypeError: `costs` has another type.
+        ValueError: a number is below its minimum; for CPU tensors, a length is negative (a GPU takes it as 0).
+        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     check_int("num_programs", num_programs, 1, "at least 1")

@@ -1,4 +1,4 @@
-"""A decode step for fixed batch sizes: a CUDA graph each, replayed with any lengths, block tables and slots."""
+"""Run a decode step for fixed batch sizes, each with its CUDA graph, for any lengths, block tables and slots."""
 
 from __future__ import annotations
 
@@ -27,40 +27,41 @@ from reference.interfaces import (
 Step = Callable[[Tensor, Tensor, Any], Tensor]
 
 
-WARM_UP_RUNS = 2  # before capture: kernels are compiled, libraries allocate what they keep
+WARM_UP_RUNS = 2  # before capture: Triton compiles kernels, libraries allocate their workspaces
 
 
 class DecodeGraph:
-    """Runs a decode step, padded to the next of a few batch sizes, with any lengths, block tables and slots.
+    """Run a decode step, padded to one of a few batch sizes, with any lengths, block tables and slots.
 
-    Padding rows have seq_len 0, slot -1, block 0 and see nothing: they read no key, write no entry, and attention gives
-    them 0. The builder plans inside the graph (`build_for_cudagraph_capture`), so that every run is planned anew, from
-    the lengths of that run.
+    See `reference.planning.graphs.DecodeGraph` for padding rows. On a CUDA device the constructor captures one graph
+    per batch size:
 
-    On a CUDA device each batch size is captured once, here, into a graph; all share their memory and the buffers that a
-    run copies its batch into; the step runs a few times for that, over nothing but padding. Nothing is allocated later,
-    so a batch that is larger than any captured is an error. On a CPU there are no graphs, and the step runs over the
-    same buffers.
+    - The graph contains the planning, so every run is planned from its own lengths.
+    - All graphs share their memory and the buffers into which a run copies its batch.
+    - Before each capture, the step runs a few times over padding rows.
+    - Nothing is allocated after the constructor, so a batch larger than every captured size is an error.
+
+    On a CPU there are no graphs; the step runs over the same buffers.
 
     Args:
-        step: (hidden_states [T, H], positions [T], plan) -> [T, H]: a layer over its cache, or all of a model's. It
-            leaves its arguments as they are.
-        builder: plans the step (`MLAMetadataBuilder`). Where ranks share sequences, every rank makes the graph with its
-            own builder and runs it over the same batches, each with its own slots.
-        batch_sizes: requests that a batch is padded to.
-        max_blocks: widest block table, in columns.
+        step: function (hidden_states [T, H], positions [T], plan) -> [T, H]: one layer over its cache, or all layers of
+            a model. The function does not change its arguments.
+        builder: builder that plans the step (`MLAMetadataBuilder`). If ranks share sequences, every rank makes the
+            graph with its own builder and runs the same batches, each with its own slots.
+        batch_sizes: numbers of requests to which a batch is padded.
+        max_blocks: columns of the widest block table.
         hidden_size: H.
-        dtype: of the hidden states.
-        device: of the step.
-        query_len: tokens of each request; with speculation one and the drafted ones.
+        dtype: dtype of the hidden states.
+        device: device of the step.
+        query_len: query tokens of each request; with speculation, 1 + the number of drafted tokens.
 
     Attributes:
-        max_seq_len: most tokens of a request in any run: what the builder and `max_blocks` allow.
+        max_seq_len: upper bound of the tokens of a request in any run, from the builder and `max_blocks`.
 
     Raises:
-        TypeError: something that is no builder.
-        ValueError: no batch size, one below 1 or beyond the builder's; another number below 1; a query length that the
-            builder's plans for graphs do not take.
+        TypeError: `builder` is not a builder.
+        ValueError: `batch_sizes` is empty or has a size below 1 or above the builder's maximum; another number is below
+            1; the builder makes no plans for graphs with this query length.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class DecodeGraph:
         self.max_seq_len = most_captured_tokens(builder, max_blocks)
         check_graph_query_len(self)
         requests, tokens = self.batch_sizes[-1], self.batch_sizes[-1] * query_len
-        with torch.inference_mode(False):  # buffers that any mode may write
+        with torch.inference_mode(False):  # buffers that code in or out of inference mode may write
             kind = {"device": self.device}
             self._hidden_states = torch.zeros(tokens, hidden_size, dtype=dtype, **kind)
             self._positions = torch.zeros(tokens, dtype=torch.int64, **kind)
@@ -100,7 +101,7 @@ class DecodeGraph:
 
     @torch.no_grad()
     def _capture(self) -> None:
-        """One graph for each batch size, the largest first: the smaller ones fit into its memory."""
+        """Capture one graph per batch size, the largest first, so that the smaller ones fit into its memory."""
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         for size in self.batch_sizes[::-1]:
             stream.wait_stream(torch.cuda.current_stream())
@@ -114,7 +115,7 @@ class DecodeGraph:
             self._graphs[size] = graph, output
 
     def _run_padded(self, size: int) -> Tensor:
-        """Plan and step over the first `size` requests of the buffers; this is what a graph holds."""
+        """Plan and run the step over the first `size` requests of the buffers; a graph captures exactly this call."""
         tokens = size * self.query_len
         batch = captured_batch(
             self, self._seq_lens[:size], self._query_start_loc[: size + 1], self._block_table[:size],
@@ -130,19 +131,19 @@ class DecodeGraph:
         positions: Int64[Tensor, " T"],
         common: CommonAttentionMetadata,
     ) -> Float[Tensor, "T H"]:
-        """One step.
+        """Run one step.
 
         Args:
             hidden_states: [T, H].
             positions: [T].
-            common: the batch: `query_len` tokens of each request, or a padding row (S = 0).
+            common: the batch; each request has `query_len` query tokens or is a padding row (S = 0).
 
         Returns:
-            [T, H], the rows of the batch without those that it was padded with; valid until the next run.
+            [T, H] without the rows that were added as padding; valid until the next run.
 
         Raises:
-            ValueError: more requests, longer ones or a wider block table than were planned for; other query lengths;
-                tensors that do not fit. Nothing has been run then.
+            ValueError: more requests, longer requests or a wider block table than planned; another query length;
+                shapes, dtypes or devices do not match. Nothing has run then.
         """
         check_graph_batch(self, hidden_states, positions, common)
         tokens, requests = common.num_actual_tokens, common.num_reqs
@@ -155,7 +156,7 @@ class DecodeGraph:
         self._seq_lens[:requests].copy_(common.seq_lens)
         self._block_table[:requests, : common.block_table.shape[1]].copy_(common.block_table)
         self._slot_mapping[:tokens].copy_(common.slot_mapping[:tokens])
-        if size > requests:  # what an earlier run left there must not be served again
+        if size > requests:  # rows of an earlier run become padding rows
             self._hidden_states[tokens:padded].zero_()
             self._positions[tokens:padded].zero_()
             self._seq_lens[requests:size].zero_()
@@ -165,7 +166,7 @@ class DecodeGraph:
 
     @torch.no_grad()
     def replay(self, size: int) -> Tensor:
-        """One step over what the buffers hold.
+        """Run one step over the present content of the buffers.
 
         Args:
             size: one of `batch_sizes`.
@@ -174,7 +175,7 @@ class DecodeGraph:
             [size x query_len, H]; valid until the next run.
 
         Raises:
-            ValueError: another size.
+            ValueError: `size` is not one of `batch_sizes`.
         """
         check_int("size", size)
         check(size in self.batch_sizes, "size", f"one of {self.batch_sizes}", size)

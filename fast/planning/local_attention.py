@@ -16,23 +16,21 @@ from reference.interfaces import (
 def make_local_attention_virtual_batches(
     common: CommonAttentionMetadata, attention_chunk_size: int, block_size: int
 ) -> CommonAttentionMetadata:
-    """Chunked local attention as ordinary attention of virtual requests.
+    """Turn chunked local attention into ordinary attention of virtual requests.
 
-    A token at position i attends the positions from i // chunk x chunk to i. So the part of a request's query that lies
-    in one chunk is a request of its own, whose keys are that chunk's: it starts on a block boundary and takes those
-    columns of the block table. Tokens keep their order and their slots.
+    See `reference.planning.local_attention.make_local_attention_virtual_batches` for the virtual requests.
 
     Args:
         common: the batch.
-        attention_chunk_size: positions in a chunk; a multiple of `block_size`.
-        block_size: tokens a block.
+        attention_chunk_size: positions per attention chunk; a multiple of `block_size`.
+        block_size: tokens per block.
 
     Returns:
-        The virtual batch; a padding row (S = 0) stays one row, a request without new tokens has none.
+        The virtual batch. A padding row (S = 0) stays one row; a request without new tokens has no row.
 
     Raises:
-        ValueError: a size below 1, slots that were made for another block size, a chunk that is not made of whole
-            blocks, or a block table narrower than the longest request.
+        ValueError: a size is below 1; the slots were made for another block size; `attention_chunk_size` is not a
+            multiple of `block_size`; the block table is narrower than the longest request.
     """
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size)
@@ -43,10 +41,10 @@ def make_local_attention_virtual_batches(
     starts, lengths = common.query_start_loc_cpu.long(), common.seq_lens_cpu.long()
     query_lens = starts.diff()
     first_position = (lengths - query_lens).clamp_(min=0)
-    pieces = (lengths - 1).div(chunk, rounding_mode="floor") - first_position.div(chunk, rounding_mode="floor") + 1
-    pieces = torch.where(lengths > 0, pieces, 1) * (query_lens > 0)  # of each request; a padding row stays one
-    request = torch.repeat_interleave(pieces)
-    number = torch.arange(request.shape[0], device="cpu") - (pieces.cumsum(0) - pieces)[request]
+    counts = (lengths - 1).div(chunk, rounding_mode="floor") - first_position.div(chunk, rounding_mode="floor") + 1
+    counts = torch.where(lengths > 0, counts, 1) * (query_lens > 0)  # virtual requests of each request; 1 for padding
+    request = torch.repeat_interleave(counts)
+    number = torch.arange(request.shape[0], device="cpu") - (counts.cumsum(0) - counts)[request]
     first_key = (first_position[request] // chunk + number) * chunk
     end = torch.minimum(first_key + chunk, lengths[request])
     taken = torch.where(lengths[request] > 0, end - torch.maximum(first_key, first_position[request]),

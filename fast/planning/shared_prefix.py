@@ -1,4 +1,4 @@
-"""Find the blocks that all requests share, and split a decode plan at them."""
+"""Find the blocks that all requests share, and split a decode plan after them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from reference.interfaces import (
 
 
 def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
-    """Context tokens, in whole blocks, that every request of a batch has in the same blocks of the cache.
+    """Return how many context tokens, in whole blocks, all requests have in the same cache blocks.
 
-    No more than the shortest context: the new tokens see all of it, so that it needs no mask. Padding rows (S = 0) are
-    left out. Reads the block table.
+    See `reference.planning.shared_prefix.common_prefix_len` for the bound. On a GPU this function waits for the block
+    table.
 
     Args:
-        common: the batch.
-        block_size: tokens a block.
+        common: the batch; padding rows (S = 0) are ignored.
+        block_size: tokens per block.
 
     Raises:
-        ValueError: `block_size` below 1; a block table narrower than the longest request.
+        ValueError: `block_size` is below 1, or the block table is narrower than the longest request.
     """
     check_table_width(common, block_size)
     real = (common.seq_lens_cpu > 0).nonzero().flatten()
@@ -45,19 +45,19 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
 def split_shared_prefix(
     metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
 ) -> CascadeMetadata:
-    """A decode in two: all rows over the shared blocks, then every request over what follows them.
+    """Split a decode in two: all query tokens over the shared blocks, then every request over its remaining blocks.
 
-    That the blocks are shared, and lie within every context, is the caller's promise (`common_prefix_len`).
+    See `reference.planning.shared_prefix.split_shared_prefix` for what the caller guarantees.
 
     Args:
-        metadata: the decode.
-        common_prefix_len: shared tokens, whole blocks, within the context of every request that is no padding.
-        block_size: tokens a block.
-        row: a request that is no padding; its blocks are read for all.
+        metadata: plan of the decode.
+        common_prefix_len: shared tokens, in whole blocks, within the context of every request that is not padding.
+        block_size: tokens per block.
+        row: index of a request that is not padding; the prefix is read through the block table of this request.
 
     Raises:
-        ValueError: a block size other than that of `metadata`; a prefix below one block, not of whole blocks, or wider
-            than the block table; no such row.
+        ValueError: `block_size` differs from that of `metadata`; the prefix is below one block, is not a multiple of
+            the block size, or is wider than the block table; `row` is out of range.
     """
     check_type("metadata", metadata, DecodeMetadata)
     check_tensor("metadata.visible_lens", metadata.visible_lens, ("T",), (torch.int32,))

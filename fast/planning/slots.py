@@ -1,4 +1,4 @@
-"""Slots of the paged cache for the new tokens of a step."""
+"""Compute the cache slots for the new tokens of a step."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def slot_mapping(
     block_size: int,
     num_tokens: int,
 ) -> Int64[Tensor, " num_tokens"]:
-    """Cache slot of every new token: the last Sq tokens of each request.
+    """Return the cache slot of every new token: the last Sq tokens of each request.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.
         seq_lens: [B], lengths after this step; 0 for padding rows, whose slots are -1.
         block_table: [B, W].
-        block_size: tokens a block.
-        num_tokens: length of the result, at least query_start_loc[-1]; the rest is -1.
+        block_size: tokens per block.
+        num_tokens: length of the result, at least query_start_loc[-1]; the remaining slots are -1.
 
     Returns:
         [num_tokens] int64.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit; on a CPU offsets that fall, 0 < S < Sq, too few columns or
-            tokens.
+        ValueError: shapes or dtypes do not match; for CPU tensors, offsets decrease, 0 < S < Sq, the block table has
+            too few columns, or `num_tokens` is too small.
     """
     check_int("block_size", block_size, 1, "at least 1")
     check_int("num_tokens", num_tokens, 0)
@@ -65,24 +65,24 @@ def dcp_slot_mapping(
     rank: int,
     interleave: int = 1,
 ) -> Int64[Tensor, " num_tokens"]:
-    """Cache slot of every new token that lies on a rank, -1 for those that lie elsewhere.
+    """Return the cache slot of every new token that this rank owns, and -1 for tokens of other ranks.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.
         seq_lens: [B], lengths of the whole sequences after this step; 0 for padding rows, whose slots are -1.
         block_table: [B, W], the same on all ranks.
-        block_size: tokens a block, a multiple of I.
-        num_tokens: length of the result, at least query_start_loc[-1]; the rest is -1.
+        block_size: tokens per block, a multiple of I.
+        num_tokens: length of the result, at least query_start_loc[-1]; the remaining slots are -1.
         context_parallel_size: D.
-        rank: of D.
+        rank: this rank, in [0, D).
         interleave: I.
 
     Returns:
         [num_tokens] int64.
 
     Raises:
-        ValueError: numbers out of range; shapes or dtypes that do not fit; offsets that fall; 0 < S < Sq; too few
-            columns or tokens.
+        ValueError: a number is out of range; shapes or dtypes do not match; for CPU tensors, offsets decrease, 0 < S <
+            Sq, the block table has too few columns, or `num_tokens` is too small.
     """
     check_rank(context_parallel_size, rank, interleave)
     check_interleave(interleave, block_size)

@@ -94,7 +94,7 @@ def test_restore_does_not_remove_what_something_else_put(model, ops):
     module = use_mla(model, ops=ops).model.layers[1].self_attn
     ours, module.forward = module.forward, type(module).forward.__get__(module)
     before = attributes(model)
-    with pytest.raises(ValueError, match="a DeepseekV3Attention with another since"):
+    with pytest.raises(ValueError, match="a DeepseekV3Attention with another forward"):
         restore(model)
     assert attributes(model) == before
     module.forward = ours
@@ -164,8 +164,8 @@ def test_a_layer_called_alone_is_refused(ops):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(mla_kv_caches=None), "mla_kv_caches: expected a list of one cache a layer .*, got NoneType"),
-        (dict(mla_kv_caches=[0]), "mla_kv_caches: expected one cache a layer, 2, got 1"),
+        (dict(mla_kv_caches=None), "mla_kv_caches: expected a list of one cache per layer .*, got NoneType"),
+        (dict(mla_kv_caches=[0]), "mla_kv_caches: expected one cache per layer, 2, got 1"),
         (dict(mla_kv_caches=[torch.zeros(2, BLOCK, s) for s in (HEAD_SIZE, 7)]), r"mla_kv_caches\[1\]: expected shape"),
         (dict(attention_mask=torch.ones(1, 6)), "attention_mask: expected None beside mla_metadata, got Tensor"),
         (dict(past_key_values=DynamicCache()), "past_key_values: expected None beside mla_metadata, got DynamicCache"),

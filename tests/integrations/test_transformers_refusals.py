@@ -70,7 +70,7 @@ def test_one_cache_for_two_layers_is_refused(ops):
     for wide in (torch.zeros(4, BLOCK, HEAD_SIZE), torch.zeros(4, 2, BLOCK, HEAD_SIZE)):
         one = wide if wide.dim() == 3 else wide[:, 1]
         for caches in ([one] * LAYERS, [one, one.view(one.shape)], [one, one.detach()]):
-            with pytest.raises(ValueError, match="^mla_kv_caches: expected a cache of its own a layer, got one tensor"):
+            with pytest.raises(ValueError, match="^mla_kv_caches: expected a separate cache for each layer, got one"):
                 packed_call(ops, model, caches)
         assert not wide.any()
     layers = torch.zeros(4, LAYERS, BLOCK, HEAD_SIZE)  # all layers in one tensor, one beside another

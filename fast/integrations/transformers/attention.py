@@ -1,4 +1,4 @@
-"""`use_mla`: plan a forward once at the base model, run every attention module through `ops.MLAAttention`."""
+"""`use_mla`: plan each forward once at the base model, and run every attention module through `ops.MLAAttention`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NEEDED = ("CommonAttentionMetadata", "MLAAttention", "allocate_kv_cache", "build
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is served; shared, not copied, when the model is copied (a module cannot be)."""
+    """Options with which `use_mla` serves a model; copies of the model share them, because `ops` cannot be copied."""
 
     ops: ModuleType
     block_size: int
@@ -52,7 +52,7 @@ class Options:
     config: MLAConfig
     costs: PathCosts | None
     context_parallel: ContextParallel | None
-    planning: dict[str, Any]  # for `ops.build_mla_metadata`
+    planning: dict[str, Any]  # keyword arguments for `ops.build_mla_metadata`
 
     def __deepcopy__(self, memo: dict) -> Options:
         return self
@@ -60,13 +60,13 @@ class Options:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One forward, planned once and read by every layer.
+    """Plan of one forward, made once and read by every layer.
 
     Attributes:
-        metadata: who decodes, who prefills, where tokens go.
-        positions: [T], of the real tokens.
-        tokens: [T], which of the B Q padded tokens are real; None where all are.
-        kv_caches: one a layer.
+        metadata: the requests that decode, the requests that prefill, and the slots of their tokens.
+        positions: [T], positions of the real tokens.
+        tokens: [T], indices of the real tokens among the B Q padded tokens; None if all tokens are real.
+        kv_caches: one cache per layer.
     """
 
     metadata: MLAMetadata
@@ -76,25 +76,25 @@ class Step:
 
 
 class InferenceOnly(torch.autograd.Function):
-    """The identity, except that going back through it is an error rather than a missing gradient."""
+    """Identity whose backward pass raises, so that a missing gradient is an error."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *requiring_grad: Tensor) -> Tensor:
-        """`output`, tied to what a gradient would have to reach."""
+        """Return `output` as a node of the autograd graph, so that `backward` runs if a gradient is asked for."""
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
-        """Always raises."""
+        """Raise RuntimeError."""
         raise RuntimeError("backward: expected no gradient through attention under use_mla, which is inference only")
 
 
 class AttentionAdapter:
-    """`forward` of one attention module: the packed real tokens through `ops.MLAAttention`.
+    """Replace the `forward` of one attention module: pass the packed real tokens through `ops.MLAAttention`.
 
     Args:
         module: the attention module.
-        attention: the layer that shares its projections; no registered child of anything.
+        attention: the layer that shares the module's projections; no module registers it as a submodule.
     """
 
     def __init__(self, module: nn.Module, attention: nn.Module):
@@ -103,8 +103,8 @@ class AttentionAdapter:
     def __call__(
         self, hidden_states: Float[Tensor, "B Q H"], *args: Any, mla_step: Step | None = None, **kwargs: Any
     ) -> tuple[Float[Tensor, "B Q H"], None]:
-        """As the module's own forward; everything but the hidden states is in the step."""
-        check(mla_step is not None, "model", "a call through the model that use_mla was given", "one of a layer alone")
+        """Return what the module's own forward returns; all arguments but the hidden states come from the step."""
+        check(mla_step is not None, "model", "a call through the model that use_mla was given", "a call of one layer")
         self.refuse_stale_shares()
         flat = hidden_states.flatten(0, 1)
         tokens = mla_step.tokens
@@ -122,21 +122,21 @@ class AttentionAdapter:
         return output, None
 
     def refuse_stale_shares(self) -> None:
-        """Raise where the weights that this rank's share is a view of are no longer the module's."""
+        """Raise if the module has replaced a weight of which this rank's layer has a view."""
         if self.attention.context_parallel is None:
             return
         for name in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj"):
             ours, theirs = getattr(self.attention, name), getattr(self.module, name, None)
             same = ours is None or ours is theirs or same_storage(ours.weight, theirs.weight)
-            check(same, f"model ({name})", "the weights that use_mla took this rank's share of", "others since")
+            check(same, f"model ({name})", "the weights that use_mla took this rank's heads from", "other weights")
 
 
 class ModelAdapter:
-    """`forward` of the base model: check a call, plan it, hand the plan down, note what was stored.
+    """Replace the `forward` of the base model: plan each call, pass the plan to the layers, record the cached tokens.
 
     Args:
         base: the DeepseekV2Model or DeepseekV3Model.
-        options: how it is served.
+        options: options of `use_mla`.
     """
 
     def __init__(self, base: PreTrainedModel, options: Options):
@@ -148,19 +148,20 @@ class ModelAdapter:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The forward of the base model's class."""
+        """Return the forward of the base model's class."""
         return type(self.base).forward.__get__(self.base)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base model's own forward, and a packed batch besides.
+        """Run the base model's own forward, for a padded batch or a packed batch.
 
         Args:
-            args: as the base model takes them.
-            kwargs: likewise. A packed batch is `input_ids` [1, T], `position_ids` [1, T], `use_cache=False`,
-                `mla_metadata` (of `ops.build_mla_metadata`) and `mla_kv_caches` (one paged cache a layer).
+            args: positional arguments of the base model's forward.
+            kwargs: keyword arguments of the base model's forward. A packed batch has `input_ids` [1, T], `position_ids`
+                [1, T], `use_cache=False`, `mla_metadata` (plan of `ops.build_mla_metadata`) and `mla_kv_caches` (one
+                paged cache per layer).
 
         Raises:
-            ValueError: what cannot be served, in one line, before anything is written.
+            ValueError: the call cannot be served; the message is one line. Nothing is written then.
         """
         if len(args) > len(ARGUMENTS):
             raise TypeError(f"model: expected at most {len(ARGUMENTS)} positional arguments, got {len(args)}")
@@ -168,14 +169,14 @@ class ModelAdapter:
         self.refuse(kwargs)
         inputs = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
         metadata, kv_caches = kwargs.pop("mla_metadata", None), kwargs.pop("mla_kv_caches", None)
-        unread = inputs.new_empty(0, 0, 0, 0)  # a mask of four dimensions is returned as it is
+        unread = inputs.new_empty(0, 0, 0, 0)  # transformers returns a mask of four dimensions unchanged
         if metadata is not None or kv_caches is not None:
             step = self.plan_packed(inputs, kwargs, metadata, kv_caches)
             kwargs["use_cache"] = False
             return self.original(**{**kwargs, "attention_mask": unread, "mla_step": step})
 
-        check(self.options.context_parallel is None, "model", "a packed batch with mla_metadata and mla_kv_caches, for "
-              "ranks share its sequences", "a padded one")  # fmt: skip
+        check(self.options.context_parallel is None, "model", "a packed batch with mla_metadata and mla_kv_caches, "
+              "because ranks share its sequences", "a padded batch")  # fmt: skip
         past = kwargs.get("past_key_values")
         use_cache = kwargs.get("use_cache")
         if past is None and (self.base.config.use_cache if use_cache is None else use_cache):
@@ -198,7 +199,7 @@ class ModelAdapter:
         return output
 
     def refuse(self, kwargs: dict[str, Any]) -> None:
-        """Raise for what no batch may ask: training, attention weights, other attention, other packings."""
+        """Raise for unsupported calls: training, autocast, attention weights, non-causal attention, other batches."""
         config = self.base.config
         training = self.base.training or any(layer.self_attn.training for layer in self.base.layers)
         check(not training, "model", "eval mode (inference only)", "training mode")
@@ -214,13 +215,13 @@ class ModelAdapter:
         check(len(given) == 1, "input_ids", "exactly one of input_ids and inputs_embeds", " and ".join(given) or "none")
 
     def plan_packed(self, inputs: Tensor, kwargs: dict[str, Any], metadata: Any, kv_caches: Any) -> Step:
-        """Check a packed batch; its plan and its caches are the caller's."""
+        """Check a packed batch, and return a step with the plan and the caches of the caller."""
         check(isinstance(metadata, MLAMetadata), "mla_metadata",
               "the plan of ops.build_mla_metadata beside mla_kv_caches", type(metadata).__name__)  # fmt: skip
         layers = self.base.layers
-        check(isinstance(kv_caches, list | tuple), "mla_kv_caches", "a list of one cache a layer beside mla_metadata",
+        check(isinstance(kv_caches, list | tuple), "mla_kv_caches", "a list of one cache per layer beside mla_metadata",
               type(kv_caches).__name__)  # fmt: skip
-        check(len(kv_caches) == len(layers), "mla_kv_caches", f"one cache a layer, {len(layers)}", len(kv_caches))
+        check(len(kv_caches) == len(layers), "mla_kv_caches", f"one cache per layer, {len(layers)}", len(kv_caches))
         for name in ("attention_mask", "past_key_values"):
             check(kwargs.get(name) is None, name, "None beside mla_metadata", type(kwargs.get(name)).__name__)
         check(not kwargs.get("use_cache"), "use_cache", "False beside mla_metadata", kwargs.get("use_cache"))
@@ -232,8 +233,8 @@ class ModelAdapter:
             entry = entry_of(layer.self_attn)
             check_tensor(f"mla_kv_caches[{index}]", kv_cache, (*shape, entry.columns), (entry.dtype,), entry.device)
         starts = {kv_cache.data_ptr() for kv_cache in kv_caches}
-        check(kv_caches[0].numel() == 0 or len(starts) == len(kv_caches), "mla_kv_caches", "a cache of its own a layer",
-              "one tensor for several layers")  # fmt: skip
+        check(kv_caches[0].numel() == 0 or len(starts) == len(kv_caches), "mla_kv_caches",
+              "a separate cache for each layer", "one tensor for several layers")  # fmt: skip
         return Step(metadata, positions[0], None, kv_caches)
 
     def plan_padded(
@@ -243,16 +244,16 @@ class ModelAdapter:
         mask: Bool[Tensor, "B S"] | None,
         positions: Int[Tensor, "B Q"],
     ) -> tuple[Step, Tensor]:
-        """Pack the real tokens of a padded batch and plan them over the pages.
+        """Pack the real tokens of a padded batch, and plan them over the blocks of the cache.
 
         Args:
-            record: what is cached.
-            layers: the cache's layers; None plans over pages that all layers use in turn and nobody keeps.
-            mask: [B, cached + Q], True = real; None where nothing is padded.
+            record: record of the cached tokens.
+            layers: layers of the cache; None uses one temporary cache for all layers, one after another.
+            mask: [B, cached + Q], True = real; None if no token is padding.
             positions: [B, Q].
 
         Returns:
-            The step, and the real tokens of each row after it, [B] int32.
+            The step, and the number of real tokens of each row after the step, [B] int32.
         """
         ops, options = self.options.ops, self.options
         rows, queries = positions.shape
@@ -297,7 +298,7 @@ class ModelAdapter:
 
 
 def planning_options(ops: ModuleType, attention: nn.Module) -> dict[str, Any]:
-    """Return the dtype of a layer, and its backend where `ops` has backends, for `ops.build_mla_metadata`."""
+    """Return the layer's dtype, and its backend if `ops` has backends, as arguments of `ops.build_mla_metadata`."""
     options: dict[str, Any] = {"dtype": attention.kv_a_layernorm.weight.dtype}
     if "backend" in inspect.signature(ops.build_mla_metadata).parameters:  # `reference` has no backends
         options["backend"] = getattr(attention, "backend", None)
@@ -305,7 +306,7 @@ def planning_options(ops: ModuleType, attention: nn.Module) -> dict[str, Any]:
 
 
 def same_storage(a: Tensor, b: Tensor) -> bool:
-    """Whether both are views of the same bytes."""
+    """Return whether both tensors are views of the same storage."""
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
@@ -318,14 +319,14 @@ class CacheEntry(NamedTuple):
 
 
 def entry_of(module: nn.Module) -> CacheEntry:
-    """Return what the format of the cache makes of a module's dims and of the dtype of its weights."""
+    """Return the cache entry of a module, from the cache format, the module's dims and the dtype of its weights."""
     weight = module.kv_a_layernorm.weight
     columns = COMPUTE_FORMAT.columns(module.kv_lora_rank, module.qk_rope_head_dim)
     return CacheEntry(columns, COMPUTE_FORMAT.dtype_for(weight.dtype), weight.device)
 
 
 def base_of(model: Any) -> PreTrainedModel:
-    """The DeepseekV2Model or DeepseekV3Model inside a model.
+    """Return the DeepseekV2Model or DeepseekV3Model inside a model.
 
     Raises:
         UnsupportedConfiguration: there is none, or one of its layers has other attention.
@@ -352,33 +353,36 @@ def use_mla(
     context_parallel: ContextParallel | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Make a DeepSeek model of transformers use the twins' attention, in place; inference only.
+    """Replace the attention of a DeepSeek model of transformers by `ops.MLAAttention`, in place; inference only.
 
-    `model.generate` works as before, over a paged latent cache: a `DynamicCache` that is passed or made gets
-    `LatentCacheLayer`s when the first forward succeeds. A packed batch is
-    `model(ids[1, T], position_ids=positions[1, T], use_cache=False, mla_metadata=plan, mla_kv_caches=caches)`, with the
-    plan of `ops.build_mla_metadata` and one paged cache a layer.
+    `model.generate` works as before, over a paged latent cache: the layers of the `DynamicCache` become
+    `LatentCacheLayer`s when the first forward succeeds. A packed batch is `model(ids[1, T], position_ids=positions[1,
+    T], use_cache=False, mla_metadata=plan, mla_kv_caches=caches)`, with the plan of `ops.build_mla_metadata` and one
+    paged cache per layer.
 
     Args:
         model: a DeepseekV2 or DeepseekV3 model (with any head, or none), in eval mode.
-        ops: `fast`, `reference`, or any module that keeps their contract.
-        block_size: tokens a block of the cache.
-        workspace_tokens: context tokens that a prefill expands at once; None is `ops.chunked_prefill_workspace_size`.
-            A forward needs at least a block for each row that prefills with context.
+        ops: `fast`, `reference`, or another module with the same functions.
+        block_size: tokens per block of the cache.
+        workspace_tokens: context tokens that a prefill expands at once; None takes
+            `ops.chunked_prefill_workspace_size`, but no more than the limit of the layers. It must be at least one
+            block.
         decode_threshold: longest query that always takes the absorbed path.
-        costs: by which longer ones choose their path (`ops.choose_path`); None counts.
-        context_parallel: the groups, where ranks share heads and sequences: every rank has the whole model and attends
-            with its share of the heads' weights, views of the model's: move or load it before. Packed batches only,
-            planned with `context_parallel.ownership`.
-        options: keyword arguments for `ops.MLAAttention.from_hf` (`backend` of `fast`).
+        costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
+            `PathCosts`.
+        context_parallel: groups of the ranks that share heads and sequences. Every rank has the whole model, and its
+            layers have views of the weights of the rank's heads; so move or load the model before this call. Only
+            packed batches are served, with plans for `context_parallel.ownership`.
+        options: keyword arguments for `ops.MLAAttention.from_hf` (for example `backend` of `fast`).
 
     Returns:
         The same model.
 
     Raises:
-        UnsupportedConfiguration: not MLA, or a rope, scaling or bias that is not implemented; every reason is given.
-        ValueError: training mode, a model that is under `use_mla` already, a `forward` that something else has put
-            on an instance, options that do not fit. The model is untouched then.
+        UnsupportedConfiguration: the model has no MLA, or its rope, scaling or bias is not implemented; the error names
+            every reason.
+        ValueError: the model is in training mode or already under `use_mla`; a `forward` of its modules was replaced on
+            the instance; an option is invalid. The model is unchanged then.
     """
     base = base_of(model)
     needed = NEEDED if context_parallel is None else (*NEEDED, "dcp_decode", "dcp_slot_mapping", "verify_group")
@@ -402,7 +406,7 @@ def use_mla(
     if context_parallel is not None:
         options["context_parallel"] = context_parallel
     if workspace_tokens is not None:
-        options["workspace_tokens"] = workspace_tokens  # the layers refuse plans for more
+        options["workspace_tokens"] = workspace_tokens  # the layers refuse plans with larger chunks
     adapters = [AttentionAdapter(module, ops.MLAAttention.from_hf(module, **options)) for module in modules]
     config = adapters[0].attention.config
     planning = planning_options(ops, adapters[0].attention)
@@ -414,11 +418,11 @@ def use_mla(
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `use_mla`: the model is again what it was, attribute by attribute. Returns the same model.
+    """Undo `use_mla`: remove the replaced forwards, and return the same model.
 
     Raises:
-        UnsupportedConfiguration: not MLA.
-        ValueError: the model is not under `use_mla`, or something else has replaced a `forward` since.
+        UnsupportedConfiguration: the model has no MLA.
+        ValueError: the model is not under `use_mla`, or a `forward` was replaced again after `use_mla`.
     """
     base = base_of(model)
     under = isinstance(base.__dict__.get("forward"), ModelAdapter)
@@ -426,7 +430,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     modules = [layer.self_attn for layer in base.layers]
     for module in modules:
         ours = isinstance(module.__dict__.get("forward"), AttentionAdapter)
-        check(ours, "model", "the forwards that use_mla put", f"a {type(module).__name__} with another since")
+        check(ours, "model", "the forwards that use_mla set", f"a {type(module).__name__} with another forward")
     for module in modules:
         del module.forward
     del base.forward
