@@ -351,26 +351,33 @@ class Results:
         return f"{table(['subject', *columns.values()], rows, 1)}\n\n{said}"
 
     def negative(self, name: str) -> str:
-        """What the log says was tried and not kept."""
+        """Every experiment of the log that was not kept, with its figures where they stand in no table."""
         text = re.sub(r"^```.*?^```$", "", (self._docs / name).read_text(encoding="utf-8"), flags=re.M | re.S)
         lines, slugs = [], set()
-        for entry in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-            title, _, body = entry.partition("\n")
-            slug = base = slugify(title, "-")
+
+        def anchor(heading: str) -> str:
+            slug = base = slugify(heading.replace("`", ""), "-")
             count = 0
             while slug in slugs:
                 slug, count = f"{base}_{count + 1}", count + 1
             slugs.add(slug)
-            for tried in re.split(r"^(?=Prediction )", body, flags=re.MULTILINE)[1:]:
-                found = re.findall(r"^(Prediction|Measured|Kept|Learned) +(.*?)(?=^\w|\Z)", tried, re.M | re.S)
-                said = {key: " ".join(value.split()) for key, value in found}
-                if re.match(r"no\b", said["Kept"]):
-                    date, what = title.split(maxsplit=1)
-                    lines.append(
-                        f"- [{what}]({name}#{slug}), {date}. Expected: {said['Prediction']}. "
-                        f"Measured: {said['Measured']}. Learned: {said['Learned']}."
-                    )
-        return "\n".join(lines).replace("..", ".")
+            return slug
+
+        for section in re.split(r"^#(?=##? )", text, flags=re.MULTILINE)[1:]:
+            mark, _, rest = section.partition(" ")
+            heading, _, body = rest.partition("\n")
+            slug = anchor(heading)
+            if mark == "#":
+                date, entry = heading.split(maxsplit=1)
+            what = entry if mark == "#" else f"{entry}; {heading}"
+            found = re.findall(r"^- \*\*(\w+)\.\*\* (.*?)(?=^- |\Z)", body, re.MULTILINE | re.DOTALL)
+            said = {key: " ".join(re.sub(r"^ *\|.*$", "", value, flags=re.M).split()) for key, value in found}
+            if re.match(r"no\b", said.get("Kept", ""), re.IGNORECASE):
+                lines.append(
+                    f"- [{what.removesuffix(': not kept')}]({name}#{slug}), {date}. *Expected.* {said['Prediction']} "
+                    f"*Measured.* {said['Measured']} *Learned.* {said['Learned']}"
+                )
+        return "\n".join(lines)
 
 
 def digest(folder: Path) -> str:
