@@ -5,7 +5,8 @@ shell command of its page runs it. Every line of a shell block is run here or by
 
 Faults this file was seen to catch: a name misspelt in an example, a block fenced as `py`, a module left out of the
 API pages, a pin below its lower bound, a link to a file that is not there, a guard named on the correctness page that
-no test has, a planted mistake that no fault names, a shell command that nothing runs, a twin that links to itself, a term without a definition.
+no test has, a planted mistake that no fault names, a shell command that nothing runs, a twin that links to itself, a
+term without a definition.
 """
 
 from __future__ import annotations
