@@ -220,7 +220,8 @@ class Results:
         description = (
             f"Roofline of {way} times: TFLOPS against FLOPs per byte, both logarithmic. {len(rows)} shapes; "
             f"fast reaches {100 * min(shares):.0f} to {100 * max(shares):.0f} percent of the ceiling, "
-            f"which is memory at {ways[bandwidth]:.0f} GB/s or products at {top:.0f} TFLOPS. The table gives every time."
+            f"which is memory at {ways[bandwidth]:.0f} GB/s or products at {top:.0f} TFLOPS. "
+            "The table gives every time."
         )
         return Chart(description, "FLOPs per byte", "TFLOPS", lines, marks, names, links).html()
 

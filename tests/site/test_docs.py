@@ -537,12 +537,12 @@ def test_costs_in_words():
     hot = prefill["times"]["flushed"]["FA3"]["median_us"] / prefill["times"]["flushed"]["fast"]["median_us"]
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     for said in (
-        f"a plan costs up to {100 * max(plans) - 100:.0f} %",
-        f"own cut takes {min(cuts):.1f} to {max(cuts):.1f} times as long",
+        f"a schedule costs up to {100 * max(plans) - 100:.0f} %",
+        f"without a schedule takes {min(cuts):.1f} to {max(cuts):.1f} times as long",
         f"Batch invariance costs {100 * statistics.geometric_mean(invariants) - 100:.0f} %",
-        f"{'nothing' if min(invariants) < 1.005 else f'{100 * min(invariants) - 100:.0f} %'} to"
-        f" {100 * max(invariants) - 100:.0f} % of a row, the better of planned and not on both sides",
-        f"on a hot card it is {hot:.2f}",
+        f"and {'nothing' if min(invariants) < 1.005 else f'{100 * min(invariants) - 100:.0f} %'} to"
+        f" {100 * max(invariants) - 100:.0f} % for a single row; both sides use the faster of planned and not planned",
+        f"on a hot GPU it is {hot:.2f}",
     ):
         assert said in text, said
 
