@@ -144,7 +144,7 @@ class Results:
                 f"sources of `fast/`: sha256 `{report['fast_sha256'][:12]}`, "
                 + ("unchanged since" if same else "changed since")
             )
-        return f"*{'; '.join(lines)}.* All of it: [`{name}`](results/{name})."
+        return f"*{'; '.join(lines)}.* Complete file: [`{name}`](results/{name})."
 
     def command(self, name: str, path: str = ".") -> str:
         """The command that wrote the file, ready to be copied."""
@@ -160,7 +160,7 @@ class Results:
         medians = sorted(time["median_us"] for row in rows for time in row["times"][way].values())
         unit, scale = ("ms", 1e-3) if medians[len(medians) // 2] > 2000 else ("us", 1.0)
         peers = [name for name in who if not is_ours(name)]
-        ratio = "`fast` against the best peer" if len(peers) > 1 else f"`fast` against {(peers or ['peers'])[0]}"
+        ratio = "x the best peer's speed" if len(peers) > 1 else f"x {(peers or ['a peer'])[0]}'s speed"
         lines = []
         for row, dims in zip(rows, cells, strict=True):
             times = row["times"][way]
@@ -171,10 +171,16 @@ class Results:
             fastest = who.index(min(times, key=lambda name: times[name]["median_us"]))
             shown[fastest] = f"**{shown[fastest]}**"
             lines.append([*dims, *shown, gain(times)])
-        words = [f"Medians in {unit}; quartiles within {100 * spread(rows, way):.1f} % of them"]
-        words += [f"all rows: {', '.join(said)}"] if said else []
-        words += ["the outputs of every row passed the comparison first"] if all(row["passed"] for row in rows) else []
-        words += sorted({f"{NONE} is {who}: {why}" for row in rows for who, why in row["absent"].items()})
+        words = [f"Times are medians in {unit}; the quartiles are within {100 * spread(rows, way):.1f} % of them"]
+        words += [f"all rows have {', '.join(said)}"] if said else []
+        words += (
+            ["before the measurement the outputs of every row passed the comparison"]
+            if all(row["passed"] for row in rows)
+            else []
+        )
+        words += sorted(
+            {f"{NONE} means that {who} was not measured: {why}" for row in rows for who, why in row["absent"].items()}
+        )
         return f"{table([*heads, *map(code, who), ratio], lines, len(heads))}\n\n{'; '.join(words)}."
 
     def roofline(self, name: str, path: str, way: str) -> str:
@@ -212,11 +218,12 @@ class Results:
         ]
         shares = [mark.y / min(top, mark.x * rate) for mark in marks if mark.style.startswith("ours ")]
         description = (
-            f"Roofline of {way} times: TFLOPS against FLOPs a byte, both logarithmic. {len(rows)} shapes; ours lie at "
-            f"{100 * min(shares):.0f} to {100 * max(shares):.0f} percent of the ceiling above them, which is memory at "
-            f"{ways[bandwidth]:.0f} GB/s or products at {top:.0f} TFLOPS. The table gives every time."
+            f"Roofline of {way} times: TFLOPS against FLOPs per byte, both logarithmic. {len(rows)} shapes; "
+            f"fast reaches {100 * min(shares):.0f} to {100 * max(shares):.0f} percent of the ceiling, "
+            f"which is memory at {ways[bandwidth]:.0f} GB/s or products at {top:.0f} TFLOPS. "
+            "The table gives every time."
         )
-        return Chart(description, "FLOPs a byte", "TFLOPS", lines, marks, names, links).html()
+        return Chart(description, "FLOPs per byte", "TFLOPS", lines, marks, names, links).html()
 
     def ranks(self, name: str) -> str:
         """Decode steps over several GPUs beside one: times of each merge, the gain, bytes that a rank receives."""
@@ -238,7 +245,10 @@ class Results:
             "one GPU",
             *(f"`{who}`" if "," not in who else who for who in merges),
         ]
-        return table([*head, f"gain with `{merges[0]}`", "MB received"], lines, 4) + "\n\nMedians in us."
+        return (
+            table([*head, f"`{merges[0]}`, x the speed of one GPU", "MB received by each rank"], lines, 4)
+            + "\n\nTimes are medians in us."
+        )
 
     def contexts(self, name: str) -> str:
         """One decoded token at several context lengths: a table and a chart."""
@@ -251,7 +261,11 @@ class Results:
              f"{at[context, OURS]['times_faster_than_transformers']:.1f}"]
             for context in contexts
         ]  # fmt: skip
-        head = ["context", *(name if name == "transformers" else f"`{name}`" for name in who), "gain of `fast`"]
+        head = [
+            "context",
+            *(name if name == "transformers" else f"`{name}`" for name in who),
+            "`fast`, x transformers' speed",
+        ]
         lines_drawn = [
             Line(name, style_of(name), [(context, at[context, name]["ms_median"]) for context in contexts])
             for name in who
@@ -261,7 +275,7 @@ class Results:
             + "; ".join(f"{name} {at[contexts[-1], name]['ms_median']:.0f} at {contexts[-1]} tokens" for name in who)
             + ".",
             "tokens of context",
-            "ms a token",
+            "ms per token",
             lines_drawn,
             [
                 Mark(
@@ -274,7 +288,7 @@ class Results:
                 for context in contexts
             ],
         )  # fmt: skip
-        return f"{table(head, lines, 1)}\n\nMedians in ms.\n\n{chart.html()}"
+        return f"{table(head, lines, 1)}\n\nTimes are medians in ms.\n\n{chart.html()}"
 
     def planning(self, name: str, path: str) -> str:
         """The host's time to plan a step, and where it was measured the device's time to plan a schedule."""
@@ -288,7 +302,7 @@ class Results:
         ]
         names = {OURS: "`build_mla_metadata`", "builder": "`MLAMetadataBuilder`", "reference": "`reference`"}
         shown = table([*heads, *(names.get(name, name) for name in who)], lines, len(heads))
-        return f"{shown}\n\nMedians in us, of the host."
+        return f"{shown}\n\nTimes are medians in us on the host."
 
     def schedules(self, name: str, path: str) -> str:
         """The device's time to plan a decode schedule, in a CUDA graph."""
@@ -300,7 +314,7 @@ class Results:
             for row, dims in zip(rows, cells, strict=True)
         ]
         names = [f"`{name}`" if name.isidentifier() else name for name in who]
-        return f"{table([*heads, *names], lines, len(heads))}\n\nMedians in us, replayed; {', '.join(said)}."
+        return f"{table([*heads, *names], lines, len(heads))}\n\nTimes are medians in us, replayed; {', '.join(said)}."
 
     def crossover(self, name: str, path: str) -> str:
         """What choosing a path by measured and by counted costs loses against the better path, at worst."""
@@ -310,7 +324,9 @@ class Results:
             [str(row["N"]), str(len(row["points"])), *(f"{100 * row['lost'][way]:.1f} %" for way in ways)]
             for row in rows
         ]
-        return table(["heads", "shapes", *(f"{way} costs" for way in ways)], lines, 1)
+        return table(
+            ["heads", "shapes", *(f"{way} costs: slower than the better path by up to" for way in ways)], lines, 1
+        )
 
     def speed(self, name: str, path: str) -> str:
         """Tokens a second of the main job."""
@@ -319,7 +335,7 @@ class Results:
             [f"`{who}`" if who != "transformers" else who, row["how"], f"{row['tokens_per_second']:.1f}"]
             for who, row in part["speed"].items()
         ]
-        return table(["who", "prompts", "tokens a second"], lines, 2)
+        return table(["package", "prompts", "tokens per second"], lines, 2)
 
     def checks(self, name: str) -> str:
         """What was checked on the card besides speed, and what came of it."""
@@ -328,49 +344,56 @@ class Results:
             found = report[stage]
             if "skipped" in found:
                 left_out = sum(found["skipped"].values())
-                said = f"{found['passed']} passed, {len(found['failed'])} failed, {left_out} left out"
+                said = f"{found['passed']} passed, {len(found['failed'])} failed, {left_out} skipped"
             elif "ops" in found:
                 said = f"{len(found['ops'])} ops, {len(found['failed'])} failed"
             else:
                 said = "; ".join(line.strip("= ") for line in found.get("verdict", {}).get("lines") or found["summary"])
             lines.append([stage.replace("_", " "), "passed" if found["ok"] else "**not passed**", said])
-        return table(["check", "verdict", "in its words"], lines, 3)
+        return table(["check", "verdict", "summary"], lines, 3)
 
     def mutants(self, name: str) -> str:
         """How many planted faults the tests noticed, by subject, and what was drawn."""
         report = self._load(name)
-        columns = {"judged": "drawn", "killed": "failed a test", "timed out": "timed out", "survived": "survived"}
+        columns = {"judged": "drawn", "killed": "a test failed", "timed out": "timed out", "survived": "survived"}
         rows = [[subject, *(str(counts[key]) for key in columns)]
                 for subject, counts in (*report["by_subject"].items(), ("all", report["all"]))]  # fmt: skip
         noticed = report["all"]["judged"] - report["all"]["survived"]
         said = (
             f"{noticed} of {report['all']['judged']} mutants were noticed, {noticed / report['all']['judged']:.1%}. "
             f"They were drawn with seed {report['seed']} out of {report['population']}, with cosmic-ray "
-            f"{report['versions']['cosmic-ray']}, on {report['date']}. All of it: [`{name}`](results/{name})."
+            f"{report['versions']['cosmic-ray']}, on {report['date']}. Complete file: [`{name}`](results/{name})."
         )
         return f"{table(['subject', *columns.values()], rows, 1)}\n\n{said}"
 
     def negative(self, name: str) -> str:
-        """What the log says was tried and not kept."""
+        """Every experiment of the log that was not kept, with its figures where they stand in no table."""
         text = re.sub(r"^```.*?^```$", "", (self._docs / name).read_text(encoding="utf-8"), flags=re.M | re.S)
         lines, slugs = [], set()
-        for entry in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-            title, _, body = entry.partition("\n")
-            slug = base = slugify(title, "-")
+
+        def anchor(heading: str) -> str:
+            slug = base = slugify(heading.replace("`", ""), "-")
             count = 0
             while slug in slugs:
                 slug, count = f"{base}_{count + 1}", count + 1
             slugs.add(slug)
-            for tried in re.split(r"^(?=Prediction )", body, flags=re.MULTILINE)[1:]:
-                found = re.findall(r"^(Prediction|Measured|Kept|Learned) +(.*?)(?=^\w|\Z)", tried, re.M | re.S)
-                said = {key: " ".join(value.split()) for key, value in found}
-                if re.match(r"no\b", said["Kept"]):
-                    date, what = title.split(maxsplit=1)
-                    lines.append(
-                        f"- [{what}]({name}#{slug}), {date}. Expected: {said['Prediction']}. "
-                        f"Measured: {said['Measured']}. Learned: {said['Learned']}."
-                    )
-        return "\n".join(lines).replace("..", ".")
+            return slug
+
+        for section in re.split(r"^#(?=##? )", text, flags=re.MULTILINE)[1:]:
+            mark, _, rest = section.partition(" ")
+            heading, _, body = rest.partition("\n")
+            slug = anchor(heading)
+            if mark == "#":
+                date, entry = heading.split(maxsplit=1)
+            what = entry if mark == "#" else f"{entry}; {heading}"
+            found = re.findall(r"^- \*\*(\w+)\.\*\* (.*?)(?=^- |\Z)", body, re.MULTILINE | re.DOTALL)
+            said = {key: " ".join(re.sub(r"^ *\|.*$", "", value, flags=re.M).split()) for key, value in found}
+            if re.match(r"no\b", said.get("Kept", ""), re.IGNORECASE):
+                lines.append(
+                    f"- [{what.removesuffix(': not kept')}]({name}#{slug}), {date}. *Expected.* {said['Prediction']} "
+                    f"*Measured.* {said['Measured']} *Learned.* {said['Learned']}"
+                )
+        return "\n".join(lines)
 
 
 def digest(folder: Path) -> str:

@@ -3,9 +3,10 @@
 Every `python` block of every page runs by itself. One whose first line names a file (`# step.py`) is that file, and a
 shell command of its page runs it. Every line of a shell block is run here or by `.ci/run`.
 
-Faults this file was seen to catch: a name misspelt in an example, a block fenced as `py`, a room left out of the
+Faults this file was seen to catch: a name misspelt in an example, a block fenced as `py`, a module left out of the
 API pages, a pin below its lower bound, a link to a file that is not there, a guard named on the correctness page that
-no test has, a planted mistake that no fault names, a shell command that nothing runs, a twin that links to itself.
+no test has, a planted mistake that no fault names, a shell command that nothing runs, a twin that links to itself, a
+term without a definition.
 """
 
 from __future__ import annotations
@@ -355,6 +356,59 @@ def test_glossary():
     assert {field: int(value) for value, field in fields} == PRESETS["deepseek-v3"]
 
 
+# every concept that has one word on the pages, in docstrings and in comments
+TERMS = (
+    "program", "work item", "split", "partial output", "partial LSE", "partial index", "slot", "combine", "merge",
+    "row", "row block", "padding row", "column block", "producer", "consumer", "full barrier", "empty barrier",
+    "prefetch", "prologue", "main loop", "epilogue", "rank-local tokens", "owner rank", "weight", "backend",
+    "context", "chunk",
+)  # fmt: skip
+
+
+def glossary_headings() -> list[str]:
+    """The headings of the glossary, in lower case."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    return [heading.lower() for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+
+
+def test_glossary_terms():
+    """Each term has exactly one heading in the glossary, and one paragraph below it that defines the term."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    headings = glossary_headings()
+    assert len(headings) == len(set(headings))
+    assert set(headings) >= {term.lower() for term in TERMS}
+    part = text[text.index("## Terms") : text.index("## Names elsewhere")]
+    for entry in re.split(r"^#### ", part, flags=re.MULTILINE)[1:]:
+        term, _, body = re.sub(r"^### .*", "", entry, flags=re.MULTILINE).partition("\n")
+        (definition,) = body.strip().split("\n\n")
+        assert definition.endswith("."), term
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_glossary_links(path):
+    """A link to the glossary leads to a heading of it, and no page links to the same term twice."""
+    anchors = {re.sub(r"[^\w]+", "-", heading).strip("-") for heading in glossary_headings()}
+    found = re.findall(r"\]\([\w./-]*glossary\.md#([^)]+)\)", path.read_text(encoding="utf-8"))
+    assert set(found) <= anchors, f"{path.name}: {set(found) - anchors}"
+    assert len(found) == len(set(found)), f"{path.name}: {sorted(found)}"
+
+
+def test_log_entries():
+    """Each entry begins with a paragraph, its conclusion; its labels are items of lists, and every list has all."""
+    text = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    entries = re.split(r"^## (?=\d)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.MULTILINE)[1:]
+    assert len(entries) >= 57
+    for entry in entries:
+        title, _, body = entry.partition("\n")
+        assert re.match(r"\d{4}-\d\d-\d\d  \S", title), title
+        first = body.strip().split("\n\n")[0]
+        assert first[0] not in "-*|#" and first.endswith("."), f"{title}: {first}"
+        labels = re.findall(r"^- \*\*(\w+)\.\*\* \S", body, re.MULTILINE)
+        order = ["Prediction", "Measured", "Kept", "Learned"]
+        assert labels and labels == order * (len(labels) // 4), f"{title}: {labels}"
+        assert not re.search(rf"^(?:{'|'.join(order)})\b", body, re.MULTILINE), title
+
+
 def test_pins():
     """One exact version a line, no other place to fetch from, each within the bounds of pyproject.toml."""
     pins = {}
@@ -483,12 +537,12 @@ def test_costs_in_words():
     hot = prefill["times"]["flushed"]["FA3"]["median_us"] / prefill["times"]["flushed"]["fast"]["median_us"]
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     for said in (
-        f"a plan costs up to {100 * max(plans) - 100:.0f} %",
-        f"own cut takes {min(cuts):.1f} to {max(cuts):.1f} times as long",
+        f"a schedule costs up to {100 * max(plans) - 100:.0f} %",
+        f"without a schedule takes {min(cuts):.1f} to {max(cuts):.1f} times as long",
         f"Batch invariance costs {100 * statistics.geometric_mean(invariants) - 100:.0f} %",
-        f"{'nothing' if min(invariants) < 1.005 else f'{100 * min(invariants) - 100:.0f} %'} to"
-        f" {100 * max(invariants) - 100:.0f} % of a row, the better of planned and not on both sides",
-        f"on a hot card it is {hot:.2f}",
+        f"and {'nothing' if min(invariants) < 1.005 else f'{100 * min(invariants) - 100:.0f} %'} to"
+        f" {100 * max(invariants) - 100:.0f} % for a single row; both sides use the faster of planned and not planned",
+        f"on a hot GPU it is {hot:.2f}",
     ):
         assert said in text, said
 

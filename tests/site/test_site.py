@@ -526,11 +526,10 @@ def test_negative_results_are_those_of_the_log(copied_docs):
     """Each attempt that the log did not keep, and none that it kept."""
     log = (copied_docs / "log.md").read_text(encoding="utf-8").split("```")[2]
     page = drawn(copied_docs).split("## What did not help")[1]
-    assert page.count("\n- [") == len(re.findall(r"^Kept +no\b", log, re.MULTILINE)) > 3
-    text = (
-        "## 2030-01-02  A trial\n\nPrediction  x1\nMeasured    y2\nKept        {}\nLearned     z3\n\n## 2026-11-21  Dec"
-    )
+    assert page.count("\n- [") == len(re.findall(r"^- \*\*Kept\.\*\* No\b", log, re.MULTILINE)) > 3
+    labels = "- **Prediction.** x1.\n- **Measured.** y2.\n- **Kept.** {}.\n- **Learned.** z3.\n\n"
+    text = f"## 2030-01-02  A trial\n\nIt failed.\n\n{labels}## 2026-11-21  Dec"
     path = copied_docs / "log.md"
-    for kept, shown in (("no", True), ("yes", False)):
+    for kept, shown in (("No", True), ("Yes", False)):
         path.write_text((ROOT / "docs" / "log.md").read_text().replace("## 2026-11-21  Dec", text.format(kept), 1))
-        assert ("Expected: x1. Measured: y2. Learned: z3." in drawn(copied_docs)) == shown
+        assert ("*Expected.* x1. *Measured.* y2. *Learned.* z3." in drawn(copied_docs)) == shown
