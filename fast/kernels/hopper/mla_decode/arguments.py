@@ -13,15 +13,15 @@ class LaunchInputs(NamedTuple):
 
     ql_nope: Tensor
     q_pe: Tensor
-    latent_pages: TensorDescriptor
-    rope_pages: TensorDescriptor
+    latent_tma: TensorDescriptor
+    rope_tma: TensorDescriptor
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     visible_lens: Tensor
 
 
-class LaunchResults(NamedTuple):
+class LaunchOutputs(NamedTuple):
     """What a decode writes."""
 
     out: Tensor

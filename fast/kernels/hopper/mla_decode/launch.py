@@ -20,7 +20,7 @@ from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows
 from ...device import device_facts
 from ...schedule_costs import measured_schedule_costs
 from ..common.dependent_launch import LAUNCH
-from .arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, RowSizes
+from .arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
 from .select import (
@@ -82,15 +82,15 @@ def mla_decode(
     Raises:
         ValueError: another dtype; a cache that does not begin at a 16-byte word.
     """
-    found = decode_splits(
+    split_decode = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
     )  # fmt: skip
     combine_partial_outputs(
-        found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
-        batch_invariant, found.out, found.lse,
+        split_decode.partial_out, split_decode.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
+        batch_invariant, split_decode.out, split_decode.lse,
     )  # fmt: skip
-    return found.out, found.lse
+    return split_decode.out, split_decode.lse
 
 
 def decode_splits(
@@ -114,8 +114,8 @@ def decode_splits(
         return SplitDecode(out, lse, none, none.clone())
     if softmax_scale < 0:  # the kernels take the largest score before they scale
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
-    ql_nope, latent_strides = _in_words(ql_nope)
-    q_pe, rope_strides = _in_words(q_pe)
+    ql_nope, latent_strides = _aligned_to_16_bytes(ql_nope)
+    q_pe, rope_strides = _aligned_to_16_bytes(q_pe)
 
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     processors = device_facts(device).processors
@@ -134,12 +134,12 @@ def decode_splits(
     progress = 2 * requests if batch_invariant else 0
     partial_out = torch.empty(assigned.partial_rows * latent + kept_values, dtype=torch.float32, device=device)
     partial_lse = torch.empty(2 * assigned.partial_rows + progress, dtype=torch.float32, device=device)
-    latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope)
+    latent_tma, rope_tma = _cache_descriptors(kv_cache, latent, rope)
     inputs = LaunchInputs(
-        ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
+        ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
         visible_lens.contiguous(),
     )  # fmt: skip
-    results = LaunchResults(out, lse, partial_out, partial_lse)
+    outputs = LaunchOutputs(out, lse, partial_out, partial_lse)
     numbers = Numbers(
         *cut.numbers, max(softmax_scale, LEAST_SCALE) / math.log(2), *latent_strides, *rope_strides,
         *block_table.stride(),
@@ -153,47 +153,47 @@ def decode_splits(
     }  # fmt: skip
     arguments = (
         *inputs, tile_ranges if planned else seq_lens, split_offsets if planned else seq_lens,
-        *results, *sizes, assigned.num_splits, *row_sizes, *numbers,
+        *outputs, *sizes, assigned.num_splits, *row_sizes, *numbers,
     )  # fmt: skip
     with torch.cuda.device_of(ql_nope):
         if assigned.pairs > 0:
             launch_two_phases(
-                inputs, results, sizes, row_sizes, numbers, widths, assigned.programs, assigned.pairs,
+                inputs, outputs, sizes, row_sizes, numbers, widths, assigned.programs, assigned.pairs,
                 assigned.num_splits,
             )  # fmt: skip
         elif program_rows < MANY_ROWS:
             _row_blocks_16_32_kernel[(assigned.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
             in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants["SPLIT"]  # rows of one token
-            out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
+            out_tma = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
             _row_blocks_64_kernel[(assigned.programs,)](
-                *arguments, out_rows, *cache, SLICES=assigned.slices, **constants, **LAUNCH
+                *arguments, out_tma, *cache, SLICES=assigned.slices, **constants, **LAUNCH
             )
     return SplitDecode(out, lse, partial_out, partial_lse)
 
 
-def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
+def _aligned_to_16_bytes(queries: Tensor) -> tuple[Tensor, list[int]]:
     """Return queries [T, N, columns] that the kernels can copy 16 bytes at a time, and the strides of tokens and heads.
 
     The compiler sees that rows begin at such words where strides are multiples of 16 elements.
     """
     strides = [stride if size > 1 else 0 for size, stride in zip(queries.shape, queries.stride(), strict=True)]
     if queries.numel() and (queries.stride(2) != 1 or queries.data_ptr() % 16 or any(s % 16 for s in strides[:2])):
-        return _in_words(queries.clone(memory_format=torch.contiguous_format))
+        return _aligned_to_16_bytes(queries.clone(memory_format=torch.contiguous_format))
     return queries, strides[:2]
 
 
-def _page_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+def _cache_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Describe how the copy engine takes boxes out of the pages: of the latents, and of the rope parts."""
     shape, strides = list(kv_cache.shape), list(kv_cache.stride())
     keys = min(kv_cache.shape[1], DECODE_TILE)
     columns = latent // 4 if keys == DECODE_TILE else 64  # of pages that are no whole tile, one swizzled column
-    latent_pages = TensorDescriptor(kv_cache, shape, strides, [1, keys, columns], gl.NVMMASharedLayout(128, 16, rank=3))
+    latent_tma = TensorDescriptor(kv_cache, shape, strides, [1, keys, columns], gl.NVMMASharedLayout(128, 16, rank=3))
     if rope == 0:
-        return latent_pages, latent_pages
+        return latent_tma, latent_tma
     layout = gl.NVMMASharedLayout(2 * rope, 16, rank=3)
-    return latent_pages, TensorDescriptor(kv_cache, shape, strides, [1, keys, rope], layout)
+    return latent_tma, TensorDescriptor(kv_cache, shape, strides, [1, keys, rope], layout)
 
 
 def _row_descriptor(out: Tensor) -> TensorDescriptor:

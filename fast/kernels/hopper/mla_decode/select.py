@@ -16,7 +16,7 @@ from .two_phases.column_blocks import COLUMN_BLOCKS
 
 FEW_ROWS = (16, 32)  # row blocks of `row_blocks_16_32`
 MANY_ROWS = ROWS.value
-SPREAD_LATENT = 512  # with which several programs may compute one split's rows, where there are programs to spare
+WIDE_LATENT = 512  # with which several programs may compute one split's rows, where there are programs to spare
 SLICES = 2  # of the output of a split, for as many programs
 FEW_TILES = 4  # of a request that a program takes at least, where there are programs to spare
 
@@ -67,8 +67,8 @@ def assign_by_length(
     items = requests * triton.cdiv(request_rows, program_rows)
     most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), cut)
     pairs = triton.cdiv(keys, 2 * DECODE_TILE)
-    spreads = program_rows == MANY_ROWS and latent == SPREAD_LATENT
-    in_two_phases = spreads and _scored_at_once(items * pairs, processors)
+    wide = program_rows == MANY_ROWS and latent == WIDE_LATENT
+    in_two_phases = wide and _scored_at_once(items * pairs, processors)
     num_splits = most_splits
     if not in_two_phases:
         num_splits = best_num_programs(
@@ -79,7 +79,7 @@ def assign_by_length(
     if in_two_phases:
         programs = min(processors, items * max(pairs, most_splits * COLUMN_BLOCKS.value))
         return Assignment(programs, num_splits, num_partials, partial_rows, pairs=pairs)
-    slices = SLICES if spreads and SLICES * items * num_splits <= processors else 1
+    slices = SLICES if wide and SLICES * items * num_splits <= processors else 1
     programs = min(processors, slices * items * num_splits)
     return Assignment(programs, num_splits, num_partials, partial_rows, most_splits, slices)
 
@@ -140,6 +140,6 @@ def _rows_where_alone(program_rows: int, requests: int, request_rows: int, keys:
     """
     if requests > 1:
         return program_rows
-    parts = max(1, triton.cdiv(keys, FEW_TILES * DECODE_TILE))
-    fitting = (few for few in FEW_ROWS if parts * triton.cdiv(request_rows, few) <= processors)
+    splits = max(1, triton.cdiv(keys, FEW_TILES * DECODE_TILE))
+    fitting = (few for few in FEW_ROWS if splits * triton.cdiv(request_rows, few) <= processors)
     return min(program_rows, next(fitting, program_rows))

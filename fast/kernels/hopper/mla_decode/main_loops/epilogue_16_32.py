@@ -75,12 +75,12 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
     """Write the outputs of rows that one program saw whole, and prefetch the next queries."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    out, q_latent = ctx.results.out, ctx.shared.queries.q_latent
+    out, q_latent = ctx.outputs.out, ctx.shared.queries.q_latent
     rows = rows_at(block, c.ROWS, gl.SliceLayout(0, TRANSPOSED))
     divisor = divisor_of(state)
     weighted = state.weighted * (1.0 / divisor)[None, :]
     log = lse_in_base_two(state, divisor, scale_log2)
-    write_lse(log, state, rows, rows.real, block, ctx.results)
+    write_lse(log, state, rows, rows.real, block, ctx.outputs)
     if out.dtype.element_ty == q_latent.dtype:
         # by way of the queries' memory, which is multiplied no more, so that whole lines are written
         staged = q_latent.index(0)
@@ -89,11 +89,11 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
         lines = staged.load(WIDE)
         partition_barrier()
         prefetch_next(following, wanted, ctx, c)
-        stored = out_columns(lines, 0, rows, block, ctx.results, c.LATENT, ROW_AXIS=0)
+        stored = out_columns(lines, 0, rows, block, ctx.outputs, c.LATENT, ROW_AXIS=0)
         store_columns(lines, stored, 0, NORMAL)
     else:
         prefetch_next(following, wanted, ctx, c)
-        stored = out_columns(weighted, 0, rows, block, ctx.results, c.LATENT, ROW_AXIS=1)
+        stored = out_columns(weighted, 0, rows, block, ctx.outputs, c.LATENT, ROW_AXIS=1)
         store_columns(weighted, stored, 0, NORMAL)
 
 
@@ -103,9 +103,9 @@ def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.cons
     """Write the partial output of rows."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     rows = partial_rows(partial, block, c.ROWS, gl.SliceLayout(0, TRANSPOSED), OF_REQUEST)
-    write_partial_largest(state, scale_log2, rows, rows.real, ctx.results)
-    write_partial_total(state, rows, rows.real, ctx.plan, ctx.results)
-    stored = partial_out_columns(state.weighted, 0, rows, ctx.results, c.LATENT, ROW_AXIS=1)
+    write_partial_largest(state, scale_log2, rows, rows.real, ctx.outputs)
+    write_partial_total(state, rows, rows.real, ctx.plan, ctx.outputs)
+    stored = partial_out_columns(state.weighted, 0, rows, ctx.outputs, c.LATENT, ROW_AXIS=1)
     store_columns(state.weighted, stored, 0, STAYS)
 
 
@@ -118,15 +118,15 @@ def to_base_two(state, scale_log2):
 
 @gluon.jit
 @no_type_check
-def _place_of_half(kept_values, half):
+def _pointers_of_half(kept_values, half):
     """Return where memory keeps half of the values, in squares of 8 by 8, as threads have them."""
     LATENTS: gl.constexpr = half.shape[0]
     ROWS: gl.constexpr = half.shape[1]
     LAYOUT: gl.constexpr = half.type.layout
     row = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     column = gl.arange(0, LATENTS, gl.SliceLayout(1, LAYOUT))
-    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENTS)
-    return place + (column * 8)[:, None] + (row // 8 * (8 * LATENTS) + row % 8)[None, :]
+    pointers = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENTS)
+    return pointers + (column * 8)[:, None] + (row // 8 * (8 * LATENTS) + row % 8)[None, :]
 
 
 @gluon.jit
@@ -152,9 +152,9 @@ def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, L
         gl.float32, [NUMBER, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     element = gl.arange(0, CHUNK, gl.BlockedLayout([4], [32], [1], [0]))
-    place = kept_values + gl.program_id(0).to(gl.int64) * (NUMBER * CHUNK)
+    pointers = kept_values + gl.program_id(0).to(gl.int64) * (NUMBER * CHUNK)
     for chunk in range(NUMBER):
-        async_copy.async_copy_global_to_shared(tile.index(chunk), place + chunk * CHUNK + element)
+        async_copy.async_copy_global_to_shared(tile.index(chunk), pointers + chunk * CHUNK + element)
     async_copy.mbarrier_arrive(bars.full.index(stage))  # each thread, when its copies are there; then the counted one
     mbarrier.arrive(bars.full.index(stage))
 
@@ -218,5 +218,5 @@ def keep(state, kept_values, ctx, c):
     else:
         near, far = _halves(state.weighted)
         kept.weighted.store(near)
-        gl.store(_place_of_half(kept_values, far), far, eviction_policy=STAYS)
+        gl.store(_pointers_of_half(kept_values, far), far, eviction_policy=STAYS)
         arrive(kept.stored)

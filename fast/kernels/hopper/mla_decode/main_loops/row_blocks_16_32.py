@@ -22,21 +22,21 @@ from ...common.arrivals import arrive
 from ...common.dependent_launch import follow_kernel
 from ...common.epilogue import LEAST, kept_in_memory, shift_of
 from ...common.gluon_versions import partition_barrier
-from ...common.loads import load_columns, page_of, page_walk_of, zero_from
+from ...common.loads import block_table_row_of, cache_block_of, load_columns, zero_from
 from ...common.own_length import TILE
 from ...common.records import (
     Constants,
     Context,
     Inputs,
+    Outputs,
     Queries,
-    Results,
     RowState,
     Sizes,
     SplitPlan,
     SplitRule,
     Strides,
 )
-from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, next_place, seek_item, start_walk, write_item
+from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
 from ...common.work_loop import run_work_items
 from .epilogue_16_32 import (
     SHARED_VALUES,
@@ -91,14 +91,14 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
             rope_tile = k_rope.index(stage * ROPE_BUFFERS)._reinterpret(dtype, [TILE, ROPE], ROPE_SHARED)
             scores = warpgroup_mma(rope_tile, q_rope.index(zero).permute([1, 0]), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        if tile >= visibility.plain:
+        if tile >= visibility.first_masked:
             key = tile * TILE + gl.arange(0, TILE, KEY)
-            page = gl.load(
+            cache_block = gl.load(
                 visibility.table_row + (key // c.BLOCK_SIZE).to(gl.int64) * visibility.table_stride,
-                mask=key < visibility.unsure,
+                mask=key < visibility.checked_keys,
                 other=0,
             )
-            readable = (page >= 0) & (page < visibility.num_blocks) & (key < end * TILE)
+            readable = (cache_block >= 0) & (cache_block < visibility.num_blocks) & (key < end * TILE)
             seen = readable[:, None] & (key[:, None] < visibility.visible[None, :])
             scores = gl.where(seen, scores, float("-inf"))
             if (tile + 1) * TILE > visibility.length:
@@ -134,7 +134,7 @@ def _consume(ctx, c):
 
 @gluon.jit
 @no_type_check
-def _produce(ctx, latent_pages, rope_pages, c):
+def _produce(ctx, latent_tma, rope_tma, c):
     """Load tiles into the ring, and write the work items for the consumer: one warp."""
     sizes, shared, bars = ctx.sizes, ctx.shared, ctx.bars
     k_latent, k_rope = shared.k_latent, shared.k_rope
@@ -143,44 +143,57 @@ def _produce(ctx, latent_pages, rope_pages, c):
     BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE) * (k_latent.dtype.primitive_bitwidth // 8)
     KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES  # in memory
     kept_values = kept_in_memory(ctx, c.LATENT)
-    walk = start_walk(ctx.plan, sizes, c.SCHEDULED, 1)
-    walk, item = seek_item(walk, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
+    position = first_position(ctx.plan, sizes, c.SCHEDULED, 1)
+    position, item = seek_item(position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
     write_item(shared.items, 0, item, bars.item_written)
     step = 0
     combined = 0
     number = 0
-    while walk.more:
+    while position.more:
         begin, stop = item.begin, item.stop
-        pages = page_walk_of(item, ctx.inputs.block_table, ctx.strides)
-        page = page_of(begin * TILE, pages, c.BLOCK_SIZE)
-        next_page = page_of((begin + 1) * TILE, pages, c.BLOCK_SIZE)
+        blocks = block_table_row_of(item, ctx.inputs.block_table, ctx.strides)
+        cache_block = cache_block_of(begin * TILE, blocks, c.BLOCK_SIZE)
+        next_block = cache_block_of((begin + 1) * TILE, blocks, c.BLOCK_SIZE)
         if KEEPS:
             split_tiles = item.split_tiles
             combine_at = gl.where((begin == 0) & (stop > split_tiles), gl.minimum(2 * split_tiles, stop), 0)
         # the first tiles of all programs at once would keep the queries waiting
-        patient = (number == 0) & (stop - begin >= LONG)
+        queries_first = (number == 0) & (stop - begin >= LONG)
         for tile in range(begin, stop):
             stage = step % STAGES
             bar = bars.full.index(stage)
-            if patient & (tile == begin + 1):
+            if queries_first & (tile == begin + 1):
                 mbarrier.wait(bars.item_begun, 0)
             mbarrier.wait(bars.empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(bar, BYTES)
-            load_columns(tile, page, pages, latent_pages, k_latent, stage * BUFFERS, bar, c.BLOCK_SIZE, 0, c.LATENT)
+            load_columns(
+                tile, cache_block, blocks, latent_tma, k_latent, stage * BUFFERS, bar, c.BLOCK_SIZE, 0, c.LATENT
+            )
             if c.ROPE > 0:
                 load_columns(
-                    tile, page, pages, rope_pages, k_rope, stage * ROPE_BUFFERS, bar, c.BLOCK_SIZE, c.LATENT, c.ROPE
+                    tile,
+                    cache_block,
+                    blocks,
+                    rope_tma,
+                    k_rope,
+                    stage * ROPE_BUFFERS,
+                    bar,
+                    c.BLOCK_SIZE,
+                    c.LATENT,
+                    c.ROPE,
                 )
-            page = next_page
-            next_page = page_of((tile + 2) * TILE, pages, c.BLOCK_SIZE)
+            cache_block = next_block
+            next_block = cache_block_of((tile + 2) * TILE, blocks, c.BLOCK_SIZE)
             step += 1
             if KEEPS and tile + 1 == combine_at:
                 prefetch_kept(kept_values, shared, bars, step, combined, c.ROWS, c.LATENT)
                 step += 1
                 combined += 1
                 combine_at = gl.minimum(combine_at + split_tiles, stop)
-        walk = next_place(walk, ctx.plan, sizes, c.SCHEDULED, 1)
-        walk, item = seek_item(walk, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
+        position = next_position(position, ctx.plan, sizes, c.SCHEDULED, 1)
+        position, item = seek_item(
+            position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1
+        )
         mbarrier.wait(bars.item_begun, number & 1)  # this item has begun, and the one before it is read no more
         number += 1
         write_item(shared.items, number, item, bars.item_written)
@@ -197,7 +210,7 @@ def _produce(ctx, latent_pages, rope_pages, c):
 )  # fmt: skip
 @no_type_check
 def _row_blocks_16_32_kernel(
-    ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
+    ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, partial_out, partial_lse,
     num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
@@ -206,20 +219,20 @@ def _row_blocks_16_32_kernel(
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Attend a program's work items for row blocks of ROWS; partial outputs are for `fast.kernels.combine`."""
-    dtype: gl.constexpr = latent_pages.dtype
-    BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
-    BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
+    dtype: gl.constexpr = latent_tma.dtype
+    BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
+    BOX_COLUMNS: gl.constexpr = latent_tma.block_shape[2]
     TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     boxes: gl.constexpr = TILE // BOX_KEYS
     k_latent = gl.allocate_shared_memory(
-        dtype, [STAGES * boxes * (LATENT // BOX_COLUMNS), 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout
+        dtype, [STAGES * boxes * (LATENT // BOX_COLUMNS), 1, BOX_KEYS, BOX_COLUMNS], latent_tma.layout
     )
     q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
     k_rope, q_rope = k_latent, q_latent
     if ROPE > 0:
-        k_rope = gl.allocate_shared_memory(dtype, [STAGES * boxes, 1, BOX_KEYS, ROPE], rope_pages.layout)
+        k_rope = gl.allocate_shared_memory(dtype, [STAGES * boxes, 1, BOX_KEYS, ROPE], rope_tma.layout)
         q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
     weights = gl.allocate_shared_memory(dtype, [1, TILE, ROWS], gl.NVMMASharedLayout(2 * ROWS, 16))
     row_values, weighted, stored = weights, weights, weights
@@ -249,7 +262,7 @@ def _row_blocks_16_32_kernel(
     progress = (partial_lse + 2 * num_partials.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     plan = SplitPlan(tile_ranges, split_offsets, num_splits, num_partials, progress, rule)
-    results = Results(out, lse, partial_out, partial_lse, None)
+    outputs = Outputs(out, lse, partial_out, partial_lse, None)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = Strides(
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
@@ -257,12 +270,12 @@ def _row_blocks_16_32_kernel(
     queries = Queries(ql_nope, q_pe, q_latent, q_rope, strides)
     shared = Shared(queries, k_latent, k_rope, weights, Kept(row_values, weighted, stored), items)
     bars = Bars(full, empty, item_begun, item_written)
-    ctx = Context(inputs, plan, results, sizes, strides, shared, bars)
+    ctx = Context(inputs, plan, outputs, sizes, strides, shared, bars)
     # constants are written in place: an assignment would make values of the kernel of them
     gl.warp_specialize(
         [
             (_consume, (ctx, Constants(0, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, 1))),
-            (_produce, (ctx, latent_pages, rope_pages,
+            (_produce, (ctx, latent_tma, rope_tma,
                         Constants(0, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, 1))),
         ],
         [1],

@@ -15,16 +15,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...common.dependent_launch import await_before, launch_next
+from ...common.dependent_launch import await_previous, launch_next
 from ...common.l2_prefetch import prefetch_first_item
-from ...common.loads import page_of, page_walk_of
+from ...common.loads import block_table_row_of, cache_block_of
 from ...common.own_length import TILE
-from ...common.records import Constants, Context, Inputs, Queries, Results, Sizes, SplitPlan, SplitRule, Strides
-from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, next_place, seek_item, start_walk, write_item
+from ...common.records import Constants, Context, Inputs, Outputs, Queries, Sizes, SplitPlan, SplitRule, Strides
+from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
 from ...common.work_loop import run_work_items
 from .epilogue_64 import keep, prefetch_next, to_base_two, with_kept, write_partial, write_whole
 from .tile_pairs import Bars, PairCounters, Shared, attend_pairs
-from .tile_scores import ROWS, fetch_quarter
+from .tile_scores import ROWS, load_quarter
 
 LONG = gl.constexpr(8)  # tiles of a program's first work item, from which on its queries go before its tiles
 
@@ -43,55 +43,70 @@ def _consume(ctx, c):
 
 @gluon.jit
 @no_type_check
-def _fetch(tile, page, pages, latent_pages, rope_pages, ctx, phase, PLACE: gl.constexpr, NUMBER: gl.constexpr, c):
+def _load_quarter(
+    tile, cache_block, blocks, latent_tma, rope_tma, ctx, phase, TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr, c
+):
     """Load the quarter of a tile that is multiplied as number NUMBER, once the one before it is released."""
     shared, bars = ctx.shared, ctx.bars
-    mbarrier.wait(bars.empty.index(4 * PLACE + (2 * PLACE + NUMBER) % 4), phase)
-    fetch_quarter(
-        tile, page, pages, latent_pages, rope_pages, (shared.latents, shared.tails), bars.full, PLACE, NUMBER, c.LATENT,
-        c.ROPE, c.BLOCK_SIZE,
+    mbarrier.wait(bars.empty.index(4 * TILE_INDEX + (2 * TILE_INDEX + NUMBER) % 4), phase)
+    load_quarter(
+        tile, cache_block, blocks, latent_tma, rope_tma, (shared.latents, shared.rope_tiles), bars.full, TILE_INDEX,
+        NUMBER, c.LATENT, c.ROPE, c.BLOCK_SIZE,
     )  # fmt: skip
 
 
 @gluon.jit
 @no_type_check
-def _produce(ctx, latent_pages, rope_pages, c):
+def _produce(ctx, latent_tma, rope_tma, c):
     """Load pairs of tiles, and write the work items for the consumers: one warp."""
     sizes, items, bars = ctx.sizes, ctx.shared.items, ctx.bars
-    walk = start_walk(ctx.plan, sizes, c.SCHEDULED, c.SLICES)
-    walk, item = seek_item(walk, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES)
+    position = first_position(ctx.plan, sizes, c.SCHEDULED, c.SLICES)
+    position, item = seek_item(
+        position, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES
+    )
     write_item(items, 0, item, bars.item_written)
     pair = 0
     number = 0
-    while walk.more:
+    while position.more:
         begin, stop = item.begin, item.stop
-        pages = page_walk_of(item, ctx.inputs.block_table, ctx.strides)
-        next_pages = (
-            page_of(begin * TILE, pages, c.BLOCK_SIZE),
-            page_of((begin + 1) * TILE, pages, c.BLOCK_SIZE),
+        blocks = block_table_row_of(item, ctx.inputs.block_table, ctx.strides)
+        next_blocks = (
+            cache_block_of(begin * TILE, blocks, c.BLOCK_SIZE),
+            cache_block_of((begin + 1) * TILE, blocks, c.BLOCK_SIZE),
         )
         # the first tiles of all programs at once would keep the queries waiting: they go first, or, where no other
         # program reads the same tiles, before the second tile; programs in slices are too few for that
-        patient = (c.SLICES == 1) & (number == 0) & (stop - begin >= LONG)
-        if patient & (sizes.row_blocks > 1):
+        queries_first = (c.SLICES == 1) & (number == 0) & (stop - begin >= LONG)
+        if queries_first & (sizes.row_blocks > 1):
             mbarrier.wait(bars.item_begun, 0)
         for first in range(begin, stop, 2):
             phase = (pair & 1) ^ 1
-            tile_pages = next_pages
-            next_pages = (
-                page_of((first + 2) * TILE, pages, c.BLOCK_SIZE),
-                page_of((first + 3) * TILE, pages, c.BLOCK_SIZE),
+            tile_blocks = next_blocks
+            next_blocks = (
+                cache_block_of((first + 2) * TILE, blocks, c.BLOCK_SIZE),
+                cache_block_of((first + 3) * TILE, blocks, c.BLOCK_SIZE),
             )
-            for place in gl.static_range(2):
-                if (place == 1) & patient & (first == begin):
+            for tile_index in gl.static_range(2):
+                if (tile_index == 1) & queries_first & (first == begin):
                     mbarrier.wait(bars.item_begun, 0)
                 for quarter in gl.static_range(4):
-                    _fetch(
-                        first + place, tile_pages[place], pages, latent_pages, rope_pages, ctx, phase, place, quarter, c
+                    _load_quarter(
+                        first + tile_index,
+                        tile_blocks[tile_index],
+                        blocks,
+                        latent_tma,
+                        rope_tma,
+                        ctx,
+                        phase,
+                        tile_index,
+                        quarter,
+                        c,
                     )
             pair += 1
-        walk = next_place(walk, ctx.plan, sizes, c.SCHEDULED, c.SLICES)
-        walk, item = seek_item(walk, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES)
+        position = next_position(position, ctx.plan, sizes, c.SCHEDULED, c.SLICES)
+        position, item = seek_item(
+            position, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES
+        )
         mbarrier.wait(bars.item_begun, number & 1)  # this item has begun, and the one before it is read no more
         number += 1
         write_item(items, number, item, bars.item_written)
@@ -100,7 +115,7 @@ def _produce(ctx, latent_pages, rope_pages, c):
 @gluon.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
-        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "page_stride",
+        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "block_stride",
         "key_stride",
     ],
     do_not_specialize_on_alignment=[
@@ -109,12 +124,12 @@ def _produce(ctx, latent_pages, rope_pages, c):
 )  # fmt: skip
 @no_type_check
 def _row_blocks_64_kernel(
-    ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
+    ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,
     tile_ranges, split_offsets, out, lse, partial_out, partial_lse,
     num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
-    out_rows, kv_cache, page_stride, key_stride,
+    out_tma, kv_cache, block_stride, key_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
@@ -122,17 +137,17 @@ def _row_blocks_64_kernel(
 
     `out_rows` is None, or how the copy engine writes whole outputs, whose rows are then all of one token.
     """
-    dtype: gl.constexpr = latent_pages.dtype
-    BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
-    BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
+    dtype: gl.constexpr = latent_tma.dtype
+    BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
+    BOX_COLUMNS: gl.constexpr = latent_tma.block_shape[2]
     TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (LATENT // BOX_COLUMNS)
-    latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout)
+    latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_tma.layout)
     q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
     # rope parts of the keys, then the probabilities of their tile
-    tails = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
+    rope_tiles = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
     q_rope = q_latent
     if ROPE > 0:
         q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, ROPE], ROPE_SHARED)
@@ -162,25 +177,25 @@ def _row_blocks_64_kernel(
     progress = (partial_lse + 2 * num_partials.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     plan = SplitPlan(tile_ranges, split_offsets, num_splits, num_partials, progress, rule)
-    results = Results(out, lse, partial_out, partial_lse, out_rows)
+    outputs = Outputs(out, lse, partial_out, partial_lse, out_tma)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = Strides(
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
     )
     if HEADS <= ROWS and not (BY_LENGTH or SCHEDULED or SPLIT):
         prefetch_first_item(
-            inputs, kv_cache, page_stride, key_stride, sizes, strides, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE
+            inputs, kv_cache, block_stride, key_stride, sizes, strides, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE
         )
-    await_before()
-    shared = Shared(Queries(ql_nope, q_pe, q_latent, q_rope, strides), latents, tails, row_values, kept, items)
+    await_previous()
+    shared = Shared(Queries(ql_nope, q_pe, q_latent, q_rope, strides), latents, rope_tiles, row_values, kept, items)
     bars = Bars(full, empty, probabilities_ready, item_begun, sums_ready, item_written)
-    ctx = Context(inputs, plan, results, sizes, strides, shared, bars)
+    ctx = Context(inputs, plan, outputs, sizes, strides, shared, bars)
     # constants are written in place: an assignment would make values of the kernel of them
     gl.warp_specialize(
         [
             (_consume, (ctx, Constants(0, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, SLICES))),
             (_consume, (ctx, Constants(1, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, SLICES))),
-            (_produce, (ctx, latent_pages, rope_pages,
+            (_produce, (ctx, latent_tma, rope_tma,
                         Constants(0, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, SLICES))),
         ],
         [4, 1],

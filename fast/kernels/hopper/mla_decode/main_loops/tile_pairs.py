@@ -42,7 +42,7 @@ class Shared(NamedTuple):
 
     queries: Any
     latents: Any
-    tails: Any
+    rope_tiles: Any
     row_values: Any
     kept: Any
     items: Any
@@ -75,16 +75,18 @@ def slice_of_program(SLICES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _multiplied(latents, PLACE: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr, VALUES: gl.constexpr):
+def _multiplied(
+    latents, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr, VALUES: gl.constexpr
+):
     """Return what the program multiplies of a quarter of the latents of a tile: all of it, or one of two slices."""
     SPAN: gl.constexpr = VALUES.instr_shape[1]
     SLICES: gl.constexpr = WIDTH // SPAN
     if SLICES == 1:
-        shared = quarter_of(latents, PLACE, QUARTER, zero, WIDTH)
+        shared = quarter_of(latents, TILE_INDEX, QUARTER, zero, WIDTH)
     else:  # of as many columns as lie together
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
         slices = latents._reinterpret(latents.dtype, [8 * SLICES, TILE, SPAN], layout)
-        shared = slices.index((4 * PLACE + QUARTER) * SLICES + slice_of_program(SLICES) + zero)
+        shared = slices.index((4 * TILE_INDEX + QUARTER) * SLICES + slice_of_program(SLICES) + zero)
     return shared
 
 
@@ -98,14 +100,14 @@ def scaled(left, right, factor, VALUES: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _all_rows(row_values, PLACE: gl.constexpr):
+def _all_rows(row_values, TILE_INDEX: gl.constexpr):
     """Return the references of one tile, of all rows in every warp: warps then agree without a barrier."""
-    return row_values.index(PLACE).load(gl.BlockedLayout([2], [32], [4], [0]))
+    return row_values.index(TILE_INDEX).load(gl.BlockedLayout([2], [32], [4], [0]))
 
 
 @gluon.jit
 @no_type_check
-def _rescaled(left, right, known, found, before, after, scale_log2, VALUES: gl.constexpr):
+def _rescaled(left, right, old_references, new_references, before, after, scale_log2, VALUES: gl.constexpr):
     """Return the values relative to other references, unless none has moved.
 
     Args:
@@ -118,17 +120,17 @@ def _rescaled(left, right, known, found, before, after, scale_log2, VALUES: gl.c
         scale_log2: of scores.
         VALUES: layout of a quarter, or of a slice of one.
     """
-    if gl.max((known != found).to(gl.int32), 0) > 0:
+    if gl.max((old_references != new_references).to(gl.int32), 0) > 0:
         left, right = scaled(left, right, gl.exp2((before - after) * scale_log2), VALUES)
     return left, right
 
 
 @gluon.jit
 @no_type_check
-def _zero_unowned(latents, zero, first_row, PLACE: gl.constexpr, QUARTER: gl.constexpr, WIDTH: gl.constexpr):
+def _zero_unowned(latents, zero, first_row, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, WIDTH: gl.constexpr):
     """Write zeros to two quarters of a tile from a row on (`zero_from`)."""
     COLUMNS: gl.constexpr = 64  # that lie together
-    FIRST: gl.constexpr = (4 * PLACE + QUARTER) * WIDTH // COLUMNS
+    FIRST: gl.constexpr = (4 * TILE_INDEX + QUARTER) * WIDTH // COLUMNS
     columns = latents._reinterpret(latents.dtype, [8 * WIDTH // COLUMNS, TILE, COLUMNS], gl.NVMMASharedLayout(128, 16))
     if first_row < TILE:
         for number in range(FIRST, FIRST + 2 * WIDTH // COLUMNS + zero):  # the compiler must not unroll it
@@ -139,7 +141,7 @@ def _zero_unowned(latents, zero, first_row, PLACE: gl.constexpr, QUARTER: gl.con
 
 @gluon.jit
 @no_type_check
-def _first_group(
+def _attend_pair_in_first(
     scores, state, first, end, visibility, buffers, row_values, bars, zero, phase, scale_log2,
     WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
@@ -148,27 +150,27 @@ def _first_group(
     Returns with the second product in flight.
     """
     largest, total, left, right = state.largest, state.total, state.left, state.right
-    latents, tails = buffers
+    latents, rope_tiles = buffers
     full, empty, ready, length = bars.full, bars.empty, bars.probabilities_ready, visibility.length
     own_left = _multiplied(latents, 0, 0, zero, WIDTH, VALUES)
     own_right = _multiplied(latents, 0, 1, zero, WIDTH, VALUES)
     cross_left = _multiplied(latents, 1, 0, zero, WIDTH, VALUES)
     cross_right = _multiplied(latents, 1, 1, zero, WIDTH, VALUES)
-    if MASKED and first >= visibility.plain:
+    if MASKED and first >= visibility.first_masked:
         scores = masked(scores, first, end, visibility, SCORES, BLOCK_SIZE)
     if MASKED:
         _zero_unowned(latents, zero, length - first * TILE, 0, 0, WIDTH)
-    middle = reference_of(largest, gl.max(scores, 1), scale_log2)
-    weights = gl.exp2(scores * scale_log2 - shift_of(middle, scale_log2)[:, None])
+    first_reference = reference_of(largest, gl.max(scores, 1), scale_log2)
+    weights = gl.exp2(scores * scale_log2 - shift_of(first_reference, scale_log2)[:, None])
     rounded = weights.to(latents.dtype)
-    tails.index(zero).store(rounded)
-    row_values.index(0).store(middle)
+    rope_tiles.index(zero).store(rounded)
+    row_values.index(0).store(first_reference)
     fence_async_shared()
-    known = _all_rows(row_values, 1)  # of the pair before; before the first one the values are zeros
+    old_references = _all_rows(row_values, 1)  # of the pair before; before the first one the values are zeros
     arrive(ready.index(0))
-    decay = gl.exp2((largest - middle) * scale_log2)
-    found = _all_rows(row_values, 0)
-    left, right = _rescaled(left, right, known, found, largest, middle, scale_log2, VALUES)
+    decay = gl.exp2((largest - first_reference) * scale_log2)
+    new_references = _all_rows(row_values, 0)
+    left, right = _rescaled(left, right, old_references, new_references, largest, first_reference, scale_log2, VALUES)
     probabilities = gl.convert_layout(rounded, gl.DotOperandLayout(0, VALUES, 2))
     left = warpgroup_mma(probabilities, own_left, left, is_async=True)
     right = warpgroup_mma(probabilities, own_right, right, is_async=True)
@@ -179,21 +181,23 @@ def _first_group(
     arrive(empty.index(1))
     mbarrier.wait(ready.index(1), phase)
     largest = row_values.index(1).load(gl.SliceLayout(1, SCORES))
-    decay = gl.exp2((middle - largest) * scale_log2)
-    left, right = _rescaled(left, right, found, _all_rows(row_values, 1), middle, largest, scale_log2, VALUES)
+    decay = gl.exp2((first_reference - largest) * scale_log2)
+    left, right = _rescaled(
+        left, right, new_references, _all_rows(row_values, 1), first_reference, largest, scale_log2, VALUES
+    )
     if MASKED:
         mbarrier.wait(full.index(4), phase)
         mbarrier.wait(full.index(5), phase)
         _zero_unowned(latents, zero, length - (first + 1) * TILE, 1, 0, WIDTH)
-    left = warpgroup_mma(tails.index(1 + zero), cross_left, left, is_async=True)
-    right = warpgroup_mma(tails.index(1 + zero), cross_right, right, is_async=True)
+    left = warpgroup_mma(rope_tiles.index(1 + zero), cross_left, left, is_async=True)
+    right = warpgroup_mma(rope_tiles.index(1 + zero), cross_right, right, is_async=True)
     total = total * decay
     return HalfState(largest, total, left, right)
 
 
 @gluon.jit
 @no_type_check
-def _second_group(
+def _attend_pair_in_second(
     state, first, end, visibility, buffers, row_values, q_latent, q_rope, bars, zero, phase, scale_log2,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
     MASKED: gl.constexpr,
@@ -201,7 +205,7 @@ def _second_group(
     """Attend a pair of tiles in the second consumer: P0 V0 before its own scores, then P1 V1 from registers."""
     WIDTH: gl.constexpr = LATENT // 4
     largest, total, left, right = state.largest, state.total, state.left, state.right
-    latents, tails = buffers
+    latents, rope_tiles = buffers
     full, empty, ready, length = bars.full, bars.empty, bars.probabilities_ready, visibility.length
     own_left = _multiplied(latents, 1, 2, zero, WIDTH, VALUES)
     own_right = _multiplied(latents, 1, 3, zero, WIDTH, VALUES)
@@ -211,47 +215,49 @@ def _second_group(
     for number in gl.static_range(4):
         scores = score_quarter(scores, buffers, q_latent, q_rope, full, zero, phase, True, 1, number, LATENT, ROPE)
     mbarrier.wait(ready.index(0), phase)
-    middle = row_values.index(0).load(gl.SliceLayout(1, SCORES))
-    known, found = _all_rows(row_values, 1), _all_rows(row_values, 0)
-    left, right = _rescaled(left, right, known, found, largest, middle, scale_log2, VALUES)
+    first_reference = row_values.index(0).load(gl.SliceLayout(1, SCORES))
+    old_references, new_references = _all_rows(row_values, 1), _all_rows(row_values, 0)
+    left, right = _rescaled(left, right, old_references, new_references, largest, first_reference, scale_log2, VALUES)
     if MASKED:
         mbarrier.wait(full.index(2), phase)
         mbarrier.wait(full.index(3), phase)
         _zero_unowned(latents, zero, length - first * TILE, 0, 2, WIDTH)
-    left = warpgroup_mma(tails.index(zero), cross_left, left, is_async=True)
-    right = warpgroup_mma(tails.index(zero), cross_right, right, is_async=True)
+    left = warpgroup_mma(rope_tiles.index(zero), cross_left, left, is_async=True)
+    right = warpgroup_mma(rope_tiles.index(zero), cross_right, right, is_async=True)
     scores = warpgroup_mma_wait(2, deps=[scores])
-    if MASKED and first + 1 >= visibility.plain:
+    if MASKED and first + 1 >= visibility.first_masked:
         scores = masked(scores, first + 1, end, visibility, SCORES, BLOCK_SIZE)
-    top = reference_of(middle, gl.max(scores, 1), scale_log2)
-    weights = gl.exp2(scores * scale_log2 - shift_of(top, scale_log2)[:, None])
+    second_reference = reference_of(first_reference, gl.max(scores, 1), scale_log2)
+    weights = gl.exp2(scores * scale_log2 - shift_of(second_reference, scale_log2)[:, None])
     rounded = weights.to(latents.dtype)
-    tails.index(1 + zero).store(rounded)
-    row_values.index(1).store(top)
+    rope_tiles.index(1 + zero).store(rounded)
+    row_values.index(1).store(second_reference)
     fence_async_shared()
     arrive(ready.index(1))
     left = warpgroup_mma_wait(1, deps=[left])
     arrive(empty.index(2))
     right = warpgroup_mma_wait(0, deps=[right])
     arrive(empty.index(3))
-    left, right = _rescaled(left, right, found, _all_rows(row_values, 1), middle, top, scale_log2, VALUES)
+    left, right = _rescaled(
+        left, right, new_references, _all_rows(row_values, 1), first_reference, second_reference, scale_log2, VALUES
+    )
     if MASKED:
         _zero_unowned(latents, zero, length - (first + 1) * TILE, 1, 2, WIDTH)
     probabilities = gl.convert_layout(rounded, gl.DotOperandLayout(0, VALUES, 2))
     left = warpgroup_mma(probabilities, own_left, left, is_async=True)
     right = warpgroup_mma(probabilities, own_right, right, is_async=True)
-    total = total * gl.exp2((largest - top) * scale_log2) + gl.sum(weights, 1)
+    total = total * gl.exp2((largest - second_reference) * scale_log2) + gl.sum(weights, 1)
     left = warpgroup_mma_wait(1, deps=[left])
     arrive(empty.index(6))
     right, probabilities = warpgroup_mma_wait(0, deps=[right, probabilities])
     arrive(empty.index(7))
-    return HalfState(top, total, left, right)
+    return HalfState(second_reference, total, left, right)
 
 
 @gluon.jit
 @no_type_check
-def _first_pairs(
-    begin, plain_end, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
+def _attend_pairs_in_first(
+    begin, masked_begin, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Attend the pairs [begin, stop) in the consumer that scores the first tile of each; return the next pair too."""
@@ -266,10 +272,10 @@ def _first_pairs(
             scores = score_quarter(
                 scores, buffers, q_latent, q_rope, full, zero, pair & 1, True, 0, number, LATENT, ROPE
             )
-        for first in range(begin, plain_end, 2):
+        for first in range(begin, masked_begin, 2):
             zero = pair >> 30
             scores = warpgroup_mma_wait(0, deps=[scores])
-            state = _first_group(
+            state = _attend_pair_in_first(
                 scores, state, first, stop, visibility, buffers, row_values, bars,
                 zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, False,
             )  # fmt: skip
@@ -287,9 +293,9 @@ def _first_pairs(
                 )
             state = HalfState(state.largest, state.total, left, right)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        for first in range(plain_end, stop, 2):
+        for first in range(masked_begin, stop, 2):
             zero = pair >> 30
-            state = _first_group(
+            state = _attend_pair_in_first(
                 scores, state, first, stop, visibility, buffers, row_values, bars,
                 zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, True,
             )  # fmt: skip
@@ -310,20 +316,20 @@ def _first_pairs(
 
 @gluon.jit
 @no_type_check
-def _second_pairs(
-    begin, plain_end, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
+def _attend_pairs_in_second(
+    begin, masked_begin, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Attend the pairs [begin, stop) in the consumer that scores the second tile of each; return the next pair too."""
     state = _nothing_seen(SCORES, VALUES)
-    for first in range(begin, plain_end, 2):
-        state = _second_group(
+    for first in range(begin, masked_begin, 2):
+        state = _attend_pair_in_second(
             state, first, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair >> 30, pair & 1,
             scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, False,
         )  # fmt: skip
         pair += 1
-    for first in range(plain_end, stop, 2):
-        state = _second_group(
+    for first in range(masked_begin, stop, 2):
+        state = _attend_pair_in_second(
             state, first, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair >> 30, pair & 1,
             scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, True,
         )  # fmt: skip
@@ -358,24 +364,26 @@ def attend_pairs(begin, stop, end, visibility, ctx, counters, c):
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
-    GROUP: gl.constexpr = c.GROUP
-    shared, bars, scale_log2, plain = ctx.shared, ctx.bars, ctx.sizes.scale_log2, visibility.plain
+    CONSUMER: gl.constexpr = c.CONSUMER
+    shared, bars, scale_log2, first_masked = ctx.shared, ctx.bars, ctx.sizes.scale_log2, visibility.first_masked
     q_latent, q_rope, row_values = shared.queries.q_latent, shared.queries.q_rope, shared.row_values
-    buffers = (shared.latents, shared.tails)
-    plain_end = begin + gl.maximum(gl.minimum(plain, stop) - begin, 0) // 2 * 2  # the end of the pairs of such tiles
-    if GROUP == 0:
-        state, pair = _first_pairs(
-            begin, plain_end, stop, visibility, buffers, row_values, q_latent, q_rope, bars, counters.pairs, scale_log2,
-            c.LATENT, c.ROPE, c.BLOCK_SIZE, SCORES, VALUES,
+    buffers = (shared.latents, shared.rope_tiles)
+    masked_begin = (
+        begin + gl.maximum(gl.minimum(first_masked, stop) - begin, 0) // 2 * 2
+    )  # the end of the pairs of such tiles
+    if CONSUMER == 0:
+        state, pair = _attend_pairs_in_first(
+            begin, masked_begin, stop, visibility, buffers, row_values, q_latent, q_rope, bars, counters.pairs,
+            scale_log2, c.LATENT, c.ROPE, c.BLOCK_SIZE, SCORES, VALUES,
         )  # fmt: skip
     else:
-        state, pair = _second_pairs(
-            begin, plain_end, stop, visibility, buffers, row_values, q_latent, q_rope, bars, counters.pairs, scale_log2,
-            c.LATENT, c.ROPE, c.BLOCK_SIZE, SCORES, VALUES,
+        state, pair = _attend_pairs_in_second(
+            begin, masked_begin, stop, visibility, buffers, row_values, q_latent, q_rope, bars, counters.pairs,
+            scale_log2, c.LATENT, c.ROPE, c.BLOCK_SIZE, SCORES, VALUES,
         )  # fmt: skip
     total = state.total
-    row_values.index(2 + GROUP).store(total)
-    arrive(bars.sums_ready.index(GROUP))
-    mbarrier.wait(bars.sums_ready.index(1 - GROUP), counters.sums & 1)
-    total += row_values.index(3 - GROUP).load(gl.SliceLayout(1, SCORES))
+    row_values.index(2 + CONSUMER).store(total)
+    arrive(bars.sums_ready.index(CONSUMER))
+    mbarrier.wait(bars.sums_ready.index(1 - CONSUMER), counters.sums & 1)
+    total += row_values.index(3 - CONSUMER).load(gl.SliceLayout(1, SCORES))
     return HalfState(state.largest, total, state.left, state.right), PairCounters(pair, counters.sums + 1)

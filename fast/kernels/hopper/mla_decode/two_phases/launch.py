@@ -9,16 +9,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...common.dependent_launch import LAUNCH
 from ...common.own_length import TILE
-from ..arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, RowSizes
+from ..arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, RowSizes
 from ..main_loops.tile_scores import ROWS
 from .column_blocks import COLUMN_BLOCKS
 from .kernel import CLEARED, _clear_kernel, _two_phases_kernel
-from .score_blocks import ROW_VALUES, TOPS
+from .score_blocks import ROW_VALUES, SCORE_WORDS
 
 
 def launch_two_phases(
     inputs: LaunchInputs,
-    results: LaunchResults,
+    outputs: LaunchOutputs,
     sizes: BatchSizes,
     row_sizes: RowSizes,
     numbers: Numbers,
@@ -40,20 +40,20 @@ def launch_two_phases(
         pairs: of tiles of a request, no less than any has.
         splits_bound: no less than the splits of any request.
     """
-    latent_pages, device = inputs.latent_pages, results.out.device
+    latent_tma, device = inputs.latent_tma, outputs.out.device
     score_blocks = sizes.requests * pairs * row_sizes.row_blocks
-    words = torch.empty(score_blocks * (TOPS.value + 1), dtype=torch.int32, device=device)
+    words = torch.empty(score_blocks * (SCORE_WORDS.value + 1), dtype=torch.int32, device=device)
     row_values = torch.empty(score_blocks * ROW_VALUES.value, dtype=torch.float32, device=device)
     box = [2 * ROWS.value, TILE.value]  # of a score block
-    probabilities = torch.empty(score_blocks * box[0], box[1], dtype=latent_pages.base.dtype, device=device)
+    probabilities = torch.empty(score_blocks * box[0], box[1], dtype=latent_tma.base.dtype, device=device)
     probability_pairs = TensorDescriptor.from_tensor(probabilities, box, gl.NVMMASharedLayout(128, 16, rank=2))
-    value_pages = TensorDescriptor(
-        latent_pages.base, latent_pages.shape, latent_pages.strides,
-        [1, latent_pages.block_shape[1], widths["LATENT"] // COLUMN_BLOCKS.value],
+    value_tma = TensorDescriptor(
+        latent_tma.base, latent_tma.shape, latent_tma.strides,
+        [1, latent_tma.block_shape[1], widths["LATENT"] // COLUMN_BLOCKS.value],
         gl.NVMMASharedLayout(128, 16, rank=3),
     )  # fmt: skip
     _clear_kernel[(triton.cdiv(words.numel(), CLEARED.value),)](words, words.numel(), **LAUNCH)
     _two_phases_kernel[(programs,)](
-        *inputs, *results, value_pages, probability_pairs, words, row_values, probabilities, *sizes, *row_sizes, pairs,
+        *inputs, *outputs, value_tma, probability_pairs, words, row_values, probabilities, *sizes, *row_sizes, pairs,
         splits_bound, *numbers, **widths, **LAUNCH, launch_cooperative_grid=True,
     )  # fmt: skip

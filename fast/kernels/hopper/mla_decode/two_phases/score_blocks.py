@@ -16,17 +16,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...common.arrivals import arrive
 from ...common.epilogue import LEAST, shift_of
 from ...common.gluon_versions import partition_barrier
-from ...common.loads import page_walk_of, visibility_of, visible_keys
+from ...common.loads import block_table_row_of, visibility_of, visible_keys
 from ...common.own_length import TILE, ceil_div, own_splits
 from ...common.records import WorkItem
 from ...common.work_items import lens_of
-from ..main_loops.tile_scores import ROWS, fetch_quarter, masked, reference_of, score_quarter
+from ..main_loops.tile_scores import ROWS, load_quarter, masked, reference_of, score_quarter
 
 QUARTERS = gl.constexpr(4)  # of a tile's latent columns, scored one by one
 BEFORE = gl.constexpr(8)  # pairs whose largest scores are loaded at a time
 NOT_WRITTEN = gl.constexpr(-1)  # sentinel of words: no largest score and no flag has these bits
 CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)
-TOPS = gl.constexpr(2 * ROWS.value)  # words of a score block: largest scores of its rows; behind all, its flag
+SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: largest scores of its rows; behind all, its flag
 ROW_VALUES = gl.constexpr(4 * ROWS.value)  # of a score block: references after both tiles, sums of both
 
 
@@ -70,9 +70,9 @@ class Shared(NamedTuple):
 
     queries: Any
     latents: Any
-    tails: Any
-    row_places: Any
-    probability_places: Any
+    rope_tiles: Any
+    row_value_stages: Any
+    probability_stages: Any
     tiles: Any
 
 
@@ -97,7 +97,7 @@ def _num_score_blocks(sizes, pairs):
 @no_type_check
 def flags_behind(words, sizes, pairs):
     """Return where the flags lie: one for each score block says that its probabilities are written."""
-    return words + _num_score_blocks(sizes, pairs) * TOPS
+    return words + _num_score_blocks(sizes, pairs) * SCORE_WORDS
 
 
 @gluon.jit
@@ -111,79 +111,79 @@ def score_block_of_program(plan, inputs, sizes, pairs, HEADS: gl.constexpr):
     lens = lens_of(request, inputs, sizes)
     split_tiles, _ = own_splits(lens, plan)
     stop = gl.minimum(begin + 2, ceil_div(lens.readable, TILE))
-    there = (score_block < _num_score_blocks(sizes, pairs)) & (begin < stop)
-    there = there & (lens.query_start + row_block * ROWS // HEADS < lens.query_end)
+    has_block = (score_block < _num_score_blocks(sizes, pairs)) & (begin < stop)
+    has_block = has_block & (lens.query_start + row_block * ROWS // HEADS < lens.query_end)
     item = WorkItem(
         request, row_block, lens.query_start, lens.query_end, lens.readable, begin, stop, begin * 0, split_tiles
     )
-    return item, there
+    return item, has_block
 
 
 @gluon.jit
 @no_type_check
-def _first_pages(block_table, sizes, strides, pairs, BLOCK_SIZE: gl.constexpr):
+def _first_cache_blocks(block_table, sizes, strides, pairs, BLOCK_SIZE: gl.constexpr):
     """Load the first pages of the program's tiles, before it is known whether it has keys there."""
     score_block, max_keys, row_blocks = gl.program_id(0), sizes.max_keys, sizes.row_blocks
     request, key = score_block // row_blocks // pairs, score_block // row_blocks % pairs * (2 * TILE)
     table_row = block_table + gl.minimum(request, sizes.num_requests - 1).to(gl.int64) * strides.table_row
     first, second = key // BLOCK_SIZE, (key + TILE) // BLOCK_SIZE
     stride = strides.table_entry
-    first_page = gl.load(table_row + first.to(gl.int64) * stride, mask=key < max_keys, other=-1)
-    return first_page, gl.load(table_row + second.to(gl.int64) * stride, mask=key + TILE < max_keys, other=-1)
+    first_block = gl.load(table_row + first.to(gl.int64) * stride, mask=key < max_keys, other=-1)
+    return first_block, gl.load(table_row + second.to(gl.int64) * stride, mask=key + TILE < max_keys, other=-1)
 
 
 @gluon.jit
 @no_type_check
 def load_score_block(
-    plan, inputs, latent_pages, rope_pages, sizes, strides, buffers, full, pairs,
+    plan, inputs, latent_tma, rope_tma, sizes, strides, buffers, full, pairs,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Load the tiles of the program's score block, if it has one."""
-    first_pages = _first_pages(inputs.block_table, sizes, strides, pairs, BLOCK_SIZE)
-    item, there = score_block_of_program(plan, inputs, sizes, pairs, HEADS)
-    if there:
-        pages = page_walk_of(item, inputs.block_table, strides)
-        tile_pages = (first_pages[0], gl.where((item.begin + 1) * TILE < pages.end_key, first_pages[1], -1))
-        for place in gl.static_range(2):
+    first_blocks = _first_cache_blocks(inputs.block_table, sizes, strides, pairs, BLOCK_SIZE)
+    item, has_block = score_block_of_program(plan, inputs, sizes, pairs, HEADS)
+    if has_block:
+        blocks = block_table_row_of(item, inputs.block_table, strides)
+        tile_blocks = (first_blocks[0], gl.where((item.begin + 1) * TILE < blocks.end_key, first_blocks[1], -1))
+        for pointers in gl.static_range(2):
             for number in gl.static_range(QUARTERS):
-                fetch_quarter(
-                    item.begin + place, tile_pages[place], pages, latent_pages, rope_pages, buffers, full, place,
+                load_quarter(
+                    item.begin + pointers, tile_blocks[pointers], blocks, latent_tma, rope_tma, buffers, full, pointers,
                     number, LATENT, ROPE, BLOCK_SIZE,
                 )  # fmt: skip
 
 
 @gluon.jit
 @no_type_check
-def _publish_tops(words, score_block, PLACE: gl.constexpr, tops):
+def _publish_largest_scores(words, score_block, TILE_INDEX: gl.constexpr, largest):
     """Publish a tile's largest scores for the other programs: each word says by its value that it is written."""
-    row = gl.arange(0, ROWS, tops.type.layout)
-    bits = tops.to(gl.int32, bitcast=True)
+    row = gl.arange(0, ROWS, largest.type.layout)
+    bits = largest.to(gl.int32, bitcast=True)
     bits = gl.where(bits == NOT_WRITTEN, CANONICAL_NAN, bits)
-    gl.atomic_xchg(words + score_block * TOPS + PLACE * ROWS + row, bits, sem="relaxed", scope="gpu")
+    gl.atomic_xchg(words + score_block * SCORE_WORDS + TILE_INDEX * ROWS + row, bits, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
 @no_type_check
-def _tops_before(words, score_block, back, row_blocks, ALL: gl.constexpr):
+def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constexpr):
     """Load the largest scores of the pairs from `back` before this one on; bits, -inf's where there is no such pair."""
     row = gl.arange(0, ROWS, ALL)
-    found = ()
+    loaded = ()
     for i in gl.static_range(BEFORE):
-        place = words + (score_block - (back - i) * row_blocks) * TOPS + row
-        there = (row >= 0) & (back > i)
+        pointers = words + (score_block - (back - i) * row_blocks) * SCORE_WORDS + row
+        has_block = (row >= 0) & (back > i)
         for tile in gl.static_range(2):
-            bits = gl.load(place + tile * ROWS, mask=there, other=-8388608, volatile=True)
-            found = found + (bits,)  # noqa: RUF005  the compiler knows no unpacking here
-    return found
+            bits = gl.load(pointers + tile * ROWS, mask=has_block, other=-8388608, volatile=True)
+            loaded = loaded + (bits,)  # noqa: RUF005  the compiler knows no unpacking here
+    return loaded
 
 
 @gluon.jit
 @no_type_check
-def _not_written(found):
+def _not_written(loaded):
     """Return whether any word is not written yet; every warp looks at all of them, and needs no other."""
-    waiting = found[0] == NOT_WRITTEN
+    waiting = loaded[0] == NOT_WRITTEN
     for i in gl.static_range(1, 2 * BEFORE):
-        waiting = waiting | (found[i] == NOT_WRITTEN)
+        waiting = waiting | (loaded[i] == NOT_WRITTEN)
     return gl.max(waiting.to(gl.int32), 0) > 0
 
 
@@ -193,11 +193,11 @@ def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl
     """Return the rows' references after the `count` pairs of the split before, once these are published."""
     reference = gl.full([ROWS], LEAST, gl.float32, ALL)
     for first in range(0, count, BEFORE):
-        found = _tops_before(words, score_block, count - first, row_blocks, ALL)
-        while _not_written(found):
-            found = _tops_before(words, score_block, count - first, row_blocks, ALL)
+        loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
+        while _not_written(loaded):
+            loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
         for i in gl.static_range(2 * BEFORE):
-            reference = reference_of(reference, found[i].to(gl.float32, bitcast=True), scale_log2)
+            reference = reference_of(reference, loaded[i].to(gl.float32, bitcast=True), scale_log2)
     return reference
 
 
@@ -210,7 +210,7 @@ def fence_async_global():
 
 @gluon.jit
 @no_type_check
-def _write_tile(scores, reference, phase_one, score_block, scale_log2, PLACE: gl.constexpr, SCORES: gl.constexpr):
+def _write_tile(scores, reference, phase_one, score_block, scale_log2, TILE_INDEX: gl.constexpr, SCORES: gl.constexpr):
     """Write a tile's probabilities, their rows' sums, and the references that they are relative to."""
     row_values, probabilities = phase_one.row_values, phase_one.probabilities
     # each of the four threads that have a row takes eight keys that lie together, twice: few stores of whole sectors
@@ -220,13 +220,16 @@ def _write_tile(scores, reference, phase_one, score_block, scale_log2, PLACE: gl
     )  # fmt: skip
     weights = gl.exp2(scores * scale_log2 - shift_of(reference, scale_log2)[:, None])
     row, key = gl.arange(0, ROWS, gl.SliceLayout(1, LINES)), gl.arange(0, TILE, gl.SliceLayout(0, LINES))
-    place = (
-        probabilities + (2 * score_block + PLACE).to(gl.int64) * (ROWS * TILE) + (row * TILE)[:, None] + key[None, :]
+    pointers = (
+        probabilities
+        + (2 * score_block + TILE_INDEX).to(gl.int64) * (ROWS * TILE)
+        + (row * TILE)[:, None]
+        + key[None, :]
     )
-    gl.store(place, gl.convert_layout(weights.to(probabilities.dtype.element_ty), LINES))
-    place = row_values + score_block.to(gl.int64) * ROW_VALUES + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    gl.store(place + PLACE * ROWS, reference)
-    gl.store(place + (2 + PLACE) * ROWS, gl.sum(weights, 1))
+    gl.store(pointers, gl.convert_layout(weights.to(probabilities.dtype.element_ty), LINES))
+    pointers = row_values + score_block.to(gl.int64) * ROW_VALUES + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    gl.store(pointers + TILE_INDEX * ROWS, reference)
+    gl.store(pointers + (2 + TILE_INDEX) * ROWS, gl.sum(weights, 1))
 
 
 @gluon.jit
@@ -240,16 +243,16 @@ def compute_score_block(
     The barrier `scored` says that the memory of tiles and queries is free.
     """
     scale_log2, full = sizes.scale_log2, bars.full
-    q_latent, q_rope, buffers = shared.queries.q_latent, shared.queries.q_rope, (shared.latents, shared.tails)
+    q_latent, q_rope, buffers = shared.queries.q_latent, shared.queries.q_rope, (shared.latents, shared.rope_tiles)
     score_block, flags = gl.program_id(0), flags_behind(words, sizes, pairs)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     ALL: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     begin, stop = item.begin, item.stop
-    visible, first_pages = visible_keys(item, inputs, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
+    visible, first_blocks = visible_keys(item, inputs, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
     visible = gl.minimum(visible, item.length)
     table_row = inputs.block_table + item.request.to(gl.int64) * strides.table_row
-    visibility = visibility_of(item, visible, first_pages, table_row, sizes, strides, BLOCK_SIZE, False)
+    visibility = visibility_of(item, visible, first_blocks, table_row, sizes, strides, BLOCK_SIZE, False)
     async_copy.wait_group(0)
     fence_async_shared()
     partition_barrier()
@@ -261,24 +264,24 @@ def compute_score_block(
     first = warpgroup_mma_wait(0, deps=[first])
     for number in gl.static_range(QUARTERS):
         second = score_quarter(second, buffers, q_latent, q_rope, full, 0, 0, True, 1, number, LATENT, ROPE)
-    if begin >= visibility.plain:
+    if begin >= visibility.first_masked:
         first = masked(first, begin, stop, visibility, SCORES, BLOCK_SIZE)
-    first_top = gl.max(first, 1)
-    _publish_tops(words, score_block, 0, first_top)
+    first_largest = gl.max(first, 1)
+    _publish_largest_scores(words, score_block, 0, first_largest)
     second = warpgroup_mma_wait(0, deps=[second])
-    if begin + 1 >= visibility.plain:
+    if begin + 1 >= visibility.first_masked:
         second = masked(second, begin + 1, stop, visibility, SCORES, BLOCK_SIZE)
     partition_barrier()  # every warp has multiplied, before one of them arrives
     arrive(bars.scored)
-    second_top = gl.max(second, 1)
-    _publish_tops(words, score_block, 1, second_top)
+    second_largest = gl.max(second, 1)
+    _publish_largest_scores(words, score_block, 1, second_largest)
 
     count = begin % item.split_tiles // 2
     before = _reference_before(words, score_block, count, sizes.row_blocks, scale_log2, ALL)
-    middle = reference_of(gl.convert_layout(before, ROW), first_top, scale_log2)
-    top = reference_of(middle, second_top, scale_log2)
-    _write_tile(first, middle, phase_one, score_block, scale_log2, 0, SCORES)
-    _write_tile(second, top, phase_one, score_block, scale_log2, 1, SCORES)
+    first_reference = reference_of(gl.convert_layout(before, ROW), first_largest, scale_log2)
+    second_reference = reference_of(first_reference, second_largest, scale_log2)
+    _write_tile(first, first_reference, phase_one, score_block, scale_log2, 0, SCORES)
+    _write_tile(second, second_reference, phase_one, score_block, scale_log2, 1, SCORES)
     fence_async_global()
     partition_barrier()  # what every thread has written, before one of them sets the flag
     gl.atomic_xchg(flags + score_block, 0, sem="release", scope="gpu")
