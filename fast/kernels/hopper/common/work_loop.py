@@ -12,9 +12,9 @@ A main loop consists of seven functions, which a consumer passes to `run_work_it
 | `write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST)` | Write a partial output. |
 | `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | Write outputs; prefetch the next queries. |
 
-`ctx` is a `Context`: its `shared` has `items` and `queries`, and its `bars` have `item_written` and `item_begun`. `c` is
-a `Constants`. `counters` are what the main loop needs to know the phases of its barriers, such as the number of tiles
-processed so far.
+`ctx` is a `Context`: its `shared` has `items` and `queries`, and its `bars` have `item_written` and `item_begun`.
+`c` is a `Constants`. From `counters`, such as the number of tiles processed so far, the main loop computes the phases
+of its barriers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups of kernel arguments, in the order in which the decode kernels take them."""
+"""Groups of kernel arguments. Their fields have the order in which the decode kernels take them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class LaunchInputs(NamedTuple):
-    """Queries, descriptors of the cache, and the lists that describe the batch."""
+    """Queries, TMA descriptors of the cache, and the lists that describe the batch; shapes as in `mla_decode`.
+
+    TMA is the GPU's bulk copy engine. A descriptor fixes the tensor and the shape of the box that one copy moves.
+    """
 
     ql_nope: Tensor
     q_pe: Tensor
@@ -22,7 +25,7 @@ class LaunchInputs(NamedTuple):
 
 
 class LaunchOutputs(NamedTuple):
-    """What a decode writes."""
+    """Tensors that a decode writes; shapes as in `fast.kernels.combine.SplitDecode`."""
 
     out: Tensor
     lse: Tensor
@@ -31,7 +34,14 @@ class LaunchOutputs(NamedTuple):
 
 
 class BatchSizes(NamedTuple):
-    """Tokens, pages of the cache, requests, and keys of a request at most."""
+    """Sizes of the batch.
+
+    Attributes:
+        tokens: T, packed query tokens.
+        num_blocks: number of blocks in the cache.
+        requests: B.
+        max_keys: upper bound of the keys of a request.
+    """
 
     tokens: int
     num_blocks: int
@@ -40,7 +50,13 @@ class BatchSizes(NamedTuple):
 
 
 class RowSizes(NamedTuple):
-    """Row blocks of a request, rows of a request, and partial indices."""
+    """Numbers of rows and of partial outputs.
+
+    Attributes:
+        row_blocks: row blocks of a request.
+        request_rows: upper bound of the rows of a request.
+        num_partials: number of partial indices.
+    """
 
     row_blocks: int
     request_rows: int
@@ -48,7 +64,10 @@ class RowSizes(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The numbers of `InvariantCut`, the scale in base 2, and strides of queries and block table."""
+    """Fields of `InvariantCut`, the softmax scale divided by ln 2, and strides of queries and block table.
+
+    Strides are in elements.
+    """
 
     small_tiles: int
     small_splits: int

@@ -33,7 +33,7 @@ from .tile_scores import ROWS
 @gluon.jit
 @no_type_check
 def prefetch_next(item, wanted, ctx, c):
-    """Prefetch a work item's queries, those of this consumer's half of the columns, if they are wanted."""
+    """If `wanted`, issue the loads of this consumer's half of the columns of a work item's queries."""
     HALF: gl.constexpr = c.LATENT // 2
     if wanted:
         prefetch_queries(
@@ -51,10 +51,11 @@ def prefetch_next(item, wanted, ctx, c):
 @gluon.jit
 @no_type_check
 def _send_rows(left, right, block, out_tma, q_latent, CONSUMER: gl.constexpr):
-    """Write rows that are all of one token, by way of the queries' memory: this consumer's half of the columns.
+    """Write this consumer's half of the output columns with TMA (bulk copies); all 64 rows have one token.
 
-    The queries are multiplied no more, and each half of them belongs to one consumer. The first row of a work item is
-    real (`seek_item`), and so are all of its token.
+    The values go through the shared memory of the queries, which are no longer needed; each consumer uses the half
+    that it loaded itself. No row is a padding row: the first row of a work item is real (`seek_item`), and the others
+    have the same token.
     """
     first_row = block.query_start * block.num_heads + block.number * ROWS
     WIDTH: gl.constexpr = left.shape[1]
@@ -72,7 +73,10 @@ def _send_rows(left, right, block, out_tma, q_latent, CONSUMER: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _lines_of(left, right, q_latent, CONSUMER: gl.constexpr, WIDE: gl.constexpr):
-    """Return both quarters as whole lines, by way of the queries' memory, which is multiplied no more."""
+    """Return both quarters in the layout WIDE, so that stores fill whole cache lines.
+
+    The values go through the shared memory of the queries, which are no longer needed.
+    """
     WIDTH: gl.constexpr = left.shape[1]
     staged = q_latent.index(0).slice(2 * CONSUMER * WIDTH, 2 * WIDTH, dim=1)
     staged.slice(0, WIDTH, dim=1).store(left.to(q_latent.dtype))
@@ -85,7 +89,11 @@ def _lines_of(left, right, q_latent, CONSUMER: gl.constexpr, WIDE: gl.constexpr)
 @gluon.jit
 @no_type_check
 def write_whole(state, block, scale_log2, following, wanted, ctx, c):
-    """Write the outputs of rows that one program saw whole: half of the columns. Prefetch the next queries."""
+    """Write this consumer's half of the output of rows whose keys this program has attended; prefetch queries.
+
+    The first consumer also writes the LSE. The queries of `following` are prefetched as soon as the shared memory of
+    this item's queries is free.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     CONSUMER: gl.constexpr = c.CONSUMER
@@ -122,7 +130,7 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
 @gluon.jit
 @no_type_check
 def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.constexpr):
-    """Write the partial output of rows: half of the columns, and either the largest scores or the sums."""
+    """Write this consumer's half of a partial output, and the largest scores (first consumer) or the sums (second)."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     HALF: gl.constexpr = c.LATENT // 2
@@ -145,16 +153,17 @@ def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.cons
 @gluon.jit
 @no_type_check
 def to_base_two(state, scale_log2):
-    """Return a state with its largest scores in base 2, -inf where no key was seen."""
+    """Return a state with its largest scores in base 2; -inf for a row that saw no key."""
     return HalfState(in_base_two(state, scale_log2), state.total, state.left, state.right)
 
 
 @gluon.jit
 @no_type_check
 def _kept_pointers(kept_values, CONSUMER: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Return where a consumer keeps its first quarter; the second lies LATENT // 4 * ROWS elements further.
+    """Return pointers to the global memory in which a consumer keeps its first quarter between splits.
 
-    In squares of 8 by 8, as the matrix unit deals them to the threads, so that a warp's accesses fill whole lines.
+    The second quarter is LATENT // 4 * ROWS elements further. The values are stored in squares of 8 by 8, as the
+    matrix unit distributes them over the threads, so that the accesses of a warp fill whole cache lines.
     """
     row = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
     column = gl.arange(0, VALUES.instr_shape[1], gl.SliceLayout(0, VALUES))
@@ -165,7 +174,7 @@ def _kept_pointers(kept_values, CONSUMER: gl.constexpr, LATENT: gl.constexpr, VA
 @gluon.jit
 @no_type_check
 def with_kept(state, kept_values, ctx, counters, c):
-    """Combine the state that this consumer kept with the one that it has."""
+    """Combine the state that this consumer kept with the given one; return it, and the counters unchanged."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -183,7 +192,7 @@ def with_kept(state, kept_values, ctx, counters, c):
 @gluon.jit
 @no_type_check
 def keep(state, kept_values, ctx, c):
-    """Keep a state for the next split of the work item: half of the columns."""
+    """Keep this consumer's half of a state for the next split: rows' values in shared memory, sums in global memory."""
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     kept = ctx.shared.kept
     kept.index(2 * c.CONSUMER).store(state.largest)

@@ -1,7 +1,11 @@
-"""Decode of row blocks of 16 and 32: the products are transposed, so that keys and latents fill the matrix unit.
+"""Decode of row blocks of 16 and 32 rows, with transposed products.
 
-Scores are keys x rows, outputs latents x rows: the matrix unit takes 64 rows at a time, and idle ones would cost as
-much as others. One consumer multiplies, a producer of one warp loads tiles; the bandwidth of the cache is the limit.
+The left operand of a product on Hopper's matrix unit has 64 rows. 16 or 32 rows of queries would leave most of them
+empty, at the cost of a full product. So the products are transposed: scores are [keys, rows], outputs [latents, rows],
+and the 64 rows are keys or latents.
+
+A producer (one warp) loads tiles into a ring of two stages with TMA, the GPU's bulk copy engine. One consumer (four
+warps) multiplies. The bandwidth of reading the cache limits the speed. README.md shows how the two hand over a tile.
 """
 
 from __future__ import annotations
@@ -53,13 +57,26 @@ from .epilogue_16_32 import (
     write_whole,
 )
 
-LONG = gl.constexpr(16)  # tiles of a program's first work item, from which on its queries go before its second tile
+LONG = gl.constexpr(16)  # a first work item of at least this many tiles loads its queries before its second tile
 
 
 @gluon.jit
 @no_type_check
 def attend_tiles(begin, stop, end, visibility, ctx, step, c):
-    """Attend the tiles [begin, stop) of a work item that ends at tile `end`; return the state, and the next step."""
+    """Attend the tiles [begin, stop) of a work item: scores, softmax, weighted sum of the values.
+
+    Args:
+        begin: first tile.
+        stop: end of the tiles, exclusive.
+        end: end of the work item's tiles, exclusive; keys behind it are masked.
+        visibility: `Visibility`.
+        ctx: `Context`.
+        step: stages of the ring used before, by tiles and by kept states; it gives the next stage and its phase.
+        c: `Constants`.
+
+    Returns:
+        `RowState` and the new `step`.
+    """
     shared, bars, scale_log2 = ctx.shared, ctx.bars, ctx.sizes.scale_log2
     q_latent, q_rope = shared.queries.q_latent, shared.queries.q_rope
     k_latent, k_rope, full, empty = shared.k_latent, shared.k_rope, bars.full, bars.empty
@@ -80,7 +97,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
     for tile in range(begin, stop):
         stage = step % STAGES
         phase = (step // STAGES) & 1
-        zero = step >> 30  # the compiler must not see that this is 0: it would keep the queries' addresses
+        zero = step >> 30  # always 0; a literal 0 would let the compiler keep the queries' addresses in registers
         k_tile = k_latent.index(stage * BUFFERS)._reinterpret(dtype, [TILE, LATENT], TILE_SHARED)
         values = warpgroup_mma_wait(0, deps=[values])
         arrive(empty.index((step + STAGES - 1) % STAGES), pred=tile > begin)
@@ -123,9 +140,9 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
 @gluon.jit
 @no_type_check
 def _consume(ctx, c):
-    """Multiply: the one consumer."""
+    """Run the consumer: attend all work items of the program."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
-    step = 0  # tiles of all work items
+    step = 0  # stages of the ring used so far
     run_work_items(
         prefetch_next, attend_tiles, with_kept, keep, write_partial, write_whole, to_base_two, step, ctx, c,
         gl.SliceLayout(0, TRANSPOSED), False,
@@ -135,13 +152,15 @@ def _consume(ctx, c):
 @gluon.jit
 @no_type_check
 def _produce(ctx, latent_tma, rope_tma, c):
-    """Load tiles into the ring, and write the work items for the consumer: one warp."""
+    """Run the producer (one warp): find the work items, write them for the consumer, and load their tiles."""
     sizes, shared, bars = ctx.sizes, ctx.shared, ctx.bars
     k_latent, k_rope = shared.k_latent, shared.k_rope
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE) * (k_latent.dtype.primitive_bitwidth // 8)
-    KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES  # in memory
+    KEEPS: gl.constexpr = (
+        c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES
+    )  # half of the kept state is in global memory
     kept_values = kept_in_memory(ctx, c.LATENT)
     position = first_position(ctx.plan, sizes, c.SCHEDULED, 1)
     position, item = seek_item(position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
@@ -157,7 +176,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         if KEEPS:
             split_tiles = item.split_tiles
             combine_at = gl.where((begin == 0) & (stop > split_tiles), gl.minimum(2 * split_tiles, stop), 0)
-        # the first tiles of all programs at once would keep the queries waiting
+        # all programs load their first tiles at the same time, which delays the queries: load only one tile before them
         queries_first = (number == 0) & (stop - begin >= LONG)
         for tile in range(begin, stop):
             stage = step % STAGES
@@ -194,7 +213,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         position, item = seek_item(
             position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1
         )
-        mbarrier.wait(bars.item_begun, number & 1)  # this item has begun, and the one before it is read no more
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumer no longer reads the item before this one
         number += 1
         write_item(shared.items, number, item, bars.item_written)
 
@@ -218,7 +237,10 @@ def _row_blocks_16_32_kernel(
     ROWS: gl.constexpr, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Attend a program's work items for row blocks of ROWS; partial outputs are for `fast.kernels.combine`."""
+    """Write the outputs and partial outputs of all work items, for row blocks of ROWS rows.
+
+    `fast.kernels.combine` adds the partial outputs. For the arguments see `arguments.py`.
+    """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
     BOX_COLUMNS: gl.constexpr = latent_tma.block_shape[2]
@@ -238,7 +260,7 @@ def _row_blocks_16_32_kernel(
     row_values, weighted, stored = weights, weights, weights
     if BY_LENGTH:
         row_values = gl.allocate_shared_memory(gl.float32, [2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        # all latents, or half of them; 8 of them by 8 rows meet no bank twice
+        # all latents, or half of them; the layout gives 8 latents by 8 rows different banks
         SHARED_LATENTS: gl.constexpr = LATENT if ROWS * LATENT <= SHARED_VALUES else LATENT // 2
         weighted = gl.allocate_shared_memory(
             gl.float32, [SHARED_LATENTS, ROWS], gl.SwizzledSharedLayout(8, 32 // ROWS, ROWS // 8, [1, 0])
@@ -271,7 +293,7 @@ def _row_blocks_16_32_kernel(
     shared = Shared(queries, k_latent, k_rope, weights, Kept(row_values, weighted, stored), items)
     bars = Bars(full, empty, item_begun, item_written)
     ctx = Context(inputs, plan, outputs, sizes, strides, shared, bars)
-    # constants are written in place: an assignment would make values of the kernel of them
+    # `Constants` is built inside the calls: assigned to a variable, its fields would no longer be `constexpr`
     gl.warp_specialize(
         [
             (_consume, (ctx, Constants(0, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, 1))),

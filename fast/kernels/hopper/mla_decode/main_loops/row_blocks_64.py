@@ -1,10 +1,12 @@
-"""Decode of row blocks of 64: two consumers share the rows and take pairs of tiles (`tile_pairs`).
+"""Decode of row blocks of 64 rows: two consumers process the tiles in pairs (`tile_pairs`).
 
-Each consumer holds one half of the latent columns of the output. A producer, one warp, loads tiles, a quarter of their
-columns at a time: each quarter is released, loaded again and multiplied by itself, as no third tile fits.
+Both consumers work on the same 64 rows. Each accumulates one half of the latent columns of the output. A producer (one
+warp) loads the tiles with TMA, the GPU's bulk copy engine. Shared memory has room for two tiles, not for three. So each
+tile is loaded in quarters of its latent columns, and each quarter has its own barriers: a quarter of the next tile is
+loaded as soon as the same quarter of this tile is released. README.md shows the timeline and the barriers.
 
-Where processors would be idle, two programs score the same tiles, and each holds one of two slices of every quarter
-(SLICES): what is said here of halves and quarters of the output is then said of that slice of them.
+If multiprocessors would be idle, two programs score the same tiles (SLICES = 2). Each program then multiplies only its
+own slice, one half, of every quarter. "Half" and "quarter" of the output then mean the program's slice of them.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from .epilogue_64 import keep, prefetch_next, to_base_two, with_kept, write_part
 from .tile_pairs import Bars, PairCounters, Shared, attend_pairs
 from .tile_scores import ROWS, load_quarter
 
-LONG = gl.constexpr(8)  # tiles of a program's first work item, from which on its queries go before its tiles
+LONG = gl.constexpr(8)  # a first work item of at least this many tiles loads its queries before some or all tiles
 
 
 @gluon.jit
 @no_type_check
 def _consume(ctx, c):
-    """Score tile c.GROUP of each pair, and hold half c.GROUP of the output's columns: one of two consumers."""
+    """Run one of two consumers: score tile c.CONSUMER of each pair, accumulate half c.CONSUMER of the columns."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     counters = PairCounters(0, 0)
     run_work_items(
@@ -46,7 +48,7 @@ def _consume(ctx, c):
 def _load_quarter(
     tile, cache_block, blocks, latent_tma, rope_tma, ctx, phase, TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr, c
 ):
-    """Load the quarter of a tile that is multiplied as number NUMBER, once the one before it is released."""
+    """Wait until the buffer of a quarter is released, then load the quarter that is scored as number NUMBER."""
     shared, bars = ctx.shared, ctx.bars
     mbarrier.wait(bars.empty.index(4 * TILE_INDEX + (2 * TILE_INDEX + NUMBER) % 4), phase)
     load_quarter(
@@ -58,7 +60,7 @@ def _load_quarter(
 @gluon.jit
 @no_type_check
 def _produce(ctx, latent_tma, rope_tma, c):
-    """Load pairs of tiles, and write the work items for the consumers: one warp."""
+    """Run the producer (one warp): find the work items, write them for the consumers, and load pairs of tiles."""
     sizes, items, bars = ctx.sizes, ctx.shared.items, ctx.bars
     position = first_position(ctx.plan, sizes, c.SCHEDULED, c.SLICES)
     position, item = seek_item(
@@ -74,8 +76,9 @@ def _produce(ctx, latent_tma, rope_tma, c):
             cache_block_of(begin * TILE, blocks, c.BLOCK_SIZE),
             cache_block_of((begin + 1) * TILE, blocks, c.BLOCK_SIZE),
         )
-        # the first tiles of all programs at once would keep the queries waiting: they go first, or, where no other
-        # program reads the same tiles, before the second tile; programs in slices are too few for that
+        # All programs load their first tiles at the same time, which delays the queries. Where several row blocks
+        # read the same tiles, the queries are loaded before the first tile; otherwise before the second one. With
+        # slices there are too few programs for such a delay.
         queries_first = (c.SLICES == 1) & (number == 0) & (stop - begin >= LONG)
         if queries_first & (sizes.row_blocks > 1):
             mbarrier.wait(bars.item_begun, 0)
@@ -107,7 +110,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         position, item = seek_item(
             position, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES
         )
-        mbarrier.wait(bars.item_begun, number & 1)  # this item has begun, and the one before it is read no more
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumers no longer read the item before this one
         number += 1
         write_item(items, number, item, bars.item_written)
 
@@ -133,9 +136,10 @@ def _row_blocks_64_kernel(
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
-    """Attend a program's work items for row blocks of 64; partial outputs are for `fast.kernels.combine`.
+    """Write the outputs and partial outputs of all work items, for row blocks of 64 rows.
 
-    `out_rows` is None, or how the copy engine writes whole outputs, whose rows are then all of one token.
+    `fast.kernels.combine` adds the partial outputs. For the arguments see `arguments.py`. `out_tma` is the TMA
+    descriptor that writes outputs, which needs row blocks of one token; None: plain stores write them.
     """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
@@ -146,7 +150,7 @@ def _row_blocks_64_kernel(
     boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (LATENT // BOX_COLUMNS)
     latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_tma.layout)
     q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
-    # rope parts of the keys, then the probabilities of their tile
+    # for each tile: the rope part of its keys, later its probabilities
     rope_tiles = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
     q_rope = q_latent
     if ROPE > 0:
@@ -155,9 +159,9 @@ def _row_blocks_64_kernel(
     kept = row_values
     if BY_LENGTH:
         kept = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)  # quarters of both tiles
+    full = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)  # one for each quarter of both tiles
     empty = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)
-    probabilities_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # probabilities and references of both tiles
+    probabilities_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # one for each tile
     sums_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     items = gl.allocate_shared_memory(gl.int32, [ITEMS_HELD * ITEM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     item_begun = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -190,7 +194,7 @@ def _row_blocks_64_kernel(
     shared = Shared(Queries(ql_nope, q_pe, q_latent, q_rope, strides), latents, rope_tiles, row_values, kept, items)
     bars = Bars(full, empty, probabilities_ready, item_begun, sums_ready, item_written)
     ctx = Context(inputs, plan, outputs, sizes, strides, shared, bars)
-    # constants are written in place: an assignment would make values of the kernel of them
+    # `Constants` is built inside the calls: assigned to a variable, its fields would no longer be `constexpr`
     gl.warp_specialize(
         [
             (_consume, (ctx, Constants(0, ROWS, HEADS, LATENT, ROPE, BLOCK_SIZE, BY_LENGTH, SCHEDULED, SPLIT, SLICES))),

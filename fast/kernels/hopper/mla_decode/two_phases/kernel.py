@@ -1,4 +1,4 @@
-"""The kernels of a decode in two phases: one clears words, the other goes through both phases in each partition."""
+"""The two kernels of a decode in two phases: the first one clears words, the second one computes both phases."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from .score_blocks import (
     score_block_of_program,
 )
 
-CLEARED = gl.constexpr(1024)  # words of a program
+CLEARED = gl.constexpr(1024)  # words that a program clears
 
 
 @gluon.jit(do_not_specialize=["num_words"])
 @no_type_check
 def _clear_kernel(words, num_words):
-    """Fill words with NOT_WRITTEN."""
+    """Fill the words of all score blocks with NOT_WRITTEN."""
     follow_kernel()
     word = gl.program_id(0) * CLEARED + gl.arange(0, CLEARED, gl.BlockedLayout([4], [32], [4], [0]))
     gl.store(words + word, gl.full([CLEARED], NOT_WRITTEN, gl.int32, word.type.layout), mask=word < num_words)
@@ -54,7 +54,7 @@ def _consume(
     inputs, plan, words, phase_one, outputs, sizes, strides, shared, bars, pairs, splits_bound,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply, in both phases: the one consumer."""
+    """Run the consumer: the products of both phases."""
     item, has_block = score_block_of_program(plan, inputs, sizes, pairs, HEADS)
     if has_block:
         prefetch_queries(item, shared.queries, sizes, ROWS, HEADS, 0, LATENT, ROPE)
@@ -74,7 +74,7 @@ def _produce(
     inputs, plan, words, row_values, sizes, strides, latent_tma, rope_tma, value_tma, probability_pairs, shared,
     bars, pairs, splits_bound, HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Load, in both phases: one warp."""
+    """Run the producer (one warp): the loads of both phases."""
     flags = flags_behind(words, sizes, pairs)
     load_score_block(
         plan, inputs, latent_tma, rope_tma, sizes, strides, (shared.latents, shared.rope_tiles), bars.full, pairs,
@@ -102,11 +102,13 @@ def _two_phases_kernel(
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Compute a score block, then column blocks, of requests that are split by their own length.
+    """Compute at most one score block, then column blocks, for requests that are split by their own length.
 
-    Each split of several is a partial output for `fast.kernels.combine`. There are as many programs as score blocks at
-    least, `words` are NOT_WRITTEN, and `splits_bound` is no less than the splits of any request, as `pairs` of its
-    tiles.
+    If a request has several splits, each becomes a partial output for `fast.kernels.combine`. The launch guarantees:
+
+    - All programs run at the same time, and there is at least one per score block.
+    - All `words` are NOT_WRITTEN.
+    - No request has more than `splits_bound` splits or more than `pairs` pairs of tiles.
     """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
@@ -115,9 +117,9 @@ def _two_phases_kernel(
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE if ROPE > 0 else 128, 16)
     ONE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (LATENT // BOX_COLUMNS)
-    # both tiles of a pair, then a column block's columns of STAGES pairs
+    # phase 1: both tiles of a pair; phase 2: the columns of a column block of STAGES pairs
     latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_tma.layout)
-    # then the probabilities of PLACES pairs
+    # phase 1: the queries; phase 2: the probabilities of PROBABILITY_STAGES pairs
     q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, LATENT], TILE_SHARED)
     rope_tiles = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
     q_rope = q_latent

@@ -1,4 +1,4 @@
-"""Allocate what a decode in two phases needs beside its inputs, and launch its two kernels."""
+"""Allocate the buffers of a decode in two phases, and launch its two kernels."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def launch_two_phases(
     pairs: int,
     splits_bound: int,
 ) -> None:
-    """Score pairs of tiles, then multiply split by split, in programs that all run at once.
+    """Launch the two phases as one cooperative kernel, in which all programs run at the same time.
 
     Args:
-        inputs: queries, pages and lists.
-        results: outputs and partial outputs.
-        sizes: of the batch.
-        row_sizes: of row blocks and partial outputs.
-        numbers: the rule of splits, scale and strides.
-        widths: N, Lkv, R, keys a page.
-        programs: no more than run at once, no less than score blocks.
-        pairs: of tiles of a request, no less than any has.
-        splits_bound: no less than the splits of any request.
+        inputs: queries, descriptors of the cache, and lists.
+        outputs: outputs and partial outputs.
+        sizes: sizes of the batch.
+        row_sizes: numbers of rows and partial outputs.
+        numbers: rule of splits, scale and strides.
+        widths: the constants HEADS, LATENT, ROPE and BLOCK_SIZE.
+        programs: number of programs; all must run at the same time, and every score block needs one.
+        pairs: upper bound of the pairs of tiles of a request.
+        splits_bound: upper bound of the splits of a request.
     """
     latent_tma, device = inputs.latent_tma, outputs.out.device
     score_blocks = sizes.requests * pairs * row_sizes.row_blocks
     words = torch.empty(score_blocks * (SCORE_WORDS.value + 1), dtype=torch.int32, device=device)
     row_values = torch.empty(score_blocks * ROW_VALUES.value, dtype=torch.float32, device=device)
-    box = [2 * ROWS.value, TILE.value]  # of a score block
+    box = [2 * ROWS.value, TILE.value]  # probabilities of a score block: 64 rows of each of its two tiles
     probabilities = torch.empty(score_blocks * box[0], box[1], dtype=latent_tma.base.dtype, device=device)
     probability_pairs = TensorDescriptor.from_tensor(probabilities, box, gl.NVMMASharedLayout(128, 16, rank=2))
     value_tma = TensorDescriptor(
