@@ -164,7 +164,8 @@ def _attend_pair_in_first(
 ):  # fmt: skip
     """Attend a pair of tiles in the first consumer: first P0 V0, then P1 V1.
 
-    P0 comes from registers, P1 from shared memory. Return the state; the second product still runs, and the caller waits for it.
+    P0 comes from registers, P1 from shared memory. Return the state. The second product still
+    runs; the caller waits for it.
     """
     largest, total, left, right = state.largest, state.total, state.left, state.right
     latents, rope_tiles = buffers
@@ -221,7 +222,8 @@ def _attend_pair_in_second(
 ):  # fmt: skip
     """Attend a pair of tiles in the second consumer: first P0 V0, then P1 V1.
 
-    P0 comes from shared memory, P1 from registers. P0 V0 runs while this consumer computes its softmax. Return the state.
+    P0 comes from shared memory, P1 from registers. P0 V0 runs while this consumer computes its softmax. Return the
+    state.
     """
     WIDTH: gl.constexpr = LATENT // 4
     largest, total, left, right = state.largest, state.total, state.left, state.right

@@ -1,7 +1,10 @@
-"""Phase 1 of a decode in two phases: programs score pairs of tiles apart, for 64 rows, and write their probabilities.
+"""Phase 1 of a decode in two phases: each program computes the probabilities of one score block.
 
-A score block is a pair of tiles and a row block. The reference of its probabilities goes from tile to tile of a split
-(`tile_pairs`), so each program publishes its tiles' largest scores and waits for those of the pairs before.
+A score block is a pair of tiles of a request and a row block of 64 rows. Its probabilities are relative to a softmax
+reference, which depends on the largest scores of all earlier tiles of the split (`tile_scores.reference_of`). So each
+program publishes the largest scores of its two tiles in global memory, and waits for those of the earlier pairs.
+
+They are published as 32-bit words, which are NOT_WRITTEN at first: a word with any other value has been written.
 """
 
 from __future__ import annotations
@@ -22,34 +25,41 @@ from ...common.records import WorkItem
 from ...common.work_items import lens_of
 from ..main_loops.tile_scores import ROWS, load_quarter, masked, reference_of, score_quarter
 
-QUARTERS = gl.constexpr(4)  # of a tile's latent columns, scored one by one
-BEFORE = gl.constexpr(8)  # pairs whose largest scores are loaded at a time
-NOT_WRITTEN = gl.constexpr(-1)  # sentinel of words: no largest score and no flag has these bits
-CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)
-SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: largest scores of its rows; behind all, its flag
-ROW_VALUES = gl.constexpr(4 * ROWS.value)  # of a score block: references after both tiles, sums of both
+QUARTERS = gl.constexpr(4)  # quarters of a tile's latent columns, loaded and scored one by one
+BEFORE = gl.constexpr(8)  # earlier pairs whose largest scores are loaded at a time
+NOT_WRITTEN = gl.constexpr(-1)  # sentinel for "not written yet": no published score and no flag has these bits
+CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)  # published instead of a NaN whose bits are NOT_WRITTEN
+SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: the largest score of each row in both tiles
+ROW_VALUES = gl.constexpr(
+    4 * ROWS.value
+)  # float32 values of a score block: each row's references after both tiles, sums of both tiles
 
 
 class PhaseOne(NamedTuple):
-    """What phase 1 writes for phase 2, in memory: references and sums of rows, and probabilities."""
+    """Pointers to the values in global memory that phase 1 writes for phase 2.
+
+    Attributes:
+        row_values: [score blocks, 4, ROWS] float32: references after tile 0 and 1, sums of weights of tile 0 and 1.
+        probabilities: [score blocks, 2, ROWS, TILE], in the dtype of the cache.
+    """
 
     row_values: Any
     probabilities: Any
 
 
 class ColumnBlock(NamedTuple):
-    """One of eight column blocks of a split and row block: what a program multiplies in phase 2.
+    """One of eight column blocks of a (split, row block) pair: the unit of work of phase 2.
 
     Attributes:
-        number: of all column blocks, as if each request had the most splits.
-        request: index.
-        row_block: of the request.
-        query_start: first query token.
-        query_end: behind the last query token.
+        number: index among the column blocks of the batch, counted as if every request had `splits_bound` splits.
+        request: index of the request.
+        row_block: index of the row block in the request.
+        query_start: first query token of the request.
+        query_end: end of its query tokens, exclusive.
         length: readable keys of the request.
         begin: first tile of the split.
-        stop: behind its last tile.
-        splits: of the request.
+        stop: end of the split's tiles, exclusive.
+        splits: splits of the request.
         split_tiles: tiles of a split.
     """
 
@@ -66,7 +76,16 @@ class ColumnBlock(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory of a program; the last two are other views of `latents` and of the queries."""
+    """Shared memory of a program.
+
+    Attributes:
+        queries: `Queries`; phase 1.
+        latents: latents of two tiles, in quarters; phase 1.
+        rope_tiles: rope parts of two tiles; phase 1.
+        row_value_stages: row values of PROBABILITY_STAGES pairs; phase 2.
+        probability_stages: probabilities of these pairs; phase 2, in the memory of the queries.
+        tiles: columns of a column block of STAGES pairs; phase 2, in the memory of `latents`.
+    """
 
     queries: Any
     latents: Any
@@ -77,7 +96,7 @@ class Shared(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Barriers of a program; README.md has a table of them."""
+    """Barriers of a program; README.md says who arrives and who waits."""
 
     full: Any
     scored: Any
@@ -89,21 +108,21 @@ class Bars(NamedTuple):
 @gluon.jit
 @no_type_check
 def _num_score_blocks(sizes, pairs):
-    """Return the score blocks of all requests, as if each filled the block table."""
+    """Return the number of score blocks of the batch, counted as if every request had `pairs` pairs of tiles."""
     return sizes.num_requests * pairs * sizes.row_blocks
 
 
 @gluon.jit
 @no_type_check
 def flags_behind(words, sizes, pairs):
-    """Return where the flags lie: one for each score block says that its probabilities are written."""
+    """Return the pointer to the flags of all score blocks; a flag is set when the probabilities are written."""
     return words + _num_score_blocks(sizes, pairs) * SCORE_WORDS
 
 
 @gluon.jit
 @no_type_check
 def score_block_of_program(plan, inputs, sizes, pairs, HEADS: gl.constexpr):
-    """Return the score block that has the program's number, as a work item, and whether there is one."""
+    """Return the score block with the program's number as a `WorkItem`, and whether the program has one."""
     score_block = gl.program_id(0)
     row_blocks = sizes.row_blocks
     request = gl.minimum(score_block // row_blocks // pairs, sizes.num_requests - 1)
@@ -122,7 +141,7 @@ def score_block_of_program(plan, inputs, sizes, pairs, HEADS: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _first_cache_blocks(block_table, sizes, strides, pairs, BLOCK_SIZE: gl.constexpr):
-    """Load the first pages of the program's tiles, before it is known whether it has keys there."""
+    """Return the cache blocks of the first keys of both tiles; loaded before it is known whether the keys exist."""
     score_block, max_keys, row_blocks = gl.program_id(0), sizes.max_keys, sizes.row_blocks
     request, key = score_block // row_blocks // pairs, score_block // row_blocks % pairs * (2 * TILE)
     table_row = block_table + gl.minimum(request, sizes.num_requests - 1).to(gl.int64) * strides.table_row
@@ -138,7 +157,7 @@ def load_score_block(
     plan, inputs, latent_tma, rope_tma, sizes, strides, buffers, full, pairs,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Load the tiles of the program's score block, if it has one."""
+    """Issue the TMA (bulk copy) loads of both tiles of the program's score block, if it has one."""
     first_blocks = _first_cache_blocks(inputs.block_table, sizes, strides, pairs, BLOCK_SIZE)
     item, has_block = score_block_of_program(plan, inputs, sizes, pairs, HEADS)
     if has_block:
@@ -155,7 +174,7 @@ def load_score_block(
 @gluon.jit
 @no_type_check
 def _publish_largest_scores(words, score_block, TILE_INDEX: gl.constexpr, largest):
-    """Publish a tile's largest scores for the other programs: each word says by its value that it is written."""
+    """Publish a tile's largest scores: write one word per row; its value is then no longer NOT_WRITTEN."""
     row = gl.arange(0, ROWS, largest.type.layout)
     bits = largest.to(gl.int32, bitcast=True)
     bits = gl.where(bits == NOT_WRITTEN, CANONICAL_NAN, bits)
@@ -165,7 +184,11 @@ def _publish_largest_scores(words, score_block, TILE_INDEX: gl.constexpr, larges
 @gluon.jit
 @no_type_check
 def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constexpr):
-    """Load the largest scores of the pairs from `back` before this one on; bits, -inf's where there is no such pair."""
+    """Return the published largest scores of BEFORE pairs, from the pair that is `back` pairs before this one on.
+
+    The result is a tuple of two tensors [ROWS] of float bits per pair: those of -inf for a pair that is not before this
+    one, NOT_WRITTEN for a pair that is not published yet.
+    """
     row = gl.arange(0, ROWS, ALL)
     loaded = ()
     for i in gl.static_range(BEFORE):
@@ -173,14 +196,14 @@ def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constex
         has_block = (row >= 0) & (back > i)
         for tile in gl.static_range(2):
             bits = gl.load(pointers + tile * ROWS, mask=has_block, other=-8388608, volatile=True)
-            loaded = loaded + (bits,)  # noqa: RUF005  the compiler knows no unpacking here
+            loaded = loaded + (bits,)  # noqa: RUF005  Triton cannot unpack a tuple
     return loaded
 
 
 @gluon.jit
 @no_type_check
 def _not_written(loaded):
-    """Return whether any word is not written yet; every warp looks at all of them, and needs no other."""
+    """Return whether any word is not written yet; every warp checks all words, so the warps need no barrier."""
     waiting = loaded[0] == NOT_WRITTEN
     for i in gl.static_range(1, 2 * BEFORE):
         waiting = waiting | (loaded[i] == NOT_WRITTEN)
@@ -190,7 +213,7 @@ def _not_written(loaded):
 @gluon.jit
 @no_type_check
 def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl.constexpr):
-    """Return the rows' references after the `count` pairs of the split before, once these are published."""
+    """Wait until the `count` earlier pairs of the split are published; return the rows' references after them."""
     reference = gl.full([ROWS], LEAST, gl.float32, ALL)
     for first in range(0, count, BEFORE):
         loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
@@ -204,16 +227,16 @@ def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl
 @gluon.jit
 @no_type_check
 def fence_async_global():
-    """Order what this thread has written or seen in memory before what copy engines read there."""
+    """Order this thread's earlier accesses to global memory before later reads of TMA (the bulk copy engine)."""
     gl.inline_asm_elementwise("fence.proxy.async.global; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
 def _write_tile(scores, reference, phase_one, score_block, scale_log2, TILE_INDEX: gl.constexpr, SCORES: gl.constexpr):
-    """Write a tile's probabilities, their rows' sums, and the references that they are relative to."""
+    """Write a tile's probabilities, the sum of each row, and the reference of each row to global memory."""
     row_values, probabilities = phase_one.row_values, phase_one.probabilities
-    # each of the four threads that have a row takes eight keys that lie together, twice: few stores of whole sectors
+    # each of the four threads of a row stores eight consecutive keys, twice: few stores, each of whole sectors
     LINES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [64, 64],
@@ -238,9 +261,9 @@ def compute_score_block(
     item, inputs, words, phase_one, sizes, strides, shared, bars, pairs,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Score the program's score block, whose queries are prefetched, and write its probabilities.
+    """Compute the program's score block and write its probabilities; the queries are already prefetched.
 
-    The barrier `scored` says that the memory of tiles and queries is free.
+    The consumer arrives at the barrier `scored` when phase 2 may overwrite the shared memory of tiles and queries.
     """
     scale_log2, full = sizes.scale_log2, bars.full
     q_latent, q_rope, buffers = shared.queries.q_latent, shared.queries.q_rope, (shared.latents, shared.rope_tiles)
@@ -271,7 +294,7 @@ def compute_score_block(
     second = warpgroup_mma_wait(0, deps=[second])
     if begin + 1 >= visibility.first_masked:
         second = masked(second, begin + 1, stop, visibility, SCORES, BLOCK_SIZE)
-    partition_barrier()  # every warp has multiplied, before one of them arrives
+    partition_barrier()  # the products of every warp are complete before one of them arrives
     arrive(bars.scored)
     second_largest = gl.max(second, 1)
     _publish_largest_scores(words, score_block, 1, second_largest)
@@ -283,5 +306,5 @@ def compute_score_block(
     _write_tile(first, first_reference, phase_one, score_block, scale_log2, 0, SCORES)
     _write_tile(second, second_reference, phase_one, score_block, scale_log2, 1, SCORES)
     fence_async_global()
-    partition_barrier()  # what every thread has written, before one of them sets the flag
+    partition_barrier()  # every thread has written and fenced before one of them sets the flag
     gl.atomic_xchg(flags + score_block, 0, sem="release", scope="gpu")
