@@ -67,7 +67,7 @@ def record_progress(request, row_block, begin, end, exists, split_tiles, splits,
         row_block: index of the row block in the request.
         begin: first tile of the work item.
         end: end of its tiles, exclusive.
-        exists: False if this program has no work item here; nothing is recorded then.
+        exists: True if there is such a work item, and this program has to record its counts.
         split_tiles: tiles of a split.
         splits: splits of the request.
         plan: `SplitPlan`.

@@ -311,6 +311,7 @@ def multiply_column_blocks(
         length, begin = block.length, block.begin
         count = ceil_div(block.stop - begin, 2)
         largest = gl.full([ROWS], LEAST, gl.float32, ROW)
+        # references of all rows, with a copy in every warp: all warps take the same branch in `_rescaled`
         all_before = gl.full([ROWS], LEAST, gl.float32, ALL)
         first_total = gl.zeros([ROWS], gl.float32, ROW)
         second_total = gl.zeros([ROWS], gl.float32, ROW)
