@@ -173,9 +173,8 @@ def decode_splits(
         elif program_rows < MANY_ROWS:
             _row_blocks_16_32_kernel[(assigned.programs,)](*arguments, ROWS=program_rows, **constants, **LAUNCH)
         else:
-            in_boxes = (
-                heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants["SPLIT"]
-            )  # the 64 rows have one token
+            # TMA boxes need row blocks whose 64 rows have one token
+            in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants["SPLIT"]
             out_tma = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
             _row_blocks_64_kernel[(assigned.programs,)](

@@ -174,9 +174,8 @@ def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, L
     pointers = kept_values + gl.program_id(0).to(gl.int64) * (NUMBER * CHUNK)
     for chunk in range(NUMBER):
         async_copy.async_copy_global_to_shared(tile.index(chunk), pointers + chunk * CHUNK + element)
-    async_copy.mbarrier_arrive(
-        bars.full.index(stage)
-    )  # each thread, when its copies have arrived; then the counted arrival
+    # each thread adds an arrival that happens after its copies; the counted arrival follows
+    async_copy.mbarrier_arrive(bars.full.index(stage))
     mbarrier.arrive(bars.full.index(stage))
 
 

@@ -158,9 +158,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE) * (k_latent.dtype.primitive_bitwidth // 8)
-    KEEPS: gl.constexpr = (
-        c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES
-    )  # half of the kept state is in global memory
+    KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES  # half of a kept state in global memory
     kept_values = kept_in_memory(ctx, c.LATENT)
     position = first_position(ctx.plan, sizes, c.SCHEDULED, 1)
     position, item = seek_item(position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)

@@ -30,9 +30,8 @@ BEFORE = gl.constexpr(8)  # earlier pairs whose largest scores are loaded at a t
 NOT_WRITTEN = gl.constexpr(-1)  # sentinel for "not written yet": no published score and no flag has these bits
 CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)  # published instead of a NaN whose bits are NOT_WRITTEN
 SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: the largest score of each row in both tiles
-ROW_VALUES = gl.constexpr(
-    4 * ROWS.value
-)  # float32 values of a score block: each row's references after both tiles, sums of both tiles
+# float32 values of a score block: for each row, the references after both tiles and the sums of both tiles
+ROW_VALUES = gl.constexpr(4 * ROWS.value)
 
 
 class PhaseOne(NamedTuple):
