@@ -148,9 +148,7 @@ def _zero_unowned(latents, zero, first_row, TILE_INDEX: gl.constexpr, QUARTER: g
     FIRST: gl.constexpr = (4 * TILE_INDEX + QUARTER) * WIDTH // COLUMNS
     columns = latents._reinterpret(latents.dtype, [8 * WIDTH // COLUMNS, TILE, COLUMNS], gl.NVMMASharedLayout(128, 16))
     if first_row < TILE:
-        for number in range(
-            FIRST, FIRST + 2 * WIDTH // COLUMNS + zero
-        ):  # `+ zero` keeps the compiler from unrolling it
+        for number in range(FIRST, FIRST + 2 * WIDTH // COLUMNS + zero):  # `+ zero` (0) prevents unrolling
             zero_from(columns.index(number), first_row)
         fence_async_shared()
         partition_barrier()
@@ -164,8 +162,8 @@ def _attend_pair_in_first(
 ):  # fmt: skip
     """Attend a pair of tiles in the first consumer: first P0 V0, then P1 V1.
 
-    P0 comes from registers, P1 from shared memory. Return the state. The second product still
-    runs; the caller waits for it.
+    P0 comes from registers, P1 from shared memory. Return the state. The second product still runs; the
+    caller waits for it.
     """
     largest, total, left, right = state.largest, state.total, state.left, state.right
     latents, rope_tiles = buffers
