@@ -94,7 +94,7 @@ class Outputs(NamedTuple):
     lse: Any
     partial_out: Any
     partial_lse: Any
-    out_tma: Any
+    out_rows: Any
 
 
 class Constants(NamedTuple):

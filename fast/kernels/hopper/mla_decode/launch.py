@@ -123,8 +123,8 @@ def decode_splits(
         return SplitDecode(out, lse, none, none.clone())
     if softmax_scale < 0:  # the kernels find the largest score before they apply the scale, which must be positive
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
-    ql_nope, latent_strides = _aligned_to_16_bytes(ql_nope)
-    q_pe, rope_strides = _aligned_to_16_bytes(q_pe)
+    ql_nope, latent_strides = _in_words(ql_nope)
+    q_pe, rope_strides = _in_words(q_pe)
 
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
     processors = device_facts(device).processors
@@ -175,15 +175,15 @@ def decode_splits(
         else:
             # TMA boxes need row blocks whose 64 rows have one token
             in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants["SPLIT"]
-            out_tma = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
+            out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
             _row_blocks_64_kernel[(assigned.programs,)](
-                *arguments, out_tma, *cache, SLICES=assigned.slices, **constants, **LAUNCH
+                *arguments, out_rows, *cache, SLICES=assigned.slices, **constants, **LAUNCH
             )
     return SplitDecode(out, lse, partial_out, partial_lse)
 
 
-def _aligned_to_16_bytes(queries: Tensor) -> tuple[Tensor, list[int]]:
+def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
     """Return queries [T, N, columns] whose rows begin at multiples of 16 bytes, and the strides of tokens and heads.
 
     The kernels copy 16 bytes at a time. The queries are cloned if a row is not contiguous, if their address is not a
@@ -191,7 +191,7 @@ def _aligned_to_16_bytes(queries: Tensor) -> tuple[Tensor, list[int]]:
     """
     strides = [stride if size > 1 else 0 for size, stride in zip(queries.shape, queries.stride(), strict=True)]
     if queries.numel() and (queries.stride(2) != 1 or queries.data_ptr() % 16 or any(s % 16 for s in strides[:2])):
-        return _aligned_to_16_bytes(queries.clone(memory_format=torch.contiguous_format))
+        return _in_words(queries.clone(memory_format=torch.contiguous_format))
     return queries, strides[:2]
 
 

@@ -50,7 +50,7 @@ def prefetch_next(item, wanted, ctx, c):
 
 @gluon.jit
 @no_type_check
-def _send_rows(left, right, block, out_tma, q_latent, CONSUMER: gl.constexpr):
+def _send_rows(left, right, block, out_rows, q_latent, CONSUMER: gl.constexpr):
     """Write this consumer's half of the output columns with TMA (bulk copies); all 64 rows have one token.
 
     The values go through the shared memory of the queries, which are no longer needed; each consumer uses the half
@@ -59,13 +59,13 @@ def _send_rows(left, right, block, out_tma, q_latent, CONSUMER: gl.constexpr):
     """
     first_row = block.query_start * block.num_heads + block.number * ROWS
     WIDTH: gl.constexpr = left.shape[1]
-    quarters = q_latent._reinterpret(q_latent.dtype, [4, ROWS, WIDTH], out_tma.layout)
+    quarters = q_latent._reinterpret(q_latent.dtype, [4, ROWS, WIDTH], out_rows.layout)
     quarters.index(2 * CONSUMER).store(left.to(q_latent.dtype))
     quarters.index(2 * CONSUMER + 1).store(right.to(q_latent.dtype))
     fence_async_shared()
     partition_barrier()
     for quarter in gl.static_range(2 * CONSUMER, 2 * CONSUMER + 2):
-        tma.async_copy_shared_to_global(out_tma, [first_row, quarter * WIDTH], quarters.index(quarter))
+        tma.async_copy_shared_to_global(out_rows, [first_row, quarter * WIDTH], quarters.index(quarter))
     tma.store_wait(0)
     partition_barrier()
 
@@ -109,8 +109,8 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
         rows = rows_at(block, ROWS, gl.SliceLayout(1, SCORES))
         log = lse_in_base_two(state, divisor, scale_log2)
         write_lse(log, state, rows, rows.real & (number == 0), block, ctx.outputs)
-    if ctx.outputs.out_tma is not None:
-        _send_rows(left, right, block, ctx.outputs.out_tma, q_latent, CONSUMER)
+    if ctx.outputs.out_rows is not None:
+        _send_rows(left, right, block, ctx.outputs.out_rows, q_latent, CONSUMER)
         prefetch_next(following, wanted, ctx, c)
     elif out.dtype.element_ty == q_latent.dtype and SPAN == WIDTH:
         rows = rows_at(block, ROWS, gl.SliceLayout(1, WIDE))

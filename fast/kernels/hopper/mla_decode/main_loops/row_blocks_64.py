@@ -132,13 +132,13 @@ def _row_blocks_64_kernel(
     num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride,
-    out_tma, kv_cache, block_stride, key_stride,
+    out_rows, kv_cache, block_stride, key_stride,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SPLIT: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """Write the outputs and partial outputs of all work items, for row blocks of 64 rows.
 
-    `fast.kernels.combine` adds the partial outputs. For the arguments see `arguments.py`. `out_tma` is the TMA
+    `fast.kernels.combine` adds the partial outputs. For the arguments see `arguments.py`. `out_rows` is the TMA
     descriptor that writes outputs, which needs row blocks of one token; None: plain stores write them.
     """
     dtype: gl.constexpr = latent_tma.dtype
@@ -181,7 +181,7 @@ def _row_blocks_64_kernel(
     progress = (partial_lse + 2 * num_partials.to(gl.int64) * request_rows).to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     plan = SplitPlan(tile_ranges, split_offsets, num_splits, num_partials, progress, rule)
-    outputs = Outputs(out, lse, partial_out, partial_lse, out_tma)
+    outputs = Outputs(out, lse, partial_out, partial_lse, out_rows)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = Strides(
         latent_token_stride, latent_head_stride, rope_token_stride, rope_head_stride, table_row_stride, table_stride
