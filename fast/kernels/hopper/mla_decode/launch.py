@@ -186,8 +186,9 @@ def decode_splits(
 def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
     """Return queries [T, N, columns] whose rows begin at multiples of 16 bytes, and the strides of tokens and heads.
 
-    The kernels copy 16 bytes at a time. The queries are cloned if a row is not contiguous, if their address is not a
-    multiple of 16 bytes, or if a stride is not a multiple of 16 elements: only then does Triton compile 16-byte copies.
+    The kernels copy 16 bytes at a time. Triton compiles such copies only for strides that are multiples of 16 elements.
+    The queries are cloned if a stride is not such a multiple, if their address is not a multiple of 16 bytes, or if a
+    row is not contiguous.
     """
     strides = [stride if size > 1 else 0 for size, stride in zip(queries.shape, queries.stride(), strict=True)]
     if queries.numel() and (queries.stride(2) != 1 or queries.data_ptr() % 16 or any(s % 16 for s in strides[:2])):

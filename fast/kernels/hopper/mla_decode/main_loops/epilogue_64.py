@@ -192,7 +192,10 @@ def with_kept(state, kept_values, ctx, counters, c):
 @gluon.jit
 @no_type_check
 def keep(state, kept_values, ctx, c):
-    """Keep this consumer's half of a state for the next split: rows' values in shared memory, sums in global memory."""
+    """Keep this consumer's half of a state for the next split.
+
+    Largest scores and sums of weights stay in shared memory, the weighted sums in global memory.
+    """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     kept = ctx.shared.kept
     kept.index(2 * c.CONSUMER).store(state.largest)

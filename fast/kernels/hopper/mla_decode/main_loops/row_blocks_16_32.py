@@ -57,7 +57,7 @@ from .epilogue_16_32 import (
     write_whole,
 )
 
-LONG = gl.constexpr(16)  # a first work item of at least this many tiles loads its queries before its second tile
+LONG = gl.constexpr(16)  # a program with this many tiles or more in its first work item loads the queries first
 
 
 @gluon.jit
@@ -174,7 +174,8 @@ def _produce(ctx, latent_tma, rope_tma, c):
         if KEEPS:
             split_tiles = item.split_tiles
             combine_at = gl.where((begin == 0) & (stop > split_tiles), gl.minimum(2 * split_tiles, stop), 0)
-        # all programs load their first tiles at the same time, which delays the queries: load only one tile before them
+        # All programs load their first tiles at the same time, which delays the queries. Only one tile is loaded before
+        # the queries.
         queries_first = (number == 0) & (stop - begin >= LONG)
         for tile in range(begin, stop):
             stage = step % STAGES

@@ -28,7 +28,7 @@ from .epilogue_64 import keep, prefetch_next, to_base_two, with_kept, write_part
 from .tile_pairs import Bars, PairCounters, Shared, attend_pairs
 from .tile_scores import ROWS, load_quarter
 
-LONG = gl.constexpr(8)  # a first work item of at least this many tiles loads its queries before some or all tiles
+LONG = gl.constexpr(8)  # a program with this many tiles or more in its first work item loads the queries first
 
 
 @gluon.jit
