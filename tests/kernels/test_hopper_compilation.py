@@ -338,9 +338,9 @@ def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, m
     recorded(monkeypatch, heads, cut)
     ((_, launched, given),) = launches
     assert (launched, given["num_partials"]) == (programs, slots)
-    assert given["outputs"].partial_out.numel() == partial_rows * heads * 512 + programs * kept
+    assert given["written"].partial_out.numel() == partial_rows * heads * 512 + programs * kept
     progress = 2 if cut.startswith("batch-invariant") else 0
-    assert given["outputs"].partial_lse.numel() == 2 * partial_rows * heads + progress
+    assert given["written"].partial_lse.numel() == 2 * partial_rows * heads + progress
 
 
 def test_two_phases_where_processors_are_idle(monkeypatch):
@@ -380,7 +380,7 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
             assert given["row_values"].numel() == units * 256 and given["pairs"] == block_size * 20 // 64
             assert given["probabilities"].shape == given["probability_pairs"].base.shape == (units * 128, 64)
             slots = 3 if splits == 3 else 0  # what is one split is no part
-            assert given["num_partials"] == slots and given["outputs"].partial_out.numel() == slots * heads * 512
+            assert given["num_partials"] == slots and given["written"].partial_out.numel() == slots * heads * 512
             assert given["splits_bound"] == splits
     # a table of no page
     assigned = select.assign_by_length(3, 64, 64, 0, 64, 512, 132, measured_schedule_costs(64).cut)

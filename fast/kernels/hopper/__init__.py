@@ -1,4 +1,7 @@
-"""Hopper (sm_90a): kernels in Gluon with the chip's own means. `common` has what they share, a folder has each op."""
+"""Kernels in Gluon for Hopper GPUs (sm_90a): they use TMA (bulk copies), mbarriers and warp-group products.
+
+`common` has the functions that several kernels use. Each op has its own package; so far there is `mla_decode`.
+"""
 
 from .. import compile_log
 from .mla_decode.launch import decode_programs, mla_decode, schedule_costs

@@ -1,1 +1,1 @@
-"""What several Hopper kernels use: work items, loads, synchronisation between warp groups, and epilogues."""
+"""Functions that several Hopper kernels use: work items, loads, synchronisation of warp groups, and epilogues."""

@@ -1,4 +1,4 @@
-"""Arrive at an mbarrier once for a whole warp group, when its warps are done with what they share."""
+"""Arrive at an mbarrier once for a whole warp group, after all its warps have finished with the shared data."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_versions import partition_barrier
 
-# For racecheck (`tests/sanitizers.py`), which orders only the thread that arrives, whatever barrier the others passed.
-# Only tests set it, before any kernel is hashed: a compiled kernel's key depends on it.
+# True only under racecheck (`tests/sanitizers.py`): racecheck treats only the memory accesses of an arriving thread as
+# ordered, even if the other threads met it at a barrier before. Tests set it before Triton hashes any kernel, because
+# the key of a compiled kernel depends on it.
 EVERY_THREAD_ARRIVES = gl.constexpr(False)
 
 
 @gluon.jit
 @no_type_check
 def arrive(bar, pred=True):
-    """Arrive once for all warps of the group, when each of them is here.
+    """Arrive at `bar` once for the warp group, after all its warps have reached this call; return nothing.
 
-    Triton puts a barrier before the arrival, but behind the last access to shared memory: after a fence of each
-    thread, the caller needs another barrier.
+    Triton inserts a barrier of the warps after their last access to shared memory, which may be before a fence that
+    each thread executes. A caller that fences therefore calls `partition_barrier` between the fence and `arrive`.
+
+    Args:
+        bar: the mbarrier.
+        pred: arrive only if this is true.
     """
     if EVERY_THREAD_ARRIVES:
         if pred:
-            async_copy.mbarrier_arrive(bar)  # each thread adds itself to the arrivals waited for; the count stays
+            async_copy.mbarrier_arrive(bar)  # adds one expected arrival per thread, and performs it
         partition_barrier()
     mbarrier.arrive(bar, pred=pred)

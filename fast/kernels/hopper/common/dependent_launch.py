@@ -1,4 +1,12 @@
-"""Let a kernel begin while the kernel before it ends."""
+"""Programmatic dependent launch: a kernel may begin while the previous kernel of its stream still runs.
+
+The launch needs `launch_pdl=True`. The kernel then executes two instructions, in this order:
+
+1. `launch_next` allows the next kernel of the stream to begin.
+2. `await_previous` waits until the previous kernel has finished and its writes are visible.
+
+No function of this module returns a value.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +15,13 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-LAUNCH = {"num_warps": 4, "launch_pdl": True}  # for kernels that call `follow_kernel`, or both of its steps
+LAUNCH = {"num_warps": 4, "launch_pdl": True}  # launch options of kernels that execute both instructions
 
 
 @gluon.jit
 @no_type_check
 def launch_next():
-    """Let the next kernel be launched already."""
+    """Allow the next kernel of the stream to begin before this one ends."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1
     )
@@ -21,14 +29,14 @@ def launch_next():
 
 @gluon.jit
 @no_type_check
-def await_before():
-    """Wait for the kernel before, whose launch let this one begin."""
+def await_previous():
+    """Wait until the previous kernel of the stream has finished; only then may this one read its outputs."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
 def follow_kernel():
-    """Let the next kernel be launched and wait for the one before: code behind this may read what that one wrote."""
+    """Allow the next kernel to begin, then wait for the previous one; the code after this call may read its outputs."""
     launch_next()
-    await_before()
+    await_previous()

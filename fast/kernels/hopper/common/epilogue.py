@@ -1,4 +1,4 @@
-"""Shared epilogue of all main loops and of phase 2: write the LSE, the output, or a partial output of rows."""
+"""Epilogue functions of all main loops and of phase 2: write the output and LSE of rows, or their partial output."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from .loads import rows_at
 from .records import CombineWeights, PartialRows
 
 LN_2 = gl.constexpr(math.log(2))
-NORMAL = gl.constexpr("")  # eviction policy of outputs
-STAYS = gl.constexpr("evict_last")  # stays in the L2 while the cache streams by, for it is read again soon
-LEAST = gl.constexpr(-3.4028234663852886e38)  # before any score: finite, so that no infinity is subtracted from another
+NORMAL = gl.constexpr("")  # eviction policy of outputs: the default
+STAYS = gl.constexpr("evict_last")  # eviction policy of partial outputs: keep them in the L2, they are read again soon
+LEAST = gl.constexpr(-3.4028234663852886e38)  # initial largest score; finite, because inf - inf would be NaN
 
 
 class StoredColumns(NamedTuple):
-    """Where some columns of rows lie in memory: base pointer, offsets of rows and of columns, and which rows are real.
+    """Address of some columns of some rows in global memory.
 
-    `rows`, `columns` and `real` broadcast to the shape of the values.
+    Attributes:
+        base: pointer to the whole tensor.
+        rows: offset of each row, in elements; broadcasts to the shape of the values.
+        columns: offset of each column, in elements; broadcasts too.
+        real: False for padding rows, which are not stored; broadcasts too.
     """
 
     base: Any
@@ -33,21 +37,21 @@ class StoredColumns(NamedTuple):
 @gluon.jit
 @no_type_check
 def shift_of(largest, scale_log2):
-    """Return what is subtracted from scaled scores; 0 where no key was seen, for LEAST may scale to an infinity."""
+    """Return what to subtract from scaled scores; 0 for a row that saw no key, since scaled LEAST may be infinite."""
     return gl.where(largest == LEAST, 0.0, largest * scale_log2)
 
 
 @gluon.jit
 @no_type_check
 def in_base_two(state, scale_log2):
-    """Return the largest scores of a state in base 2, -inf where no key was seen."""
+    """Return the largest scores of a state in base 2; -inf for a row that saw no key."""
     return gl.where(state.total == 0, float("-inf"), state.largest * scale_log2)
 
 
 @gluon.jit
 @no_type_check
 def divisor_of(state):
-    """Return the divisor of each row's weighted sum; 1 for a row that saw no key, whose output is then 0."""
+    """Return the divisor of each row's weighted sum; 1 for a row that saw no key, so that its output is 0."""
     return gl.where(state.total == 0, 1.0, state.total)
 
 
@@ -60,34 +64,53 @@ def lse_in_base_two(state, divisor, scale_log2):
 
 @gluon.jit
 @no_type_check
-def write_lse(log, state, rows, written, block, results):
-    """Write the natural LSE of the `written` rows, given as `log` in base 2; -inf for a row that saw no key."""
+def write_lse(log, state, rows, written, block, outputs):
+    """Write the LSE of rows (natural log); -inf for a row that saw no key. Return nothing.
+
+    Args:
+        log: LSE in base 2 (`lse_in_base_two`).
+        state: state of the rows.
+        rows: `Rows`.
+        written: mask of the rows to write.
+        block: `RowBlock`.
+        outputs: `Outputs`.
+    """
     log = gl.where(state.total == 0, float("-inf"), log)
-    gl.store(results.lse + rows.head.to(gl.int64) * block.num_tokens + rows.token, log * LN_2, mask=written)
+    gl.store(outputs.lse + rows.head.to(gl.int64) * block.num_tokens + rows.token, log * LN_2, mask=written)
 
 
 @gluon.jit
 @no_type_check
-def out_columns(values, first_column, rows, block, results, LATENT: gl.constexpr, ROW_AXIS: gl.constexpr):
-    """Return where the output of rows has the columns of `values`, along whose axis ROW_AXIS the rows lie."""
+def out_columns(values, first_column, rows, block, outputs, LATENT: gl.constexpr, ROW_AXIS: gl.constexpr):
+    """Return the `StoredColumns` of the output of rows for the columns of `values`.
+
+    Args:
+        values: tensor to store; only its shape and layout are read.
+        first_column: latent column of its first column.
+        rows: `Rows`, in the layout of `values` without the column axis.
+        block: `RowBlock`.
+        outputs: `Outputs`.
+        LATENT: Lkv.
+        ROW_AXIS: axis of `values` along which the rows lie: 0 or 1.
+    """
     columns = _columns_of(values, first_column, ROW_AXIS)
     offsets = gl.expand_dims((rows.token.to(gl.int64) * block.num_heads + rows.head) * LATENT, 1 - ROW_AXIS)
-    return StoredColumns(results.out, offsets, columns, gl.expand_dims(rows.real, 1 - ROW_AXIS))
+    return StoredColumns(outputs.out, offsets, columns, gl.expand_dims(rows.real, 1 - ROW_AXIS))
 
 
 @gluon.jit
 @no_type_check
-def partial_out_columns(values, first_column, rows, results, LATENT: gl.constexpr, ROW_AXIS: gl.constexpr):
-    """Return where the partial output of rows (`partial_rows`) has the columns of `values`, as `out_columns` does."""
+def partial_out_columns(values, first_column, rows, outputs, LATENT: gl.constexpr, ROW_AXIS: gl.constexpr):
+    """Return the `StoredColumns` of the partial output of `PartialRows`; see `out_columns` for the arguments."""
     columns = _columns_of(values, first_column, ROW_AXIS)
-    offsets = gl.expand_dims(rows.place * LATENT, 1 - ROW_AXIS)
-    return StoredColumns(results.partial_out, offsets, columns, gl.expand_dims(rows.real, 1 - ROW_AXIS))
+    offsets = gl.expand_dims(rows.partial_row * LATENT, 1 - ROW_AXIS)
+    return StoredColumns(outputs.partial_out, offsets, columns, gl.expand_dims(rows.real, 1 - ROW_AXIS))
 
 
 @gluon.jit
 @no_type_check
 def _columns_of(values, first_column, ROW_AXIS: gl.constexpr):
-    """Return the columns that `values` have, from `first_column` on."""
+    """Return the latent columns of `values`, which begin at `first_column`; they broadcast over ROW_AXIS."""
     LAYOUT: gl.constexpr = gl.SliceLayout(ROW_AXIS, values.type.layout)
     return gl.expand_dims(first_column + gl.arange(0, values.shape[1 - ROW_AXIS], LAYOUT), ROW_AXIS)
 
@@ -95,37 +118,48 @@ def _columns_of(values, first_column, ROW_AXIS: gl.constexpr):
 @gluon.jit
 @no_type_check
 def store_columns(values, stored, SHIFT: gl.constexpr, EVICTION_POLICY: gl.constexpr):
-    """Store the values of the real rows, SHIFT columns behind the columns that `stored` names."""
-    place = stored.base + stored.rows + stored.columns + SHIFT
-    gl.store(place, values.to(stored.base.dtype.element_ty), mask=stored.real, eviction_policy=EVICTION_POLICY)
+    """Store the values of the real rows, SHIFT columns to the right of the columns of `stored`; return nothing."""
+    pointers = stored.base + stored.rows + stored.columns + SHIFT
+    gl.store(pointers, values.to(stored.base.dtype.element_ty), mask=stored.real, eviction_policy=EVICTION_POLICY)
 
 
 @gluon.jit
 @no_type_check
-def write_partial_largest(state, scale_log2, rows, written, results):
-    """Write the largest scores, in base 2, of the `written` rows of a partial output."""
-    gl.store(results.partial_lse + rows.place, in_base_two(state, scale_log2), mask=written)
+def write_partial_largest(state, scale_log2, rows, written, outputs):
+    """Write the largest scores, in base 2, of the `written` rows of a partial output; return nothing."""
+    gl.store(outputs.partial_lse + rows.partial_row, in_base_two(state, scale_log2), mask=written)
 
 
 @gluon.jit
 @no_type_check
-def write_partial_total(state, rows, written, plan, results):
-    """Write the sums of weights of the `written` rows of a partial output; they lie behind all largest scores."""
-    totals = results.partial_lse + plan.num_partials.to(gl.int64) * rows.index_rows
-    gl.store(totals + rows.place, state.total, mask=written)
+def write_partial_total(state, rows, written, plan, outputs):
+    """Write the sums of weights of the `written` rows of a partial output; return nothing.
+
+    The sums are stored behind the largest scores of all partial outputs.
+    """
+    totals = outputs.partial_lse + plan.num_partials.to(gl.int64) * rows.index_rows
+    gl.store(totals + rows.partial_row, state.total, mask=written)
 
 
 @gluon.jit
 @no_type_check
 def kept_in_memory(ctx, LATENT: gl.constexpr):
-    """Return where programs keep values between splits: behind all partial outputs."""
-    return ctx.results.partial_out + ctx.plan.num_partials.to(gl.int64) * ctx.sizes.request_rows * LATENT
+    """Return the pointer to the memory in which programs keep values between splits: behind all partial outputs."""
+    return ctx.outputs.partial_out + ctx.plan.num_partials.to(gl.int64) * ctx.sizes.request_rows * LATENT
 
 
 @gluon.jit
 @no_type_check
 def partial_rows(partial, block, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_REQUEST: gl.constexpr):
-    """Return where the rows of a partial output lie; a partial index has the rows of a request, or all rows."""
+    """Return the `PartialRows` of a row block at a partial index.
+
+    Args:
+        partial: partial index.
+        block: `RowBlock`.
+        ROWS: rows of a row block.
+        LAYOUT: layout of the rows.
+        OF_REQUEST: True if a partial index has the rows of one request; False if it has all rows of the batch.
+    """
     rows = rows_at(block, ROWS, LAYOUT)
     if OF_REQUEST:
         row, index_rows = rows.number, block.request_rows
@@ -137,9 +171,10 @@ def partial_rows(partial, block, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_RE
 @gluon.jit
 @no_type_check
 def combine_weights(before, largest):
-    """Return the new reference of two states, one after the other, and the weight of either.
+    """Return the `CombineWeights` that add a state with the largest scores `largest` to one with `before`.
 
-    Step for step as `add_partial` of `fast.kernels.combine`: the bits are the same whichever of both combines.
+    Both are in base 2. The steps are those of `add_partial` in `fast.kernels.combine`, so a decode kernel and the
+    combine kernel compute the same bits.
     """
     grown = largest > before + REFERENCE_GROWTH
     reference = gl.where(grown, largest, before)

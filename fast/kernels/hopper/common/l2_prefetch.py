@@ -1,7 +1,11 @@
-"""Prefetch a program's first queries and tile into the L2 while the kernel before may still run.
+"""Prefetch a program's first queries and first tile into the L2 cache while the previous kernel may still run.
 
-A prefetch into the L2 changes no result: the kernel before writes there too. Lengths and tables that are read here may
-be old, so they are read past the L1, which would keep them, and bounded like any garbage.
+The previous kernel may still write the queries, the cache, the lengths and the block table. This is safe:
+
+- A prefetch into the L2 changes no output, because the previous kernel's writes go to the L2 too.
+- Lengths and block numbers that are read here may be outdated. They only choose addresses to prefetch, and they are
+  clamped or masked first.
+- They are loaded with `.cg`, which bypasses the L1: an outdated value must not stay there for the loads that follow.
 """
 
 from __future__ import annotations
@@ -11,33 +15,50 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-THREADS = gl.constexpr(128)  # two for each row and each key
+THREADS = gl.constexpr(128)  # two threads for each of 64 rows and each of 64 keys
 
 
 @gluon.jit
 @no_type_check
-def _prefetch(pointers, there, BYTES: gl.constexpr):
-    """Prefetch BYTES, a multiple of 16, from each pointer on, where `there`."""
+def _prefetch(pointers, mask, BYTES: gl.constexpr):
+    """Prefetch BYTES bytes (a multiple of 16) from each pointer into the L2 where `mask` is true; return nothing."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r", [pointers.to(gl.int64), there.to(gl.int32) * BYTES], gl.int32, is_pure=False, pack=1,
+        "=r,l,r", [pointers.to(gl.int64), mask.to(gl.int32) * BYTES], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
 @no_type_check
 def _load_past_l1(pointer):
-    """Load from the L2, whatever the L1 has kept."""
+    """Return the value at a pointer, loaded from the L2 and not from the L1."""
     return gl.load(pointer, cache_modifier=".cg")
 
 
 @gluon.jit
 @no_type_check
 def prefetch_first_item(
-    inputs, kv_cache, page_stride, key_stride, sizes, strides, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    inputs, kv_cache, block_stride, key_stride, sizes, strides, ROWS: gl.constexpr, HEADS: gl.constexpr,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Prefetch the program's first 64 rows and first 64 keys, where programs take whole requests."""
+    """Prefetch the program's first 64 rows of queries and first 64 keys into the L2; return nothing.
+
+    The first work item of program i is assumed to be row block i % row_blocks of request i // row_blocks, with all its
+    tiles: there is no schedule and no split.
+
+    Args:
+        inputs: `Inputs`.
+        kv_cache: pointer to the cache.
+        block_stride: elements between blocks of the cache.
+        key_stride: elements between keys of a block.
+        sizes: `Sizes`.
+        strides: `Strides`.
+        ROWS: rows of a row block.
+        HEADS: N.
+        LATENT: Lkv.
+        ROPE: R.
+        BLOCK_SIZE: tokens of a cache block.
+    """
     thread = gl.arange(0, THREADS, gl.BlockedLayout([1], [32], [THREADS // 32], [0]))
     half = thread % 2
     request = gl.program_id(0) // sizes.row_blocks
@@ -46,14 +67,16 @@ def prefetch_first_item(
     query_end = gl.minimum(_load_past_l1(inputs.query_start_loc + request + 1), sizes.num_tokens)
     token, head = (query_start + row // HEADS).to(gl.int64), (row % HEADS).to(gl.int64)
     real = (token < query_end) & (row < sizes.request_rows)
-    place = inputs.ql_nope + token * strides.latent_token + head * strides.latent_head
-    _prefetch(place + half * (LATENT // 2), real, LATENT)
+    pointers = inputs.ql_nope + token * strides.latent_token + head * strides.latent_head
+    _prefetch(pointers + half * (LATENT // 2), real, LATENT)
     if ROPE > 0:
         _prefetch(inputs.q_pe + token * strides.rope_token + head * strides.rope_head, real & (half == 0), 2 * ROPE)
     key = thread // 2
     length = gl.minimum(_load_past_l1(inputs.seq_lens + request), sizes.max_keys)
     table_row = inputs.block_table + request.to(gl.int64) * strides.table_row
     entry = table_row + (key // BLOCK_SIZE).to(gl.int64) * strides.table_entry
-    page = gl.load(entry, mask=key < length, other=-1, cache_modifier=".cg")
-    place = kv_cache + page.to(gl.int64) * page_stride + (key % BLOCK_SIZE).to(gl.int64) * key_stride
-    _prefetch(place + half * ((LATENT + ROPE) // 2), (page >= 0) & (page < sizes.num_blocks), LATENT + ROPE)
+    cache_block = gl.load(entry, mask=key < length, other=-1, cache_modifier=".cg")
+    pointers = kv_cache + cache_block.to(gl.int64) * block_stride + (key % BLOCK_SIZE).to(gl.int64) * key_stride
+    _prefetch(
+        pointers + half * ((LATENT + ROPE) // 2), (cache_block >= 0) & (cache_block < sizes.num_blocks), LATENT + ROPE
+    )

@@ -1,4 +1,8 @@
-"""Load what a work item multiplies: rows of queries and pages of the cache, and which keys each row sees."""
+"""Load the operands of a work item: rows of queries and tiles of the cache; find which keys each row sees.
+
+Tiles are loaded with TMA, the GPU's bulk copy engine. It copies boxes: 3-D regions of the cache whose shape is
+fixed by a descriptor.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,17 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .own_length import TILE, ceil_div
-from .records import PageWalk, Rows, Visibility
+from .records import BlockTableRow, Rows, Visibility
 from .work_items import row_block_of
 
 
 @gluon.jit
 @no_type_check
 def rows_at(block, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the rows [ROWS] of a row block."""
+    """Return the `Rows` of a row block: tensors of shape [ROWS] in the layout LAYOUT."""
     number = gl.arange(0, ROWS, LAYOUT)
     first = block.number * ROWS
-    if block.num_heads % ROWS == 0:  # all of one token: a thread computes one row, and steps to the others
+    if block.num_heads % ROWS == 0:  # all rows have the same token: each thread computes it once
         token = block.query_start + first // block.num_heads + number * 0
         head, bounded = first % block.num_heads + number, first + number * 0
     else:
@@ -35,9 +39,20 @@ def prefetch_queries(
     item, queries, sizes, ROWS: gl.constexpr, HEADS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
     ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Issue the loads of a work item's queries into shared memory: COLUMNS latent columns from FIRST on, and ROPE more.
+    """Issue the loads of a work item's queries into shared memory; return nothing.
 
-    They pass no register, so that a warp group goes on meanwhile; `async_copy.wait_group` waits for them.
+    The copies are asynchronous and use no registers, so the warp group continues. `async_copy.wait_group` waits for
+    them. Padding rows become zeros.
+
+    Args:
+        item: `WorkItem`.
+        queries: `Queries`.
+        sizes: `Sizes`.
+        ROWS: rows of a row block.
+        HEADS: N.
+        FIRST: first latent column to load.
+        COLUMNS: number of latent columns to load.
+        ROPE: number of rope columns to load; 0 loads none.
     """
     SPAN: gl.constexpr = COLUMNS if COLUMNS < 256 else 256
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SPAN, SPAN // 8], [4, 1], [1, 0])
@@ -58,7 +73,7 @@ def _copy_rows(
     source, shared, block, token_stride, head_stride, ROWS: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Copy COLUMNS columns of the rows from FIRST on; zeros for padding rows."""
+    """Issue the copy of COLUMNS columns of the rows, from column FIRST on; padding rows become zeros."""
     rows = rows_at(block, ROWS, gl.SliceLayout(1, LAYOUT))
     columns = FIRST + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     offsets = rows.token.to(gl.int64) * token_stride + rows.head.to(gl.int64) * head_stride
@@ -68,10 +83,10 @@ def _copy_rows(
 
 @gluon.jit
 @no_type_check
-def page_walk_of(item, block_table, strides):
-    """Return where the pages of a work item stand in the block table."""
+def block_table_row_of(item, block_table, strides):
+    """Return the `BlockTableRow` of a work item's request; its `end_key` is the end of the item's keys."""
     table_row = block_table + item.request.to(gl.int64) * strides.table_row
-    return PageWalk(table_row, strides.table_entry, gl.minimum(item.stop * TILE, item.length))
+    return BlockTableRow(table_row, strides.table_entry, gl.minimum(item.stop * TILE, item.length))
 
 
 @gluon.jit
@@ -80,91 +95,122 @@ def visible_keys(
     item, inputs, sizes, strides, ROWS: gl.constexpr, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Load how many keys each row of a work item sees (all readable ones for padding rows), and its first pages."""
+    """Return how many keys each row of a work item sees, and the numbers of the item's first cache blocks.
+
+    A padding row sees all readable keys: it then never forces a tile to be masked. There is one cache block number per
+    thread of the consumer; `visibility_of` checks them and loads the rest.
+    """
     rows = rows_at(row_block_of(item, sizes, HEADS), ROWS, LAYOUT)
     visible = gl.where(rows.real, gl.load(inputs.visible_lens + rows.token, mask=rows.real, other=0), item.length)
     table_row = inputs.block_table + gl.maximum(item.request, 0).to(gl.int64) * strides.table_row
-    end_key = gl.minimum(item.stop * TILE, item.length)  # the table may end within a tile
-    pages = PageWalk(table_row, strides.table_entry, end_key)
-    return visible, _span_of_pages(item.begin * TILE // BLOCK_SIZE, pages, BLOCK_SIZE, 4)
+    end_key = gl.minimum(item.stop * TILE, item.length)  # the block table may end inside a tile
+    blocks = BlockTableRow(table_row, strides.table_entry, end_key)
+    return visible, _load_block_numbers(item.begin * TILE // BLOCK_SIZE, blocks, BLOCK_SIZE, 4)
 
 
 @gluon.jit
 @no_type_check
-def _span_of_pages(start, pages, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Load as many page numbers as there are threads, from number `start` on."""
+def _load_block_numbers(start, blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Return one entry of the block table per thread, from entry `start` on; 0 behind the last entry."""
     entry = start + gl.arange(0, 32 * NUM_WARPS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
-    last = ceil_div(pages.end_key, BLOCK_SIZE)
-    return gl.load(pages.table_row + entry.to(gl.int64) * pages.table_stride, mask=entry < last, other=0)
+    last = ceil_div(blocks.end_key, BLOCK_SIZE)
+    return gl.load(blocks.entries + entry.to(gl.int64) * blocks.stride, mask=entry < last, other=0)
 
 
 @gluon.jit
 @no_type_check
 def visibility_of(
-    item, visible, first_pages, table_row, sizes, strides, BLOCK_SIZE: gl.constexpr, BOUNDED: gl.constexpr
+    item, visible, first_blocks, table_row, sizes, strides, BLOCK_SIZE: gl.constexpr, BOUNDED: gl.constexpr
 ):
-    """Return which keys the rows of a work item see; BOUNDED keeps the plain tiles within the item."""
-    plain = gl.maximum(gl.min(visible, 0), 0) // TILE  # tiles that all rows see whole
-    pages = PageWalk(table_row, strides.table_entry, gl.minimum(item.stop * TILE, item.length))
-    in_cache = _all_in_cache(first_pages, item.begin, pages, sizes.num_blocks, BLOCK_SIZE, 4)
+    """Return the `Visibility` of a work item: which keys its rows see, and from which tile on scores must be masked.
+
+    Args:
+        item: `WorkItem`.
+        visible: keys that each row sees (`visible_keys`).
+        first_blocks: the item's first cache block numbers (`visible_keys`).
+        table_row: pointer to the request's row of the block table.
+        sizes: `Sizes`.
+        strides: `Strides`.
+        BLOCK_SIZE: tokens of a cache block.
+        BOUNDED: limit `first_masked` to the end of the work item.
+    """
+    first_masked = gl.maximum(gl.min(visible, 0), 0) // TILE  # number of tiles that every row sees completely
+    blocks = BlockTableRow(table_row, strides.table_entry, gl.minimum(item.stop * TILE, item.length))
+    in_cache = _all_in_cache(first_blocks, item.begin, blocks, sizes.num_blocks, BLOCK_SIZE, 4)
     if BOUNDED:
-        plain = gl.minimum(plain, item.stop)
-    plain = gl.where(in_cache, plain, item.begin)
-    unsure = gl.where(in_cache, 0, item.length)
-    return Visibility(visible, item.length, pages.table_row, pages.table_stride, sizes.num_blocks, unsure, plain)
+        first_masked = gl.minimum(first_masked, item.stop)
+    first_masked = gl.where(in_cache, first_masked, item.begin)
+    checked_keys = gl.where(in_cache, 0, item.length)
+    return Visibility(visible, item.length, blocks.entries, blocks.stride, sizes.num_blocks, checked_keys, first_masked)
 
 
 @gluon.jit
 @no_type_check
-def _all_in_cache(first_pages, begin, pages, num_blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Return whether all pages from a tile on, of which `first_pages` are loaded, lie in the cache."""
+def _all_in_cache(first_blocks, begin, blocks, num_blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
+    """Return whether all cache blocks of a work item lie in the cache; `first_blocks` are those already loaded."""
     SPAN: gl.constexpr = 32 * NUM_WARPS
-    in_cache = ((first_pages >= 0) & (first_pages < num_blocks)).to(gl.int32)
-    for start in range(begin * TILE // BLOCK_SIZE + SPAN, ceil_div(pages.end_key, BLOCK_SIZE), SPAN):
-        first_pages = _span_of_pages(start, pages, BLOCK_SIZE, NUM_WARPS)
-        in_cache = gl.where((first_pages >= 0) & (first_pages < num_blocks), in_cache, 0)
+    in_cache = ((first_blocks >= 0) & (first_blocks < num_blocks)).to(gl.int32)
+    for start in range(begin * TILE // BLOCK_SIZE + SPAN, ceil_div(blocks.end_key, BLOCK_SIZE), SPAN):
+        first_blocks = _load_block_numbers(start, blocks, BLOCK_SIZE, NUM_WARPS)
+        in_cache = gl.where((first_blocks >= 0) & (first_blocks < num_blocks), in_cache, 0)
     return gl.min(in_cache, 0) > 0
 
 
 @gluon.jit
 @no_type_check
-def page_of(key, pages, BLOCK_SIZE: gl.constexpr):
-    """Return the page of a key; -1, which the copy engine fills with zeros, from `end_key` on."""
-    page = gl.to_tensor(-1)
-    if (key >= 0) & (key < pages.end_key):  # keys of tiles that only a hostile plan has may wrap
-        page = gl.load(pages.table_row + gl.to_tensor(key // BLOCK_SIZE).to(gl.int64) * pages.table_stride)
-    return page
+def cache_block_of(key, blocks, BLOCK_SIZE: gl.constexpr):
+    """Return the number of the cache block that has a key; -1 from `end_key` on, for which TMA writes zeros."""
+    cache_block = gl.to_tensor(-1)
+    if (key >= 0) & (key < blocks.end_key):  # key is negative if an invalid plan overflows int32
+        cache_block = gl.load(blocks.entries + gl.to_tensor(key // BLOCK_SIZE).to(gl.int64) * blocks.stride)
+    return cache_block
 
 
 @gluon.jit
 @no_type_check
 def load_columns(
-    tile, page, pages, descriptor, buffers, first_buffer, full, BLOCK_SIZE: gl.constexpr, first_column,
+    tile, cache_block, blocks, descriptor, buffers, first_buffer, full, BLOCK_SIZE: gl.constexpr, first_column,
     COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Issue the loads of some columns of a tile whose first key lies in `page`; zeros for keys in no page.
+    """Issue the TMA loads of some columns of a tile into shared memory; return nothing.
 
-    A box of the descriptor holds one page, or 64 keys of it. Boxes lie in the buffers column by column, as the matrix
-    unit takes a tile.
+    A box holds the keys of one cache block, or 64 of them. Keys without a cache block become zeros. The buffers have
+    all boxes of the first columns, then all boxes of the next ones: the layout in which the matrix unit reads a tile.
+
+    Args:
+        tile: index of the tile.
+        cache_block: cache block of the tile's first key.
+        blocks: `BlockTableRow`, for the other cache blocks of the tile.
+        descriptor: TMA descriptor of the cache.
+        buffers: shared memory, one box per index.
+        first_buffer: index of the tile's first box.
+        full: mbarrier that counts the bytes as they arrive.
+        BLOCK_SIZE: tokens of a cache block.
+        first_column: first column of the cache to load.
+        COLUMNS: number of columns to load.
     """
     BOX_KEYS: gl.constexpr = descriptor.block_shape[1]
     BOX_COLUMNS: gl.constexpr = descriptor.block_shape[2]
     BOXES: gl.constexpr = TILE // BOX_KEYS
-    for part in gl.static_range(BOXES):
-        key = tile * TILE + part * BOX_KEYS
-        if part > 0:
-            page = page_of(key, pages, BLOCK_SIZE)
-        for box in gl.static_range(COLUMNS // BOX_COLUMNS):
+    for key_box in gl.static_range(BOXES):
+        key = tile * TILE + key_box * BOX_KEYS
+        if key_box > 0:
+            cache_block = cache_block_of(key, blocks, BLOCK_SIZE)
+        for column_box in gl.static_range(COLUMNS // BOX_COLUMNS):
             tma.async_copy_global_to_shared(
-                descriptor, [page, key % BLOCK_SIZE, first_column + box * BOX_COLUMNS], full,
-                buffers.index(first_buffer + box * BOXES + part),
+                descriptor, [cache_block, key % BLOCK_SIZE, first_column + column_box * BOX_COLUMNS], full,
+                buffers.index(first_buffer + column_box * BOXES + key_box),
             )  # fmt: skip
 
 
 @gluon.jit
 @no_type_check
 def zero_from(columns, first_row):
-    """Write zeros to 64 columns in shared memory from a row on: nobody owns those bytes, and 0 * NaN is NaN."""
+    """Overwrite the rows from `first_row` on of 64 columns in shared memory with zeros; return nothing.
+
+    These rows are keys behind the end of the request. Their bytes in the cache may be NaN, and a weight of 0 times NaN
+    would be NaN.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, columns.shape[0], gl.SliceLayout(1, LAYOUT))
     columns.store(gl.where((row < first_row)[:, None], columns.load(LAYOUT), 0.0))

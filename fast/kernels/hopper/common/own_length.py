@@ -1,4 +1,8 @@
-"""Requests that are split by their own length: neither neighbours nor programs then change the order of their sums."""
+"""Split a request by its own length (batch invariance).
+
+The splits of a request depend on no other request and not on the number of programs. The order of its sums, and so
+every bit of its output, is then the same in every batch.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,27 @@ from typing import no_type_check
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-TILE = gl.constexpr(64)  # keys
+TILE = gl.constexpr(64)  # keys of a tile
 
 
 @gluon.jit
 @no_type_check
 def ceil_div(a, b):
-    """Return the quotient, rounded up."""
+    """Return a / b, rounded up."""
     return (a + b - 1) // b
 
 
 @gluon.jit
 @no_type_check
 def planned_tiles(length):
-    """Return the tiles of a length, as `plan_decode` counts them; the longest length does not overflow."""
+    """Return the number of tiles of a request, as `plan_decode` counts them; no int32 length overflows."""
     return (gl.maximum(length, 1) - 1) // TILE + (length > 0).to(gl.int32)
 
 
 @gluon.jit
 @no_type_check
 def invariant_split_tiles(tiles, rule):
-    """Return the tiles of a split, as the contract's function of this name counts them."""
+    """Return the number of tiles of a split; see `reference.interfaces.invariant_split_tiles`."""
     split_tiles = gl.maximum(gl.minimum(ceil_div(tiles, rule.small_splits), rule.large_tiles), rule.small_tiles)
     split_tiles = gl.maximum(split_tiles, ceil_div(tiles, rule.max_splits))
     split_tiles += split_tiles % 2
@@ -37,9 +41,9 @@ def invariant_split_tiles(tiles, rule):
 @gluon.jit
 @no_type_check
 def own_splits(lens, plan):
-    """Return the tiles of a split of a request and how many splits it has.
+    """Return two numbers: the tiles of a split of the request, and its splits.
 
-    Keys beyond `max_keys` belong to no split; a request without keys has one split all the same.
+    Keys beyond `max_keys` belong to no split. A request without keys has one split, without tiles.
     """
     split_tiles = invariant_split_tiles(planned_tiles(lens.length), plan.rule)
     return split_tiles, gl.maximum(ceil_div(planned_tiles(lens.readable), split_tiles), 1)
@@ -47,14 +51,30 @@ def own_splits(lens, plan):
 
 @gluon.jit
 @no_type_check
-def record_progress(request, row_block, begin, end, there, split_tiles, splits, plan, num_requests):
+def record_progress(request, row_block, begin, end, exists, split_tiles, splits, plan, num_requests):
     """Record (combined, total) split counts for the combine kernel; return the partial index of this work item.
 
-    An item that begins with the request's first split has the request's first index, or -1 where it has all splits.
-    Any other has the index of its first split.
+    Only the work item with the request's first split and first row block records the counts.
+
+    | splits of the work item | partial index |
+    |---|---|
+    | all splits of the request | -1: its program writes the output itself |
+    | the first split, but not all | the first index of the request |
+    | others | the index of its first split |
+
+    Args:
+        request: index of the request.
+        row_block: index of the row block in the request.
+        begin: first tile of the work item.
+        end: end of its tiles, exclusive.
+        exists: True if there is such a work item, and this program has to record its counts.
+        split_tiles: tiles of a split.
+        splits: splits of the request.
+        plan: `SplitPlan`.
+        num_requests: B.
     """
     ended = ceil_div(end, split_tiles)
-    first = there & (begin == 0) & (row_block == 0)
+    first = exists & (begin == 0) & (row_block == 0)
     gl.store(plan.progress + 2 * request, ended, mask=first)
     gl.store(plan.progress + 2 * request + 1, splits, mask=first)
     partial = request * (plan.num_partials // num_requests) + begin // split_tiles

@@ -1,8 +1,8 @@
 """Records that functions of the Hopper kernels pass to each other.
 
-A compiled kernel knows only their fields: the PTX is that of loose values. The fields are values of a kernel (pointers,
-scalars, tensors, shared memory), which no type of Python describes. Triton's own tuples have an attribute `values`, so
-no field may have that name.
+A record costs nothing at run time: the compiler sees only its fields, and generates the same PTX as for separate
+variables. The fields are values inside a kernel (pointers, scalars, tensors, shared memory), which no Python type
+describes. Triton's own tuples have an attribute `values`, so no field may have that name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triton import constexpr_function
 
 
 class Inputs(NamedTuple):
-    """Queries and the lists that describe the batch."""
+    """Pointers to the queries and to the lists that describe the batch; shapes as in `mla_decode`."""
 
     ql_nope: Any
     q_pe: Any
@@ -24,16 +24,16 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the batch, and the scale of its scores.
+    """Sizes of the batch, and the factor for its scores.
 
     Attributes:
-        num_tokens: T.
-        num_blocks: pages of the cache.
+        num_tokens: T, packed query tokens.
+        num_blocks: number of blocks in the cache.
         num_requests: B.
-        max_keys: keys of a request at most.
-        row_blocks: row blocks of a request.
-        request_rows: rows of a request at most.
-        scale_log2: what scores are multiplied by, in base 2.
+        max_keys: upper bound of the keys of a request.
+        row_blocks: number of row blocks of a request.
+        request_rows: upper bound of the rows of a request.
+        scale_log2: softmax scale divided by ln 2; scores times this factor are exponents of 2.
     """
 
     num_tokens: Any
@@ -57,7 +57,7 @@ class Strides(NamedTuple):
 
 
 class SplitRule(NamedTuple):
-    """The numbers of `InvariantCut`: how a request is split by its own length."""
+    """Fields of `reference.interfaces.InvariantCut`: the rule that splits a request by its own length."""
 
     small_tiles: Any
     small_splits: Any
@@ -69,13 +69,13 @@ class SplitPlan(NamedTuple):
     """How requests are split over programs.
 
     Attributes:
-        tile_ranges: [programs, 5] of a schedule.
-        split_offsets: [B + 1] of a schedule.
-        num_splits: without a schedule, splits of each request (or programs that take its splits, where requests are
-            split by their own length).
-        num_partials: partial indices.
-        progress: [B, 2]: splits that a program has combined, and all splits (`fast.kernels.combine`).
-        rule: of requests that are split by their own length.
+        tile_ranges: pointer to the [programs, 5] of a schedule.
+        split_offsets: pointer to the [B + 1] of a schedule.
+        num_splits: without a schedule, number of work items per (request, row block) pair. A work item is one split,
+            or several consecutive splits where requests are split by their own length.
+        num_partials: number of partial indices.
+        progress: pointer to [B, 2] int32: combined splits and all splits of each request (`fast.kernels.combine`).
+        rule: `SplitRule` of requests that are split by their own length.
     """
 
     tile_ranges: Any
@@ -86,8 +86,11 @@ class SplitPlan(NamedTuple):
     rule: Any
 
 
-class Results(NamedTuple):
-    """Outputs, partial outputs, and the descriptor by which the copy engine writes outputs (None: it does not)."""
+class Outputs(NamedTuple):
+    """Pointers to outputs and partial outputs, and the TMA descriptor of `out` (None: plain stores write outputs).
+
+    TMA is the GPU's bulk copy engine.
+    """
 
     out: Any
     lse: Any
@@ -97,22 +100,22 @@ class Results(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What a kernel is compiled for; every field is a `constexpr`.
+    """Compile-time constants of a kernel, which takes this record as one `constexpr`.
 
     Attributes:
-        GROUP: number of this consumer.
-        ROWS: of a row block.
+        CONSUMER: index of this consumer: 0 or 1.
+        ROWS: rows of a row block.
         HEADS: N.
         LATENT: Lkv.
         ROPE: R.
-        BLOCK_SIZE: keys a page.
-        BY_LENGTH: requests are split by their own length.
-        SCHEDULED: a schedule says what each program takes.
-        SPLIT: every request has several splits, equally many.
-        SLICES: programs that score the same tiles, each for some columns of the output.
+        BLOCK_SIZE: tokens of a cache block.
+        BY_LENGTH: True if requests are split by their own length.
+        SCHEDULED: True if a schedule assigns work to programs.
+        SPLIT: True if every request has the same number of splits, more than one.
+        SLICES: number of programs that process the same tiles, each for its own columns of the output.
     """
 
-    GROUP: Any
+    CONSUMER: Any
     ROWS: Any
     HEADS: Any
     LATENT: Any
@@ -125,34 +128,48 @@ class Constants(NamedTuple):
 
 
 @constexpr_function
-def of_group(c, group):
-    """Return the constants of another consumer."""
-    return c._replace(GROUP=group)
+def of_consumer(c, index):
+    """Return the constants of another consumer of the same kernel."""
+    return c._replace(CONSUMER=index)
 
 
 class Context(NamedTuple):
-    """What every function of a consumer may need: arguments of the kernel, shared memory and barriers."""
+    """Arguments that the functions of a consumer share: kernel arguments, shared memory and barriers."""
 
     inputs: Any
     plan: Any
-    results: Any
+    outputs: Any
     sizes: Any
     strides: Any
     shared: Any
     bars: Any
 
 
-class Walk(NamedTuple):
-    """Where a program stands in its work: place (`start_walk`), first tile, split, and whether there is more."""
+class WorkPosition(NamedTuple):
+    """Position of a program among its candidates; `seek_item` returns the first candidate that is a work item.
 
-    place: Any
+    Attributes:
+        candidate: with a schedule, index of a request; otherwise, index of a (request, split, row block) triple.
+        first_tile: with a schedule, tile of the request at which the program begins.
+        split: with a schedule, split of the request at which the program begins.
+        more: True if `candidate` is not yet behind the program's last candidate.
+    """
+
+    candidate: Any
     first_tile: Any
     split: Any
     more: Any
 
 
 class RequestLens(NamedTuple):
-    """A request's query tokens [start, end), its length, and how many of its keys are readable."""
+    """Lengths of one request.
+
+    Attributes:
+        query_start: first query token.
+        query_end: end of the query tokens, exclusive.
+        length: keys of the request.
+        readable: `length`, or `max_keys` if that is less.
+    """
 
     query_start: Any
     query_end: Any
@@ -161,18 +178,20 @@ class RequestLens(NamedTuple):
 
 
 class WorkItem(NamedTuple):
-    """Consecutive tiles of one request and row block. The last item of a program has request -1 and zeros.
+    """Consecutive tiles of one request and row block that a program processes next.
+
+    The end of a program's work is marked by an item with request -1 and zeros in the other fields.
 
     Attributes:
-        request: index, or -1.
-        row_block: of the request.
-        query_start: first query token.
-        query_end: behind the last query token.
+        request: index of the request, or -1.
+        row_block: index of the row block in the request.
+        query_start: first query token of the request.
+        query_end: end of its query tokens, exclusive.
         length: readable keys of the request.
         begin: first tile.
-        stop: behind the last tile.
-        partial: partial index of the first split, or -1 where the rows are whole.
-        split_tiles: tiles of a split, where requests are split by their own length.
+        stop: end of the tiles, exclusive.
+        partial: partial index of the item's first split, or -1 if the program writes the output of the rows itself.
+        split_tiles: tiles of a split; read only where requests are split by their own length.
     """
 
     request: Any
@@ -186,23 +205,29 @@ class WorkItem(NamedTuple):
     split_tiles: Any
 
 
-class PageWalk(NamedTuple):
-    """Where the pages of a request stand in the block table, and the key behind the last one to load."""
+class BlockTableRow(NamedTuple):
+    """One request's row of the block table.
 
-    table_row: Any
-    table_stride: Any
+    Attributes:
+        entries: pointer to the first entry of the row.
+        stride: stride of the entries, in elements.
+        end_key: end of the keys to load, exclusive.
+    """
+
+    entries: Any
+    stride: Any
     end_key: Any
 
 
-class FoundItem(NamedTuple):
-    """A work item before it is known whether it has rows, and whether it has tiles at all (`there`)."""
+class CandidateItem(NamedTuple):
+    """A work item whose rows are not checked yet, and whether the schedule or the split rule gives it any tiles."""
 
     item: Any
-    there: Any
+    exists: Any
 
 
 class RowBlock(NamedTuple):
-    """What `rows_at` needs to find the rows of a work item."""
+    """Arguments of `rows_at`: query tokens of the request, index of the row block, and sizes of the batch."""
 
     query_start: Any
     query_end: Any
@@ -213,7 +238,14 @@ class RowBlock(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of a request: number in it, token, head, and whether each is real (no padding row)."""
+    """Rows of a request.
+
+    Attributes:
+        number: index of each row in the request.
+        token: query token of each row.
+        head: head of each row.
+        real: False for padding rows.
+    """
 
     number: Any
     token: Any
@@ -222,15 +254,21 @@ class Rows(NamedTuple):
 
 
 class PartialRows(NamedTuple):
-    """Rows of a partial output: place among all of them, rows of one partial index, and which rows are real."""
+    """Rows of a partial output.
 
-    place: Any
+    Attributes:
+        partial_row: index of each row among the rows of all partial outputs.
+        index_rows: rows that one partial index has.
+        real: False for padding rows.
+    """
+
+    partial_row: Any
     index_rows: Any
     real: Any
 
 
 class Queries(NamedTuple):
-    """Queries in memory, where they go in shared memory, and their strides."""
+    """Pointers to the queries, the shared memory that they are copied to, and their strides."""
 
     ql_nope: Any
     q_pe: Any
@@ -243,13 +281,15 @@ class Visibility(NamedTuple):
     """Which keys the rows of a work item see.
 
     Attributes:
-        visible: keys that each row sees.
-        length: readable keys.
-        table_row: the request's row of the block table.
-        table_stride: of its entries.
-        num_blocks: pages of the cache.
-        unsure: keys up to which pages may lie outside the cache; 0 where none does.
-        plain: first tile that some row does not see whole, or that may have pages outside the cache.
+        visible: number of keys that each row sees.
+        length: readable keys of the request.
+        table_row: pointer to the request's row of the block table.
+        table_stride: stride of the entries in that row.
+        num_blocks: number of blocks in the cache.
+        checked_keys: the mask looks up the blocks of keys below this bound, because some of these blocks may lie
+            outside the cache; 0 if all blocks of the work item lie in the cache.
+        first_masked: first tile whose scores must be masked, because some row does not see all its keys or because
+            some blocks may lie outside the cache.
     """
 
     visible: Any
@@ -257,12 +297,18 @@ class Visibility(NamedTuple):
     table_row: Any
     table_stride: Any
     num_blocks: Any
-    unsure: Any
-    plain: Any
+    checked_keys: Any
+    first_masked: Any
 
 
 class RowState(NamedTuple):
-    """The softmax of some rows over some keys: largest score, sum of weights, and weighted sum of values."""
+    """Softmax state of some rows over some keys.
+
+    Attributes:
+        largest: largest score of each row, or the reference that replaces it (`tile_scores.reference_of`).
+        total: sum of the softmax weights of each row, relative to `largest`.
+        weighted: sum of the values times these weights; not divided by `total` yet.
+    """
 
     largest: Any
     total: Any
@@ -270,7 +316,7 @@ class RowState(NamedTuple):
 
 
 class HalfState(NamedTuple):
-    """As `RowState`, for half of the latent columns: two quarters of the weighted sum."""
+    """`RowState` for one half of the latent columns; `left` and `right` are two quarters of `weighted`."""
 
     largest: Any
     total: Any
@@ -279,7 +325,7 @@ class HalfState(NamedTuple):
 
 
 class CombineWeights(NamedTuple):
-    """Of two states, one after the other: the new reference in base 2, and the weight of either."""
+    """Factors that combine two states: the new reference in base 2, and the factors of the old and the new state."""
 
     reference: Any
     old: Any

@@ -1,11 +1,15 @@
-"""Work items: which tiles of which request a program takes, one item after the other.
+"""Find the work items of a program: which tiles of which request it processes, one item after the other.
 
-The producer walks the work items and writes each to shared memory before the consumers need it.
+The producer finds each work item and writes it to shared memory (`write_item`). The consumers read it from there
+(`read_item`).
 
-An item of a request that is split by its own length is a run of splits. If the item begins with the request's first
-split, its program combines each split with those before. Of any other item each split is a partial output by itself:
-only the program with the splits before may combine it with them. So the order of the sums does not depend on how many
-programs there are.
+If a request is split by its own length, a work item is one or more consecutive splits of it:
+
+- The work item has the request's first split: its program combines all splits of the item in order.
+- The work item begins at a later split: each of its splits becomes a partial output of its own. The combine kernel
+  adds them in order.
+
+Splits are thus always added from the first to the last, and the number of programs does not change any bit.
 """
 
 from __future__ import annotations
@@ -17,51 +21,52 @@ from triton.experimental.gluon import language as gl
 
 from .arrivals import arrive
 from .own_length import TILE, ceil_div, own_splits, planned_tiles, record_progress
-from .records import FoundItem, RequestLens, RowBlock, Walk, WorkItem
+from .records import CandidateItem, RequestLens, RowBlock, WorkItem, WorkPosition
 
-ITEMS_HELD = gl.constexpr(2)  # in shared memory: this item and the next
-ITEM_FIELDS = gl.constexpr(9)
+ITEMS_HELD = gl.constexpr(2)  # work items in shared memory: the current one and the next one
+ITEM_FIELDS = gl.constexpr(9)  # fields of a `WorkItem`
 
 
 @gluon.jit
 @no_type_check
-def start_walk(plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
-    """Return where a program begins.
+def first_position(plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
+    """Return the `WorkPosition` at which a program begins.
 
-    With a schedule, a place is a request. Otherwise every request has equally many splits, a place is one split of one
-    row block, and programs take places in turn, SLICES programs each.
+    With a schedule, a program's candidates are consecutive requests. Without one, every request has the same number of
+    work items per row block, a candidate is a (request, split, row block) triple, and the programs take the candidates
+    in turn: program i begins with candidate i // SLICES.
     """
-    place = gl.program_id(0) // SLICES
-    first_tile, split = place * 0, place * 0
+    candidate = gl.program_id(0) // SLICES
+    first_tile, split = candidate * 0, candidate * 0
     if SCHEDULED:
-        row = plan.tile_ranges + place // sizes.row_blocks * 5
-        place = gl.maximum(gl.load(row), 0)
+        row = plan.tile_ranges + candidate // sizes.row_blocks * 5
+        candidate = gl.maximum(gl.load(row), 0)
         first_tile = gl.maximum(gl.load(row + 2), 0)
         split = gl.maximum(gl.load(row + 4), 0)
-    return Walk(place, first_tile, split, place <= _last_place(plan, sizes, SCHEDULED))
+    return WorkPosition(candidate, first_tile, split, candidate <= _last_candidate(plan, sizes, SCHEDULED))
 
 
 @gluon.jit
 @no_type_check
-def _last_place(plan, sizes, SCHEDULED: gl.constexpr):
-    """Return the last place of this program (scheduled) or of the grid.
+def _last_candidate(plan, sizes, SCHEDULED: gl.constexpr):
+    """Return the last candidate of this program (with a schedule) or of the whole grid (without).
 
     Reloaded for every work item: keeping it would cost a register.
     """
     if SCHEDULED:
         row = plan.tile_ranges + gl.program_id(0) // sizes.row_blocks * 5
-        last_place = gl.minimum(gl.load(row + 1), sizes.num_requests - 1)
+        last_candidate = gl.minimum(gl.load(row + 1), sizes.num_requests - 1)
     else:
-        last_place = sizes.num_requests * plan.num_splits * sizes.row_blocks - 1
-    return last_place
+        last_candidate = sizes.num_requests * plan.num_splits * sizes.row_blocks - 1
+    return last_candidate
 
 
 @gluon.jit
 @no_type_check
-def _planned_end(place, length, plan, sizes):
-    """Return the tile at which the program's tiles of a request end, as the schedule has them."""
+def _planned_end(candidate, length, plan, sizes):
+    """Return the end (exclusive) of the tiles that the schedule assigns to this program from a request."""
     tiles = planned_tiles(length)
-    if place == _last_place(plan, sizes, True):
+    if candidate == _last_candidate(plan, sizes, True):
         tiles = gl.minimum(gl.load(plan.tile_ranges + gl.program_id(0) // sizes.row_blocks * 5 + 3), tiles)
     return tiles
 
@@ -69,7 +74,7 @@ def _planned_end(place, length, plan, sizes):
 @gluon.jit
 @no_type_check
 def lens_of(request, inputs, sizes):
-    """Load the lengths of a request."""
+    """Return the `RequestLens` of a request; values outside the batch are clamped."""
     query_start = gl.minimum(gl.maximum(gl.load(inputs.query_start_loc + request), 0), sizes.num_tokens)
     query_end = gl.minimum(gl.load(inputs.query_start_loc + request + 1), sizes.num_tokens)
     length = gl.maximum(gl.load(inputs.seq_lens + request), 0)
@@ -78,45 +83,50 @@ def lens_of(request, inputs, sizes):
 
 @gluon.jit
 @no_type_check
-def item_at(walk, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr):
-    """Return the work item at a place, and whether it is one at all: an item may have no tiles and then writes zeros.
+def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr):
+    """Return the `CandidateItem` at a position; `seek_item` checks whether it has rows.
+
+    A work item may exist without tiles: its request has no keys, or fewer tiles than splits. It then writes zeros.
 
     Args:
-        walk: the place.
-        plan: how requests are split.
-        inputs: for the lengths of requests.
-        sizes: of the batch.
-        EVEN_TILES: splits begin at multiples of so many tiles; not those by a request's own length.
-        BY_LENGTH: whether requests are split by their own length.
-        SCHEDULED: whether a schedule splits them.
+        position: `WorkPosition`.
+        plan: `SplitPlan`.
+        inputs: `Inputs`, for the lengths of requests.
+        sizes: `Sizes`.
+        EVEN_TILES: splits begin at multiples of this number of tiles; unused where BY_LENGTH is true.
+        BY_LENGTH: True if requests are split by their own length.
+        SCHEDULED: True if a schedule assigns tiles to programs.
     """
-    split = walk.split
+    split = position.split
     if SCHEDULED:
-        request, row_block = walk.place, gl.program_id(0) % sizes.row_blocks
+        request, row_block = position.candidate, gl.program_id(0) % sizes.row_blocks
     else:
-        request, row_block = walk.place // sizes.row_blocks // plan.num_splits, walk.place % sizes.row_blocks
-        split = walk.place // sizes.row_blocks % plan.num_splits
-    if not BY_LENGTH:  # here, so that its loads wait together with the others
+        request, row_block = (
+            position.candidate // sizes.row_blocks // plan.num_splits,
+            position.candidate % sizes.row_blocks,
+        )
+        split = position.candidate // sizes.row_blocks % plan.num_splits
+    if not BY_LENGTH:  # before `lens_of`, so that all loads are in flight together
         partial = _partial_index(request, split, plan, SCHEDULED)
     lens = lens_of(request, inputs, sizes)
-    there = request >= 0
+    exists = request >= 0
     split_tiles = request * 0
     if BY_LENGTH:
         split_tiles, splits = own_splits(lens, plan)
         if SCHEDULED:
-            begin = walk.first_tile
-            end = gl.minimum(_planned_end(walk.place, lens.length, plan, sizes), splits * split_tiles)
-            there = begin < end
+            begin = position.first_tile
+            end = gl.minimum(_planned_end(position.candidate, lens.length, plan, sizes), splits * split_tiles)
+            exists = begin < end
         else:
             item_tiles = ceil_div(splits, plan.num_splits) * split_tiles
             begin, end = split * item_tiles, gl.minimum((split + 1) * item_tiles, splits * split_tiles)
-            there = begin < end
-        partial = record_progress(request, row_block, begin, end, there, split_tiles, splits, plan, sizes.num_requests)
+            exists = begin < end
+        partial = record_progress(request, row_block, begin, end, exists, split_tiles, splits, plan, sizes.num_requests)
     elif SCHEDULED:
-        begin = walk.first_tile
-        end = _planned_end(walk.place, lens.length, plan, sizes)
-        there = begin < end
-        # programs on both sides of a boundary move it alike
+        begin = position.first_tile
+        end = _planned_end(position.candidate, lens.length, plan, sizes)
+        exists = begin < end
+        # the programs on both sides of a boundary round it in the same way
         begin = begin // EVEN_TILES * EVEN_TILES
         end = gl.where(end < planned_tiles(lens.length), end // EVEN_TILES * EVEN_TILES, end)
     else:
@@ -124,21 +134,21 @@ def item_at(walk, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.c
         split_tiles = EVEN_TILES * ceil_div(tiles, EVEN_TILES * plan.num_splits)
         begin = gl.minimum(split * split_tiles, tiles)
         end = gl.minimum(begin + split_tiles, tiles)
-    return FoundItem(
+    return CandidateItem(
         WorkItem(request, row_block, lens.query_start, lens.query_end, lens.readable, begin, end, partial, split_tiles),
-        there,
+        exists,
     )
 
 
 @gluon.jit
 @no_type_check
 def _partial_index(request, split, plan, SCHEDULED: gl.constexpr):
-    """Return the partial index of a work item; -1 where its rows are whole."""
+    """Return the partial index of a work item; -1 if its request has one split, so that it writes the output."""
     if SCHEDULED:
         first_split = gl.load(plan.split_offsets + request)
         partial = first_split + split
         splits = gl.load(plan.split_offsets + request + 1) - first_split
-        # offsets and splits that nobody planned may lie anywhere
+        # an invalid schedule may hold any numbers: stay inside the partial outputs
         partial = gl.where(splits <= 1, -1, gl.minimum(gl.maximum(partial, 0), plan.num_partials - 1))
     else:
         partial = gl.where(plan.num_splits <= 1, -1, split)
@@ -147,31 +157,47 @@ def _partial_index(request, split, plan, SCHEDULED: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def next_place(walk, plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
-    """Return the walk after a place."""
-    place, first_tile, split = walk.place, walk.first_tile, walk.split
+def next_position(position, plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
+    """Return the `WorkPosition` of the next candidate."""
+    candidate, first_tile, split = position.candidate, position.first_tile, position.split
     if SCHEDULED:
         first_tile, split = first_tile * 0, split * 0
-        place += 1
+        candidate += 1
     else:
-        place += gl.num_programs(0) // SLICES
-    return Walk(place, first_tile, split, place <= _last_place(plan, sizes, SCHEDULED))
+        candidate += gl.num_programs(0) // SLICES
+    return WorkPosition(candidate, first_tile, split, candidate <= _last_candidate(plan, sizes, SCHEDULED))
 
 
 @gluon.jit
 @no_type_check
 def seek_item(
-    walk, plan, inputs, sizes, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
+    position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
-    """Return the first work item from a place on, and the walk there."""
-    none = walk.place * 0  # no query tokens and no tiles, so that nothing is read for it
+    """Return the first work item at or after a position, and its position: `(position, item)`.
+
+    A candidate is a work item if it exists (`item_at`) and its row block has a query token. If no work item is left,
+    the item has request -1 and zeros, and `position.more` is false.
+
+    Args:
+        position: `WorkPosition` at which the search begins.
+        plan: `SplitPlan`.
+        inputs: `Inputs`.
+        sizes: `Sizes`.
+        EVEN_TILES: see `item_at`.
+        ROWS: rows of a row block.
+        HEADS: N.
+        BY_LENGTH: see `item_at`.
+        SCHEDULED: see `item_at`.
+        SLICES: number of programs that process the same tiles.
+    """
+    none = position.candidate * 0  # zeros: with no query tokens and no tiles, nothing is loaded for this item
     item = WorkItem(none - 1, none, none, none, none, none, none, none, none)
-    searching = walk.more
+    searching = position.more
     while searching:
-        found = item_at(walk, plan, inputs, sizes, EVEN_TILES, BY_LENGTH, SCHEDULED)
-        new = found.item
-        if found.there & (new.query_start + new.row_block * ROWS // HEADS < new.query_end):
+        candidate_item = item_at(position, plan, inputs, sizes, EVEN_TILES, BY_LENGTH, SCHEDULED)
+        new = candidate_item.item
+        if candidate_item.exists & (new.query_start + new.row_block * ROWS // HEADS < new.query_end):
             stop = gl.minimum(new.stop, ceil_div(new.length, TILE))  # a planned length may lie beyond `max_keys`
             item = WorkItem(
                 new.request, new.row_block, new.query_start, new.query_end, new.length, new.begin, stop, new.partial,
@@ -179,15 +205,15 @@ def seek_item(
             )  # fmt: skip
             searching = new.request < 0
         else:
-            walk = next_place(walk, plan, sizes, SCHEDULED, SLICES)
-            searching = walk.more
-    return walk, item
+            position = next_position(position, plan, sizes, SCHEDULED, SLICES)
+            searching = position.more
+    return position, item
 
 
 @gluon.jit
 @no_type_check
 def write_item(items, number, item, item_written):
-    """Hand work item `number` to the consumers."""
+    """Write work item `number` to shared memory and arrive at `item_written`; return nothing (producer)."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in gl.static_range(ITEM_FIELDS):
         items.index(number % ITEMS_HELD * ITEM_FIELDS + i).store(gl.full([1], item[i], gl.int32, layout))
@@ -197,7 +223,7 @@ def write_item(items, number, item, item_written):
 @gluon.jit
 @no_type_check
 def read_item(items, number):
-    """Return work item `number` in the consumers."""
+    """Return work item `number` from shared memory (consumers, after they have waited for `item_written`)."""
     return WorkItem(
         _field(items, number, 0), _field(items, number, 1), _field(items, number, 2), _field(items, number, 3),
         _field(items, number, 4), _field(items, number, 5), _field(items, number, 6), _field(items, number, 7),
@@ -208,13 +234,14 @@ def read_item(items, number):
 @gluon.jit
 @no_type_check
 def _field(items, number, FIELD: gl.constexpr):
-    place = number % ITEMS_HELD * ITEM_FIELDS + FIELD
-    return gl.max(items.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    """Return one field of work item `number` as a scalar."""
+    index = number % ITEMS_HELD * ITEM_FIELDS + FIELD
+    return gl.max(items.index(index).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 @no_type_check
 def row_block_of(item, sizes, HEADS: gl.constexpr):
-    """Return what `rows_at` needs to find the rows of a work item."""
+    """Return the `RowBlock` of a work item, from which `rows_at` computes its rows."""
     num_heads = gl.to_tensor(HEADS)
     return RowBlock(item.query_start, item.query_end, item.row_block, sizes.request_rows, sizes.num_tokens, num_heads)

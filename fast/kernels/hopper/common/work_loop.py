@@ -1,19 +1,20 @@
-"""The work loop of consumers: work item after work item, split after split, whatever the main loop is.
+"""The work loop of a consumer: it processes work item after work item, and is the same for every main loop.
 
-A main loop is six functions, which a consumer passes by name:
+A main loop consists of seven functions, which a consumer passes to `run_work_items`:
 
-| function | does |
+| function | what it does |
 |---|---|
-| `prefetch_next(item, wanted, ctx, c)` | issues the loads of an item's queries, if they are wanted |
-| `attend(begin, stop, end, visibility, ctx, counters, c)` | attends tiles; returns the state and the counters |
-| `with_kept(state, kept_values, ctx, counters, c)` | adds the state that was kept; returns the same two |
-| `keep(state, kept_values, ctx, c)` | keeps a state for the next split of the item |
-| `to_base_two(state, scale_log2)` | returns the state with its largest scores in base 2 |
-| `write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST)` | writes a partial output |
-| `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | writes outputs; prefetches the next queries |
+| `prefetch_next(item, wanted, ctx, c)` | If `wanted`, issue the loads of the item's queries. |
+| `attend(begin, stop, end, visibility, ctx, counters, c)` | Attend tiles [begin, stop); return state, counters. |
+| `with_kept(state, kept_values, ctx, counters, c)` | Combine it with the kept state; return state and counters. |
+| `keep(state, kept_values, ctx, c)` | Keep a state for the next split of the work item. |
+| `to_base_two(state, scale_log2)` | Return the state with its largest scores in base 2. |
+| `write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST)` | Write a partial output. |
+| `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | Write outputs; prefetch the next queries. |
 
-`ctx` is a `Context` whose `shared` has `items` and `queries`, and whose `bars` have `item_written` and `item_begun`;
-`c` are `Constants`. `counters` count what the barriers of the main loop count.
+`ctx` is a `Context`: its `shared` has `items` and `queries`, and its `bars` have `item_written` and `item_begun`.
+`c` is a `Constants`. From `counters`, such as the number of tiles processed so far, the main loop computes the phases
+of its barriers.
 """
 
 from __future__ import annotations
@@ -38,42 +39,43 @@ def run_work_items(
     prefetch_next, attend, with_kept, keep, write_partial, write_whole, to_base_two, counters, ctx, c,
     ROW: gl.constexpr, SEVERAL: gl.constexpr,
 ):  # fmt: skip
-    """Attend every work item of a program in one consumer.
+    """Process every work item of a program in one consumer: attend its tiles, write its outputs; return nothing.
 
     Args:
-        prefetch_next: see above.
-        attend: see above.
-        with_kept: see above.
-        keep: see above.
-        write_partial: see above.
-        write_whole: see above.
-        to_base_two: returns a state with its largest scores in base 2.
-        counters: of the main loop, at its beginning.
-        ctx: arguments, shared memory and barriers.
-        c: what the kernel is compiled for.
-        ROW: layout of a value for each row.
-        SEVERAL: several consumers share the queries; each then waits until all have loaded their columns.
+        prefetch_next: see the module's table.
+        attend: see the module's table.
+        with_kept: see the module's table.
+        keep: see the module's table.
+        write_partial: see the module's table.
+        write_whole: see the module's table.
+        to_base_two: see the module's table.
+        counters: counters of the main loop before its first tile.
+        ctx: `Context`.
+        c: `Constants`.
+        ROW: layout of a tensor with one value per row.
+        SEVERAL: True if several consumers each load some columns of the queries; every consumer then waits for all.
     """
     sizes, items, bars = ctx.sizes, ctx.shared.items, ctx.bars
     number = 0
     mbarrier.wait(bars.item_written, 0)
     item = read_item(items, 0)
     prefetch_next(item, item.request >= 0, ctx, c)
-    visible, pages = visible_keys(item, ctx.inputs, sizes, ctx.strides, c.ROWS, c.HEADS, c.BLOCK_SIZE, ROW)
+    visible, blocks = visible_keys(item, ctx.inputs, sizes, ctx.strides, c.ROWS, c.HEADS, c.BLOCK_SIZE, ROW)
     while item.request >= 0:
         begin, stop = item.begin, item.stop
         table_row = ctx.inputs.block_table + item.request.to(gl.int64) * ctx.strides.table_row
         visible = gl.minimum(visible, item.length)
-        visibility = visibility_of(item, visible, pages, table_row, sizes, ctx.strides, c.BLOCK_SIZE, SEVERAL)
+        visibility = visibility_of(item, visible, blocks, table_row, sizes, ctx.strides, c.BLOCK_SIZE, SEVERAL)
         async_copy.wait_group(0)
         fence_async_shared()
-        partition_barrier()  # the fence of every thread, before one of them arrives
+        partition_barrier()  # every thread has fenced before one of them arrives
         arrive(bars.item_begun)
         if SEVERAL:
             mbarrier.wait(bars.item_begun, number & 1)
 
         if c.BY_LENGTH:
-            # split by split: each state waits for the next one's, or is a partial output by itself (`work_items`)
+            # One split after the other. The state of a split is kept and combined with the next split, or it becomes a
+            # partial output (`work_items`).
             split_begin, split_stop = begin, gl.minimum(begin + item.split_tiles, stop)
             running = split_begin >= 0
             while running:
@@ -88,9 +90,10 @@ def run_work_items(
                         state, counters = with_kept(state, kept_values, ctx, counters, c)
                 if not running:
                     mbarrier.wait(bars.item_written, (number + 1) & 1)
-                # reloaded: registers that are held through a split are dear
+                # reloaded: keeping the item through a split would cost registers
                 current = read_item(items, number)
-                # the next item is not there before the last split, and nothing is prefetched before
+                # The next item is in shared memory only after the last split. Until then `following` is the current
+                # item, and `wanted` is false.
                 following = read_item(items, number + gl.where(running, 0, 1))
                 wanted = (split_stop >= stop) & (following.request >= 0)
                 block, partial = row_block_of(current, sizes, c.HEADS), current.partial
@@ -99,7 +102,8 @@ def run_work_items(
                 elif running | (partial >= 0):
                     if not SEVERAL:
                         prefetch_next(following, wanted, ctx, c)
-                    # the first index of the request where splits are combined, else each split's own
+                    # splits combined from the request's first one on: first index of the request; otherwise: index of
+                    # this split
                     partial += gl.where(begin == 0, 0, (split_begin - begin) // current.split_tiles)
                     write_partial(state, block, partial, 1.0, ctx, c, True)
                 elif SEVERAL:
@@ -111,13 +115,13 @@ def run_work_items(
                 split_begin = split_stop
                 split_stop = gl.minimum(split_stop + current.split_tiles, stop)
             item = read_item(items, number + 1)
-            visible, pages = visible_keys(item, ctx.inputs, sizes, ctx.strides, c.ROWS, c.HEADS, c.BLOCK_SIZE, ROW)
+            visible, blocks = visible_keys(item, ctx.inputs, sizes, ctx.strides, c.ROWS, c.HEADS, c.BLOCK_SIZE, ROW)
         else:
             state, counters = attend(begin, stop, stop, visibility, ctx, counters, c)
             mbarrier.wait(bars.item_written, (number + 1) & 1)
             item = read_item(items, number + 1)
             wanted = item.request >= 0
-            visible, pages = visible_keys(item, ctx.inputs, sizes, ctx.strides, c.ROWS, c.HEADS, c.BLOCK_SIZE, ROW)
+            visible, blocks = visible_keys(item, ctx.inputs, sizes, ctx.strides, c.ROWS, c.HEADS, c.BLOCK_SIZE, ROW)
             current = read_item(items, number)
             block, partial = row_block_of(current, sizes, c.HEADS), current.partial
             if c.SCHEDULED:

@@ -1,1 +1,1 @@
-"""The absorbed decode on Hopper. README.md has the timeline of its warp groups and a table of their barriers."""
+"""The absorbed decode on Hopper. README.md shows the timeline of its warp groups and lists their barriers."""

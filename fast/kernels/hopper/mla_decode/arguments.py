@@ -1,6 +1,6 @@
-"""Groups of arguments, in the order in which the decode kernels take them.
+"""Groups of kernel arguments. Their fields have the order in which the decode kernels take them.
 
-Triton limits what a kernel can take as a record. Its launcher does not look for tensor descriptors inside a record, and
+Triton limits what a kernel can take as a record. Its launcher finds no tensor descriptor inside a record, and
 `do_not_specialize` does not reach the fields of one: a number that changes from step to step would compile the kernel
 again. Descriptors, such numbers, and pointers of any alignment are therefore parameters of their own.
 """
@@ -14,20 +14,26 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class LaunchInputs(NamedTuple):
-    """Queries, descriptors of the cache, and the lists that describe the batch."""
+    """Queries, TMA descriptors of the cache, and the lists that describe the batch; shapes as in `mla_decode`.
+
+    TMA is the GPU's bulk copy engine. A descriptor fixes the tensor and the shape of the box that one copy moves.
+    """
 
     ql_nope: Tensor
     q_pe: Tensor
-    latent_pages: TensorDescriptor
-    rope_pages: TensorDescriptor
+    latent_tma: TensorDescriptor
+    rope_tma: TensorDescriptor
     block_table: Tensor
     seq_lens: Tensor
     query_start_loc: Tensor
     visible_lens: Tensor
 
 
-class LaunchResults(NamedTuple):
-    """Outputs and partial outputs; kernels take the record as one parameter."""
+class LaunchOutputs(NamedTuple):
+    """Tensors that a decode writes; shapes as in `fast.kernels.combine.SplitDecode`.
+
+    The kernels take this record as one parameter.
+    """
 
     out: Tensor
     lse: Tensor
@@ -36,7 +42,14 @@ class LaunchResults(NamedTuple):
 
 
 class BatchSizes(NamedTuple):
-    """Tokens, blocks of the cache, requests, and the most keys of a request."""
+    """Sizes of the batch.
+
+    Attributes:
+        tokens: T, packed query tokens.
+        num_blocks: number of blocks in the cache.
+        requests: B.
+        max_keys: upper bound of the keys of a request.
+    """
 
     tokens: int
     num_blocks: int
@@ -45,7 +58,13 @@ class BatchSizes(NamedTuple):
 
 
 class RowSizes(NamedTuple):
-    """Row blocks of a request, rows of a request, and partial indices."""
+    """Numbers of rows and of partial outputs.
+
+    Attributes:
+        row_blocks: row blocks of a request.
+        request_rows: upper bound of the rows of a request.
+        num_partials: number of partial indices.
+    """
 
     row_blocks: int
     request_rows: int
@@ -53,7 +72,7 @@ class RowSizes(NamedTuple):
 
 
 class QueryStrides(NamedTuple):
-    """Strides of `ql_nope` and `q_pe`, in elements; kernels take the record as one parameter."""
+    """Strides of `ql_nope` and `q_pe`, in elements. The kernels take this record as one parameter."""
 
     latent_token: int
     latent_head: int
@@ -62,7 +81,10 @@ class QueryStrides(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The numbers of `InvariantCut`, the scale in base 2, and strides of queries and block table."""
+    """Fields of `InvariantCut`, the softmax scale divided by ln 2, and strides of queries and block table.
+
+    Strides are in elements.
+    """
 
     small_tiles: int
     small_splits: int

@@ -1,7 +1,14 @@
 """Launch the absorbed decode on Hopper.
 
-`select` says which kernel takes a call. Row blocks of 16 and 32 go to `row_blocks_16_32`, others to `row_blocks_64`, or
-to `two_phases` for few requests that are split by their own length. `fast.kernels.combine` adds partial outputs.
+`select` chooses the kernel:
+
+| decode | kernel |
+|---|---|
+| row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32.py` |
+| row blocks of 64 rows | `main_loops/row_blocks_64.py` |
+| row blocks of 64 rows, few requests that are split by their own length | `two_phases` |
+
+`fast.kernels.combine` then adds the partial outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from ...device import device_facts
 from ...schedule_costs import measured_schedule_costs
 from ..common.dependent_launch import LAUNCH
 from ..common.records import Constants
-from .arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, QueryStrides, RowSizes
+from .arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, QueryStrides, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
 from .select import (
@@ -37,7 +44,7 @@ from .two_phases.launch import launch_two_phases
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
-LEAST_SCALE = 1e-30  # stands for 0: the scores vanish, and no infinity is multiplied by 0
+LEAST_SCALE = 1e-30  # replaces a scale of 0: masked scores are -inf, and -inf * 0 would be NaN
 
 
 def mla_decode(
@@ -57,48 +64,50 @@ def mla_decode(
     batch_invariant: bool,
     cut: InvariantCut,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a few query tokens a request over its cached latents.
+    """Compute the absorbed attention of a few query tokens per request over its cached latents.
+
+    See `reference.mla_decode` for the definition.
 
     Args:
         ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv 256 or 512.
         q_pe: [T, N, R]; R 0, 32 or 64.
-        kv_cache: [num_blocks, block_size, Lkv + R], rows of 16-byte words; block size 16, 32, 64 or 128.
-        block_table: [B, W]; tokens of a block outside the cache are masked.
+        kv_cache: [num_blocks, block_size, Lkv + R], rows are a multiple of 16 bytes; block size 16, 32, 64 or 128.
+        block_table: [B, W]; tokens of a block number outside the cache are masked.
         seq_lens: [B], clamped to [0, min(max_seq_len, W * block_size)].
         query_start_loc: [B + 1].
         visible_lens: [T].
-        max_query_len: bounds the rows of a request.
-        max_seq_len: bounds the keys of a request, for the number of splits and the size of buffers.
-        softmax_scale: multiplies the scores.
-        out_dtype: of out.
-        tile_ranges: [programs, 5] of a schedule, or None: every request is then shared among equally many programs, as
-            many as suit the longest request.
-        split_offsets: [B + 1] of that schedule.
-        batch_invariant: requests are cut by their own length, whoever takes the splits.
-        cut: how they are cut then.
+        max_query_len: upper bound of the query tokens of a request; it sizes the grid.
+        max_seq_len: upper bound of the keys of a request; it decides the number of splits and the size of buffers.
+        softmax_scale: factor of the scores.
+        out_dtype: dtype of `out`.
+        tile_ranges: [programs, 5] of a schedule, or None. With None every request is spread over the same number of
+            programs, chosen for the longest request.
+        split_offsets: [B + 1] of that schedule, or None.
+        batch_invariant: split every request by its own length, so that its bits do not depend on the batch.
+        cut: rule of these splits; used only if `batch_invariant` is true.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: another dtype; a cache that does not begin at a 16-byte word.
+        ValueError: a dtype that is not listed above; a cache whose address is not a multiple of 16 bytes.
     """
-    found = decode_splits(
+    split_decode = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
     )  # fmt: skip
     combine_partial_outputs(
-        found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
-        batch_invariant, found.out, found.lse,
+        split_decode.partial_out, split_decode.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
+        batch_invariant, split_decode.out, split_decode.lse,
     )  # fmt: skip
-    return found.out, found.lse
+    return split_decode.out, split_decode.lse
 
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
 ) -> SplitDecode:  # fmt: skip
-    """Do all of `mla_decode` but the combine."""
+    """Do everything that `mla_decode` does except the combine; return outputs and partial outputs."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
     check(out_dtype in OUT_DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     check(kv_cache.data_ptr() % 16 == 0, "kv_cache", "aligned to 16 bytes", f"address {kv_cache.data_ptr():#x}")
@@ -113,7 +122,7 @@ def decode_splits(
     none = torch.empty(0, dtype=torch.float32, device=device)
     if tokens == 0 or requests == 0 or heads == 0:
         return SplitDecode(out, lse, none, none.clone())
-    if softmax_scale < 0:  # the kernels take the largest score before they scale
+    if softmax_scale < 0:  # the kernels find the largest score before they apply the scale, which must be positive
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)
@@ -135,12 +144,12 @@ def decode_splits(
     progress = 2 * requests if batch_invariant else 0
     partial_out = torch.empty(assigned.partial_rows * latent + kept_values, dtype=torch.float32, device=device)
     partial_lse = torch.empty(2 * assigned.partial_rows + progress, dtype=torch.float32, device=device)
-    latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope)
+    latent_tma, rope_tma = _cache_descriptors(kv_cache, latent, rope)
     inputs = LaunchInputs(
-        ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
+        ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
         visible_lens.contiguous(),
     )  # fmt: skip
-    results = LaunchResults(out, lse, partial_out, partial_lse)
+    outputs = LaunchOutputs(out, lse, partial_out, partial_lse)
     numbers = Numbers(
         *cut.numbers, max(softmax_scale, LEAST_SCALE) / math.log(2), QueryStrides(*latent_strides, *rope_strides),
         *block_table.stride(),
@@ -148,24 +157,25 @@ def decode_splits(
     sizes = BatchSizes(tokens, num_blocks, requests, max_keys)
     row_sizes = RowSizes(row_blocks, request_rows, assigned.num_partials)
     constants = Constants(
-        GROUP=0, ROWS=program_rows, HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
+        CONSUMER=0, ROWS=program_rows, HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
         BY_LENGTH=batch_invariant, SCHEDULED=planned, SPLIT=assigned.num_splits > 1 and not batch_invariant,
         SLICES=assigned.slices,
     )  # fmt: skip
     arguments = (
         *inputs, tile_ranges if planned else seq_lens, split_offsets if planned else seq_lens,
-        results, *sizes, assigned.num_splits, *row_sizes, *numbers,
+        outputs, *sizes, assigned.num_splits, *row_sizes, *numbers,
     )  # fmt: skip
     with torch.cuda.device_of(ql_nope):
         if assigned.pairs > 0:
             launch_two_phases(
-                inputs, results, sizes, row_sizes, numbers, constants, assigned.programs, assigned.pairs,
+                inputs, outputs, sizes, row_sizes, numbers, constants, assigned.programs, assigned.pairs,
                 assigned.num_splits,
             )  # fmt: skip
         elif program_rows < MANY_ROWS:
             _row_blocks_16_32_kernel[(assigned.programs,)](*arguments, c=constants, **LAUNCH)
         else:
-            in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants.SPLIT  # rows of one token
+            # TMA boxes need row blocks whose 64 rows have one token
+            in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants.SPLIT
             out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
             _row_blocks_64_kernel[(assigned.programs,)](*arguments, out_rows, *cache, c=constants, **LAUNCH)
@@ -173,9 +183,11 @@ def decode_splits(
 
 
 def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
-    """Return queries [T, N, columns] that the kernels can copy 16 bytes at a time, and the strides of tokens and heads.
+    """Return queries [T, N, columns] whose rows begin at multiples of 16 bytes, and the strides of tokens and heads.
 
-    The compiler sees that rows begin at such words where strides are multiples of 16 elements.
+    The kernels copy 16 bytes at a time. Triton compiles such copies only for strides that are multiples of 16 elements.
+    The queries are cloned if a stride is not such a multiple, if their address is not a multiple of 16 bytes, or if a
+    row is not contiguous.
     """
     strides = [stride if size > 1 else 0 for size, stride in zip(queries.shape, queries.stride(), strict=True)]
     if queries.numel() and (queries.stride(2) != 1 or queries.data_ptr() % 16 or any(s % 16 for s in strides[:2])):
@@ -183,20 +195,20 @@ def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
     return queries, strides[:2]
 
 
-def _page_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Describe how the copy engine takes boxes out of the pages: of the latents, and of the rope parts."""
+def _cache_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return the TMA descriptors of the cache: boxes of latent columns, and boxes of rope columns."""
     shape, strides = list(kv_cache.shape), list(kv_cache.stride())
     keys = min(kv_cache.shape[1], DECODE_TILE)
-    columns = latent // 4 if keys == DECODE_TILE else 64  # of pages that are no whole tile, one swizzled column
-    latent_pages = TensorDescriptor(kv_cache, shape, strides, [1, keys, columns], gl.NVMMASharedLayout(128, 16, rank=3))
+    columns = latent // 4 if keys == DECODE_TILE else 64  # blocks smaller than a tile: 64 columns, one swizzle span
+    latent_tma = TensorDescriptor(kv_cache, shape, strides, [1, keys, columns], gl.NVMMASharedLayout(128, 16, rank=3))
     if rope == 0:
-        return latent_pages, latent_pages
+        return latent_tma, latent_tma
     layout = gl.NVMMASharedLayout(2 * rope, 16, rank=3)
-    return latent_pages, TensorDescriptor(kv_cache, shape, strides, [1, keys, rope], layout)
+    return latent_tma, TensorDescriptor(kv_cache, shape, strides, [1, keys, rope], layout)
 
 
 def _row_descriptor(out: Tensor) -> TensorDescriptor:
-    """Describe how the copy engine takes a quarter of the columns of 64 rows to out [T, N, Lkv]."""
+    """Return the TMA descriptor that writes a quarter of the columns of 64 rows of out [T, N, Lkv]."""
     return TensorDescriptor.from_tensor(
         out.flatten(0, 1), [MANY_ROWS, out.shape[2] // 4], gl.NVMMASharedLayout(128, 16, rank=2)
     )
@@ -211,7 +223,10 @@ def decode_programs(
     block_size: int,
     query_len: int,
 ) -> int:
-    """Return how many programs of a schedule fill a device: one a multiprocessor, counting one for each row block."""
+    """Return how many programs a schedule needs to fill a device.
+
+    A schedule program is launched once per row block, and a multiprocessor runs one launched program.
+    """
     rows = num_heads * query_len
     return max(1, device_facts(device).processors // triton.cdiv(rows, rows_of_a_program(rows)))
 
@@ -219,5 +234,5 @@ def decode_programs(
 def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
-    """Return what schedules reckon with; so far the number of heads alone decides."""
+    """Return the measured costs from which a schedule is computed; they depend only on the number of heads."""
     return measured_schedule_costs(num_heads)

@@ -1,4 +1,4 @@
-"""Which kernel takes a decode, with how many rows a program, and how requests are assigned to programs."""
+"""Choose the kernel of a decode and the rows of its row blocks, and assign requests to programs."""
 
 from __future__ import annotations
 
@@ -14,25 +14,32 @@ from .main_loops.tile_scores import ROWS
 from .split_cost import best_num_programs, best_num_splits
 from .two_phases.column_blocks import COLUMN_BLOCKS
 
-FEW_ROWS = (16, 32)  # row blocks of `row_blocks_16_32`
-MANY_ROWS = ROWS.value
-SPREAD_LATENT = 512  # with which several programs may compute one split's rows, where there are programs to spare
-SLICES = 2  # of the output of a split, for as many programs
-FEW_TILES = 4  # of a request that a program takes at least, where there are programs to spare
+FEW_ROWS = (16, 32)  # rows of a row block of `row_blocks_16_32`
+MANY_ROWS = ROWS.value  # rows of a row block of `row_blocks_64`: 64
+WIDE_LATENT = 512  # Lkv for which several programs may compute one split if multiprocessors would be idle
+SLICES = 2  # programs that may compute one split, each its own slice of the output columns
+FEW_TILES = 4  # fewest tiles per program for which smaller row blocks are tried (`_rows_where_alone`)
 
 
 class Assignment(NamedTuple):
     """How requests are assigned to programs.
 
     Attributes:
-        programs: of the launch.
-        num_splits: of each request; where its own length gives the splits, programs over which they are spread, and in
-            two phases a bound of the splits.
-        num_partials: partial indices.
-        partial_rows: rows of all partial outputs.
-        most_splits: of a request whose own length gives its splits and whose program combines them; else 0.
-        slices: programs that share a split, each with some columns of the output.
-        pairs: of tiles of a request, each scored by a program of its own before any is multiplied; 0: in one phase.
+        programs: number of programs of the launch.
+        num_splits: see the table.
+        num_partials: number of partial indices.
+        partial_rows: number of rows of all partial outputs.
+        most_splits: upper bound of the splits of a request, if requests are split by their own length and a program
+            combines the splits of its work item; otherwise 0.
+        slices: number of programs that process the same tiles, each for its own columns of the output.
+        pairs: pairs of tiles of a request, if the decode takes two phases; otherwise 0.
+
+    | requests | `num_splits` |
+    |---|---|
+    | assigned by a schedule | 1, unused |
+    | split into the same number of splits | splits of each request |
+    | split by their own length, one phase | number of programs over which the splits of a request are spread |
+    | split by their own length, two phases | upper bound of the splits of a request |
     """
 
     programs: int
@@ -45,9 +52,10 @@ class Assignment(NamedTuple):
 
 
 def assign_planned(ranges: int, requests: int, request_rows: int, row_blocks: int, most_splits: int) -> Assignment:
-    """Assign requests as a schedule says; each of its programs leaves at most one request unfinished.
+    """Assign requests as a schedule does; each of its programs leaves at most one request unfinished.
 
-    `most_splits` is of a request whose own length gives its splits, and 0 where programs cut requests.
+    `most_splits` is the upper bound of the splits of a request that is split by its own length; 0 if the schedule
+    splits requests at any tile.
     """
     num_partials = requests * most_splits if most_splits > 0 else requests + ranges
     return Assignment(ranges * row_blocks, 1, num_partials, num_partials * request_rows, most_splits)
@@ -63,12 +71,12 @@ def assign_by_length(
     processors: int,
     cut: InvariantCut,
 ) -> Assignment:
-    """Assign requests that are split by their own length to as many programs as suit the longest request."""
+    """Assign requests that are split by their own length; the longest request decides the number of programs."""
     items = requests * triton.cdiv(request_rows, program_rows)
     most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), cut)
     pairs = triton.cdiv(keys, 2 * DECODE_TILE)
-    spreads = program_rows == MANY_ROWS and latent == SPREAD_LATENT
-    in_two_phases = spreads and _scored_at_once(items * pairs, processors)
+    wide = program_rows == MANY_ROWS and latent == WIDE_LATENT
+    in_two_phases = wide and _scored_at_once(items * pairs, processors)
     num_splits = most_splits
     if not in_two_phases:
         num_splits = best_num_programs(
@@ -79,7 +87,7 @@ def assign_by_length(
     if in_two_phases:
         programs = min(processors, items * max(pairs, most_splits * COLUMN_BLOCKS.value))
         return Assignment(programs, num_splits, num_partials, partial_rows, pairs=pairs)
-    slices = SLICES if spreads and SLICES * items * num_splits <= processors else 1
+    slices = SLICES if wide and SLICES * items * num_splits <= processors else 1
     programs = min(processors, slices * items * num_splits)
     return Assignment(programs, num_splits, num_partials, partial_rows, most_splits, slices)
 
@@ -87,24 +95,24 @@ def assign_by_length(
 def assign_evenly(
     requests: int, rows: int, program_rows: int, row_blocks: int, keys: int, processors: int
 ) -> Assignment:
-    """Assign every request to equally many programs, as many as suit the longest request."""
+    """Assign every request to the same number of programs; the longest request decides this number."""
     num_splits = best_num_splits(requests * row_blocks, rows, whole_tiles(keys), program_rows, row_blocks, processors)
     programs = min(processors, requests * num_splits * row_blocks)
     return Assignment(programs, num_splits, num_splits, num_splits * rows if num_splits > 1 else 0)
 
 
 def _scored_at_once(score_blocks: int, processors: int) -> bool:
-    """Return whether every score block has a program of its own, so that a decode takes two phases."""
+    """Return whether every score block gets a program of its own; only then does a decode take two phases."""
     return 0 < score_blocks <= processors
 
 
 def choose_program_rows(
     planned: bool, batch_invariant: bool, requests: int, request_rows: int, heads: int, keys: int, processors: int
 ) -> int:
-    """Return the rows of a row block.
+    """Return the number of rows of a row block: 16, 32 or 64.
 
-    Where requests are split by their own length, no neighbour's query length may change which kernel takes a request's
-    rows; `row_blocks_16_32` gives a row the same bits among 16 as among 32.
+    With `batch_invariant`, the query lengths of other requests must not change which kernel processes a request, so
+    the number of heads decides the kernel. `row_blocks_16_32` computes the same bits with 16 rows as with 32.
     """
     program_rows = rows_of_a_program(request_rows)
     if batch_invariant:
@@ -113,7 +121,7 @@ def choose_program_rows(
 
 
 def kept_values_of(program_rows: int, latent: int) -> int:
-    """Return how many values a program keeps in memory between splits, for want of room in shared memory."""
+    """Return how many values a program keeps in global memory between splits: those without room in shared memory."""
     values = program_rows * latent
     if program_rows == MANY_ROWS:
         return values
@@ -121,25 +129,26 @@ def kept_values_of(program_rows: int, latent: int) -> int:
 
 
 def rows_of_a_program(rows: int) -> int:
-    """Of a request's rows, how many a program computes at a time."""
+    """Return the number of rows of a row block for a request with `rows` rows: 16, 32 or 64."""
     return next((few for few in FEW_ROWS if rows <= few), MANY_ROWS)
 
 
 def _rows_where_alone(program_rows: int, requests: int, request_rows: int, keys: int, processors: int) -> int:
-    """Of a request's rows, how many a program computes at a time where requests are cut into equally many parts.
+    """Return the number of rows of a row block where every request has the same number of splits.
 
-    Where one request's programs of a few tiles each do not fill the device, more of them with fewer rows do, and leave
-    smaller parts. `fast.warmup` launches one request of every length for it.
+    A single request may be too short to fill the device, even with FEW_TILES tiles per program. Smaller row blocks then
+    give more programs, if all of them still run at once. `fast.warmup` launches one request of every length, because
+    the kernel depends on the length here.
 
     Args:
-        program_rows: otherwise.
-        requests: how many.
-        request_rows: of one request.
-        keys: of the longest request.
-        processors: of the device.
+        program_rows: rows of a row block if there are several requests, or if smaller row blocks do not fit.
+        requests: number of requests.
+        request_rows: upper bound of the rows of a request.
+        keys: upper bound of the keys of a request.
+        processors: multiprocessors of the device.
     """
     if requests > 1:
         return program_rows
-    parts = max(1, triton.cdiv(keys, FEW_TILES * DECODE_TILE))
-    fitting = (few for few in FEW_ROWS if parts * triton.cdiv(request_rows, few) <= processors)
+    splits = max(1, triton.cdiv(keys, FEW_TILES * DECODE_TILE))
+    fitting = (few for few in FEW_ROWS if splits * triton.cdiv(request_rows, few) <= processors)
     return min(program_rows, next(fitting, program_rows))

@@ -1,4 +1,7 @@
-"""What splits cost on an H200, and how many cost least. Figures and choices of one chip lie beside its kernels."""
+"""Choose the number of splits from costs that were measured on an H200.
+
+The costs describe one chip, so they are stored with its kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from .main_loops.tile_scores import ROWS
 
 
 class LoopCost(NamedTuple):
-    """What a main loop costs, measured on an H200.
+    """Time of a main loop, measured on an H200.
 
     Attributes:
-        tile_ns: nanoseconds for a tile of keys in one program.
-        least_tiles: fewest tiles that show in its time.
-        item_ns: nanoseconds for a work item besides its tiles.
+        tile_ns: nanoseconds that one program takes for a tile of 64 keys.
+        least_tiles: a work item with fewer tiles takes as long as one with this number.
+        item_ns: nanoseconds that a work item takes in addition to its tiles.
     """
 
     tile_ns: int
@@ -27,27 +30,29 @@ class LoopCost(NamedTuple):
     item_ns: int
 
 
-FEW_ROWS_COST, MANY_ROWS_COST = LoopCost(1500, 1, 5000), LoopCost(2000, 4, 6500)  # row blocks of 16 and 32, and of 64
-MEMORY_TILE_NS = 17  # a tile's bytes over the bandwidth of the whole device
-COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5  # a combine, and each row of a split in it
+FEW_ROWS_COST, MANY_ROWS_COST = LoopCost(1500, 1, 5000), LoopCost(2000, 4, 6500)  # row blocks of 16 and 32; of 64
+MEMORY_TILE_NS = 17  # nanoseconds that the whole device takes to read the bytes of one tile
+COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5  # nanoseconds of a combine, and of each row of a split in it
 
 
 @functools.lru_cache(maxsize=4096)
 def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blocks: int, processors: int) -> int:
-    """Return how many splits each request's keys get, from bounds that the host knows: the fewest that cost least.
+    """Return the number of splits of each request: the cheapest one, and the fewest splits among equally cheap ones.
+
+    The costs follow from upper bounds that the host knows; no length is read back from the device.
 
     Args:
-        items: of one split: requests by row blocks.
-        rows: of all requests.
-        keys: of the longest request.
-        program_rows: rows that a program computes at a time.
-        row_blocks: of a request, whose programs read the same tiles.
-        processors: of the device.
+        items: number of (request, row block) pairs; each has one work item per split.
+        rows: number of rows of all requests.
+        keys: upper bound of the keys of a request.
+        program_rows: rows of a row block.
+        row_blocks: row blocks of a request; their programs read the same tiles.
+        processors: multiprocessors of the device.
     """
     tiles = max(1, triton.cdiv(keys, DECODE_TILE))
     many = program_rows == ROWS.value
     loop = MANY_ROWS_COST if many else FEW_ROWS_COST
-    step = 2 if many else 1  # tiles are taken in pairs
+    step = 2 if many else 1  # `row_blocks_64` processes tiles in pairs
 
     def cost(splits: int) -> int | float:
         turns = triton.cdiv(items * splits, processors)
@@ -63,16 +68,16 @@ def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blo
 def best_num_programs(
     items: int, rows: int, keys: int, heads: int, program_rows: int, processors: int, cut: InvariantCut
 ) -> int:
-    """Return over how many programs to spread the splits of each request, which its own length gives: the cheapest.
+    """Return over how many programs to spread the splits of a request that is split by its own length: the cheapest.
 
     Args:
-        items: of one program each: requests by row blocks.
-        rows: of all requests.
-        keys: of the longest request.
+        items: number of (request, row block) pairs.
+        rows: number of rows of all requests.
+        keys: upper bound of the keys of a request.
         heads: N.
-        program_rows: rows that a program computes at a time.
-        processors: of the device.
-        cut: how requests are cut by their own length.
+        program_rows: rows of a row block.
+        processors: multiprocessors of the device.
+        cut: rule that splits a request by its own length.
     """
     tiles = max(1, triton.cdiv(keys, DECODE_TILE))
     split_tiles = invariant_split_tiles(tiles, cut)

@@ -29,12 +29,18 @@ from ...common.gluon_versions import partition_barrier
 from ...common.loads import prefetch_queries, rows_at
 from ...common.records import RowState
 
-STAGES = gl.constexpr(2)
-SHARED_VALUES = gl.constexpr(8192)  # that shared memory keeps between splits, of all rows of a program
+STAGES = gl.constexpr(2)  # stages of the ring, one tile each
+SHARED_VALUES = gl.constexpr(8192)  # float32 values that a program can keep in shared memory between splits
 
 
 class Kept(NamedTuple):
-    """What a program keeps between splits: two values for each row, weighted sums, and the barrier `stored`."""
+    """Shared memory for the state that a program keeps between splits.
+
+    Attributes:
+        row_values: [2, ROWS]: largest scores and sums of weights.
+        weighted: weighted sums of all latents, or of the first half of them; the other half is in global memory.
+        stored: the barrier at which the consumer arrives when that half is written.
+    """
 
     row_values: Any
     weighted: Any
@@ -42,7 +48,16 @@ class Kept(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory of a program."""
+    """Shared memory of a program.
+
+    Attributes:
+        queries: `Queries`.
+        k_latent: ring of the latents of a tile.
+        k_rope: ring of the rope parts of a tile.
+        weights: softmax weights of a tile, [1, keys, rows].
+        kept: `Kept`.
+        items: work items.
+    """
 
     queries: Any
     k_latent: Any
@@ -53,7 +68,7 @@ class Shared(NamedTuple):
 
 
 class Bars(NamedTuple):
-    """Barriers of a program; README.md has a table of them."""
+    """Barriers of a program; README.md says who arrives and who waits."""
 
     full: Any
     empty: Any
@@ -64,7 +79,7 @@ class Bars(NamedTuple):
 @gluon.jit
 @no_type_check
 def prefetch_next(item, wanted, ctx, c):
-    """Prefetch a work item's queries, if they are wanted."""
+    """Issue the loads of a work item's queries if `wanted`."""
     if wanted:
         prefetch_queries(item, ctx.shared.queries, ctx.sizes, c.ROWS, c.HEADS, 0, c.LATENT, c.ROPE)
 
@@ -72,67 +87,68 @@ def prefetch_next(item, wanted, ctx, c):
 @gluon.jit
 @no_type_check
 def write_whole(state, block, scale_log2, following, wanted, ctx, c):
-    """Write the outputs of rows that one program saw whole, and prefetch the next queries."""
+    """Write the output and LSE of rows whose keys this program has attended; prefetch the queries of `following`."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
-    out, q_latent = ctx.results.out, ctx.shared.queries.q_latent
+    out, q_latent = ctx.outputs.out, ctx.shared.queries.q_latent
     rows = rows_at(block, c.ROWS, gl.SliceLayout(0, TRANSPOSED))
     divisor = divisor_of(state)
     weighted = state.weighted * (1.0 / divisor)[None, :]
     log = lse_in_base_two(state, divisor, scale_log2)
-    write_lse(log, state, rows, rows.real, block, ctx.results)
+    write_lse(log, state, rows, rows.real, block, ctx.outputs)
     if out.dtype.element_ty == q_latent.dtype:
-        # by way of the queries' memory, which is multiplied no more, so that whole lines are written
+        # Transpose through the shared memory of the queries, which are no longer needed: the stores then fill whole
+        # cache lines.
         staged = q_latent.index(0)
         staged.permute([1, 0]).store(weighted.to(q_latent.dtype))
         rows = rows_at(block, c.ROWS, gl.SliceLayout(1, WIDE))
         lines = staged.load(WIDE)
         partition_barrier()
         prefetch_next(following, wanted, ctx, c)
-        stored = out_columns(lines, 0, rows, block, ctx.results, c.LATENT, ROW_AXIS=0)
+        stored = out_columns(lines, 0, rows, block, ctx.outputs, c.LATENT, ROW_AXIS=0)
         store_columns(lines, stored, 0, NORMAL)
     else:
         prefetch_next(following, wanted, ctx, c)
-        stored = out_columns(weighted, 0, rows, block, ctx.results, c.LATENT, ROW_AXIS=1)
+        stored = out_columns(weighted, 0, rows, block, ctx.outputs, c.LATENT, ROW_AXIS=1)
         store_columns(weighted, stored, 0, NORMAL)
 
 
 @gluon.jit
 @no_type_check
 def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.constexpr):
-    """Write the partial output of rows."""
+    """Write the partial output and partial LSE of rows."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     rows = partial_rows(partial, block, c.ROWS, gl.SliceLayout(0, TRANSPOSED), OF_REQUEST)
-    write_partial_largest(state, scale_log2, rows, rows.real, ctx.results)
-    write_partial_total(state, rows, rows.real, ctx.plan, ctx.results)
-    stored = partial_out_columns(state.weighted, 0, rows, ctx.results, c.LATENT, ROW_AXIS=1)
+    write_partial_largest(state, scale_log2, rows, rows.real, ctx.outputs)
+    write_partial_total(state, rows, rows.real, ctx.plan, ctx.outputs)
+    stored = partial_out_columns(state.weighted, 0, rows, ctx.outputs, c.LATENT, ROW_AXIS=1)
     store_columns(state.weighted, stored, 0, STAYS)
 
 
 @gluon.jit
 @no_type_check
 def to_base_two(state, scale_log2):
-    """Return a state with its largest scores in base 2, -inf where no key was seen."""
+    """Return a state with its largest scores in base 2; -inf for a row that saw no key."""
     return RowState(in_base_two(state, scale_log2), state.total, state.weighted)
 
 
 @gluon.jit
 @no_type_check
-def _place_of_half(kept_values, half):
-    """Return where memory keeps half of the values, in squares of 8 by 8, as threads have them."""
+def _pointers_of_half(kept_values, half):
+    """Return pointers to the kept half in global memory; squares of 8 by 8 values match the layout of the threads."""
     LATENTS: gl.constexpr = half.shape[0]
     ROWS: gl.constexpr = half.shape[1]
     LAYOUT: gl.constexpr = half.type.layout
     row = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     column = gl.arange(0, LATENTS, gl.SliceLayout(1, LAYOUT))
-    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENTS)
-    return place + (column * 8)[:, None] + (row // 8 * (8 * LATENTS) + row % 8)[None, :]
+    pointers = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENTS)
+    return pointers + (column * 8)[:, None] + (row // 8 * (8 * LATENTS) + row % 8)[None, :]
 
 
 @gluon.jit
 @no_type_check
 def _halves(weighted):
-    """Return both halves of the latents; no value moves to another thread."""
+    """Return both halves of the latents, without moving a value to another thread."""
     LATENT: gl.constexpr = weighted.shape[0]
     ROWS: gl.constexpr = weighted.shape[1]
     return gl.split(gl.permute(gl.reshape(weighted, [2, LATENT // 2, ROWS]), [1, 2, 0]))
@@ -141,8 +157,11 @@ def _halves(weighted):
 @gluon.jit
 @no_type_check
 def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, LATENT: gl.constexpr):
-    """Load, in the producer, what memory keeps, in the place of a tile: it is there when the tiles before are done."""
-    CHUNK: gl.constexpr = 1024  # elements
+    """Load the half of the kept state that is in global memory into the next stage of the ring, as if it were a tile.
+
+    The producer calls it, so the values are in shared memory when the consumer has processed the tiles before.
+    """
+    CHUNK: gl.constexpr = 1024  # elements of a copy
     NUMBER: gl.constexpr = ROWS * LATENT // 2 // CHUNK
     BUFFERS: gl.constexpr = shared.k_latent.shape[0] // STAGES
     stage = step % STAGES
@@ -152,17 +171,18 @@ def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, L
         gl.float32, [NUMBER, CHUNK], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
     element = gl.arange(0, CHUNK, gl.BlockedLayout([4], [32], [1], [0]))
-    place = kept_values + gl.program_id(0).to(gl.int64) * (NUMBER * CHUNK)
+    pointers = kept_values + gl.program_id(0).to(gl.int64) * (NUMBER * CHUNK)
     for chunk in range(NUMBER):
-        async_copy.async_copy_global_to_shared(tile.index(chunk), place + chunk * CHUNK + element)
-    async_copy.mbarrier_arrive(bars.full.index(stage))  # each thread, when its copies are there; then the counted one
+        async_copy.async_copy_global_to_shared(tile.index(chunk), pointers + chunk * CHUNK + element)
+    # each thread adds an arrival that happens after its copies; the counted arrival follows
+    async_copy.mbarrier_arrive(bars.full.index(stage))
     mbarrier.arrive(bars.full.index(stage))
 
 
 @gluon.jit
 @no_type_check
 def _take_kept(half, shared, bars, step):
-    """Return what `prefetch_kept` loaded, in the layout of `half`, and release its place."""
+    """Return the values that `prefetch_kept` loaded, in the layout of `half`, and release their stage."""
     LATENTS: gl.constexpr = half.shape[0]
     ROWS: gl.constexpr = half.shape[1]
     HALF: gl.constexpr = half.type.layout
@@ -175,8 +195,8 @@ def _take_kept(half, shared, bars, step):
     )
     mbarrier.wait(bars.full.index(stage), (step // STAGES) & 1)
     before = gl.reshape(gl.permute(tile.load(SQUARES), [1, 0, 2]), [LATENTS, ROWS])
-    fence_async_shared()  # the copy engine writes tiles there
-    partition_barrier()  # the fence of every thread, before one of them arrives
+    fence_async_shared()  # TMA (the GPU's bulk copy engine) writes the next tile there
+    partition_barrier()  # every thread has fenced before one of them arrives
     arrive(bars.empty.index(stage))
     return gl.convert_layout(before, HALF)
 
@@ -184,7 +204,7 @@ def _take_kept(half, shared, bars, step):
 @gluon.jit
 @no_type_check
 def with_kept(state, kept_values, ctx, counters, c):
-    """Combine the state that was kept with this one; count a step where a place of a tile held it."""
+    """Combine the kept state with this one; return the state, and the steps: one more if a stage held the kept half."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     kept, step = ctx.shared.kept, counters
     ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
@@ -209,7 +229,7 @@ def with_kept(state, kept_values, ctx, counters, c):
 @gluon.jit
 @no_type_check
 def keep(state, kept_values, ctx, c):
-    """Keep a state for the next split of the work item."""
+    """Keep a state for the next split of the work item; half of it in global memory if it exceeds SHARED_VALUES."""
     kept = ctx.shared.kept
     kept.row_values.index(0).store(state.largest)
     kept.row_values.index(1).store(state.total)
@@ -218,5 +238,5 @@ def keep(state, kept_values, ctx, c):
     else:
         near, far = _halves(state.weighted)
         kept.weighted.store(near)
-        gl.store(_place_of_half(kept_values, far), far, eviction_policy=STAYS)
+        gl.store(_pointers_of_half(kept_values, far), far, eviction_policy=STAYS)
         arrive(kept.stored)

@@ -33,30 +33,38 @@ from .tile_scores import ROWS
 @gluon.jit
 @no_type_check
 def prefetch_next(item, wanted, ctx, c):
-    """Prefetch a work item's queries, those of this consumer's half of the columns, if they are wanted."""
+    """If `wanted`, issue the loads of this consumer's half of the columns of a work item's queries."""
     HALF: gl.constexpr = c.LATENT // 2
     if wanted:
         prefetch_queries(
-            item, ctx.shared.queries, ctx.sizes, ROWS, c.HEADS, c.GROUP * HALF, HALF, c.ROPE if c.GROUP == 1 else 0
+            item,
+            ctx.shared.queries,
+            ctx.sizes,
+            ROWS,
+            c.HEADS,
+            c.CONSUMER * HALF,
+            HALF,
+            c.ROPE if c.CONSUMER == 1 else 0,
         )
 
 
 @gluon.jit
 @no_type_check
-def _send_rows(left, right, block, out_rows, q_latent, GROUP: gl.constexpr):
-    """Write rows that are all of one token, by way of the queries' memory: this consumer's half of the columns.
+def _send_rows(left, right, block, out_rows, q_latent, CONSUMER: gl.constexpr):
+    """Write this consumer's half of the output columns with TMA (bulk copies); all 64 rows have one token.
 
-    The queries are multiplied no more, and each half of them belongs to one consumer. The first row of a work item is
-    real (`seek_item`), and so are all of its token.
+    The values go through the shared memory of the queries, which are no longer needed; each consumer uses the half
+    that it loaded itself. No row is a padding row: the first row of a work item is real (`seek_item`), and the others
+    have the same token.
     """
     first_row = block.query_start * block.num_heads + block.number * ROWS
     WIDTH: gl.constexpr = left.shape[1]
     quarters = q_latent._reinterpret(q_latent.dtype, [4, ROWS, WIDTH], out_rows.layout)
-    quarters.index(2 * GROUP).store(left.to(q_latent.dtype))
-    quarters.index(2 * GROUP + 1).store(right.to(q_latent.dtype))
+    quarters.index(2 * CONSUMER).store(left.to(q_latent.dtype))
+    quarters.index(2 * CONSUMER + 1).store(right.to(q_latent.dtype))
     fence_async_shared()
     partition_barrier()
-    for quarter in gl.static_range(2 * GROUP, 2 * GROUP + 2):
+    for quarter in gl.static_range(2 * CONSUMER, 2 * CONSUMER + 2):
         tma.async_copy_shared_to_global(out_rows, [first_row, quarter * WIDTH], quarters.index(quarter))
     tma.store_wait(0)
     partition_barrier()
@@ -64,10 +72,13 @@ def _send_rows(left, right, block, out_rows, q_latent, GROUP: gl.constexpr):
 
 @gluon.jit
 @no_type_check
-def _lines_of(left, right, q_latent, GROUP: gl.constexpr, WIDE: gl.constexpr):
-    """Return both quarters as whole lines, by way of the queries' memory, which is multiplied no more."""
+def _lines_of(left, right, q_latent, CONSUMER: gl.constexpr, WIDE: gl.constexpr):
+    """Return both quarters in the layout WIDE, so that stores fill whole cache lines.
+
+    The values go through the shared memory of the queries, which are no longer needed.
+    """
     WIDTH: gl.constexpr = left.shape[1]
-    staged = q_latent.index(0).slice(2 * GROUP * WIDTH, 2 * WIDTH, dim=1)
+    staged = q_latent.index(0).slice(2 * CONSUMER * WIDTH, 2 * WIDTH, dim=1)
     staged.slice(0, WIDTH, dim=1).store(left.to(q_latent.dtype))
     staged.slice(WIDTH, WIDTH, dim=1).store(right.to(q_latent.dtype))
     lines = staged.load(WIDE)
@@ -78,36 +89,40 @@ def _lines_of(left, right, q_latent, GROUP: gl.constexpr, WIDE: gl.constexpr):
 @gluon.jit
 @no_type_check
 def write_whole(state, block, scale_log2, following, wanted, ctx, c):
-    """Write the outputs of rows that one program saw whole: half of the columns. Prefetch the next queries."""
+    """Write this consumer's half of the output of rows whose keys this program has attended; prefetch queries.
+
+    The first consumer also writes the LSE. The queries of `following` are prefetched as soon as the shared memory of
+    this item's queries is free.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
-    GROUP: gl.constexpr = c.GROUP
+    CONSUMER: gl.constexpr = c.CONSUMER
     HALF: gl.constexpr = c.LATENT // 2
     WIDTH: gl.constexpr = c.LATENT // 4
     SPAN: gl.constexpr = state.left.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
-    out, q_latent = ctx.results.out, ctx.shared.queries.q_latent
+    out, q_latent = ctx.outputs.out, ctx.shared.queries.q_latent
     number = slice_of_program(WIDTH // SPAN)
     divisor = divisor_of(state)
     left, right = scaled(state.left, state.right, 1.0 / divisor, VALUES)
-    if GROUP == 0:
+    if CONSUMER == 0:
         rows = rows_at(block, ROWS, gl.SliceLayout(1, SCORES))
         log = lse_in_base_two(state, divisor, scale_log2)
-        write_lse(log, state, rows, rows.real & (number == 0), block, ctx.results)
-    if ctx.results.out_rows is not None:
-        _send_rows(left, right, block, ctx.results.out_rows, q_latent, GROUP)
+        write_lse(log, state, rows, rows.real & (number == 0), block, ctx.outputs)
+    if ctx.outputs.out_rows is not None:
+        _send_rows(left, right, block, ctx.outputs.out_rows, q_latent, CONSUMER)
         prefetch_next(following, wanted, ctx, c)
     elif out.dtype.element_ty == q_latent.dtype and SPAN == WIDTH:
         rows = rows_at(block, ROWS, gl.SliceLayout(1, WIDE))
-        lines = _lines_of(left, right, q_latent, GROUP, WIDE)
+        lines = _lines_of(left, right, q_latent, CONSUMER, WIDE)
         prefetch_next(following, wanted, ctx, c)
-        stored = out_columns(lines, GROUP * HALF, rows, block, ctx.results, c.LATENT, ROW_AXIS=0)
+        stored = out_columns(lines, CONSUMER * HALF, rows, block, ctx.outputs, c.LATENT, ROW_AXIS=0)
         store_columns(lines, stored, 0, NORMAL)
     else:
         prefetch_next(following, wanted, ctx, c)
         rows = rows_at(block, ROWS, gl.SliceLayout(1, VALUES))
-        first_column = GROUP * HALF + number * SPAN
-        stored = out_columns(left, first_column, rows, block, ctx.results, c.LATENT, ROW_AXIS=0)
+        first_column = CONSUMER * HALF + number * SPAN
+        stored = out_columns(left, first_column, rows, block, ctx.outputs, c.LATENT, ROW_AXIS=0)
         store_columns(left, stored, 0, NORMAL)
         store_columns(right, stored, WIDTH, NORMAL)
 
@@ -115,7 +130,7 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
 @gluon.jit
 @no_type_check
 def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.constexpr):
-    """Write the partial output of rows: half of the columns, and either the largest scores or the sums."""
+    """Write this consumer's half of a partial output, and the largest scores (first consumer) or the sums (second)."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     HALF: gl.constexpr = c.LATENT // 2
@@ -124,13 +139,13 @@ def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.cons
     number = slice_of_program(WIDTH // SPAN)
     rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, SCORES), OF_REQUEST)
     written = rows.real & (number == 0)
-    if c.GROUP == 0:
-        write_partial_largest(state, scale_log2, rows, written, ctx.results)
+    if c.CONSUMER == 0:
+        write_partial_largest(state, scale_log2, rows, written, ctx.outputs)
     else:
-        write_partial_total(state, rows, written, ctx.plan, ctx.results)
+        write_partial_total(state, rows, written, ctx.plan, ctx.outputs)
     rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, VALUES), OF_REQUEST)
-    first_column = c.GROUP * HALF + number * SPAN
-    stored = partial_out_columns(state.left, first_column, rows, ctx.results, c.LATENT, ROW_AXIS=0)
+    first_column = c.CONSUMER * HALF + number * SPAN
+    stored = partial_out_columns(state.left, first_column, rows, ctx.outputs, c.LATENT, ROW_AXIS=0)
     store_columns(state.left, stored, 0, STAYS)
     store_columns(state.right, stored, WIDTH, STAYS)
 
@@ -138,49 +153,53 @@ def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.cons
 @gluon.jit
 @no_type_check
 def to_base_two(state, scale_log2):
-    """Return a state with its largest scores in base 2, -inf where no key was seen."""
+    """Return a state with its largest scores in base 2; -inf for a row that saw no key."""
     return HalfState(in_base_two(state, scale_log2), state.total, state.left, state.right)
 
 
 @gluon.jit
 @no_type_check
-def _kept_at(kept_values, GROUP: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Return where a consumer keeps its first quarter; the second lies LATENT // 4 * ROWS elements further.
+def _kept_pointers(kept_values, CONSUMER: gl.constexpr, LATENT: gl.constexpr, VALUES: gl.constexpr):
+    """Return pointers to the global memory in which a consumer keeps its first quarter between splits.
 
-    In squares of 8 by 8, as the matrix unit deals them to the threads, so that a warp's accesses fill whole lines.
+    The second quarter is LATENT // 4 * ROWS elements further. The values are stored in squares of 8 by 8, as the
+    matrix unit distributes them over the threads, so that the accesses of a warp fill whole cache lines.
     """
     row = gl.arange(0, ROWS, gl.SliceLayout(1, VALUES))
     column = gl.arange(0, VALUES.instr_shape[1], gl.SliceLayout(0, VALUES))
-    place = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENT) + GROUP * (LATENT // 2) * ROWS
-    return place + (row * 8)[:, None] + (column // 8 * (8 * ROWS) + column % 8)[None, :]
+    pointers = kept_values + gl.program_id(0).to(gl.int64) * (ROWS * LATENT) + CONSUMER * (LATENT // 2) * ROWS
+    return pointers + (row * 8)[:, None] + (column // 8 * (8 * ROWS) + column % 8)[None, :]
 
 
 @gluon.jit
 @no_type_check
 def with_kept(state, kept_values, ctx, counters, c):
-    """Combine the state that this consumer kept with the one that it has."""
+    """Combine the state that this consumer kept with the given one; return it, and the counters unchanged."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     kept = ctx.shared.kept
-    weights = combine_weights(kept.index(2 * c.GROUP).load(ROW), state.largest)
-    total = gl.fma(kept.index(2 * c.GROUP + 1).load(ROW), weights.old, state.total * weights.new)
-    place = _kept_at(kept_values, c.GROUP, c.LATENT, VALUES)
+    weights = combine_weights(kept.index(2 * c.CONSUMER).load(ROW), state.largest)
+    total = gl.fma(kept.index(2 * c.CONSUMER + 1).load(ROW), weights.old, state.total * weights.new)
+    pointers = _kept_pointers(kept_values, c.CONSUMER, c.LATENT, VALUES)
     old = gl.convert_layout(weights.old, gl.SliceLayout(1, VALUES))[:, None]
     left, right = scaled(state.left, state.right, weights.new, VALUES)
-    left = gl.fma(gl.load(place), old, left)
-    right = gl.fma(gl.load(place + c.LATENT // 4 * ROWS), old, right)
+    left = gl.fma(gl.load(pointers), old, left)
+    right = gl.fma(gl.load(pointers + c.LATENT // 4 * ROWS), old, right)
     return HalfState(weights.reference, total, left, right), counters
 
 
 @gluon.jit
 @no_type_check
 def keep(state, kept_values, ctx, c):
-    """Keep a state for the next split of the work item: half of the columns."""
+    """Keep this consumer's half of a state for the next split.
+
+    Largest scores and sums of weights stay in shared memory, the weighted sums in global memory.
+    """
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     kept = ctx.shared.kept
-    kept.index(2 * c.GROUP).store(state.largest)
-    kept.index(2 * c.GROUP + 1).store(state.total)
-    place = _kept_at(kept_values, c.GROUP, c.LATENT, VALUES)
-    gl.store(place, state.left, eviction_policy=STAYS)
-    gl.store(place + c.LATENT // 4 * ROWS, state.right, eviction_policy=STAYS)
+    kept.index(2 * c.CONSUMER).store(state.largest)
+    kept.index(2 * c.CONSUMER + 1).store(state.total)
+    pointers = _kept_pointers(kept_values, c.CONSUMER, c.LATENT, VALUES)
+    gl.store(pointers, state.left, eviction_policy=STAYS)
+    gl.store(pointers + c.LATENT // 4 * ROWS, state.right, eviction_policy=STAYS)

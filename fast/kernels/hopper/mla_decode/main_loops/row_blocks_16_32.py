@@ -1,7 +1,11 @@
-"""Decode of row blocks of 16 and 32: the products are transposed, so that keys and latents fill the matrix unit.
+"""Decode of row blocks of 16 and 32 rows, with transposed products.
 
-Scores are keys x rows, outputs latents x rows: the matrix unit takes 64 rows at a time, and idle ones would cost as
-much as others. One consumer multiplies, a producer of one warp loads tiles; the bandwidth of the cache is the limit.
+The left operand of a product on Hopper's matrix unit has 64 rows. 16 or 32 rows of queries would leave most of them
+empty, at the cost of a full product. So the products are transposed: scores are [keys, rows], outputs [latents, rows],
+and the 64 rows are keys or latents.
+
+A producer (one warp) loads tiles into a ring of two stages with TMA, the GPU's bulk copy engine. One consumer (four
+warps) multiplies. The bandwidth of reading the cache limits the speed. README.md shows how the two hand over a tile.
 """
 
 from __future__ import annotations
@@ -22,20 +26,20 @@ from ...common.arrivals import arrive
 from ...common.dependent_launch import follow_kernel
 from ...common.epilogue import LEAST, kept_in_memory, shift_of
 from ...common.gluon_versions import partition_barrier
-from ...common.loads import load_columns, page_of, page_walk_of, zero_from
+from ...common.loads import block_table_row_of, cache_block_of, load_columns, zero_from
 from ...common.own_length import TILE
 from ...common.records import (
     Context,
     Inputs,
+    Outputs,
     Queries,
-    Results,
     RowState,
     Sizes,
     SplitPlan,
     SplitRule,
     Strides,
 )
-from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, next_place, seek_item, start_walk, write_item
+from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
 from ...common.work_loop import run_work_items
 from .epilogue_16_32 import (
     SHARED_VALUES,
@@ -52,13 +56,26 @@ from .epilogue_16_32 import (
     write_whole,
 )
 
-LONG = gl.constexpr(16)  # tiles of a program's first work item, from which on its queries go before its second tile
+LONG = gl.constexpr(16)  # a program with this many tiles or more in its first work item loads the queries first
 
 
 @gluon.jit
 @no_type_check
 def attend_tiles(begin, stop, end, visibility, ctx, step, c):
-    """Attend the tiles [begin, stop) of a work item that ends at tile `end`; return the state, and the next step."""
+    """Attend the tiles [begin, stop) of a work item: scores, softmax, weighted sum of the values.
+
+    Args:
+        begin: first tile.
+        stop: end of the tiles, exclusive.
+        end: end of the work item's tiles, exclusive; keys behind it are masked.
+        visibility: `Visibility`.
+        ctx: `Context`.
+        step: stages of the ring used before, by tiles and by kept states; it gives the next stage and its phase.
+        c: `Constants`.
+
+    Returns:
+        `RowState` and the new `step`.
+    """
     shared, bars, scale_log2 = ctx.shared, ctx.bars, ctx.sizes.scale_log2
     q_latent, q_rope = shared.queries.q_latent, shared.queries.q_rope
     k_latent, k_rope, full, empty = shared.k_latent, shared.k_rope, bars.full, bars.empty
@@ -79,7 +96,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
     for tile in range(begin, stop):
         stage = step % STAGES
         phase = (step // STAGES) & 1
-        zero = step >> 30  # the compiler must not see that this is 0: it would keep the queries' addresses
+        zero = step >> 30  # always 0; a literal 0 would let the compiler keep the queries' addresses in registers
         k_tile = k_latent.index(stage * BUFFERS)._reinterpret(dtype, [TILE, LATENT], TILE_SHARED)
         values = warpgroup_mma_wait(0, deps=[values])
         arrive(empty.index((step + STAGES - 1) % STAGES), pred=tile > begin)
@@ -90,14 +107,14 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
             rope_tile = k_rope.index(stage * ROPE_BUFFERS)._reinterpret(dtype, [TILE, ROPE], ROPE_SHARED)
             scores = warpgroup_mma(rope_tile, q_rope.index(zero).permute([1, 0]), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        if tile >= visibility.plain:
+        if tile >= visibility.first_masked:
             key = tile * TILE + gl.arange(0, TILE, KEY)
-            page = gl.load(
+            cache_block = gl.load(
                 visibility.table_row + (key // c.BLOCK_SIZE).to(gl.int64) * visibility.table_stride,
-                mask=key < visibility.unsure,
+                mask=key < visibility.checked_keys,
                 other=0,
             )
-            readable = (page >= 0) & (page < visibility.num_blocks) & (key < end * TILE)
+            readable = (cache_block >= 0) & (cache_block < visibility.num_blocks) & (key < end * TILE)
             seen = readable[:, None] & (key[:, None] < visibility.visible[None, :])
             scores = gl.where(seen, scores, float("-inf"))
             if (tile + 1) * TILE > visibility.length:
@@ -122,9 +139,9 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
 @gluon.jit
 @no_type_check
 def _consume(ctx, c):
-    """Multiply: the one consumer."""
+    """Run the consumer: attend all work items of the program."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
-    step = 0  # tiles of all work items
+    step = 0  # stages of the ring used so far
     run_work_items(
         prefetch_next, attend_tiles, with_kept, keep, write_partial, write_whole, to_base_two, step, ctx, c,
         gl.SliceLayout(0, TRANSPOSED), False,
@@ -133,54 +150,68 @@ def _consume(ctx, c):
 
 @gluon.jit
 @no_type_check
-def _produce(ctx, latent_pages, rope_pages, c):
-    """Load tiles into the ring, and write the work items for the consumer: one warp."""
+def _produce(ctx, latent_tma, rope_tma, c):
+    """Run the producer (one warp): find the work items, write them for the consumer, and load their tiles."""
     sizes, shared, bars = ctx.sizes, ctx.shared, ctx.bars
     k_latent, k_rope = shared.k_latent, shared.k_rope
     BUFFERS: gl.constexpr = k_latent.shape[0] // STAGES
     ROPE_BUFFERS: gl.constexpr = k_rope.shape[0] // STAGES
     BYTES: gl.constexpr = TILE * (c.LATENT + c.ROPE) * (k_latent.dtype.primitive_bitwidth // 8)
-    KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES  # in memory
+    KEEPS: gl.constexpr = c.BY_LENGTH and c.ROWS * c.LATENT > SHARED_VALUES  # half of a kept state in global memory
     kept_values = kept_in_memory(ctx, c.LATENT)
-    walk = start_walk(ctx.plan, sizes, c.SCHEDULED, 1)
-    walk, item = seek_item(walk, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
+    position = first_position(ctx.plan, sizes, c.SCHEDULED, 1)
+    position, item = seek_item(position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
     write_item(shared.items, 0, item, bars.item_written)
     step = 0
     combined = 0
     number = 0
-    while walk.more:
+    while position.more:
         begin, stop = item.begin, item.stop
-        pages = page_walk_of(item, ctx.inputs.block_table, ctx.strides)
-        page = page_of(begin * TILE, pages, c.BLOCK_SIZE)
-        next_page = page_of((begin + 1) * TILE, pages, c.BLOCK_SIZE)
+        blocks = block_table_row_of(item, ctx.inputs.block_table, ctx.strides)
+        cache_block = cache_block_of(begin * TILE, blocks, c.BLOCK_SIZE)
+        next_block = cache_block_of((begin + 1) * TILE, blocks, c.BLOCK_SIZE)
         if KEEPS:
             split_tiles = item.split_tiles
             combine_at = gl.where((begin == 0) & (stop > split_tiles), gl.minimum(2 * split_tiles, stop), 0)
-        # the first tiles of all programs at once would keep the queries waiting
-        patient = (number == 0) & (stop - begin >= LONG)
+        # All programs load their first tiles at the same time, which delays the queries. Only one tile is loaded before
+        # the queries.
+        queries_first = (number == 0) & (stop - begin >= LONG)
         for tile in range(begin, stop):
             stage = step % STAGES
             bar = bars.full.index(stage)
-            if patient & (tile == begin + 1):
+            if queries_first & (tile == begin + 1):
                 mbarrier.wait(bars.item_begun, 0)
             mbarrier.wait(bars.empty.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(bar, BYTES)
-            load_columns(tile, page, pages, latent_pages, k_latent, stage * BUFFERS, bar, c.BLOCK_SIZE, 0, c.LATENT)
+            load_columns(
+                tile, cache_block, blocks, latent_tma, k_latent, stage * BUFFERS, bar, c.BLOCK_SIZE, 0, c.LATENT
+            )
             if c.ROPE > 0:
                 load_columns(
-                    tile, page, pages, rope_pages, k_rope, stage * ROPE_BUFFERS, bar, c.BLOCK_SIZE, c.LATENT, c.ROPE
+                    tile,
+                    cache_block,
+                    blocks,
+                    rope_tma,
+                    k_rope,
+                    stage * ROPE_BUFFERS,
+                    bar,
+                    c.BLOCK_SIZE,
+                    c.LATENT,
+                    c.ROPE,
                 )
-            page = next_page
-            next_page = page_of((tile + 2) * TILE, pages, c.BLOCK_SIZE)
+            cache_block = next_block
+            next_block = cache_block_of((tile + 2) * TILE, blocks, c.BLOCK_SIZE)
             step += 1
             if KEEPS and tile + 1 == combine_at:
                 prefetch_kept(kept_values, shared, bars, step, combined, c.ROWS, c.LATENT)
                 step += 1
                 combined += 1
                 combine_at = gl.minimum(combine_at + split_tiles, stop)
-        walk = next_place(walk, ctx.plan, sizes, c.SCHEDULED, 1)
-        walk, item = seek_item(walk, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1)
-        mbarrier.wait(bars.item_begun, number & 1)  # this item has begun, and the one before it is read no more
+        position = next_position(position, ctx.plan, sizes, c.SCHEDULED, 1)
+        position, item = seek_item(
+            position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1
+        )
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumer no longer reads the item before this one
         number += 1
         write_item(shared.items, number, item, bars.item_written)
 
@@ -196,33 +227,36 @@ def _produce(ctx, latent_pages, rope_pages, c):
 )  # fmt: skip
 @no_type_check
 def _row_blocks_16_32_kernel(
-    ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, outputs,
+    ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,
+    tile_ranges, split_offsets, written,
     num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     query_strides, table_row_stride, table_stride, c: gl.constexpr,
 ):  # fmt: skip
-    """Attend a program's work items for row blocks of `c.ROWS` rows; partial outputs are for `fast.kernels.combine`."""
-    dtype: gl.constexpr = latent_pages.dtype
-    BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
-    BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
+    """Write the outputs and partial outputs of all work items, for row blocks of `c.ROWS` rows.
+
+    `fast.kernels.combine` adds the partial outputs. For the arguments see `arguments.py`.
+    """
+    dtype: gl.constexpr = latent_tma.dtype
+    BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
+    BOX_COLUMNS: gl.constexpr = latent_tma.block_shape[2]
     TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * c.ROPE if c.ROPE > 0 else 128, 16)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     boxes: gl.constexpr = TILE // BOX_KEYS
     k_latent = gl.allocate_shared_memory(
-        dtype, [STAGES * boxes * (c.LATENT // BOX_COLUMNS), 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout
+        dtype, [STAGES * boxes * (c.LATENT // BOX_COLUMNS), 1, BOX_KEYS, BOX_COLUMNS], latent_tma.layout
     )
     q_latent = gl.allocate_shared_memory(dtype, [1, c.ROWS, c.LATENT], TILE_SHARED)
     k_rope, q_rope = k_latent, q_latent
     if c.ROPE > 0:
-        k_rope = gl.allocate_shared_memory(dtype, [STAGES * boxes, 1, BOX_KEYS, c.ROPE], rope_pages.layout)
+        k_rope = gl.allocate_shared_memory(dtype, [STAGES * boxes, 1, BOX_KEYS, c.ROPE], rope_tma.layout)
         q_rope = gl.allocate_shared_memory(dtype, [1, c.ROWS, c.ROPE], ROPE_SHARED)
     weights = gl.allocate_shared_memory(dtype, [1, TILE, c.ROWS], gl.NVMMASharedLayout(2 * c.ROWS, 16))
     row_values, weighted, stored = weights, weights, weights
     if c.BY_LENGTH:
         row_values = gl.allocate_shared_memory(gl.float32, [2, c.ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        # all latents, or half of them; 8 of them by 8 rows meet no bank twice
+        # all latents, or half of them; the layout gives 8 latents by 8 rows different banks
         SHARED_LATENTS: gl.constexpr = c.LATENT if c.ROWS * c.LATENT <= SHARED_VALUES else c.LATENT // 2
         weighted = gl.allocate_shared_memory(
             gl.float32, [SHARED_LATENTS, c.ROWS], gl.SwizzledSharedLayout(8, 32 // c.ROWS, c.ROWS // 8, [1, 0])
@@ -243,11 +277,11 @@ def _row_blocks_16_32_kernel(
     follow_kernel()
 
     inputs = Inputs(ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
-    progress = outputs.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
+    progress = written.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
     progress = progress.to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     plan = SplitPlan(tile_ranges, split_offsets, num_splits, num_partials, progress, rule)
-    results = Results(outputs.out, outputs.lse, outputs.partial_out, outputs.partial_lse, None)
+    outputs = Outputs(written.out, written.lse, written.partial_out, written.partial_lse, None)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = Strides(
         query_strides.latent_token, query_strides.latent_head, query_strides.rope_token, query_strides.rope_head,
@@ -256,11 +290,11 @@ def _row_blocks_16_32_kernel(
     queries = Queries(ql_nope, q_pe, q_latent, q_rope, strides)
     shared = Shared(queries, k_latent, k_rope, weights, Kept(row_values, weighted, stored), items)
     bars = Bars(full, empty, item_begun, item_written)
-    ctx = Context(inputs, plan, results, sizes, strides, shared, bars)
+    ctx = Context(inputs, plan, outputs, sizes, strides, shared, bars)
     gl.warp_specialize(
         [
             (_consume, (ctx, c)),
-            (_produce, (ctx, latent_pages, rope_pages, c)),
+            (_produce, (ctx, latent_tma, rope_tma, c)),
         ],
         [1],
         [24],

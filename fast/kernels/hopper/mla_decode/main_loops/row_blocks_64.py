@@ -1,10 +1,12 @@
-"""Decode of row blocks of 64: two consumers share the rows and take pairs of tiles (`tile_pairs`).
+"""Decode of row blocks of 64 rows: two consumers process the tiles in pairs (`tile_pairs`).
 
-Each consumer holds one half of the latent columns of the output. A producer, one warp, loads tiles, a quarter of their
-columns at a time: each quarter is released, loaded again and multiplied by itself, as no third tile fits.
+Both consumers work on the same 64 rows. Each accumulates one half of the latent columns of the output. A producer (one
+warp) loads the tiles with TMA, the GPU's bulk copy engine. Shared memory has room for two tiles, not for three. So each
+tile is loaded in quarters of its latent columns, and each quarter has its own barriers: a quarter of the next tile is
+loaded as soon as the same quarter of this tile is released. README.md shows the timeline and the barriers.
 
-Where processors would be idle, two programs score the same tiles, and each holds one of two slices of every quarter
-(SLICES): what is said here of halves and quarters of the output is then said of that slice of them.
+If multiprocessors would be idle, two programs score the same tiles (SLICES = 2). Each program then multiplies only its
+own slice, one half, of every quarter. "Half" and "quarter" of the output then mean the program's slice of them.
 """
 
 from __future__ import annotations
@@ -15,24 +17,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...common.dependent_launch import await_before, launch_next
+from ...common.dependent_launch import await_previous, launch_next
 from ...common.l2_prefetch import prefetch_first_item
-from ...common.loads import page_of, page_walk_of
+from ...common.loads import block_table_row_of, cache_block_of
 from ...common.own_length import TILE
-from ...common.records import Context, Inputs, Queries, Results, Sizes, SplitPlan, SplitRule, Strides, of_group
-from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, next_place, seek_item, start_walk, write_item
+from ...common.records import Context, Inputs, Outputs, Queries, Sizes, SplitPlan, SplitRule, Strides, of_consumer
+from ...common.work_items import ITEM_FIELDS, ITEMS_HELD, first_position, next_position, seek_item, write_item
 from ...common.work_loop import run_work_items
 from .epilogue_64 import keep, prefetch_next, to_base_two, with_kept, write_partial, write_whole
 from .tile_pairs import Bars, PairCounters, Shared, attend_pairs
-from .tile_scores import ROWS, fetch_quarter
+from .tile_scores import ROWS, load_quarter
 
-LONG = gl.constexpr(8)  # tiles of a program's first work item, from which on its queries go before its tiles
+LONG = gl.constexpr(8)  # a program with this many tiles or more in its first work item loads the queries first
 
 
 @gluon.jit
 @no_type_check
 def _consume(ctx, c):
-    """Score tile c.GROUP of each pair, and hold half c.GROUP of the output's columns: one of two consumers."""
+    """Run one of two consumers: score tile c.CONSUMER of each pair, accumulate half c.CONSUMER of the columns."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     counters = PairCounters(0, 0)
     run_work_items(
@@ -43,56 +45,72 @@ def _consume(ctx, c):
 
 @gluon.jit
 @no_type_check
-def _fetch(tile, page, pages, latent_pages, rope_pages, ctx, phase, PLACE: gl.constexpr, NUMBER: gl.constexpr, c):
-    """Load the quarter of a tile that is multiplied as number NUMBER, once the one before it is released."""
+def _load_quarter(
+    tile, cache_block, blocks, latent_tma, rope_tma, ctx, phase, TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr, c
+):
+    """Wait until the buffer of a quarter is released, then load the quarter that is scored as number NUMBER."""
     shared, bars = ctx.shared, ctx.bars
-    mbarrier.wait(bars.empty.index(4 * PLACE + (2 * PLACE + NUMBER) % 4), phase)
-    fetch_quarter(
-        tile, page, pages, latent_pages, rope_pages, (shared.latents, shared.tails), bars.full, PLACE, NUMBER, c.LATENT,
-        c.ROPE, c.BLOCK_SIZE,
+    mbarrier.wait(bars.empty.index(4 * TILE_INDEX + (2 * TILE_INDEX + NUMBER) % 4), phase)
+    load_quarter(
+        tile, cache_block, blocks, latent_tma, rope_tma, (shared.latents, shared.rope_tiles), bars.full, TILE_INDEX,
+        NUMBER, c.LATENT, c.ROPE, c.BLOCK_SIZE,
     )  # fmt: skip
 
 
 @gluon.jit
 @no_type_check
-def _produce(ctx, latent_pages, rope_pages, c):
-    """Load pairs of tiles, and write the work items for the consumers: one warp."""
+def _produce(ctx, latent_tma, rope_tma, c):
+    """Run the producer (one warp): find the work items, write them for the consumers, and load pairs of tiles."""
     sizes, items, bars = ctx.sizes, ctx.shared.items, ctx.bars
-    walk = start_walk(ctx.plan, sizes, c.SCHEDULED, c.SLICES)
-    walk, item = seek_item(walk, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES)
+    position = first_position(ctx.plan, sizes, c.SCHEDULED, c.SLICES)
+    position, item = seek_item(
+        position, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES
+    )
     write_item(items, 0, item, bars.item_written)
     pair = 0
     number = 0
-    while walk.more:
+    while position.more:
         begin, stop = item.begin, item.stop
-        pages = page_walk_of(item, ctx.inputs.block_table, ctx.strides)
-        next_pages = (
-            page_of(begin * TILE, pages, c.BLOCK_SIZE),
-            page_of((begin + 1) * TILE, pages, c.BLOCK_SIZE),
+        blocks = block_table_row_of(item, ctx.inputs.block_table, ctx.strides)
+        next_blocks = (
+            cache_block_of(begin * TILE, blocks, c.BLOCK_SIZE),
+            cache_block_of((begin + 1) * TILE, blocks, c.BLOCK_SIZE),
         )
-        # the first tiles of all programs at once would keep the queries waiting: they go first, or, where no other
-        # program reads the same tiles, before the second tile; programs in slices are too few for that
-        patient = (c.SLICES == 1) & (number == 0) & (stop - begin >= LONG)
-        if patient & (sizes.row_blocks > 1):
+        # All programs load their first tiles at the same time, which delays the queries. Where several row blocks
+        # read the same tiles, the queries are loaded before the first tile; otherwise before the second one. With
+        # slices there are too few programs for such a delay.
+        queries_first = (c.SLICES == 1) & (number == 0) & (stop - begin >= LONG)
+        if queries_first & (sizes.row_blocks > 1):
             mbarrier.wait(bars.item_begun, 0)
         for first in range(begin, stop, 2):
             phase = (pair & 1) ^ 1
-            tile_pages = next_pages
-            next_pages = (
-                page_of((first + 2) * TILE, pages, c.BLOCK_SIZE),
-                page_of((first + 3) * TILE, pages, c.BLOCK_SIZE),
+            tile_blocks = next_blocks
+            next_blocks = (
+                cache_block_of((first + 2) * TILE, blocks, c.BLOCK_SIZE),
+                cache_block_of((first + 3) * TILE, blocks, c.BLOCK_SIZE),
             )
-            for place in gl.static_range(2):
-                if (place == 1) & patient & (first == begin):
+            for tile_index in gl.static_range(2):
+                if (tile_index == 1) & queries_first & (first == begin):
                     mbarrier.wait(bars.item_begun, 0)
                 for quarter in gl.static_range(4):
-                    _fetch(
-                        first + place, tile_pages[place], pages, latent_pages, rope_pages, ctx, phase, place, quarter, c
+                    _load_quarter(
+                        first + tile_index,
+                        tile_blocks[tile_index],
+                        blocks,
+                        latent_tma,
+                        rope_tma,
+                        ctx,
+                        phase,
+                        tile_index,
+                        quarter,
+                        c,
                     )
             pair += 1
-        walk = next_place(walk, ctx.plan, sizes, c.SCHEDULED, c.SLICES)
-        walk, item = seek_item(walk, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES)
-        mbarrier.wait(bars.item_begun, number & 1)  # this item has begun, and the one before it is read no more
+        position = next_position(position, ctx.plan, sizes, c.SCHEDULED, c.SLICES)
+        position, item = seek_item(
+            position, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES
+        )
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumers no longer read the item before this one
         number += 1
         write_item(items, number, item, bars.item_written)
 
@@ -100,7 +118,7 @@ def _produce(ctx, latent_pages, rope_pages, c):
 @gluon.jit(
     do_not_specialize=[
         "num_tokens", "num_blocks", "num_requests", "max_keys", "num_splits", "row_blocks", "request_rows",
-        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "page_stride",
+        "num_partials", "small_tiles", "small_splits", "large_tiles", "max_splits", "table_row_stride", "block_stride",
         "key_stride",
     ],
     do_not_specialize_on_alignment=[
@@ -109,28 +127,29 @@ def _produce(ctx, latent_pages, rope_pages, c):
 )  # fmt: skip
 @no_type_check
 def _row_blocks_64_kernel(
-    ql_nope, q_pe, latent_pages, rope_pages, block_table, seq_lens, query_start_loc, visible_lens,
-    tile_ranges, split_offsets, outputs,
+    ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens, query_start_loc, visible_lens,
+    tile_ranges, split_offsets, written,
     num_tokens, num_blocks, num_requests, max_keys, num_splits, row_blocks, request_rows, num_partials,
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     query_strides, table_row_stride, table_stride,
-    out_rows, kv_cache, page_stride, key_stride, c: gl.constexpr,
+    out_rows, kv_cache, block_stride, key_stride, c: gl.constexpr,
 ):  # fmt: skip
-    """Attend a program's work items for row blocks of 64; partial outputs are for `fast.kernels.combine`.
+    """Write the outputs and partial outputs of all work items, for row blocks of 64 rows.
 
-    `out_rows` is None, or how the copy engine writes whole outputs, whose rows are then all of one token.
+    `fast.kernels.combine` adds the partial outputs. For the arguments see `arguments.py`. `out_rows` is the TMA
+    descriptor that writes outputs, which needs row blocks of one token; None: plain stores write them.
     """
-    dtype: gl.constexpr = latent_pages.dtype
-    BOX_KEYS: gl.constexpr = latent_pages.block_shape[1]
-    BOX_COLUMNS: gl.constexpr = latent_pages.block_shape[2]
+    dtype: gl.constexpr = latent_tma.dtype
+    BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
+    BOX_COLUMNS: gl.constexpr = latent_tma.block_shape[2]
     TILE_SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     ROPE_SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * c.ROPE if c.ROPE > 0 else 128, 16)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (c.LATENT // BOX_COLUMNS)
-    latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_pages.layout)
+    latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_tma.layout)
     q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, c.LATENT], TILE_SHARED)
-    # rope parts of the keys, then the probabilities of their tile
-    tails = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
+    # for each tile: the rope part of its keys, later its probabilities
+    rope_tiles = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
     q_rope = q_latent
     if c.ROPE > 0:
         q_rope = gl.allocate_shared_memory(dtype, [1, ROWS, c.ROPE], ROPE_SHARED)
@@ -138,9 +157,9 @@ def _row_blocks_64_kernel(
     kept = row_values
     if c.BY_LENGTH:
         kept = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)  # quarters of both tiles
+    full = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)  # one for each quarter of both tiles
     empty = gl.allocate_shared_memory(gl.int64, [8, 1], BAR)
-    probabilities_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # probabilities and references of both tiles
+    probabilities_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)  # one for each tile
     sums_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BAR)
     items = gl.allocate_shared_memory(gl.int32, [ITEMS_HELD * ITEM_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     item_begun = gl.allocate_shared_memory(gl.int64, [1], BAR)
@@ -157,11 +176,11 @@ def _row_blocks_64_kernel(
     launch_next()
 
     inputs = Inputs(ql_nope, q_pe, block_table, seq_lens, query_start_loc, visible_lens)
-    progress = outputs.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
+    progress = written.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
     progress = progress.to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     plan = SplitPlan(tile_ranges, split_offsets, num_splits, num_partials, progress, rule)
-    results = Results(outputs.out, outputs.lse, outputs.partial_out, outputs.partial_lse, out_rows)
+    outputs = Outputs(written.out, written.lse, written.partial_out, written.partial_lse, out_rows)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = Strides(
         query_strides.latent_token, query_strides.latent_head, query_strides.rope_token, query_strides.rope_head,
@@ -169,17 +188,17 @@ def _row_blocks_64_kernel(
     )  # fmt: skip
     if c.HEADS <= ROWS and not (c.BY_LENGTH or c.SCHEDULED or c.SPLIT):
         prefetch_first_item(
-            inputs, kv_cache, page_stride, key_stride, sizes, strides, ROWS, c.HEADS, c.LATENT, c.ROPE, c.BLOCK_SIZE
+            inputs, kv_cache, block_stride, key_stride, sizes, strides, ROWS, c.HEADS, c.LATENT, c.ROPE, c.BLOCK_SIZE
         )
-    await_before()
-    shared = Shared(Queries(ql_nope, q_pe, q_latent, q_rope, strides), latents, tails, row_values, kept, items)
+    await_previous()
+    shared = Shared(Queries(ql_nope, q_pe, q_latent, q_rope, strides), latents, rope_tiles, row_values, kept, items)
     bars = Bars(full, empty, probabilities_ready, item_begun, sums_ready, item_written)
-    ctx = Context(inputs, plan, results, sizes, strides, shared, bars)
+    ctx = Context(inputs, plan, outputs, sizes, strides, shared, bars)
     gl.warp_specialize(
         [
             (_consume, (ctx, c)),
-            (_consume, (ctx, of_group(c, 1))),
-            (_produce, (ctx, latent_pages, rope_pages, c)),
+            (_consume, (ctx, of_consumer(c, 1))),
+            (_produce, (ctx, latent_tma, rope_tma, c)),
         ],
         [4, 1],
         [240, 24],

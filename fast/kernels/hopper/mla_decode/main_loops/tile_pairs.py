@@ -1,9 +1,16 @@
-"""Pairs of tiles in two consumers: scores, softmax and products of 64 rows, and what the consumers hand each other.
+"""Attend pairs of tiles in two consumers: scores, softmax and weighted sums of 64 rows.
 
-Each consumer scores its own tile of a pair with all rows, and holds one half of the latent columns of the output. The
-probabilities of both tiles multiply both halves, so each consumer hands its own to the other through shared memory: one
-consumer's products run while the other is at its softmax (FlashMLA's seesaw). VALUES, the layout of a quarter of the
-output, says how much of a quarter a program multiplies: all of it, or a slice (`row_blocks_64`).
+| | first consumer | second consumer |
+|---|---|---|
+| scores and softmax | tile 0 of the pair, all 64 rows | tile 1 of the pair, all 64 rows |
+| weighted sum of the values of both tiles | quarters 0 and 1 of the latent columns | quarters 2 and 3 |
+
+Each consumer needs the probabilities of both tiles, so each writes its own to shared memory for the other one. While
+one consumer computes its softmax, the products of the other one run on the matrix unit; FlashMLA calls this order
+"seesaw". In the names below, P0 and P1 are the probabilities of tiles 0 and 1, and V0 and V1 their latents.
+
+VALUES is the layout of a quarter of the output. Its width says how much of a quarter the program multiplies: the whole
+quarter, or one slice (`row_blocks_64`).
 """
 
 from __future__ import annotations
@@ -32,24 +39,24 @@ class Shared(NamedTuple):
     """Shared memory of a program.
 
     Attributes:
-        queries: and where they lie in memory.
-        latents: of two tiles, in quarters.
-        tails: rope parts of the keys, then the probabilities of their tile.
-        row_values: references of both tiles and sums of both consumers, for each row.
-        kept: what each consumer keeps between splits for each row.
+        queries: `Queries`.
+        latents: latents of two tiles, in quarters.
+        rope_tiles: for each of the two tiles, the rope part of its keys, later its probabilities.
+        row_values: [4, ROWS]: references after tile 0 and tile 1, sums of weights of both consumers.
+        kept: [4, ROWS]: largest score and sum that each consumer keeps between splits.
         items: work items.
     """
 
     queries: Any
     latents: Any
-    tails: Any
+    rope_tiles: Any
     row_values: Any
     kept: Any
     items: Any
 
 
 class Bars(NamedTuple):
-    """Barriers of a program; README.md has a table of them."""
+    """Barriers of a program; README.md says who arrives and who waits."""
 
     full: Any
     empty: Any
@@ -60,7 +67,12 @@ class Bars(NamedTuple):
 
 
 class PairCounters(NamedTuple):
-    """Pairs of tiles of all work items before, and sums exchanged: their parities are those of the barriers."""
+    """Counters whose parity is the phase of a barrier.
+
+    Attributes:
+        pairs: pairs of tiles processed so far.
+        sums: exchanges of sums so far: one per split, or one per work item.
+    """
 
     pairs: Any
     sums: Any
@@ -69,69 +81,74 @@ class PairCounters(NamedTuple):
 @gluon.jit
 @no_type_check
 def slice_of_program(SLICES: gl.constexpr):
-    """Return which slice of each quarter of the latents a program multiplies by its probabilities."""
+    """Return the index of the slice of every quarter that this program multiplies."""
     return gl.program_id(0) % SLICES
 
 
 @gluon.jit
 @no_type_check
-def _multiplied(latents, PLACE: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr, VALUES: gl.constexpr):
-    """Return what the program multiplies of a quarter of the latents of a tile: all of it, or one of two slices."""
+def _multiplied(
+    latents, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr, VALUES: gl.constexpr
+):
+    """Return the latents of a tile's quarter that this program multiplies: the whole quarter or one slice of it."""
     SPAN: gl.constexpr = VALUES.instr_shape[1]
     SLICES: gl.constexpr = WIDTH // SPAN
     if SLICES == 1:
-        shared = quarter_of(latents, PLACE, QUARTER, zero, WIDTH)
-    else:  # of as many columns as lie together
+        shared = quarter_of(latents, TILE_INDEX, QUARTER, zero, WIDTH)
+    else:  # a slice has as many columns as are contiguous in shared memory
         layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
         slices = latents._reinterpret(latents.dtype, [8 * SLICES, TILE, SPAN], layout)
-        shared = slices.index((4 * PLACE + QUARTER) * SLICES + slice_of_program(SLICES) + zero)
+        shared = slices.index((4 * TILE_INDEX + QUARTER) * SLICES + slice_of_program(SLICES) + zero)
     return shared
 
 
 @gluon.jit
 @no_type_check
 def scaled(left, right, factor, VALUES: gl.constexpr):
-    """Return both quarters of the values, each row times its factor."""
+    """Return both quarters of the weighted sums, each row multiplied by its factor."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, VALUES))[:, None]
     return left * factor, right * factor
 
 
 @gluon.jit
 @no_type_check
-def _all_rows(row_values, PLACE: gl.constexpr):
-    """Return the references of one tile, of all rows in every warp: warps then agree without a barrier."""
-    return row_values.index(PLACE).load(gl.BlockedLayout([2], [32], [4], [0]))
+def _all_rows(row_values, TILE_INDEX: gl.constexpr):
+    """Return the references of all rows after one tile, with a copy in every warp.
+
+    All warps then take the same branch in `_rescaled`, without a barrier.
+    """
+    return row_values.index(TILE_INDEX).load(gl.BlockedLayout([2], [32], [4], [0]))
 
 
 @gluon.jit
 @no_type_check
-def _rescaled(left, right, known, found, before, after, scale_log2, VALUES: gl.constexpr):
-    """Return the values relative to other references, unless none has moved.
+def _rescaled(left, right, old_references, new_references, before, after, scale_log2, VALUES: gl.constexpr):
+    """Return the weighted sums relative to new references; unchanged if no reference has changed.
 
     Args:
-        left: the first quarter that the consumer holds of them.
-        right: the second one.
-        known: all rows' references until now.
-        found: all rows' references from now on.
-        before: references until now of the rows that a thread has.
-        after: references from now on of the rows that a thread has.
-        scale_log2: of scores.
-        VALUES: layout of a quarter, or of a slice of one.
+        left: the consumer's first quarter of the weighted sums.
+        right: the consumer's second quarter.
+        old_references: old references of all rows, in every warp.
+        new_references: new references of all rows, in every warp.
+        before: old references of the thread's own rows.
+        after: new references of the thread's own rows.
+        scale_log2: factor of scores, in base 2.
+        VALUES: layout of a quarter of the output, or of a slice of it.
     """
-    if gl.max((known != found).to(gl.int32), 0) > 0:
+    if gl.max((old_references != new_references).to(gl.int32), 0) > 0:
         left, right = scaled(left, right, gl.exp2((before - after) * scale_log2), VALUES)
     return left, right
 
 
 @gluon.jit
 @no_type_check
-def _zero_unowned(latents, zero, first_row, PLACE: gl.constexpr, QUARTER: gl.constexpr, WIDTH: gl.constexpr):
-    """Write zeros to two quarters of a tile from a row on (`zero_from`)."""
-    COLUMNS: gl.constexpr = 64  # that lie together
-    FIRST: gl.constexpr = (4 * PLACE + QUARTER) * WIDTH // COLUMNS
+def _zero_unowned(latents, zero, first_row, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, WIDTH: gl.constexpr):
+    """Overwrite the keys from `first_row` on of two quarters of a tile with zeros (`zero_from`)."""
+    COLUMNS: gl.constexpr = 64  # contiguous columns in shared memory
+    FIRST: gl.constexpr = (4 * TILE_INDEX + QUARTER) * WIDTH // COLUMNS
     columns = latents._reinterpret(latents.dtype, [8 * WIDTH // COLUMNS, TILE, COLUMNS], gl.NVMMASharedLayout(128, 16))
     if first_row < TILE:
-        for number in range(FIRST, FIRST + 2 * WIDTH // COLUMNS + zero):  # the compiler must not unroll it
+        for number in range(FIRST, FIRST + 2 * WIDTH // COLUMNS + zero):  # `+ zero` (0) prevents unrolling
             zero_from(columns.index(number), first_row)
         fence_async_shared()
         partition_barrier()
@@ -139,36 +156,37 @@ def _zero_unowned(latents, zero, first_row, PLACE: gl.constexpr, QUARTER: gl.con
 
 @gluon.jit
 @no_type_check
-def _first_group(
+def _attend_pair_in_first(
     scores, state, first, end, visibility, buffers, row_values, bars, zero, phase, scale_log2,
     WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Attend a pair of tiles in the first consumer: P0 V0 from registers, then P1 V1 from shared memory.
+    """Attend a pair of tiles in the first consumer: first P0 V0, then P1 V1.
 
-    Returns with the second product in flight.
+    P0 comes from registers, P1 from shared memory. Return the state. The second product still runs; the
+    caller waits for it.
     """
     largest, total, left, right = state.largest, state.total, state.left, state.right
-    latents, tails = buffers
+    latents, rope_tiles = buffers
     full, empty, ready, length = bars.full, bars.empty, bars.probabilities_ready, visibility.length
     own_left = _multiplied(latents, 0, 0, zero, WIDTH, VALUES)
     own_right = _multiplied(latents, 0, 1, zero, WIDTH, VALUES)
     cross_left = _multiplied(latents, 1, 0, zero, WIDTH, VALUES)
     cross_right = _multiplied(latents, 1, 1, zero, WIDTH, VALUES)
-    if MASKED and first >= visibility.plain:
+    if MASKED and first >= visibility.first_masked:
         scores = masked(scores, first, end, visibility, SCORES, BLOCK_SIZE)
     if MASKED:
         _zero_unowned(latents, zero, length - first * TILE, 0, 0, WIDTH)
-    middle = reference_of(largest, gl.max(scores, 1), scale_log2)
-    weights = gl.exp2(scores * scale_log2 - shift_of(middle, scale_log2)[:, None])
+    first_reference = reference_of(largest, gl.max(scores, 1), scale_log2)
+    weights = gl.exp2(scores * scale_log2 - shift_of(first_reference, scale_log2)[:, None])
     rounded = weights.to(latents.dtype)
-    tails.index(zero).store(rounded)
-    row_values.index(0).store(middle)
+    rope_tiles.index(zero).store(rounded)
+    row_values.index(0).store(first_reference)
     fence_async_shared()
-    known = _all_rows(row_values, 1)  # of the pair before; before the first one the values are zeros
+    old_references = _all_rows(row_values, 1)  # those after the previous pair; the first pair rescales zeros
     arrive(ready.index(0))
-    decay = gl.exp2((largest - middle) * scale_log2)
-    found = _all_rows(row_values, 0)
-    left, right = _rescaled(left, right, known, found, largest, middle, scale_log2, VALUES)
+    decay = gl.exp2((largest - first_reference) * scale_log2)
+    new_references = _all_rows(row_values, 0)
+    left, right = _rescaled(left, right, old_references, new_references, largest, first_reference, scale_log2, VALUES)
     probabilities = gl.convert_layout(rounded, gl.DotOperandLayout(0, VALUES, 2))
     left = warpgroup_mma(probabilities, own_left, left, is_async=True)
     right = warpgroup_mma(probabilities, own_right, right, is_async=True)
@@ -179,29 +197,35 @@ def _first_group(
     arrive(empty.index(1))
     mbarrier.wait(ready.index(1), phase)
     largest = row_values.index(1).load(gl.SliceLayout(1, SCORES))
-    decay = gl.exp2((middle - largest) * scale_log2)
-    left, right = _rescaled(left, right, found, _all_rows(row_values, 1), middle, largest, scale_log2, VALUES)
+    decay = gl.exp2((first_reference - largest) * scale_log2)
+    left, right = _rescaled(
+        left, right, new_references, _all_rows(row_values, 1), first_reference, largest, scale_log2, VALUES
+    )
     if MASKED:
         mbarrier.wait(full.index(4), phase)
         mbarrier.wait(full.index(5), phase)
         _zero_unowned(latents, zero, length - (first + 1) * TILE, 1, 0, WIDTH)
-    left = warpgroup_mma(tails.index(1 + zero), cross_left, left, is_async=True)
-    right = warpgroup_mma(tails.index(1 + zero), cross_right, right, is_async=True)
+    left = warpgroup_mma(rope_tiles.index(1 + zero), cross_left, left, is_async=True)
+    right = warpgroup_mma(rope_tiles.index(1 + zero), cross_right, right, is_async=True)
     total = total * decay
     return HalfState(largest, total, left, right)
 
 
 @gluon.jit
 @no_type_check
-def _second_group(
+def _attend_pair_in_second(
     state, first, end, visibility, buffers, row_values, q_latent, q_rope, bars, zero, phase, scale_log2,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Attend a pair of tiles in the second consumer: P0 V0 before its own scores, then P1 V1 from registers."""
+    """Attend a pair of tiles in the second consumer: first P0 V0, then P1 V1.
+
+    P0 comes from shared memory, P1 from registers. P0 V0 runs while this consumer computes its softmax. Return the
+    state.
+    """
     WIDTH: gl.constexpr = LATENT // 4
     largest, total, left, right = state.largest, state.total, state.left, state.right
-    latents, tails = buffers
+    latents, rope_tiles = buffers
     full, empty, ready, length = bars.full, bars.empty, bars.probabilities_ready, visibility.length
     own_left = _multiplied(latents, 1, 2, zero, WIDTH, VALUES)
     own_right = _multiplied(latents, 1, 3, zero, WIDTH, VALUES)
@@ -211,72 +235,74 @@ def _second_group(
     for number in gl.static_range(4):
         scores = score_quarter(scores, buffers, q_latent, q_rope, full, zero, phase, True, 1, number, LATENT, ROPE)
     mbarrier.wait(ready.index(0), phase)
-    middle = row_values.index(0).load(gl.SliceLayout(1, SCORES))
-    known, found = _all_rows(row_values, 1), _all_rows(row_values, 0)
-    left, right = _rescaled(left, right, known, found, largest, middle, scale_log2, VALUES)
+    first_reference = row_values.index(0).load(gl.SliceLayout(1, SCORES))
+    old_references, new_references = _all_rows(row_values, 1), _all_rows(row_values, 0)
+    left, right = _rescaled(left, right, old_references, new_references, largest, first_reference, scale_log2, VALUES)
     if MASKED:
         mbarrier.wait(full.index(2), phase)
         mbarrier.wait(full.index(3), phase)
         _zero_unowned(latents, zero, length - first * TILE, 0, 2, WIDTH)
-    left = warpgroup_mma(tails.index(zero), cross_left, left, is_async=True)
-    right = warpgroup_mma(tails.index(zero), cross_right, right, is_async=True)
+    left = warpgroup_mma(rope_tiles.index(zero), cross_left, left, is_async=True)
+    right = warpgroup_mma(rope_tiles.index(zero), cross_right, right, is_async=True)
     scores = warpgroup_mma_wait(2, deps=[scores])
-    if MASKED and first + 1 >= visibility.plain:
+    if MASKED and first + 1 >= visibility.first_masked:
         scores = masked(scores, first + 1, end, visibility, SCORES, BLOCK_SIZE)
-    top = reference_of(middle, gl.max(scores, 1), scale_log2)
-    weights = gl.exp2(scores * scale_log2 - shift_of(top, scale_log2)[:, None])
+    second_reference = reference_of(first_reference, gl.max(scores, 1), scale_log2)
+    weights = gl.exp2(scores * scale_log2 - shift_of(second_reference, scale_log2)[:, None])
     rounded = weights.to(latents.dtype)
-    tails.index(1 + zero).store(rounded)
-    row_values.index(1).store(top)
+    rope_tiles.index(1 + zero).store(rounded)
+    row_values.index(1).store(second_reference)
     fence_async_shared()
     arrive(ready.index(1))
     left = warpgroup_mma_wait(1, deps=[left])
     arrive(empty.index(2))
     right = warpgroup_mma_wait(0, deps=[right])
     arrive(empty.index(3))
-    left, right = _rescaled(left, right, found, _all_rows(row_values, 1), middle, top, scale_log2, VALUES)
+    left, right = _rescaled(
+        left, right, new_references, _all_rows(row_values, 1), first_reference, second_reference, scale_log2, VALUES
+    )
     if MASKED:
         _zero_unowned(latents, zero, length - (first + 1) * TILE, 1, 2, WIDTH)
     probabilities = gl.convert_layout(rounded, gl.DotOperandLayout(0, VALUES, 2))
     left = warpgroup_mma(probabilities, own_left, left, is_async=True)
     right = warpgroup_mma(probabilities, own_right, right, is_async=True)
-    total = total * gl.exp2((largest - top) * scale_log2) + gl.sum(weights, 1)
+    total = total * gl.exp2((largest - second_reference) * scale_log2) + gl.sum(weights, 1)
     left = warpgroup_mma_wait(1, deps=[left])
     arrive(empty.index(6))
     right, probabilities = warpgroup_mma_wait(0, deps=[right, probabilities])
     arrive(empty.index(7))
-    return HalfState(top, total, left, right)
+    return HalfState(second_reference, total, left, right)
 
 
 @gluon.jit
 @no_type_check
-def _first_pairs(
-    begin, plain_end, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
+def _attend_pairs_in_first(
+    begin, masked_begin, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Attend the pairs [begin, stop) in the consumer that scores the first tile of each; return the next pair too."""
+    """Attend the pairs of tiles [begin, stop) in the first consumer; return the state and the new number of pairs."""
     WIDTH: gl.constexpr = LATENT // 4
     full, empty = bars.full, bars.empty
     state = _nothing_seen(SCORES, VALUES)
     if begin < stop:
-        zero = pair >> 30  # the compiler must not see that this is 0: it would share the addresses of all
-        # buffers among all products, and spill them
+        # always 0; with a literal 0 the compiler would keep the addresses of all buffers for all products, and spill
+        zero = pair >> 30
         scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
         for number in gl.static_range(4):
             scores = score_quarter(
                 scores, buffers, q_latent, q_rope, full, zero, pair & 1, True, 0, number, LATENT, ROPE
             )
-        for first in range(begin, plain_end, 2):
+        for first in range(begin, masked_begin, 2):
             zero = pair >> 30
             scores = warpgroup_mma_wait(0, deps=[scores])
-            state = _first_group(
+            state = _attend_pair_in_first(
                 scores, state, first, stop, visibility, buffers, row_values, bars,
                 zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, False,
             )  # fmt: skip
             left = warpgroup_mma_wait(1, deps=[state.left])
             arrive(empty.index(4))
             pair += 1
-            more = first + 2 < stop  # after the last pair, products of whatever the buffer holds are discarded
+            more = first + 2 < stop  # after the last pair the products are discarded
             scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
             scores = score_quarter(scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, 0, LATENT, ROPE)
             right = warpgroup_mma_wait(1, deps=[state.right])
@@ -287,9 +313,9 @@ def _first_pairs(
                 )
             state = HalfState(state.largest, state.total, left, right)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        for first in range(plain_end, stop, 2):
+        for first in range(masked_begin, stop, 2):
             zero = pair >> 30
-            state = _first_group(
+            state = _attend_pair_in_first(
                 scores, state, first, stop, visibility, buffers, row_values, bars,
                 zero, pair & 1, scale_log2, WIDTH, BLOCK_SIZE, SCORES, VALUES, True,
             )  # fmt: skip
@@ -310,20 +336,20 @@ def _first_pairs(
 
 @gluon.jit
 @no_type_check
-def _second_pairs(
-    begin, plain_end, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
+def _attend_pairs_in_second(
+    begin, masked_begin, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair, scale_log2,
     LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, SCORES: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
-    """Attend the pairs [begin, stop) in the consumer that scores the second tile of each; return the next pair too."""
+    """Attend the pairs of tiles [begin, stop) in the second consumer; return the state and the new number of pairs."""
     state = _nothing_seen(SCORES, VALUES)
-    for first in range(begin, plain_end, 2):
-        state = _second_group(
+    for first in range(begin, masked_begin, 2):
+        state = _attend_pair_in_second(
             state, first, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair >> 30, pair & 1,
             scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, False,
         )  # fmt: skip
         pair += 1
-    for first in range(plain_end, stop, 2):
-        state = _second_group(
+    for first in range(masked_begin, stop, 2):
+        state = _attend_pair_in_second(
             state, first, stop, visibility, buffers, row_values, q_latent, q_rope, bars, pair >> 30, pair & 1,
             scale_log2, LATENT, ROPE, BLOCK_SIZE, SCORES, VALUES, True,
         )  # fmt: skip
@@ -334,7 +360,7 @@ def _second_pairs(
 @gluon.jit
 @no_type_check
 def _nothing_seen(SCORES: gl.constexpr, VALUES: gl.constexpr):
-    """Return a state before any tile."""
+    """Return the state of rows that have seen no key yet."""
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     SPAN: gl.constexpr = VALUES.instr_shape[1]
     largest, total = gl.full([ROWS], LEAST, gl.float32, ROW), gl.full([ROWS], 0.0, gl.float32, ROW)
@@ -345,37 +371,41 @@ def _nothing_seen(SCORES: gl.constexpr, VALUES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def attend_pairs(begin, stop, end, visibility, ctx, counters, c):
-    """Attend the pairs of tiles [begin, stop) in either consumer; return the state, its sum that of both, and counters.
+    """Attend the tiles [begin, stop), in pairs, in the consumer c.CONSUMER.
 
     Args:
-        begin: tile.
-        stop: tile.
-        end: not looked at: tiles are loaded up to the end of the work item.
-        visibility: which keys the rows see.
-        ctx: arguments, shared memory and barriers.
+        begin: first tile.
+        stop: end of the tiles, exclusive.
+        end: end of the work item's tiles; unused, because keys are masked from `stop` on.
+        visibility: `Visibility`.
+        ctx: `Context`.
         counters: `PairCounters`.
-        c: what the kernel is compiled for.
+        c: `Constants`.
+
+    Returns:
+        `HalfState` of both tiles of all pairs, with the sums of both consumers added, and the new `PairCounters`.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
-    GROUP: gl.constexpr = c.GROUP
-    shared, bars, scale_log2, plain = ctx.shared, ctx.bars, ctx.sizes.scale_log2, visibility.plain
+    CONSUMER: gl.constexpr = c.CONSUMER
+    shared, bars, scale_log2, first_masked = ctx.shared, ctx.bars, ctx.sizes.scale_log2, visibility.first_masked
     q_latent, q_rope, row_values = shared.queries.q_latent, shared.queries.q_rope, shared.row_values
-    buffers = (shared.latents, shared.tails)
-    plain_end = begin + gl.maximum(gl.minimum(plain, stop) - begin, 0) // 2 * 2  # the end of the pairs of such tiles
-    if GROUP == 0:
-        state, pair = _first_pairs(
-            begin, plain_end, stop, visibility, buffers, row_values, q_latent, q_rope, bars, counters.pairs, scale_log2,
-            c.LATENT, c.ROPE, c.BLOCK_SIZE, SCORES, VALUES,
+    buffers = (shared.latents, shared.rope_tiles)
+    # first tile of the first pair that has a masked tile
+    masked_begin = begin + gl.maximum(gl.minimum(first_masked, stop) - begin, 0) // 2 * 2
+    if CONSUMER == 0:
+        state, pair = _attend_pairs_in_first(
+            begin, masked_begin, stop, visibility, buffers, row_values, q_latent, q_rope, bars, counters.pairs,
+            scale_log2, c.LATENT, c.ROPE, c.BLOCK_SIZE, SCORES, VALUES,
         )  # fmt: skip
     else:
-        state, pair = _second_pairs(
-            begin, plain_end, stop, visibility, buffers, row_values, q_latent, q_rope, bars, counters.pairs, scale_log2,
-            c.LATENT, c.ROPE, c.BLOCK_SIZE, SCORES, VALUES,
+        state, pair = _attend_pairs_in_second(
+            begin, masked_begin, stop, visibility, buffers, row_values, q_latent, q_rope, bars, counters.pairs,
+            scale_log2, c.LATENT, c.ROPE, c.BLOCK_SIZE, SCORES, VALUES,
         )  # fmt: skip
     total = state.total
-    row_values.index(2 + GROUP).store(total)
-    arrive(bars.sums_ready.index(GROUP))
-    mbarrier.wait(bars.sums_ready.index(1 - GROUP), counters.sums & 1)
-    total += row_values.index(3 - GROUP).load(gl.SliceLayout(1, SCORES))
+    row_values.index(2 + CONSUMER).store(total)
+    arrive(bars.sums_ready.index(CONSUMER))
+    mbarrier.wait(bars.sums_ready.index(1 - CONSUMER), counters.sums & 1)
+    total += row_values.index(3 - CONSUMER).load(gl.SliceLayout(1, SCORES))
     return HalfState(state.largest, total, state.left, state.right), PairCounters(pair, counters.sums + 1)

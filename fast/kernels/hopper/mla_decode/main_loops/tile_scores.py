@@ -1,4 +1,9 @@
-"""Scores of one tile for 64 rows, quarter by quarter of its latent columns: loads, products, mask and reference."""
+"""Scores of one tile of 64 keys for 64 rows: loads, products, mask and softmax reference.
+
+A tile is loaded and multiplied in four quarters of its latent columns. The rope part comes with the last quarter. The
+two tiles of a pair have TILE_INDEX 0 and 1. Tile 0 takes its quarters in the order 0, 1, 2, 3, and tile 1 in the order
+2, 3, 0, 1; NUMBER is the position in this order.
+"""
 
 from __future__ import annotations
 
@@ -12,91 +17,96 @@ from ...common.loads import load_columns
 from ...common.own_length import TILE
 
 ROWS = gl.constexpr(64)
-MOST_GROWTH = gl.constexpr(8.0)  # binary orders of magnitude
+MOST_GROWTH = gl.constexpr(8.0)  # in powers of 2: see `reference_of`
 
 
 @gluon.jit
 @no_type_check
-def fetch_quarter(
-    tile, page, pages, latent_pages, rope_pages, buffers, full,
-    PLACE: gl.constexpr, NUMBER: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+def load_quarter(
+    tile, cache_block, blocks, latent_tma, rope_tma, buffers, full,
+    TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Load the quarter of a tile that is multiplied as number NUMBER."""
-    latents, tails = buffers
+    """Issue the TMA (bulk copy) loads of a tile's quarter number NUMBER, and set the bytes that its barrier expects."""
+    latents, rope_tiles = buffers
     WIDTH: gl.constexpr = LATENT // 4
     BUFFERS: gl.constexpr = latents.shape[0] // 8
-    QUARTER: gl.constexpr = (2 * PLACE + NUMBER) % 4
-    # the rope part goes with the quarter that the other consumer releases last: it then holds what that one multiplies
-    TAIL: gl.constexpr = ROPE if NUMBER == 3 else 0
-    BYTES: gl.constexpr = TILE * (WIDTH + TAIL) * (latents.dtype.primitive_bitwidth // 8)
-    bar = full.index(4 * PLACE + QUARTER)
+    QUARTER: gl.constexpr = (2 * TILE_INDEX + NUMBER) % 4
+    # The buffer of the rope part later holds the probabilities of this tile, which the other consumer multiplies. That
+    # consumer releases quarter number 3 last, so the buffer is free when this quarter may be loaded again.
+    ROPE_COLUMNS: gl.constexpr = ROPE if NUMBER == 3 else 0
+    BYTES: gl.constexpr = TILE * (WIDTH + ROPE_COLUMNS) * (latents.dtype.primitive_bitwidth // 8)
+    bar = full.index(4 * TILE_INDEX + QUARTER)
     mbarrier.expect(bar, BYTES)
     load_columns(
-        tile, page, pages, latent_pages, latents, (4 * PLACE + QUARTER) * BUFFERS, bar, BLOCK_SIZE, QUARTER * WIDTH,
-        WIDTH,
+        tile, cache_block, blocks, latent_tma, latents, (4 * TILE_INDEX + QUARTER) * BUFFERS, bar, BLOCK_SIZE,
+        QUARTER * WIDTH, WIDTH,
     )  # fmt: skip
-    if TAIL > 0:
-        boxes = tails.index(PLACE)._reinterpret(
-            tails.dtype,
-            [TILE // rope_pages.block_shape[1], 1, rope_pages.block_shape[1], rope_pages.block_shape[2]],
-            rope_pages.layout,
+    if ROPE_COLUMNS > 0:
+        boxes = rope_tiles.index(TILE_INDEX)._reinterpret(
+            rope_tiles.dtype,
+            [TILE // rope_tma.block_shape[1], 1, rope_tma.block_shape[1], rope_tma.block_shape[2]],
+            rope_tma.layout,
         )
-        load_columns(tile, page, pages, rope_pages, boxes, 0, bar, BLOCK_SIZE, LATENT, ROPE)
+        load_columns(tile, cache_block, blocks, rope_tma, boxes, 0, bar, BLOCK_SIZE, LATENT, ROPE)
 
 
 @gluon.jit
 @no_type_check
 def score_quarter(
-    scores, buffers, q_latent, q_rope, full, zero, phase, there, PLACE: gl.constexpr, NUMBER: gl.constexpr,
+    scores, buffers, q_latent, q_rope, full, zero, phase, expected, TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr,
     LATENT: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the quarter of a tile that comes as number NUMBER; with the last one also the rope part.
+    """Add the products of a tile's quarter number NUMBER to the scores; with number 3 also those of the rope part.
 
-    If `there` is false, do not wait: multiply whatever the buffer holds; the product is discarded.
+    If `expected` is false, nothing is being loaded, and this function does not wait: it multiplies whatever the buffer
+    holds, and the caller discards the product.
     """
-    latents, tails = buffers
+    latents, rope_tiles = buffers
     WIDTH: gl.constexpr = LATENT // 4
-    QUARTER: gl.constexpr = (2 * PLACE + NUMBER) % 4
-    mbarrier.wait(full.index(4 * PLACE + QUARTER), phase, pred=there)
+    QUARTER: gl.constexpr = (2 * TILE_INDEX + NUMBER) % 4
+    mbarrier.wait(full.index(4 * TILE_INDEX + QUARTER), phase, pred=expected)
     queries = q_latent.index(zero).slice(QUARTER * WIDTH, WIDTH, dim=1)
-    keys = quarter_of(latents, PLACE, QUARTER, zero, WIDTH)
+    keys = quarter_of(latents, TILE_INDEX, QUARTER, zero, WIDTH)
     scores = warpgroup_mma(queries, keys.permute([1, 0]), scores, use_acc=NUMBER > 0, is_async=True)
     if NUMBER == 3 and ROPE > 0:
         layout: gl.constexpr = gl.NVMMASharedLayout(2 * ROPE, 16)
-        keys = tails.index(PLACE + zero)._reinterpret(tails.dtype, [TILE, ROPE], layout)
+        keys = rope_tiles.index(TILE_INDEX + zero)._reinterpret(rope_tiles.dtype, [TILE, ROPE], layout)
         scores = warpgroup_mma(q_rope.index(zero), keys.permute([1, 0]), scores, is_async=True)
     return scores
 
 
 @gluon.jit
 @no_type_check
-def quarter_of(latents, PLACE: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr):
-    """A quarter of the latents of a tile in shared memory, [TILE, WIDTH]."""
+def quarter_of(latents, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr):
+    """Return a quarter of the latents of a tile in shared memory, [TILE, WIDTH]."""
     BUFFERS: gl.constexpr = latents.shape[0] // 8
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    return latents.index((4 * PLACE + QUARTER) * BUFFERS + zero)._reinterpret(latents.dtype, [TILE, WIDTH], layout)
+    return latents.index((4 * TILE_INDEX + QUARTER) * BUFFERS + zero)._reinterpret(latents.dtype, [TILE, WIDTH], layout)
 
 
 @gluon.jit
 @no_type_check
 def masked(scores, tile, end, visibility, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Return scores with -inf for keys that a row must not see, or that lie in no page."""
-    table_row, table_stride, unsure = visibility.table_row, visibility.table_stride, visibility.unsure
+    """Return scores with -inf for keys that a row must not see, and for keys whose block is outside the cache."""
+    table_row, table_stride, checked_keys = visibility.table_row, visibility.table_stride, visibility.checked_keys
     key = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
-    if BLOCK_SIZE % TILE == 0:  # all in one page
-        block = (tile * TILE // BLOCK_SIZE).to(gl.int64)
-        page = gl.load(table_row + block * table_stride, mask=tile * TILE < unsure, other=0)
+    if BLOCK_SIZE % TILE == 0:  # all keys of the tile are in one cache block
+        entry = (tile * TILE // BLOCK_SIZE).to(gl.int64)
+        cache_block = gl.load(table_row + entry * table_stride, mask=tile * TILE < checked_keys, other=0)
     else:
-        page = gl.load(table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < unsure, other=0)
-    readable = (page >= 0) & (page < visibility.num_blocks) & (key < end * TILE)
+        cache_block = gl.load(
+            table_row + (key // BLOCK_SIZE).to(gl.int64) * table_stride, mask=key < checked_keys, other=0
+        )
+    readable = (cache_block >= 0) & (cache_block < visibility.num_blocks) & (key < end * TILE)
     return gl.where(readable[None, :] & (key[None, :] < visibility.visible[:, None]), scores, float("-inf"))
 
 
 @gluon.jit
 @no_type_check
 def reference_of(before, largest, scale_log2):
-    """Return what a row's scores are relative to: as before, unless the largest would pass it by a factor over 2^8.
+    """Return the softmax reference of each row: the score that is subtracted from its scores.
 
-    Weights up to 2^8 lose nothing in the sums, and most tiles then rescale no row.
+    The reference stays at `before` until the largest score gives a weight above 2^8; then it becomes that score.
+    Weights up to 2^8 cost no accuracy in the float32 sums, and with most tiles no row needs to be rescaled.
     """
     return gl.where((largest - before) * scale_log2 > MOST_GROWTH, largest, before)

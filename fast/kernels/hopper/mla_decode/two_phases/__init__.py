@@ -1,6 +1,9 @@
-"""Decode of row blocks of 64 where programs would be idle: all of them score first, then they multiply.
+"""Decode of row blocks of 64 rows in two phases, for so few requests that multiprocessors would be idle otherwise.
 
-In phase 1 a program takes at most one score block, a pair of tiles (`score_blocks`), and writes its probabilities,
-sums and references to memory. In phase 2 it takes column blocks, eighths of a split's columns (`column_blocks`). One
-consumer multiplies; a producer of one warp loads, and waits for what other programs write. README.md has its gain.
+1. A program computes at most one score block: the probabilities of a pair of tiles (`score_blocks`). It writes them to
+   global memory, with the sums of weights and the softmax references of the rows.
+2. A program computes column blocks: an eighth of the latent columns of a split's output (`column_blocks`).
+
+In both phases one consumer multiplies. A producer (one warp) loads, and waits for the score blocks of other programs.
+README.md has the measured times and the barriers.
 """

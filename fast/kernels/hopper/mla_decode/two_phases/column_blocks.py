@@ -1,6 +1,7 @@
-"""Phase 2 of a decode in two phases: a split's probabilities multiply its values, pair after pair, in order.
+"""Phase 2 of a decode in two phases: programs multiply the probabilities of a split by its values, in order.
 
-A column block is a split, 64 rows and an eighth of the latent columns: few enough that many programs work at one split.
+The unit of work is a column block: a split, a row block of 64 rows, and an eighth of the latent columns. With eight
+column blocks per split, several programs compute one split. Each adds the pairs of tiles from the first to the last.
 """
 
 from __future__ import annotations
@@ -34,30 +35,33 @@ from ...common.epilogue import (
     write_partial_total,
 )
 from ...common.gluon_versions import partition_barrier
-from ...common.loads import load_columns, page_of, page_walk_of, rows_at, zero_from
+from ...common.loads import block_table_row_of, cache_block_of, load_columns, rows_at, zero_from
 from ...common.own_length import TILE, ceil_div, own_splits, record_progress
 from ...common.records import RowState
 from ...common.work_items import lens_of, row_block_of
 from ..main_loops.tile_scores import ROWS
 from .score_blocks import NOT_WRITTEN, ROW_VALUES, ColumnBlock, fence_async_global
 
-COLUMN_BLOCKS = gl.constexpr(8)  # of a split's latent columns
-STAGES = gl.constexpr(8)  # for a column block's columns of a pair of tiles, on their way or there
-PLACES = gl.constexpr(4)  # for the probabilities of a pair, likewise
-LANES = gl.constexpr(32)  # pairs that are looked at at a time
+COLUMN_BLOCKS = gl.constexpr(8)  # column blocks of the latent columns
+STAGES = gl.constexpr(8)  # stages of the ring of values: one pair of tiles each
+PROBABILITY_STAGES = gl.constexpr(4)  # stages of the ring of probabilities and row values: one pair each
+LANES = gl.constexpr(32)  # flags that are read at a time
 
 
 @gluon.jit
 @no_type_check
 def num_column_blocks(sizes, splits_bound):
-    """Return the column blocks of all requests, as if each had the most splits."""
+    """Return the number of column blocks of the batch, counted as if every request had `splits_bound` splits."""
     return sizes.num_requests * splits_bound * sizes.row_blocks * COLUMN_BLOCKS
 
 
 @gluon.jit
 @no_type_check
 def seek_column_block(number, plan, inputs, sizes, splits_bound, HEADS: gl.constexpr):
-    """Return the program's first column block from a number on."""
+    """Return the program's first existing `ColumnBlock` at or after a number.
+
+    Its number is at least `num_column_blocks` if the program has none left.
+    """
     row_blocks = sizes.row_blocks
     none = number * 0
     request, row_block, query_start, query_end, readable = none, none, none, none, none
@@ -84,154 +88,164 @@ def seek_column_block(number, plan, inputs, sizes, splits_bound, HEADS: gl.const
 @gluon.jit
 @no_type_check
 def first_column_block():
-    """Programs that got no score block in phase 1 start phase 2 with the first column blocks."""
+    """Return the number of the program's first column block.
+
+    Programs with high numbers get the first ones: they may have no score block in phase 1, and are then free earlier.
+    """
     return gl.num_programs(0) - 1 - gl.program_id(0)
 
 
 @gluon.jit
 @no_type_check
-def _pages_of_pair(block, pair, block_table, strides, BLOCK_SIZE: gl.constexpr):
-    """Return the first pages of both tiles of a pair."""
-    pages, key = page_walk_of(block, block_table, strides), (block.begin + 2 * pair) * TILE
-    first = page_of(key, pages, BLOCK_SIZE)
-    return first, page_of(key + TILE, pages, BLOCK_SIZE)
+def _cache_blocks_of_pair(block, pair, block_table, strides, BLOCK_SIZE: gl.constexpr):
+    """Return the cache blocks of the first keys of both tiles of a pair."""
+    blocks, key = block_table_row_of(block, block_table, strides), (block.begin + 2 * pair) * TILE
+    first = cache_block_of(key, blocks, BLOCK_SIZE)
+    return first, cache_block_of(key + TILE, blocks, BLOCK_SIZE)
 
 
 @gluon.jit
 @no_type_check
-def _pages_of_column_block(block, block_table, strides, BLOCK_SIZE: gl.constexpr):
-    """Return the first pages of the first STAGES pairs."""
-    pages = ()
+def _cache_blocks_of_column_block(block, block_table, strides, BLOCK_SIZE: gl.constexpr):
+    """Return the cache blocks of the first keys of the tiles of the first STAGES pairs."""
+    blocks = ()
     for pair in gl.static_range(STAGES):
-        pages = pages + (_pages_of_pair(block, pair, block_table, strides, BLOCK_SIZE),)  # noqa: RUF005  no unpacking
-    return pages
+        blocks = blocks + (_cache_blocks_of_pair(block, pair, block_table, strides, BLOCK_SIZE),)  # noqa: RUF005
+    return blocks
 
 
 @gluon.jit
 @no_type_check
 def _await_stage(empty, step):
-    """Wait until the pair STAGES before number `step` is multiplied."""
+    """Wait until the consumer has released the stage of pair `step`: it has multiplied pair `step - STAGES`."""
     mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
 
 
 @gluon.jit
 @no_type_check
 def _load_pair(
-    block, pair, tile_pages, block_table, strides, value_pages, tiles, full, first_column, step,
+    block, pair, tile_blocks, block_table, strides, value_tma, tiles, full, first_column, step,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Load a column block's columns of a pair of tiles, as the program's number `step`."""
-    WIDTH: gl.constexpr = value_pages.block_shape[2]
-    BUFFERS: gl.constexpr = TILE // value_pages.block_shape[1]
+    """Issue the TMA (bulk copy) loads of a column block's columns of a pair; `step` counts the program's pairs."""
+    WIDTH: gl.constexpr = value_tma.block_shape[2]
+    BUFFERS: gl.constexpr = TILE // value_tma.block_shape[1]
     ELEMENTS: gl.constexpr = 2 * TILE * WIDTH
     BYTES: gl.constexpr = ELEMENTS * (tiles.dtype.primitive_bitwidth // 8)
-    pages = page_walk_of(block, block_table, strides)
+    blocks = block_table_row_of(block, block_table, strides)
     stage = step % STAGES
     mbarrier.expect(full.index(stage), BYTES)
-    for place in gl.static_range(2):
+    for tile_index in gl.static_range(2):
         load_columns(
-            block.begin + 2 * pair + place, tile_pages[place], pages, value_pages, tiles, (2 * stage + place) * BUFFERS,
-            full.index(stage), BLOCK_SIZE, first_column, WIDTH,
+            block.begin + 2 * pair + tile_index, tile_blocks[tile_index], blocks, value_tma, tiles,
+            (2 * stage + tile_index) * BUFFERS, full.index(stage), BLOCK_SIZE, first_column, WIDTH,
         )  # fmt: skip
 
 
 @gluon.jit
 @no_type_check
 def _pairs_scored(flags, first_score_block, pair, count, row_blocks):
-    """Look in one warp at LANES flags, from a pair's on; return the pair up to which probabilities are written."""
+    """Read LANES flags from a pair on, in one warp; return the first pair whose probabilities are not written yet."""
     lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))
-    place = (flags + first_score_block + gl.minimum(pair + lane, count - 1) * row_blocks).to(gl.int64)
-    found = gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [place], gl.int32, is_pure=False, pack=1
+    pointers = (flags + first_score_block + gl.minimum(pair + lane, count - 1) * row_blocks).to(gl.int64)
+    flag = gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointers], gl.int32, is_pure=False, pack=1
     )
-    seen = gl.min(gl.where(found == NOT_WRITTEN, lane, LANES), 0)
-    partition_barrier()  # what one lane has acquired, all have
+    seen = gl.min(gl.where(flag == NOT_WRITTEN, lane, LANES), 0)
+    partition_barrier()  # every lane now sees what any lane has acquired
     fence_async_global()
     return gl.minimum(pair + seen, count)
 
 
 @gluon.jit
 @no_type_check
-def _load_phase_one(score_block, row_values, probability_pairs, shared, full, place):
-    """Load in one warp a score block's row values, where they lie, and probabilities, as the copy engine takes them."""
+def _load_phase_one(score_block, row_values, probability_pairs, shared, full, stage):
+    """Issue the loads of a score block's row values (by the lanes of one warp) and of its probabilities (by TMA)."""
     element = gl.arange(0, ROW_VALUES, gl.BlockedLayout([4], [32], [1], [0]))
     source = row_values + score_block.to(gl.int64) * ROW_VALUES + element
-    async_copy.async_copy_global_to_shared(shared.row_places.index(place), source)
+    async_copy.async_copy_global_to_shared(shared.row_value_stages.index(stage), source)
     ELEMENTS: gl.constexpr = 2 * ROWS * TILE
-    BYTES: gl.constexpr = ELEMENTS * (shared.probability_places.dtype.primitive_bitwidth // 8)
-    bar = full.index(place)
-    async_copy.mbarrier_arrive(bar)  # later, so each thread adds itself to the arrivals: all before one arrives
+    BYTES: gl.constexpr = ELEMENTS * (shared.probability_stages.dtype.primitive_bitwidth // 8)
+    bar = full.index(stage)
+    # Each thread adds an arrival that happens after its copies. All of them are added before `expect` arrives.
+    async_copy.mbarrier_arrive(bar)
     partition_barrier()
     mbarrier.expect(bar, BYTES)
     tma.async_copy_global_to_shared(
-        probability_pairs, [score_block * (2 * ROWS), 0], bar, shared.probability_places.index(place)
+        probability_pairs, [score_block * (2 * ROWS), 0], bar, shared.probability_stages.index(stage)
     )
 
 
 @gluon.jit
 @no_type_check
 def load_column_blocks(
-    plan, inputs, value_pages, row_values, probability_pairs, sizes, strides, shared, bars, flags, pairs, splits_bound,
+    plan, inputs, value_tma, row_values, probability_pairs, sizes, strides, shared, bars, flags, pairs, splits_bound,
     HEADS: gl.constexpr, LATENT: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Load what the program's column blocks multiply, once its score block is computed: there is no other memory.
+    """Issue the loads of the operands of all the program's column blocks: values, probabilities and row values.
 
-    Values are loaded ahead of probabilities, which other programs may still be about to write.
+    They begin after the barrier `scored`, because they overwrite the shared memory of phase 1. The values are loaded
+    ahead of the probabilities, which other programs may not have written yet.
     """
     block_table, row_blocks, tiles = inputs.block_table, sizes.row_blocks, shared.tiles
     column_blocks = num_column_blocks(sizes, splits_bound)
     block = seek_column_block(first_column_block(), plan, inputs, sizes, splits_bound, HEADS)
-    first = _pages_of_column_block(block, block_table, strides, BLOCK_SIZE)
+    first = _cache_blocks_of_column_block(block, block_table, strides, BLOCK_SIZE)
     mbarrier.wait(bars.scored, 0)
-    step = block.number * 0  # pairs of all column blocks
+    step = block.number * 0  # pairs of all column blocks so far
     while block.number < column_blocks:
         first_column = block.number % COLUMN_BLOCKS * (LATENT // COLUMN_BLOCKS)
         begin = block.begin
         count = ceil_div(block.stop - begin, 2)
         first_score_block = (block.request * pairs + begin // 2) * row_blocks + block.row_block
-        # all places are free at first; then half of them, so that the first probabilities are loaded early
-        ahead = gl.where(step == 0, STAGES, STAGES - PLACES)
+        # The first column block fills all stages at once. A later one fills only half of them before its first
+        # probabilities are loaded, because the other half is released with the last pairs of the previous column block.
+        ahead = gl.where(step == 0, STAGES, STAGES - PROBABILITY_STAGES)
         for i in gl.static_range(STAGES):
             if (i < ahead) & (i < count):
                 _await_stage(bars.stage_empty, step + i)
                 _load_pair(
-                    block, i, first[i], block_table, strides, value_pages, tiles, bars.stage_full, first_column,
+                    block, i, first[i], block_table, strides, value_tma, tiles, bars.stage_full, first_column,
                     step + i, BLOCK_SIZE,
                 )  # fmt: skip
         pair, scored_pairs = begin * 0, begin * 0
         while pair < count:
             while scored_pairs <= pair:
                 scored_pairs = _pairs_scored(flags, first_score_block, pair, count, row_blocks)
-            later = pair + STAGES - PLACES  # in the stage of the pair whose place these probabilities take
+            # The stage of pair `later` is released together with the probabilities' stage: by the consumer, when it has
+            # multiplied pair - PROBABILITY_STAGES.
+            later = pair + STAGES - PROBABILITY_STAGES
             _await_stage(bars.stage_empty, step + later)
             _load_phase_one(
                 first_score_block + pair * row_blocks, row_values, probability_pairs, shared, bars.probabilities_full,
-                (step + pair) % PLACES,
+                (step + pair) % PROBABILITY_STAGES,
             )  # fmt: skip
             if (later >= ahead) & (later < count):
-                pages = _pages_of_pair(block, later, block_table, strides, BLOCK_SIZE)
+                blocks = _cache_blocks_of_pair(block, later, block_table, strides, BLOCK_SIZE)
                 _load_pair(
-                    block, later, pages, block_table, strides, value_pages, tiles, bars.stage_full, first_column,
+                    block, later, blocks, block_table, strides, value_tma, tiles, bars.stage_full, first_column,
                     step + later, BLOCK_SIZE,
                 )  # fmt: skip
             pair += 1
         step += count
         block = seek_column_block(block.number + gl.num_programs(0), plan, inputs, sizes, splits_bound, HEADS)
-        first = _pages_of_column_block(block, block_table, strides, BLOCK_SIZE)
+        first = _cache_blocks_of_column_block(block, block_table, strides, BLOCK_SIZE)
 
 
 @gluon.jit
 @no_type_check
-def _row_values(row_places, place, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load row values of a pair: references after its first tile and after its second, sums of both."""
-    each = row_places._reinterpret(gl.float32, [4 * PLACES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return each.index(4 * place + WHICH).load(LAYOUT)
+def _row_values(row_value_stages, stage, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return one row value of a pair; WHICH is 0 or 1: reference after tile 0 or 1; 2 or 3: sum of tile 0 or 1."""
+    each = row_value_stages._reinterpret(
+        gl.float32, [4 * PROBABILITY_STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
+    return each.index(4 * stage + WHICH).load(LAYOUT)
 
 
 @gluon.jit
 @no_type_check
 def _zero_unowned(values, first_row, WIDTH: gl.constexpr):
-    """Write zeros to a tile's columns from a row on (`zero_from`)."""
+    """Overwrite the keys from `first_row` on of a tile's columns with zeros (`zero_from`)."""
     if first_row < TILE:
         for column in gl.static_range(0, WIDTH, 64):
             zero_from(values.slice(column, 64, dim=1), first_row)
@@ -242,7 +256,7 @@ def _zero_unowned(values, first_row, WIDTH: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _rescaled(values, moved, before, after, scale_log2):
-    """Return the values relative to other references, unless none has moved."""
+    """Return the weighted sums relative to new references; unchanged if no reference has changed (`moved`)."""
     if moved:
         values = values * gl.exp2((before - after) * scale_log2)[:, None]
     return values
@@ -250,27 +264,27 @@ def _rescaled(values, moved, before, after, scale_log2):
 
 @gluon.jit
 @no_type_check
-def _write_partial(state, block, partial, plan, results, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Write the partial output of rows: a column block, and with the first one the partial LSE."""
+def _write_partial(state, block, partial, plan, outputs, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
+    """Write a column block of a partial output; the first column block also writes the partial LSE."""
     rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, VALUES), True)
     written = rows.real & (first_column == 0)
-    write_partial_largest(state, 1.0, rows, written, results)
-    write_partial_total(state, rows, written, plan, results)
-    stored = partial_out_columns(state.weighted, first_column, rows, results, LATENT, ROW_AXIS=0)
+    write_partial_largest(state, 1.0, rows, written, outputs)
+    write_partial_total(state, rows, written, plan, outputs)
+    stored = partial_out_columns(state.weighted, first_column, rows, outputs, LATENT, ROW_AXIS=0)
     store_columns(state.weighted, stored, 0, STAYS)
 
 
 @gluon.jit
 @no_type_check
-def _write_whole(state, block, results, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Write the outputs of rows that have one split: a column block, and with the first one the LSE."""
+def _write_whole(state, block, outputs, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
+    """Write a column block of the output of a request with one split; the first column block also writes the LSE."""
     rows = rows_at(block, ROWS, gl.SliceLayout(1, VALUES))
     divisor = divisor_of(state)
-    # the compiler must not know of the 1: it would fuse the product that `largest` is into the sum
+    # `one` is 1.0, but the compiler must not know it: it would fuse the product inside `largest` into this sum
     one = gl.full([ROWS], gl.where(block.num_tokens > 0, 1.0, 0.0), gl.float32, state.largest.type.layout)
     log = gl.fma(state.largest, one, gl.log2(divisor))
-    write_lse(log, state, rows, rows.real & (first_column == 0), block, results)
-    stored = out_columns(state.weighted, first_column, rows, block, results, LATENT, ROW_AXIS=0)
+    write_lse(log, state, rows, rows.real & (first_column == 0), block, outputs)
+    stored = out_columns(state.weighted, first_column, rows, block, outputs, LATENT, ROW_AXIS=0)
     weighted = state.weighted * (1.0 / divisor)[:, None]
     store_columns(weighted, stored, 0, NORMAL)
 
@@ -278,12 +292,12 @@ def _write_whole(state, block, results, first_column, LATENT: gl.constexpr, VALU
 @gluon.jit
 @no_type_check
 def multiply_column_blocks(
-    block, inputs, plan, results, sizes, shared, bars, splits_bound,
+    block, inputs, plan, outputs, sizes, shared, bars, splits_bound,
     HEADS: gl.constexpr, LATENT: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the program's column blocks, from one on, and write their outputs."""
+    """Compute the program's column blocks, beginning with `block`, and write their outputs or partial outputs."""
     scale_log2 = sizes.scale_log2
-    row_places, probability_places, tiles = shared.row_places, shared.probability_places, shared.tiles
+    row_value_stages, probability_stages, tiles = shared.row_value_stages, shared.probability_stages, shared.tiles
     WIDTH: gl.constexpr = LATENT // COLUMN_BLOCKS
     BUFFERS: gl.constexpr = tiles.shape[0] // (2 * STAGES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -291,42 +305,52 @@ def multiply_column_blocks(
     ROW: gl.constexpr = gl.SliceLayout(1, VALUES)
     ALL: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     column_blocks = num_column_blocks(sizes, splits_bound)
-    step = 0  # pairs of all column blocks
+    step = 0  # pairs of all column blocks so far
     while block.number < column_blocks:
         first_column = block.number % COLUMN_BLOCKS * WIDTH
         length, begin = block.length, block.begin
         count = ceil_div(block.stop - begin, 2)
         largest = gl.full([ROWS], LEAST, gl.float32, ROW)
-        known = gl.full([ROWS], LEAST, gl.float32, ALL)
+        # references of all rows, with a copy in every warp: all warps take the same branch in `_rescaled`
+        all_before = gl.full([ROWS], LEAST, gl.float32, ALL)
         first_total = gl.zeros([ROWS], gl.float32, ROW)
         second_total = gl.zeros([ROWS], gl.float32, ROW)
         values = gl.zeros([ROWS, WIDTH], gl.float32, VALUES)
         for pair in range(0, count):
-            place, stage = step % PLACES, step % STAGES
-            mbarrier.wait(bars.probabilities_full.index(place), (step // PLACES) & 1)
-            middle, top = _row_values(row_places, place, 0, ROW), _row_values(row_places, place, 1, ROW)
-            between, end = _row_values(row_places, place, 0, ALL), _row_values(row_places, place, 1, ALL)
-            moved = gl.max(((known != between) | (between != end)).to(gl.int32), 0) > 0
-            known = end
+            probability_stage, stage = step % PROBABILITY_STAGES, step % STAGES
+            mbarrier.wait(bars.probabilities_full.index(probability_stage), (step // PROBABILITY_STAGES) & 1)
+            first_reference, second_reference = (
+                _row_values(row_value_stages, probability_stage, 0, ROW),
+                _row_values(row_value_stages, probability_stage, 1, ROW),
+            )
+            all_first, all_second = (
+                _row_values(row_value_stages, probability_stage, 0, ALL),
+                _row_values(row_value_stages, probability_stage, 1, ALL),
+            )
+            moved = gl.max(((all_before != all_first) | (all_first != all_second)).to(gl.int32), 0) > 0
+            all_before = all_second
             first = tiles.index(2 * stage * BUFFERS)._reinterpret(tiles.dtype, [TILE, WIDTH], SHARED)
             second = tiles.index((2 * stage + 1) * BUFFERS)._reinterpret(tiles.dtype, [TILE, WIDTH], SHARED)
-            probabilities = probability_places.index(place)
+            probabilities = probability_stages.index(probability_stage)
             owned = length - (begin + 2 * pair) * TILE
             mbarrier.wait(bars.stage_full.index(stage), (step // STAGES) & 1)
             _zero_unowned(first, owned, WIDTH)
-            values = _rescaled(values, moved, largest, middle, scale_log2)
+            values = _rescaled(values, moved, largest, first_reference, scale_log2)
             values = warpgroup_mma(probabilities.slice(0, ROWS), first, values, is_async=True)
-            first_decay, second_decay = gl.exp2((largest - middle) * scale_log2), gl.exp2((largest - top) * scale_log2)
-            first_total = first_total * first_decay + _row_values(row_places, place, 2, ROW)
-            second_total = second_total * second_decay + _row_values(row_places, place, 3, ROW)
-            first_total = first_total * gl.exp2((middle - top) * scale_log2)
+            first_decay, second_decay = (
+                gl.exp2((largest - first_reference) * scale_log2),
+                gl.exp2((largest - second_reference) * scale_log2),
+            )
+            first_total = first_total * first_decay + _row_values(row_value_stages, probability_stage, 2, ROW)
+            second_total = second_total * second_decay + _row_values(row_value_stages, probability_stage, 3, ROW)
+            first_total = first_total * gl.exp2((first_reference - second_reference) * scale_log2)
             values = warpgroup_mma_wait(0, deps=[values])
             _zero_unowned(second, owned - TILE, WIDTH)
-            values = _rescaled(values, moved, middle, top, scale_log2)
-            largest = top
+            values = _rescaled(values, moved, first_reference, second_reference, scale_log2)
+            largest = second_reference
             values = warpgroup_mma(probabilities.slice(ROWS, ROWS), second, values, is_async=True)
             values = warpgroup_mma_wait(0, deps=[values])
-            partition_barrier()  # every warp has read and multiplied, before one of them arrives
+            partition_barrier()  # every warp has read and multiplied before one of them arrives
             arrive(bars.stage_empty.index(stage))
             step += 1
 
@@ -339,7 +363,7 @@ def multiply_column_blocks(
         state = RowState(in_base_two(unscaled, scale_log2), total, values)
         row_block = row_block_of(block, sizes, HEADS)
         if partial >= 0:
-            _write_partial(state, row_block, partial, plan, results, first_column, LATENT, VALUES)
+            _write_partial(state, row_block, partial, plan, outputs, first_column, LATENT, VALUES)
         else:
-            _write_whole(state, row_block, results, first_column, LATENT, VALUES)
+            _write_whole(state, row_block, outputs, first_column, LATENT, VALUES)
         block = seek_column_block(block.number + gl.num_programs(0), plan, inputs, sizes, splits_bound, HEADS)

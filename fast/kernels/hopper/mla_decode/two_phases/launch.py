@@ -1,4 +1,4 @@
-"""Allocate what a decode in two phases needs beside its inputs, and launch its two kernels."""
+"""Allocate the buffers of a decode in two phases, and launch its two kernels."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ...common.dependent_launch import LAUNCH
 from ...common.own_length import TILE
 from ...common.records import Constants
-from ..arguments import BatchSizes, LaunchInputs, LaunchResults, Numbers, RowSizes
+from ..arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, RowSizes
 from ..main_loops.tile_scores import ROWS
 from .column_blocks import COLUMN_BLOCKS
 from .kernel import CLEARED, _clear_kernel, _two_phases_kernel
-from .score_blocks import ROW_VALUES, TOPS
+from .score_blocks import ROW_VALUES, SCORE_WORDS
 
 
 def launch_two_phases(
     inputs: LaunchInputs,
-    results: LaunchResults,
+    outputs: LaunchOutputs,
     sizes: BatchSizes,
     row_sizes: RowSizes,
     numbers: Numbers,
@@ -28,33 +28,33 @@ def launch_two_phases(
     pairs: int,
     splits_bound: int,
 ) -> None:
-    """Score pairs of tiles, then multiply split by split, in programs that all run at once.
+    """Launch the two phases as one cooperative kernel, in which all programs run at the same time.
 
     Args:
-        inputs: queries, pages and lists.
-        results: outputs and partial outputs.
-        sizes: of the batch.
-        row_sizes: of row blocks and partial outputs.
-        numbers: the rule of splits, scale and strides.
-        constants: what the kernel is compiled for.
-        programs: no more than run at once, no less than score blocks.
-        pairs: of tiles of a request, no less than any has.
-        splits_bound: no less than the splits of any request.
+        inputs: queries, descriptors of the cache, and lists.
+        outputs: outputs and partial outputs.
+        sizes: sizes of the batch.
+        row_sizes: numbers of rows and partial outputs.
+        numbers: rule of splits, scale and strides.
+        constants: compile-time constants of the kernel.
+        programs: number of programs; all must run at the same time, and every score block needs one.
+        pairs: upper bound of the pairs of tiles of a request.
+        splits_bound: upper bound of the splits of a request.
     """
-    latent_pages, device = inputs.latent_pages, results.out.device
+    latent_tma, device = inputs.latent_tma, outputs.out.device
     score_blocks = sizes.requests * pairs * row_sizes.row_blocks
-    words = torch.empty(score_blocks * (TOPS.value + 1), dtype=torch.int32, device=device)
+    words = torch.empty(score_blocks * (SCORE_WORDS.value + 1), dtype=torch.int32, device=device)
     row_values = torch.empty(score_blocks * ROW_VALUES.value, dtype=torch.float32, device=device)
-    box = [2 * ROWS.value, TILE.value]  # of a score block
-    probabilities = torch.empty(score_blocks * box[0], box[1], dtype=latent_pages.base.dtype, device=device)
+    box = [2 * ROWS.value, TILE.value]  # probabilities of a score block: 64 rows of each of its two tiles
+    probabilities = torch.empty(score_blocks * box[0], box[1], dtype=latent_tma.base.dtype, device=device)
     probability_pairs = TensorDescriptor.from_tensor(probabilities, box, gl.NVMMASharedLayout(128, 16, rank=2))
-    value_pages = TensorDescriptor(
-        latent_pages.base, latent_pages.shape, latent_pages.strides,
-        [1, latent_pages.block_shape[1], constants.LATENT // COLUMN_BLOCKS.value],
+    value_tma = TensorDescriptor(
+        latent_tma.base, latent_tma.shape, latent_tma.strides,
+        [1, latent_tma.block_shape[1], constants.LATENT // COLUMN_BLOCKS.value],
         gl.NVMMASharedLayout(128, 16, rank=3),
     )  # fmt: skip
     _clear_kernel[(triton.cdiv(words.numel(), CLEARED.value),)](words, words.numel(), **LAUNCH)
     _two_phases_kernel[(programs,)](
-        *inputs, results, value_pages, probability_pairs, words, row_values, probabilities, *sizes, *row_sizes, pairs,
+        *inputs, outputs, value_tma, probability_pairs, words, row_values, probabilities, *sizes, *row_sizes, pairs,
         splits_bound, *numbers, c=constants, **LAUNCH, launch_cooperative_grid=True,
     )  # fmt: skip

@@ -1,7 +1,10 @@
-"""Phase 1 of a decode in two phases: programs score pairs of tiles apart, for 64 rows, and write their probabilities.
+"""Phase 1 of a decode in two phases: each program computes the probabilities of one score block.
 
-A score block is a pair of tiles and a row block. The reference of its probabilities goes from tile to tile of a split
-(`tile_pairs`), so each program publishes its tiles' largest scores and waits for those of the pairs before.
+A score block is a pair of tiles of a request and a row block of 64 rows. Its probabilities are relative to a softmax
+reference, which depends on the largest scores of all earlier tiles of the split (`tile_scores.reference_of`). So each
+program publishes the largest scores of its two tiles in global memory, and waits for those of the earlier pairs.
+
+They are published as 32-bit words, which are NOT_WRITTEN at first: a word with any other value has been written.
 """
 
 from __future__ import annotations
@@ -16,40 +19,46 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...common.arrivals import arrive
 from ...common.epilogue import LEAST, shift_of
 from ...common.gluon_versions import partition_barrier
-from ...common.loads import page_walk_of, visibility_of, visible_keys
+from ...common.loads import block_table_row_of, visibility_of, visible_keys
 from ...common.own_length import TILE, ceil_div, own_splits
 from ...common.records import WorkItem
 from ...common.work_items import lens_of
-from ..main_loops.tile_scores import ROWS, fetch_quarter, masked, reference_of, score_quarter
+from ..main_loops.tile_scores import ROWS, load_quarter, masked, reference_of, score_quarter
 
-QUARTERS = gl.constexpr(4)  # of a tile's latent columns, scored one by one
-BEFORE = gl.constexpr(8)  # pairs whose largest scores are loaded at a time
-NOT_WRITTEN = gl.constexpr(-1)  # sentinel of words: no largest score and no flag has these bits
-CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)
-TOPS = gl.constexpr(2 * ROWS.value)  # words of a score block: largest scores of its rows; behind all, its flag
-ROW_VALUES = gl.constexpr(4 * ROWS.value)  # of a score block: references after both tiles, sums of both
+QUARTERS = gl.constexpr(4)  # quarters of a tile's latent columns, loaded and scored one by one
+BEFORE = gl.constexpr(8)  # earlier pairs whose largest scores are loaded at a time
+NOT_WRITTEN = gl.constexpr(-1)  # sentinel for "not written yet": no published score and no flag has these bits
+CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)  # published instead of a NaN whose bits are NOT_WRITTEN
+SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: the largest score of each row in both tiles
+# float32 values of a score block: for each row, the references after both tiles and the sums of both tiles
+ROW_VALUES = gl.constexpr(4 * ROWS.value)
 
 
 class PhaseOne(NamedTuple):
-    """What phase 1 writes for phase 2, in memory: references and sums of rows, and probabilities."""
+    """Pointers to the values in global memory that phase 1 writes for phase 2.
+
+    Attributes:
+        row_values: [score blocks, 4, ROWS] float32: references after tile 0 and 1, sums of weights of tile 0 and 1.
+        probabilities: [score blocks, 2, ROWS, TILE], in the dtype of the cache.
+    """
 
     row_values: Any
     probabilities: Any
 
 
 class ColumnBlock(NamedTuple):
-    """One of eight column blocks of a split and row block: what a program multiplies in phase 2.
+    """One of eight column blocks of a (split, row block) pair: the unit of work of phase 2.
 
     Attributes:
-        number: of all column blocks, as if each request had the most splits.
-        request: index.
-        row_block: of the request.
-        query_start: first query token.
-        query_end: behind the last query token.
+        number: index among the column blocks of the batch, counted as if every request had `splits_bound` splits.
+        request: index of the request.
+        row_block: index of the row block in the request.
+        query_start: first query token of the request.
+        query_end: end of its query tokens, exclusive.
         length: readable keys of the request.
         begin: first tile of the split.
-        stop: behind its last tile.
-        splits: of the request.
+        stop: end of the split's tiles, exclusive.
+        splits: splits of the request.
         split_tiles: tiles of a split.
     """
 
@@ -66,18 +75,27 @@ class ColumnBlock(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory of a program; the last two are other views of `latents` and of the queries."""
+    """Shared memory of a program.
+
+    Attributes:
+        queries: `Queries`; phase 1.
+        latents: latents of two tiles, in quarters; phase 1.
+        rope_tiles: rope parts of two tiles; phase 1.
+        row_value_stages: row values of PROBABILITY_STAGES pairs; phase 2.
+        probability_stages: probabilities of these pairs; phase 2, in the memory of the queries.
+        tiles: columns of a column block of STAGES pairs; phase 2, in the memory of `latents`.
+    """
 
     queries: Any
     latents: Any
-    tails: Any
-    row_places: Any
-    probability_places: Any
+    rope_tiles: Any
+    row_value_stages: Any
+    probability_stages: Any
     tiles: Any
 
 
 class Bars(NamedTuple):
-    """Barriers of a program; README.md has a table of them."""
+    """Barriers of a program; README.md says who arrives and who waits."""
 
     full: Any
     scored: Any
@@ -89,21 +107,21 @@ class Bars(NamedTuple):
 @gluon.jit
 @no_type_check
 def _num_score_blocks(sizes, pairs):
-    """Return the score blocks of all requests, as if each filled the block table."""
+    """Return the number of score blocks of the batch, counted as if every request had `pairs` pairs of tiles."""
     return sizes.num_requests * pairs * sizes.row_blocks
 
 
 @gluon.jit
 @no_type_check
 def flags_behind(words, sizes, pairs):
-    """Return where the flags lie: one for each score block says that its probabilities are written."""
-    return words + _num_score_blocks(sizes, pairs) * TOPS
+    """Return the pointer to the flags of all score blocks; a flag is set when the probabilities are written."""
+    return words + _num_score_blocks(sizes, pairs) * SCORE_WORDS
 
 
 @gluon.jit
 @no_type_check
 def score_block_of_program(plan, inputs, sizes, pairs, HEADS: gl.constexpr):
-    """Return the score block that has the program's number, as a work item, and whether there is one."""
+    """Return the score block with the program's number as a `WorkItem`, and whether the program has one."""
     score_block = gl.program_id(0)
     row_blocks = sizes.row_blocks
     request = gl.minimum(score_block // row_blocks // pairs, sizes.num_requests - 1)
@@ -111,122 +129,129 @@ def score_block_of_program(plan, inputs, sizes, pairs, HEADS: gl.constexpr):
     lens = lens_of(request, inputs, sizes)
     split_tiles, _ = own_splits(lens, plan)
     stop = gl.minimum(begin + 2, ceil_div(lens.readable, TILE))
-    there = (score_block < _num_score_blocks(sizes, pairs)) & (begin < stop)
-    there = there & (lens.query_start + row_block * ROWS // HEADS < lens.query_end)
+    has_block = (score_block < _num_score_blocks(sizes, pairs)) & (begin < stop)
+    has_block = has_block & (lens.query_start + row_block * ROWS // HEADS < lens.query_end)
     item = WorkItem(
         request, row_block, lens.query_start, lens.query_end, lens.readable, begin, stop, begin * 0, split_tiles
     )
-    return item, there
+    return item, has_block
 
 
 @gluon.jit
 @no_type_check
-def _first_pages(block_table, sizes, strides, pairs, BLOCK_SIZE: gl.constexpr):
-    """Load the first pages of the program's tiles, before it is known whether it has keys there."""
+def _first_cache_blocks(block_table, sizes, strides, pairs, BLOCK_SIZE: gl.constexpr):
+    """Return the cache blocks of the first keys of both tiles; loaded before it is known whether the keys exist."""
     score_block, max_keys, row_blocks = gl.program_id(0), sizes.max_keys, sizes.row_blocks
     request, key = score_block // row_blocks // pairs, score_block // row_blocks % pairs * (2 * TILE)
     table_row = block_table + gl.minimum(request, sizes.num_requests - 1).to(gl.int64) * strides.table_row
     first, second = key // BLOCK_SIZE, (key + TILE) // BLOCK_SIZE
     stride = strides.table_entry
-    first_page = gl.load(table_row + first.to(gl.int64) * stride, mask=key < max_keys, other=-1)
-    return first_page, gl.load(table_row + second.to(gl.int64) * stride, mask=key + TILE < max_keys, other=-1)
+    first_block = gl.load(table_row + first.to(gl.int64) * stride, mask=key < max_keys, other=-1)
+    return first_block, gl.load(table_row + second.to(gl.int64) * stride, mask=key + TILE < max_keys, other=-1)
 
 
 @gluon.jit
 @no_type_check
 def load_score_block(
-    plan, inputs, latent_pages, rope_pages, sizes, strides, buffers, full, pairs,
+    plan, inputs, latent_tma, rope_tma, sizes, strides, buffers, full, pairs,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Load the tiles of the program's score block, if it has one."""
-    first_pages = _first_pages(inputs.block_table, sizes, strides, pairs, BLOCK_SIZE)
-    item, there = score_block_of_program(plan, inputs, sizes, pairs, HEADS)
-    if there:
-        pages = page_walk_of(item, inputs.block_table, strides)
-        tile_pages = (first_pages[0], gl.where((item.begin + 1) * TILE < pages.end_key, first_pages[1], -1))
-        for place in gl.static_range(2):
+    """Issue the TMA (bulk copy) loads of both tiles of the program's score block, if it has one."""
+    first_blocks = _first_cache_blocks(inputs.block_table, sizes, strides, pairs, BLOCK_SIZE)
+    item, has_block = score_block_of_program(plan, inputs, sizes, pairs, HEADS)
+    if has_block:
+        blocks = block_table_row_of(item, inputs.block_table, strides)
+        tile_blocks = (first_blocks[0], gl.where((item.begin + 1) * TILE < blocks.end_key, first_blocks[1], -1))
+        for pointers in gl.static_range(2):
             for number in gl.static_range(QUARTERS):
-                fetch_quarter(
-                    item.begin + place, tile_pages[place], pages, latent_pages, rope_pages, buffers, full, place,
+                load_quarter(
+                    item.begin + pointers, tile_blocks[pointers], blocks, latent_tma, rope_tma, buffers, full, pointers,
                     number, LATENT, ROPE, BLOCK_SIZE,
                 )  # fmt: skip
 
 
 @gluon.jit
 @no_type_check
-def _publish_tops(words, score_block, PLACE: gl.constexpr, tops):
-    """Publish a tile's largest scores for the other programs: each word says by its value that it is written."""
-    row = gl.arange(0, ROWS, tops.type.layout)
-    bits = tops.to(gl.int32, bitcast=True)
+def _publish_largest_scores(words, score_block, TILE_INDEX: gl.constexpr, largest):
+    """Publish a tile's largest scores: write one word per row; its value is then no longer NOT_WRITTEN."""
+    row = gl.arange(0, ROWS, largest.type.layout)
+    bits = largest.to(gl.int32, bitcast=True)
     bits = gl.where(bits == NOT_WRITTEN, CANONICAL_NAN, bits)
-    gl.atomic_xchg(words + score_block * TOPS + PLACE * ROWS + row, bits, sem="relaxed", scope="gpu")
+    gl.atomic_xchg(words + score_block * SCORE_WORDS + TILE_INDEX * ROWS + row, bits, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
 @no_type_check
-def _tops_before(words, score_block, back, row_blocks, ALL: gl.constexpr):
-    """Load the largest scores of the pairs from `back` before this one on; bits, -inf's where there is no such pair."""
+def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constexpr):
+    """Return the published largest scores of BEFORE pairs, from the pair that is `back` pairs before this one on.
+
+    The result is a tuple of two tensors [ROWS] of float bits per pair: those of -inf for a pair that is not before this
+    one, NOT_WRITTEN for a pair that is not published yet.
+    """
     row = gl.arange(0, ROWS, ALL)
-    found = ()
+    loaded = ()
     for i in gl.static_range(BEFORE):
-        place = words + (score_block - (back - i) * row_blocks) * TOPS + row
-        there = (row >= 0) & (back > i)
+        pointers = words + (score_block - (back - i) * row_blocks) * SCORE_WORDS + row
+        has_block = (row >= 0) & (back > i)
         for tile in gl.static_range(2):
-            bits = gl.load(place + tile * ROWS, mask=there, other=-8388608, volatile=True)
-            found = found + (bits,)  # noqa: RUF005  the compiler knows no unpacking here
-    return found
+            bits = gl.load(pointers + tile * ROWS, mask=has_block, other=-8388608, volatile=True)
+            loaded = loaded + (bits,)  # noqa: RUF005  Triton cannot unpack a tuple
+    return loaded
 
 
 @gluon.jit
 @no_type_check
-def _not_written(found):
-    """Return whether any word is not written yet; every warp looks at all of them, and needs no other."""
-    waiting = found[0] == NOT_WRITTEN
+def _not_written(loaded):
+    """Return whether any word is not written yet; every warp checks all words, so the warps need no barrier."""
+    waiting = loaded[0] == NOT_WRITTEN
     for i in gl.static_range(1, 2 * BEFORE):
-        waiting = waiting | (found[i] == NOT_WRITTEN)
+        waiting = waiting | (loaded[i] == NOT_WRITTEN)
     return gl.max(waiting.to(gl.int32), 0) > 0
 
 
 @gluon.jit
 @no_type_check
 def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl.constexpr):
-    """Return the rows' references after the `count` pairs of the split before, once these are published."""
+    """Wait until the `count` earlier pairs of the split are published; return the rows' references after them."""
     reference = gl.full([ROWS], LEAST, gl.float32, ALL)
     for first in range(0, count, BEFORE):
-        found = _tops_before(words, score_block, count - first, row_blocks, ALL)
-        while _not_written(found):
-            found = _tops_before(words, score_block, count - first, row_blocks, ALL)
+        loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
+        while _not_written(loaded):
+            loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
         for i in gl.static_range(2 * BEFORE):
-            reference = reference_of(reference, found[i].to(gl.float32, bitcast=True), scale_log2)
+            reference = reference_of(reference, loaded[i].to(gl.float32, bitcast=True), scale_log2)
     return reference
 
 
 @gluon.jit
 @no_type_check
 def fence_async_global():
-    """Order what this thread has written or seen in memory before what copy engines read there."""
+    """Order this thread's earlier accesses to global memory before later reads of TMA (the bulk copy engine)."""
     gl.inline_asm_elementwise("fence.proxy.async.global; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
-def _write_tile(scores, reference, phase_one, score_block, scale_log2, PLACE: gl.constexpr, SCORES: gl.constexpr):
-    """Write a tile's probabilities, their rows' sums, and the references that they are relative to."""
+def _write_tile(scores, reference, phase_one, score_block, scale_log2, TILE_INDEX: gl.constexpr, SCORES: gl.constexpr):
+    """Write a tile's probabilities, the sum of each row, and the reference of each row to global memory."""
     row_values, probabilities = phase_one.row_values, phase_one.probabilities
-    # each of the four threads that have a row takes eight keys that lie together, twice: few stores of whole sectors
+    # each of the four threads of a row stores eight consecutive keys, twice: few stores, each of whole sectors
     LINES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [64, 64],
     )  # fmt: skip
     weights = gl.exp2(scores * scale_log2 - shift_of(reference, scale_log2)[:, None])
     row, key = gl.arange(0, ROWS, gl.SliceLayout(1, LINES)), gl.arange(0, TILE, gl.SliceLayout(0, LINES))
-    place = (
-        probabilities + (2 * score_block + PLACE).to(gl.int64) * (ROWS * TILE) + (row * TILE)[:, None] + key[None, :]
+    pointers = (
+        probabilities
+        + (2 * score_block + TILE_INDEX).to(gl.int64) * (ROWS * TILE)
+        + (row * TILE)[:, None]
+        + key[None, :]
     )
-    gl.store(place, gl.convert_layout(weights.to(probabilities.dtype.element_ty), LINES))
-    place = row_values + score_block.to(gl.int64) * ROW_VALUES + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    gl.store(place + PLACE * ROWS, reference)
-    gl.store(place + (2 + PLACE) * ROWS, gl.sum(weights, 1))
+    gl.store(pointers, gl.convert_layout(weights.to(probabilities.dtype.element_ty), LINES))
+    pointers = row_values + score_block.to(gl.int64) * ROW_VALUES + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    gl.store(pointers + TILE_INDEX * ROWS, reference)
+    gl.store(pointers + (2 + TILE_INDEX) * ROWS, gl.sum(weights, 1))
 
 
 @gluon.jit
@@ -235,21 +260,21 @@ def compute_score_block(
     item, inputs, words, phase_one, sizes, strides, shared, bars, pairs,
     HEADS: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Score the program's score block, whose queries are prefetched, and write its probabilities.
+    """Compute the program's score block and write its probabilities; the queries are already prefetched.
 
-    The barrier `scored` says that the memory of tiles and queries is free.
+    The consumer arrives at the barrier `scored` when phase 2 may overwrite the shared memory of tiles and queries.
     """
     scale_log2, full = sizes.scale_log2, bars.full
-    q_latent, q_rope, buffers = shared.queries.q_latent, shared.queries.q_rope, (shared.latents, shared.tails)
+    q_latent, q_rope, buffers = shared.queries.q_latent, shared.queries.q_rope, (shared.latents, shared.rope_tiles)
     score_block, flags = gl.program_id(0), flags_behind(words, sizes, pairs)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     ALL: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
     begin, stop = item.begin, item.stop
-    visible, first_pages = visible_keys(item, inputs, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
+    visible, first_blocks = visible_keys(item, inputs, sizes, strides, ROWS, HEADS, BLOCK_SIZE, ROW)
     visible = gl.minimum(visible, item.length)
     table_row = inputs.block_table + item.request.to(gl.int64) * strides.table_row
-    visibility = visibility_of(item, visible, first_pages, table_row, sizes, strides, BLOCK_SIZE, False)
+    visibility = visibility_of(item, visible, first_blocks, table_row, sizes, strides, BLOCK_SIZE, False)
     async_copy.wait_group(0)
     fence_async_shared()
     partition_barrier()
@@ -261,24 +286,24 @@ def compute_score_block(
     first = warpgroup_mma_wait(0, deps=[first])
     for number in gl.static_range(QUARTERS):
         second = score_quarter(second, buffers, q_latent, q_rope, full, 0, 0, True, 1, number, LATENT, ROPE)
-    if begin >= visibility.plain:
+    if begin >= visibility.first_masked:
         first = masked(first, begin, stop, visibility, SCORES, BLOCK_SIZE)
-    first_top = gl.max(first, 1)
-    _publish_tops(words, score_block, 0, first_top)
+    first_largest = gl.max(first, 1)
+    _publish_largest_scores(words, score_block, 0, first_largest)
     second = warpgroup_mma_wait(0, deps=[second])
-    if begin + 1 >= visibility.plain:
+    if begin + 1 >= visibility.first_masked:
         second = masked(second, begin + 1, stop, visibility, SCORES, BLOCK_SIZE)
-    partition_barrier()  # every warp has multiplied, before one of them arrives
+    partition_barrier()  # the products of every warp are complete before one of them arrives
     arrive(bars.scored)
-    second_top = gl.max(second, 1)
-    _publish_tops(words, score_block, 1, second_top)
+    second_largest = gl.max(second, 1)
+    _publish_largest_scores(words, score_block, 1, second_largest)
 
     count = begin % item.split_tiles // 2
     before = _reference_before(words, score_block, count, sizes.row_blocks, scale_log2, ALL)
-    middle = reference_of(gl.convert_layout(before, ROW), first_top, scale_log2)
-    top = reference_of(middle, second_top, scale_log2)
-    _write_tile(first, middle, phase_one, score_block, scale_log2, 0, SCORES)
-    _write_tile(second, top, phase_one, score_block, scale_log2, 1, SCORES)
+    first_reference = reference_of(gl.convert_layout(before, ROW), first_largest, scale_log2)
+    second_reference = reference_of(first_reference, second_largest, scale_log2)
+    _write_tile(first, first_reference, phase_one, score_block, scale_log2, 0, SCORES)
+    _write_tile(second, second_reference, phase_one, score_block, scale_log2, 1, SCORES)
     fence_async_global()
-    partition_barrier()  # what every thread has written, before one of them sets the flag
+    partition_barrier()  # every thread has written and fenced before one of them sets the flag
     gl.atomic_xchg(flags + score_block, 0, sem="release", scope="gpu")
