@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from reference.interfaces import AttentionState, check_merge
+from reference.interfaces import AttentionState, GraphSupport, check_merge
 
 from .. import backends
 from ..backends import BackendChoice
 
 
 def merge_attn_states(
-    prefix: AttentionState, suffix: AttentionState, *, backend: BackendChoice = None
+    prefix: AttentionState,
+    suffix: AttentionState,
+    *,
+    graph: GraphSupport = GraphSupport.NONE,
+    backend: BackendChoice = None,
 ) -> AttentionState:
     """Return the attention over the union of two disjoint sets of keys.
 
@@ -20,6 +24,7 @@ def merge_attn_states(
     Args:
         prefix: out [T, N, Dv], lse [N, T].
         suffix: state with the same shapes and dtypes.
+        graph: kind of CUDA graph in which the call is replayed.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -30,7 +35,7 @@ def merge_attn_states(
         UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
     """
     check_merge(prefix, suffix)
-    request = backends.state_request("merge_attn_states", prefix.out)
+    request = backends.state_request("merge_attn_states", prefix.out, graph)
     chosen = backends.select(request, backend)
     out, lse = torch.ops.mla_twins.merge_attn_states(prefix.out, prefix.lse, suffix.out, suffix.lse, chosen.name)
     return AttentionState(out, lse)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from reference.interfaces import (
+    GraphSupport,
     RopeConfig,
     check,
     check_dtype,
@@ -105,6 +106,7 @@ def apply_rope(
     rope: RopeConfig,
     *,
     frequencies: Float[Tensor, " R/2"] | None = None,
+    graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T R"]]:
     """Rotate the rope parts of the query and of the shared key.
@@ -115,6 +117,7 @@ def apply_rope(
         k_pe: [T, R], one key for all heads.
         rope: rotary parameters.
         frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes it again.
+        graph: kind of CUDA graph in which the call is replayed.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -128,7 +131,9 @@ def apply_rope(
     check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
     frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
     widths = (("qk_rope_head_dim", q_pe.shape[2]),)
-    chosen = backends.select(backends.KernelRequest("apply_rope", q_pe.device, q_pe.dtype, widths), backend)
+    check_type("graph", graph, GraphSupport)
+    request = backends.KernelRequest("apply_rope", q_pe.device, q_pe.dtype, widths, graph=graph)
+    chosen = backends.select(request, backend)
     return torch.ops.mla_twins.apply_rope(positions, q_pe, k_pe, frequencies, magnitude, rope.interleaved, chosen.name)
 
 

@@ -13,6 +13,7 @@ from reference.interfaces import (
     QueryLenSupport,
     UnsupportedConfiguration,
     check,
+    check_type,
 )
 
 from .own import DECODES, MESSAGES
@@ -169,18 +170,35 @@ def decode_request(
     )
 
 
-def state_request(op: str, out: torch.Tensor) -> KernelRequest:
-    """Return what an op on attention states, with output [T, N, Dv], needs from a backend."""
-    return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),))
+def state_request(op: str, out: torch.Tensor, graph: GraphSupport = GraphSupport.NONE) -> KernelRequest:
+    """Return what an op on attention states, with output [T, N, Dv], needs from a backend.
+
+    Args:
+        op: name of the op.
+        out: output of a state.
+        graph: kind of CUDA graph in which the call is replayed.
+    """
+    return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), graph=check_graph(graph))
+
+
+def check_graph(graph: GraphSupport) -> GraphSupport:
+    """Return the `graph=` of an op after a check of its type.
+
+    Raises:
+        TypeError: not a `GraphSupport`.
+    """
+    check_type("graph", graph, GraphSupport)
+    return graph
 
 
 def cache_request(
     op: str,
     kv_cache: torch.Tensor,
     head_dims: tuple[tuple[str, int], ...] | None = None,
-    cache_format: CacheFormat = COMPUTE_FORMAT,
+    cache_format: CacheFormat | None = COMPUTE_FORMAT,
     dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
+    graph: GraphSupport = GraphSupport.NONE,
 ) -> KernelRequest:
     """Return what an op on a paged cache [num_blocks, block_size, columns] needs from a backend.
 
@@ -188,15 +206,16 @@ def cache_request(
         op: name of the op.
         kv_cache: the cache.
         head_dims: widths of the op's tensors; None for an op that uses only the number of columns.
-        cache_format: format of the cache.
+        cache_format: format of the cache; None for an op that copies entries of any format unchanged.
         dtype: dtype of the values that the op writes into the cache or reads from it; None for the dtype of the cache,
             for ops that copy entries unchanged.
         out_dtype: dtype of the output; None for an op without a choice of it.
+        graph: kind of CUDA graph in which the call is replayed.
     """
     widths = (("head_dim", kv_cache.shape[2]),) if head_dims is None else head_dims
     return KernelRequest(
         op, kv_cache.device, kv_cache.dtype if dtype is None else dtype, widths, block_size=kv_cache.shape[1],
-        out_dtype=out_dtype, cache_format=cache_format,
+        out_dtype=out_dtype, cache_format=cache_format, graph=check_graph(graph),
     )  # fmt: skip
 
 

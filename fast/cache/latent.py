@@ -9,6 +9,7 @@ from torch import Tensor
 from reference.interfaces import (
     COMPUTE_FORMAT,
     CacheFormat,
+    GraphSupport,
     check,
     check_blocks,
     check_cache_write,
@@ -67,6 +68,7 @@ def concat_and_cache_mla(
     slot_mapping: Int64[Tensor, " slots"],
     cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
+    graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> None:
     """Write the latent and the rotated key of each token into the token's slot, bit for bit.
@@ -77,6 +79,7 @@ def concat_and_cache_mla(
         kv_cache: cache, written in place.
         slot_mapping: [>= T], -1 = padding, not written; slots after the first T are ignored.
         cache_format: format of the cache.
+        graph: kind of CUDA graph in which the call is replayed.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
@@ -86,9 +89,10 @@ def concat_and_cache_mla(
     """
     check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
     widths = (("kv_lora_rank", kv_c_normed.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
-    chosen = backends.select(
-        backends.cache_request("concat_and_cache_mla", kv_cache, widths, cache_format, kv_c_normed.dtype), backend
-    ).name
+    request = backends.cache_request(
+        "concat_and_cache_mla", kv_cache, widths, cache_format, kv_c_normed.dtype, graph=graph
+    )
+    chosen = backends.select(request, backend).name
     torch.ops.mla_twins.concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, chosen)
 
 

@@ -8,6 +8,7 @@ from reference.distributed.arguments import check_merge_over_group
 from reference.distributed.groups import Group
 from reference.interfaces import (
     AttentionState,
+    GraphSupport,
     check_type,
     wide_dtype,
 )
@@ -22,6 +23,7 @@ def cp_lse_ag_out_rs(
     state: AttentionState,
     group: Group,
     *,
+    graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
     """Merge over ranks: all-gather the LSE, scale the outputs by their softmax weights, reduce-scatter the heads.
@@ -29,6 +31,7 @@ def cp_lse_ag_out_rs(
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.
         group: the D ranks; rank r is the owner rank of heads [r N / D, (r + 1) N / D).
+        graph: kind of CUDA graph in which the call is replayed.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -42,7 +45,7 @@ def cp_lse_ag_out_rs(
     """
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
-    chosen = backends.select(backends.state_request("weight_attn_out", state.out), backend).name
+    chosen = backends.select(backends.state_request("weight_attn_out", state.out, graph), backend).name
     lses = group.all_gather(state.lse)
     by_owner, lse = torch.ops.mla_twins.weight_attn_out(state.out, lses, group.rank, chosen)
     return AttentionState(group.reduce_scatter(by_owner), lse)
@@ -67,6 +70,7 @@ def cp_lse_a2a(
     state: AttentionState,
     group: Group,
     *,
+    graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
     """Merge over ranks: one all-to-all sends outputs and LSE of each head to its owner rank, which merges them.
@@ -74,6 +78,7 @@ def cp_lse_a2a(
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.
         group: the D ranks; rank r is the owner rank of heads [r N / D, (r + 1) N / D).
+        graph: kind of CUDA graph in which the call is replayed.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -88,7 +93,7 @@ def cp_lse_a2a(
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
     tokens, heads, value = state.out.shape
-    request = backends.state_request("pack_attn_state", state.out)
+    request = backends.state_request("pack_attn_state", state.out, graph)
     chosen = backends.select(request, backend).name
     message = torch.ops.mla_twins.pack_attn_state(state.out, state.lse, group.size, chosen)
     out, lse = torch.ops.mla_twins.merge_packed_attn_states(

@@ -9,6 +9,7 @@ from torch import Tensor
 from reference.interfaces import (
     COMPUTE_FORMAT,
     CacheFormat,
+    GraphSupport,
     RopeConfig,
     check_formatted_cache,
     check_number,
@@ -34,6 +35,7 @@ def rope_norm_and_cache(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
     frequencies: Float[Tensor, " R/2"] | None = None,
+    graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> tuple[Float[Tensor, "T N R"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
     """Compute `apply_rope`, `rms_norm` of the latents and `concat_and_cache_mla` in one kernel.
@@ -51,6 +53,7 @@ def rope_norm_and_cache(
         rope: rotary parameters.
         cache_format: format of the cache.
         frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes it again.
+        graph: kind of CUDA graph in which the call is replayed.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -72,9 +75,8 @@ def rope_norm_and_cache(
     check_number("eps", eps, 0)
     frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
     widths = (("kv_lora_rank", kv_c.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
-    chosen = backends.select(
-        backends.cache_request("rope_norm_and_cache", kv_cache, widths, cache_format, kv_c.dtype), backend
-    ).name
+    request = backends.cache_request("rope_norm_and_cache", kv_cache, widths, cache_format, kv_c.dtype, graph=graph)
+    chosen = backends.select(request, backend).name
     return torch.ops.mla_twins.rope_norm_and_cache(
         positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight.to(kv_c.dtype), eps, frequencies, magnitude,
         rope.interleaved, chosen,

@@ -140,4 +140,4 @@ def dcp_decode(
         q[..., :latent], q[..., latent:], kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format,
         backend=backend,
     )  # fmt: skip
-    return MERGE_OVER_RANKS[context_parallel.merge](state, group, backend=backend)
+    return MERGE_OVER_RANKS[context_parallel.merge](state, group, graph=metadata.graph, backend=backend)

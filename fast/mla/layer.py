@@ -239,7 +239,7 @@ class MLAAttention(nn.Module):
         q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
             positions, q_pe, kv_c, k_pe, kv_cache, metadata.slot_mapping[: metadata.num_actual_tokens],
             self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope, cache_format=self.cache_format,
-            frequencies=self._frequencies_for(q), backend=self.backend,
+            frequencies=self._frequencies_for(q), graph=metadata.decode.graph, backend=self.backend,
         )  # fmt: skip
         q = torch.cat((q_nope, q_pe), dim=-1)
         self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
@@ -324,8 +324,9 @@ class MLAAttention(nn.Module):
         check_step_ownership(metadata, self.context_parallel)
         end = metadata.num_actual_tokens
         concat_and_cache_mla(
-            kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format, backend=self.backend
-        )
+            kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format,
+            graph=metadata.decode.graph, backend=self.backend,
+        )  # fmt: skip
         self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
 
     def _touch_largest(self, q: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:

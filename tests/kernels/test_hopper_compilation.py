@@ -313,12 +313,12 @@ def test_slices_where_processors_are_idle(monkeypatch):
         (128, 11, (512, 64), "batch-invariant, sliced", 1, 6), (128, 5, (512, 64), "batch-invariant, sliced", 1, 5),
         (128, 132, (256, 64), "batch-invariant, sliced", 1, 6), (128, 132, (512, 64), "batch-invariant", 1, 6),
         (128, 132, (512, 64), "batch-invariant, planned", 1, 6), (128, 132, (512, 64), "whole", 1, 2),
-        (16, 132, (512, 64), "batch-invariant, sliced", None, 3),
-        (32, 132, (512, 64), "batch-invariant, sliced", None, 3),
+        (16, 132, (512, 64), "batch-invariant, sliced", 1, 3),
+        (32, 132, (512, 64), "batch-invariant, sliced", 1, 3),
     ):  # fmt: skip
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
         _, _, constants = recorded(monkeypatch, heads, cut, widths=widths)
-        assert slices == constants["c"].SLICES
+        assert constants["c"].SLICES == slices
         assert launches[-1][1] == programs
 
 

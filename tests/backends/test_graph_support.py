@@ -1,0 +1,96 @@
+"""Every op of a captured decode step asks for a backend that can be captured.
+
+Faults this file was seen to catch: a layer that does not pass the graph to an op, an op that does not pass it on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fast
+from fast import backends
+from fast.backends import Backend, OpSupport
+from reference.interfaces import GraphSupport, UnsupportedConfiguration
+
+from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights
+
+STEP = ("rope_norm_and_cache", "mla_decode", "plan_decode")  # ops of a decode step on one rank
+MERGES = {"ag_rs": ("weight_attn_out",), "a2a": ("pack_attn_state", "merge_packed_attn_states")}
+
+
+@pytest.fixture
+def launched():
+    """The ops that a backend serves which cannot be captured; it has the highest priority."""
+    seen: set[str] = set()
+
+    def noted(op):
+        launch = backends.kernel("cpu", op)
+        return lambda *given: seen.add(op) or launch(*given)
+
+    ops = (*STEP, "concat_and_cache_mla", "apply_rope", "merge_attn_states", *MERGES["ag_rs"], *MERGES["a2a"])
+    supports = {op: OpSupport(noted(op), graph=GraphSupport.NONE) for op in ops}
+    supports["pack_attn_state"] = replace(supports["pack_attn_state"], reads="merge_packed_attn_states")
+    backends.register(Backend("eager", 50, "cpu", supports))
+    yield seen
+    backends.unregister("eager")
+
+
+def one_step(captured, attention=False, ranks=None):
+    """Run a layer over two requests with one new token each, with a plan for a graph or for one step."""
+    config = replace(DIRECT, num_heads=4)
+    batch = make_batch([1, 1], [20, 33])
+    cache = make_cache(batch, make_entries(batch, config.head_size, torch.float32), config.head_size, torch.float32)
+    weights = make_weights(config if ranks is None else ranks.local_config(config), torch.float32)
+    layer = make_layer(fast, config, weights, torch.float32, context_parallel=ranks)
+    builder = fast.MLAMetadataBuilder(config, 16, 4096, 8, num_programs=2, context_parallel=ranks, dtype=torch.float32)
+    common = batch.common
+    if ranks is not None:  # one block of 16 slots holds 32 tokens of a sequence, 16 of them on each rank
+        common = replace(common, slot_mapping=torch.tensor([-1, -1]))
+    plan = builder.build_for_cudagraph_capture(common) if captured else builder.build(0, common)
+    if not captured:  # the lengths alone ask for no schedule
+        plan = replace(plan, schedule=fast.plan_decode(plan.decode.seq_lens, 2))
+    hidden_states, positions = torch.randn(2, config.hidden_size), torch.tensor([19, 32])
+    if attention:
+        q, kv_c_normed, k_pe = layer.project(hidden_states, positions)
+        output = q.new_empty(2, config.num_heads, config.v_head_dim)
+        layer.forward_attention(q, kv_c_normed, k_pe, cache, plan, output)
+    else:
+        layer(hidden_states, positions, cache, plan)
+
+
+def test_a_decode_step(launched):
+    """`forward` takes the fused cache write, `forward_attention` the separate one."""
+    one_step(captured=False)
+    assert launched == set(STEP)
+    launched.clear()
+    one_step(captured=True)
+    assert launched == set()
+    one_step(captured=False, attention=True)
+    assert launched == {"apply_rope", "concat_and_cache_mla", "mla_decode", "plan_decode"}
+    launched.clear()
+    one_step(captured=True, attention=True)
+    assert launched == {"apply_rope"}  # `project` has no plan: a graph captures `forward`
+
+
+@pytest.mark.parametrize("merge", MERGES)
+def test_a_merge_over_ranks(launched, merge):
+    """The ranks merge their states inside the graph too."""
+    fast.simulate(2, 8, lambda ranks: one_step(captured=False, ranks=ranks), merge=merge)
+    assert launched == {*STEP, *MERGES[merge]}
+    launched.clear()
+    fast.simulate(2, 8, lambda ranks: one_step(captured=True, ranks=ranks), merge=merge)
+    assert launched == set()
+
+
+def test_a_named_backend_is_not_replaced(launched, plain_errors):
+    """A caller who names the backend gets the reason."""
+    state = fast.AttentionState(torch.ones(2, 3, 4), torch.zeros(3, 2))
+    fast.merge_attn_states(state, state, backend="eager")
+    assert launched == {"merge_attn_states"}
+    with pytest.raises(UnsupportedConfiguration, match="eager: can be captured for none query lengths, got any"):
+        fast.merge_attn_states(state, state, graph=GraphSupport.ANY, backend="eager")
+    with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
+        fast.merge_attn_states(state, state, graph="any")
