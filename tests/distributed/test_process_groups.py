@@ -277,7 +277,7 @@ def test_nccl_rank_that_dies(kill):
         if rank != victim:
             assert outcome.exit_status not in (0, None), f"{outcome}"
             assert outcome.ended - outcomes[victim].ended < timeout_s + 1, f"{outcome}"  # a second to be seen dead
-            said = (outcome.error or "") + outcome.said
+            said = (outcome.error or "") + outcome.stderr
             assert re.search(r"(cp|tp)_group: .*all_\w+.*requests in flight: \d", said, re.S), f"{outcome}"
 
 

@@ -9,7 +9,7 @@ import reference
 from fast.kernels.cpu import context_parallel as cpu_kernels
 from reference.interfaces import ContextChunk, TokenOwnership
 
-from ..support.context_parallel import dealt_pieces
+from ..support.context_parallel import gathered_chunk
 from ..support.factories import assert_same_bits, integers, offsets
 
 LENS = (2500, 0, 3001, 1, 3900, 64)  # requests end within the first piece and the second, and lie across both edges
@@ -23,7 +23,7 @@ def test_reorg_of_several_thousand_tokens(ops, size, interleave, rows):
     entries = [torch.randn(length, 3) for length in LENS]
     chunk = ContextChunk(integers(*[0] * len(LENS)), offsets(LENS), sum(LENS), max(LENS))
     chunk = reference.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
-    gathered = dealt_pieces(entries, [0] * len(LENS), size, interleave, chunk.padded_tokens)
+    gathered = gathered_chunk(entries, [0] * len(LENS), size, interleave, chunk.padded_tokens)
     if rows == "with gaps":
         gathered = torch.cat((gathered, gathered), -1)[..., :3]
     found, wanted = ops.reorg_kvcache(gathered, chunk), torch.cat(entries)

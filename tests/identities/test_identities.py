@@ -425,7 +425,7 @@ def check_layer(ops, config, steps, **options):
         outputs, cache, full = run_steps(ops, config, weights, hiddens, steps, **options)
     for hidden, got in zip(hiddens, outputs, strict=True):
         assert_close64(got, oracle_layer(config, weights, hidden))
-    owned = {home for own in full.homes for home in own}
+    owned = {home for own in full.slots for home in own}
     for block in range(full.num_blocks):
         for at in range(full.block_size):
             assert cache[block, at].isnan().any().item() is ((block, at) not in owned)

@@ -14,7 +14,7 @@ import fast
 import reference
 from reference.interfaces import ContextChunk, TokenOwnership
 
-from ..support.context_parallel import CONFIGS, dealt_pieces
+from ..support.context_parallel import CONFIGS, gathered_chunk
 from ..support.even_chunks import even_chunks
 from ..support.factories import GARBAGE, assert_same_bits, integers, offsets
 from ..support.ranks import owners
@@ -31,7 +31,7 @@ def test_reorg(ops, size, interleave, dtype):
     entries = [torch.randn(end, 6, dtype=torch.float64).to(dtype) for end in ends]
     chunk = ContextChunk(integers(*starts), offsets(lens), sum(lens), max(lens))
     chunk = ops.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
-    gathered = dealt_pieces(entries, starts, size, interleave, chunk.padded_tokens)
+    gathered = gathered_chunk(entries, starts, size, interleave, chunk.padded_tokens)
     wanted = torch.cat([own[start:] for own, start in zip(entries, starts, strict=True)])
     assert_same_bits(ops.reorg_kvcache(gathered, chunk), wanted)
     wider = torch.cat((gathered, gathered), -1)[..., :6]

@@ -12,7 +12,7 @@ import reference
 from reference.interfaces import BatchSplit
 
 from ..support.factories import assert_same_bits, assert_states64, integers, make_batch, offsets
-from ..support.planning import QUERY_LENS, WINGS, batches, same
+from ..support.planning import PACKAGES, QUERY_LENS, batches, same
 from ..support.properties import given, st
 
 
@@ -28,7 +28,7 @@ def check_slots(ops, query_lens, seq_lens, block_size, padding=0):
     assert len(set(owned)) == len(owned)
 
 
-@given(batches(), st.sampled_from([1, 2, 7, 16, 64]), st.integers(0, 3), WINGS)
+@given(batches(), st.sampled_from([1, 2, 7, 16, 64]), st.integers(0, 3), PACKAGES)
 def test_slot_mapping(lens, block_size, padding, ops):
     check_slots(ops, *lens, block_size, padding)
 
@@ -63,7 +63,7 @@ def check_split(ops, query_lens, threshold, uniform):
     assert type(split) is BatchSplit and split == brute_split(query_lens, threshold, uniform)
 
 
-@given(QUERY_LENS, st.sampled_from([1, 2, 3, 16, 17]), st.booleans(), WINGS)
+@given(QUERY_LENS, st.sampled_from([1, 2, 3, 16, 17]), st.booleans(), PACKAGES)
 def test_split(query_lens, threshold, uniform, ops):
     check_split(ops, query_lens, threshold, uniform)
 
@@ -115,7 +115,7 @@ def local_attention(ops, batch, chunk, q, entries):
     lens = virtual.seq_lens
     ends = offsets(lens.tolist())
     pages = torch.full((batch.num_blocks, batch.block_size, q.shape[2]), torch.nan, dtype=torch.float64)
-    for own, homes in zip(entries, batch.homes, strict=True):
+    for own, homes in zip(entries, batch.slots, strict=True):
         for entry, (block, at) in zip(own, homes, strict=True):
             pages[block, at] = entry
     keys = ops.gather_and_maybe_dequant_cache(pages, virtual.block_table, ends, torch.zeros_like(lens), int(ends[-1]))

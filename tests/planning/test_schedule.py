@@ -15,7 +15,7 @@ from reference.interfaces import InvariantCut, ScheduleCosts, invariant_split_ti
 
 from ..support.even_chunks import even_chunks
 from ..support.factories import integers
-from ..support.planning import WINGS, same
+from ..support.planning import PACKAGES, same
 from ..support.properties import given, st
 
 CONTEXTS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 97, 200]), max_size=6)
@@ -45,7 +45,7 @@ def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1
     return chunks
 
 
-@given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), WINGS)
+@given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), PACKAGES)
 def test_context_chunks(context_lens, block_size, extra, ops):
     """Property: whatever the partition, nothing is lost and nothing is read twice."""
     check_chunks(ops, context_lens, block_size + extra, block_size)
@@ -53,7 +53,7 @@ def test_context_chunks(context_lens, block_size, extra, ops):
 
 @given(
     CONTEXTS, st.sampled_from([1, 3, 16]), st.sampled_from([2, 3, 4]), st.sampled_from([1, 2, 16, 64]),
-    st.integers(0, 90), WINGS,
+    st.integers(0, 90), PACKAGES,
 )  # fmt: skip
 def test_context_chunks_of_ranks(context_lens, block_size, ranks, interleave, extra, ops):
     """Pitfall 10: the cuts fall on whole turns of the ranks, whatever block, ranks and interleave."""
@@ -148,7 +148,7 @@ def check_schedule(ops, lens, programs, overhead):
     assert all((count == 0) == (length == 0) for count, length in zip(parts, lens, strict=True))
 
 
-@given(LENS, PROGRAMS, st.sampled_from([0, 1, 5, 20]), WINGS)
+@given(LENS, PROGRAMS, st.sampled_from([0, 1, 5, 20]), PACKAGES)
 def test_schedule(lens, programs, overhead, ops):
     check_schedule(ops, lens, programs, overhead)
 
@@ -230,7 +230,7 @@ def test_buffers_hold_the_splits_of_any_cut(small_pairs, small_splits, more_pair
         assert -(-count // invariant_split_tiles(count, cut)) <= bound
 
 
-@given(LENS, PROGRAMS, st.sampled_from([0, 5]), st.sampled_from([16, 128]), WINGS)
+@given(LENS, PROGRAMS, st.sampled_from([0, 5]), st.sampled_from([16, 128]), PACKAGES)
 def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
     """Each tile once; a request is cut every so many tiles, alone as in company; a program's splits are whole."""
     costs = replace(measured_schedule_costs(heads), request_cost=overhead)
