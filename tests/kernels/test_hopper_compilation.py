@@ -27,7 +27,7 @@ from .. import memory_checks
 from ..support.backends import cpu_backend, with_backends
 from ..support.decode_inputs import cut_of, schedule_of
 from ..support.factories import LOW_RANK, integers, offsets
-from ..test_compilation import ROOMS, TYPES, Recorded, serve
+from ..test_compilation import LAUNCHERS, TYPES, Recorded, serve
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -490,7 +490,7 @@ def test_warmup_knows_a_request_alone(heads, query_len):
 def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monkeypatch):
     """What steps of every kind launch was launched ahead; the launchers serve the CPU meanwhile."""
     found = {}
-    for name in ROOMS:
+    for name in LAUNCHERS:
         module = importlib.import_module(f"fast.kernels.{name}")
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
