@@ -49,7 +49,7 @@ def modules_of(wing: str) -> set[str]:
     return {folders.get(name, name).removeprefix(f"{wing}.") for name in names if folders.get(name) not in NO_ENTRY}
 
 
-LAUNCHERS = sorted(modules_of("reference") & modules_of("fast"))  # `reference.<room>` and `fast.<room>` are twins
+ROOMS = sorted(modules_of("reference") & modules_of("fast"))  # `reference.<room>` and `fast.<room>` are twins
 
 
 def fenced_blocks(path: Path) -> list[tuple[int, str, str]]:
@@ -241,7 +241,7 @@ def test_api_rooms():
     objects = set(shown) - names
     assert {name.rpartition(".")[0] for name in objects} <= names
     twins = {name for pair in homes().values() if pair[0] != pair[1] for name in pair}
-    assert {name for name in objects if name.partition(".")[2].rpartition(".")[0] in LAUNCHERS} >= twins
+    assert {name for name in objects if name.partition(".")[2].rpartition(".")[0] in ROOMS} >= twins
     for page, text in api_pages().items():
         for name in directives(text):
             assert "/" not in page or name.split(".")[1] == page.split("/")[0], f"{page}: {name}"
@@ -260,7 +260,7 @@ def test_api_names(wing):
             assert f"| [`{name}`]({file}.md#{mine}) | [`{other}.{name}`]({file}.md#{twin}) |" in page.splitlines(), name
 
 
-@pytest.mark.parametrize("room", LAUNCHERS)
+@pytest.mark.parametrize("room", ROOMS)
 def test_api_twins(room):
     """Reference first, then fast; each entry, and each room, is followed by the link to its twin."""
     text = api_pages()[page_of(room)]
