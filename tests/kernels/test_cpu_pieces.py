@@ -104,9 +104,8 @@ def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
     q, k, v = (torch.randn(sum(n), heads, width, dtype=torch.float64) for n, width in
                ((query_lens, 6), (key_lens, 6), (key_lens, 5)))  # fmt: skip
     rest = v, offsets(query_lens), offsets(key_lens), 9, 14, 0.3, causal
-    with Shapes(
-        "baddbmm_", "triu_"
-    ) as shapes:  # calls the kernel, as a dispatch mode does not see into a registered op
+    # calls the kernel, as a dispatch mode does not see into a registered op
+    with Shapes("baddbmm_", "triu_") as shapes:
         found = reference.AttentionState(*attention.flash_attn_varlen(q, k, None, *rest, torch.float64))
     assert_states64(found, reference.flash_attn_varlen(q, k, *rest))
     wanted = []
