@@ -61,7 +61,7 @@ def deviceless(name: str, priority: int, ops: tuple[str, ...] = ("mla_decode",),
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Record (backend, op) of every launch; besides `cpu` there is `decoder`, of lower priority, with decode ops."""
+    """Record (backend, op) of every launch; besides `cpu`, `decoder` has lower priority and only decode ops."""
     with_backends(monkeypatch, CPU_BACKEND, Backend("decoder", -1, "cpu", {op: CPU_BACKEND.ops[op] for op in DECODES}))
     found, right = set(), backends.kernel
     monkeypatch.setattr(backends, "kernel", lambda name, op: found.add((name, op)) or right(name, op))

@@ -43,8 +43,8 @@ on_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 def simulated(size, total, interleave, dtype):
     """Return the results of every rank in the simulator."""
     with torch.device("cpu"):
-        wings = {"reference": reference, "fast": fast}
-        return fast.simulate(size, interleave, lambda ranks: everything(ranks, wings, dtype, "cpu"), total)
+        packages = {"reference": reference, "fast": fast}
+        return fast.simulate(size, interleave, lambda ranks: everything(ranks, packages, dtype, "cpu"), total)
 
 
 @pytest.mark.parametrize(("size", "total", "interleave"), [(2, 2, 1), (4, 4, 16), (2, 4, 4)])
