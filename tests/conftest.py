@@ -1,7 +1,7 @@
-"""What every test runs under: checked shapes, poisoned memory, fixed seeds, two threads or a worker's share of them.
+"""Set up every test: run-time shape checks, uninitialised memory filled with NaN, fixed seeds, at most two threads.
 
-Several files run side by side, a file in one process, where pytest-xdist is installed: plain `pytest` takes every core.
-One file runs in this process, and `-n 0` runs all of them here.
+If pytest-xdist is installed, plain `pytest` runs the test files on all cores, each file in one worker process. A single
+file runs in the pytest process itself; with `-n 0` all files do.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import zlib
 if importlib.util.find_spec("beartype") is not None:
     from jaxtyping import install_import_hook
 
-    install_import_hook(["reference", "fast"], "beartype.beartype")  # before the first import of either
+    install_import_hook(["reference", "fast"], "beartype.beartype")  # must precede the first import of either package
 
 import jaxtyping
 import pytest
@@ -24,26 +24,26 @@ from reference.interfaces import UnsupportedConfiguration
 
 try:
     import hypothesis
-except ModuleNotFoundError:  # the tests that use it are left out, with the reason
+except ModuleNotFoundError:  # property tests are skipped (tests/support/properties.py)
     hypothesis = None
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, min(2, CORES // WORKERS)))
-# torch.empty is NaN (integers: their largest value): what nobody wrote reaches nothing, or a test turns red
+# torch.empty returns NaN (for integers their largest value), so a test fails if an unwritten element reaches a result
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 class TorchRandom:
-    """torch's generator, so that hypothesis replays an example with the same tensors."""
+    """torch's generator as hypothesis can register it, so that a replayed example gets the same tensors."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
 
 
-TORCH_RANDOM = TorchRandom()  # hypothesis keeps a weak reference only
+TORCH_RANDOM = TorchRandom()  # a global, as hypothesis keeps only a weak reference
 if hypothesis is not None:
     hypothesis.register_random(TORCH_RANDOM)
     quiet = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
@@ -53,44 +53,44 @@ if hypothesis is not None:
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="cpu", help="where tests make their tensors: cpu (default) or cuda")
+    parser.addoption("--device", default="cpu", help="device of the tests' tensors: cpu (default) or cuda")
     parser.addoption(
-        "--share", type=_share, default=(1, 1), metavar="K/N", help="only the K-th of N equal parts of the tests"
+        "--share", type=_share, default=(1, 1), metavar="K/N", help="run only the K-th of N equal parts of the tests"
     )
 
 
-def _share(said: str) -> tuple[int, int]:
-    number, _, count = said.partition("/")
+def _share(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {said}")
+        raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {text}")
     return int(number), int(count)
 
 
-MOST_WORKERS = 8  # each holds torch, transformers and a model or two
-# files that take longest begin first, or one of them is still running when all others are done
+MOST_WORKERS = 8  # limits memory: each worker holds torch, transformers and one or two models
+# Words in the names of the slowest files. These files start first; else one would still run when all others have ended.
 LONG = ("triton", "site", "notebooks", "context_parallel", "process_groups", "docs", "transformers", "hopper")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Several files on the CPU: one process a core, unless the command says otherwise."""
+    """Run several files on the CPU with one process a core, unless options of the command line say otherwise."""
     several = len(config.args) > 1 or any(os.path.isdir(argument) for argument in config.args)
-    unsaid = {"numprocesses": None, "dist": "no", "device": "cpu"}
-    if "PYTEST_XDIST_WORKER" in os.environ:  # this is a worker, or a run that a test started: no workers of its own
+    defaults = {"numprocesses": None, "dist": "no", "device": "cpu"}
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker, or a pytest that a test started: it must not start workers
         return
-    if several and all(config.getoption(name, Ellipsis) == value for name, value in unsaid.items()):
+    if several and all(config.getoption(name, Ellipsis) == value for name, value in defaults.items()):
         config.option.numprocesses = "logical"
         config.option.dist, config.option.loadscopereorder = "loadfile", False
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """All cores, up to a number."""
+    """Return the number of workers: one for each core, at most MOST_WORKERS."""
     return min(CORES, MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(config, items):
-    """The files that take longest first; within a file the order stands. Of those, one share."""
+    """Put the slowest files first, keep the order within a file, and deselect all tests but one part (`--share`)."""
     items.sort(key=lambda item: next((rank for rank, word in enumerate(LONG) if word in item.path.name), len(LONG)))
     number, count = config.getoption("--share")
     first, end = (number - 1) * len(items) // count, number * len(items) // count
@@ -100,14 +100,14 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def default_device(request):
-    """Tensors that name no device lie on the one under test, and so the kernels of that device serve."""
+    """Make the device of `--device` the default of tensors, so that the backend of that device serves the test."""
     with torch.device(request.config.getoption("--device")):
         yield
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """A test of fast in float64 on a GPU is left out: no kernel set serves that type there, and selection says so."""
+    """Skip a test that fails on a GPU because it asks `fast` for float64, which no GPU backend serves."""
     try:
         return (yield)
     except UnsupportedConfiguration as error:
@@ -118,20 +118,20 @@ def pytest_runtest_call(item):
 
 @pytest.fixture(autouse=True)
 def fixed_seed(request):
-    """Each test its own seed, whatever ran before it and in whatever folder its file lies."""
+    """Seed torch from the names of the test and its file, not from the folder of the file or from earlier tests."""
     name = request.node.nodeid.partition("::")[2]
     torch.manual_seed(zlib.crc32(f"tests/{request.node.path.name}::{name}".encode()))
 
 
 @pytest.fixture(params=["reference", "fast"])
 def ops(request):
-    """Either wing, as a module that keeps the contract."""
+    """Run the test with each package, `reference` and `fast`, as its module."""
     return importlib.import_module(request.param)
 
 
 @pytest.fixture
 def plain_errors():
-    """Shape checks by annotation off, so that a test sees the message that a user sees."""
+    """Switch the run-time shape checks off, so that the test gets the error message that a user gets."""
     was = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     yield

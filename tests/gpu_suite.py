@@ -1,17 +1,22 @@
-"""Everything that is checked and measured on a CUDA machine, and the results file of its GPU.
+"""Run all checks and benchmarks of a CUDA machine, and write the results file of its GPU.
 
     python -m tests.gpu_suite
     python -m tests.gpu_suite --peers .peers --out docs/results
     python -m tests.gpu_suite --stages tests opcheck --out build
 
-A run of some stages keeps the others' results in the file, if those are of the same sources and the same card.
+A run of some stages keeps the results of the other stages in the file, if they are of the same sources and GPU.
 
-Stages: the test suite (one process a file, or a share of a long one, the kernels compiled; what compares the wings
-runs twice, its tensors on the CPU and on the GPU); `opcheck` of every registered op on the GPU; the same ops on hostile
-indices under compute-sanitizer's memcheck and racecheck, where that is on PATH; the main job in float32, with three
-token streams compared; the benchmarks; between_gpus, where there are several: context parallelism over NCCL and its
-benchmark.
-What a missing package leaves out is skipped with the reason and listed in the file.
+Stages:
+
+- tests: the test suite with compiled kernels, one process for each file, several for a slow one. The files of
+  `ANY_DEVICE` run twice, with tensors on the CPU and on the GPU.
+- opcheck: `torch.library.opcheck` of every registered op on the GPU.
+- memcheck, racecheck: the same ops, also on hostile indices, under these tools of compute-sanitizer, if it is on PATH.
+- main_job: `python -m fast` in float32; it compares the tokens of three implementations.
+- benchmarks: the benchmarks of one GPU.
+- between_gpus: with several GPUs, the tests and the benchmark of context parallelism over NCCL.
+
+Tests whose packages are missing are skipped; the file lists them with the reason.
 """
 
 from __future__ import annotations
@@ -37,48 +42,48 @@ from .benchmarks.report import digest, package_version, provenance
 from .sanitizers import run_memcheck, run_racecheck
 from .support.commands import ROOT, run
 
-BENCHMARKS = {  # and what each is given besides --json
+BENCHMARKS = {  # name to options besides --json
     "decode": (), "prefill": (), "bytes": (), "planning": ("--device", "cuda"),
     "crossover": ("--costs", "fast/assets/costs"),
 }  # fmt: skip
-SAID_ONCE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "processor", "threads", "versions", "date",
+ONCE_A_FILE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "processor", "threads", "versions", "date",
              "fast_sha256", "command")  # fmt: skip
 BESIDE_PEERS = ("decode", "prefill", "bytes")
-# files whose tests make all their tensors on the device that `--device` names
+# Files whose tests make all their tensors on the device of `--device`.
 ANY_DEVICE = (
     "attention/test_rope.py", "cache/test_cache.py", "identities/test_identities.py", "interfaces/test_from_lens.py",
     "mla/test_block_sizes.py", "mla/test_builder.py", "mla/test_cascade.py", "mla/test_weights.py",
     "mla/test_workspaces.py", "mutations/test_mutations.py", "planning/test_batch.py", "planning/test_schedule.py",
     "planning/test_schedule_choice.py", "twins/test_differential.py", "twins/test_ops.py",
 )  # fmt: skip
-# processes of files that take longest
+# Number of processes of the slowest files.
 SHARES = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_two_phases.py": 3,
           "test_triton_decode.py": 3}  # fmt: skip
 
 
 def file_name(gpu: str, count: int = 1) -> str:
-    """The results file of a machine: "NVIDIA H200" gives "h200.json", four of them "h200-x4.json"."""
+    """Return the name of a machine's results file: "h200.json" for one "NVIDIA H200", "h200-x4.json" for four."""
     return f"{short_name(gpu)}.json" if count < 2 else f"{short_name(gpu)}-x{count}.json"
 
 
 def read_junit(path: Path) -> dict[str, Any]:
-    """Counts, names of what failed, and reasons of what was skipped, from pytest's XML report."""
+    """Read pytest's XML report: number of passed tests, names of failed ones, counts of the reasons of skipped ones."""
     cases = list(ElementTree.parse(path).getroot().iter("testcase"))
     failed, skipped = [], Counter()
     for case in cases:
         if case.find("failure") is not None or case.find("error") is not None:
             failed.append(f"{case.get('classname')}::{case.get('name')}")
         elif (skip := case.find("skipped")) is not None:
-            reason = skip.get("message", "")  # of a whole file pytest says no more than this
+            reason = skip.get("message", "")  # for a file that is skipped whole, pytest gives only "collection skipped"
             skipped[f"{reason}: {case.get('name')}" if reason == "collection skipped" else reason] += 1
     passed = len(cases) - len(failed) - sum(skipped.values())
     return {"passed": passed, "failed": failed, "skipped": dict(skipped)}
 
 
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
-    """Every test file in a process of its own, a long one in several; some at a time, the slow ones first.
+    """Run every test file in a process of its own, a slow one in several; `--jobs` at a time, slow files first.
 
-    All but those of the site: they hold the pages to the results file that this run is about to replace.
+    The tests of the site are left out: they compare the pages with the results file that this run will replace.
     """
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name not in ("site", "data")]
     files = sorted(files, key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name))
@@ -106,7 +111,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
             ]
             status, output = run(command, args.limit, OMP_WAIT_POLICY="PASSIVE")
             found = read_junit(report) if report.exists() else {"passed": 0, "failed": [file.name], "skipped": {}}
-        if status not in (0, 5) and not found["failed"]:  # 5: a file whose tests were all left out
+        if status not in (0, 5) and not found["failed"]:  # 5: no test of the file was selected
             found["failed"] = [f"{file.name}: exit status {status}"]
         if device == "cuda" and not found["passed"] and not found["failed"]:
             found["failed"] = [f"{file.name} --device=cuda: nothing ran"]
@@ -129,7 +134,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
-    """Schema, fake implementation and ahead-of-time tracing of every op on CUDA tensors, of two dtypes."""
+    """Check schema, fake implementation and ahead-of-time tracing of every op, on CUDA tensors of two dtypes."""
     from .twins.test_ops import check_op, samples
 
     failed = {}
@@ -140,7 +145,7 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
         try:
             for arguments in many:
                 check_op(name, arguments)
-        except Exception as error:  # whatever the checker raises is this op's result
+        except Exception as error:  # any exception of the checker is a failure of this op, not of the stage
             failed[name] = " ".join(str(error).split())
             print(f"opcheck {name}: {failed[name]}")
     print(f"opcheck: {len(checked) - len(failed)} of {len(checked)} ops")
@@ -148,7 +153,7 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
-    """`python -m fast` on the GPU: parity op by op, and the tokens of fast, reference and transformers."""
+    """Run `python -m fast` on the GPU: parity of each op, and the tokens of fast, reference and transformers."""
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         options = ["--device", "cuda", "--dtype", "float32", "--json", str(figures), "--no-picture"]
@@ -162,7 +167,7 @@ def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_benchmarks(args: argparse.Namespace) -> dict[str, Any]:
-    """The benchmarks one after another, nothing else on the card."""
+    """Run the benchmarks one after another; nothing else runs on the GPU."""
     reports, ok = {}, True
     for name, options in BENCHMARKS.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -176,13 +181,13 @@ def run_benchmarks(args: argparse.Namespace) -> dict[str, Any]:
             reports[name] = (
                 json.loads(path.read_text()) if path.exists() else {"status": status, "said": output[-2000:]}
             )
-        for shared in SAID_ONCE:
+        for shared in ONCE_A_FILE:
             reports[name].pop(shared, None)
     return {"ok": ok, **reports}
 
 
 def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
-    """Context parallelism over NCCL: parity, captured steps, ranks that die; then its benchmark over 2, 4, .. GPUs."""
+    """Test context parallelism over NCCL (parity, graphs, ranks that die), then run its benchmark on 2, 4, .. GPUs."""
     present = torch.cuda.device_count()
     if present < 2:
         print("between_gpus: skipped, needs two GPUs")
@@ -202,7 +207,7 @@ def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
             print(output, flush=True)
             ok = ok and status == 0
             found = json.loads(path.read_text()) if path.exists() else {"status": status, "said": output[-2000:]}
-            reports[f"{ranks} GPUs"] = {key: value for key, value in found.items() if key not in SAID_ONCE}
+            reports[f"{ranks} GPUs"] = {key: value for key, value in found.items() if key not in ONCE_A_FILE}
     return {"ok": ok, "tests": tests, **reports}
 
 
@@ -218,7 +223,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def with_earlier_stages(report: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The report with the stages that it lacks, from the file there, if that is of the same sources and card."""
+    """Add the stages that a report lacks from the earlier file, if that file is of the same sources and GPU."""
     if not path.exists():
         return report
     earlier = json.loads(path.read_text())
@@ -230,26 +235,26 @@ def with_earlier_stages(report: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the options."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu_suite",
         description=__doc__.splitlines()[0],
-        epilog="Exit status: 0, 1 where a stage failed, 2 without a CUDA device.",
+        epilog="Exit status: 0 if all stages passed, 1 if a stage failed, 2 without a CUDA device.",
     )
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", metavar="DIR",
-                        help="where <gpu>.json goes (default: docs/results)")  # fmt: skip
+                        help="folder of the file <gpu>.json (default: docs/results)")  # fmt: skip
     parser.add_argument("--stages", nargs="+", choices=tuple(STAGES), default=tuple(STAGES),
-                        help="which (default: all)")  # fmt: skip
+                        help="stages to run (default: all)")  # fmt: skip
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with peers.py, for the benchmarks")
     parser.add_argument("--jobs", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), metavar="N",
-                        help="test files at a time (default: %(default)s)")  # fmt: skip
+                        help="number of test files that run at a time (default: %(default)s)")  # fmt: skip
     parser.add_argument("--limit", type=float, default=1800.0, metavar="S",
-                        help="seconds after which one command is given up (default: %(default)s)")  # fmt: skip
+                        help="time limit of one command in seconds (default: %(default)s)")  # fmt: skip
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the stages and write the results file; the exit status."""
+    """Run the stages, write the results file and return the exit status."""
     args = make_parser().parse_args(argv)
     if args.peers is not None and not (args.peers / "peers.py").is_file():
         print(f"error: --peers: expected a folder with peers.py, got {args.peers}", file=sys.stderr)

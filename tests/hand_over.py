@@ -1,10 +1,12 @@
-"""The smallest hand-over between two warp groups, to show what racecheck makes of one.
+"""The smallest hand-over of data between two warp groups, to show what racecheck reports of it.
 
     compute-sanitizer --tool racecheck python -m tests.hand_over
 
-One group stores to shared memory and arrives at an mbarrier, the other waits for it, loads, and arrives at a second one
-that the first waits for: the order of every hand-over in `fast/kernels/hopper`. Every thread arrives; with
-`--one-arrives` one for all, as in what is served. `--racing` leaves the waits out, and then values are lost.
+The producer stores to shared memory and arrives at the mbarrier `full`. The consumer waits for `full`, loads, and
+arrives at the mbarrier `empty`, for which the producer waits. Every hand-over in `fast/kernels/hopper` has this order.
+
+By default every thread arrives. With `--one-arrives` one thread arrives for its group, as in the kernels that serve.
+With `--racing` no group waits, and values are lost.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ WIDTH = gl.constexpr(128)
 
 @gluon.jit
 @no_type_check
-def _take(out, shared, full, free, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
+def _consume(out, shared, full, empty, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
     column = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
     for turn in range(ROUNDS):
         if ORDERED:
             mbarrier.wait(full, turn & 1)
         gl.store(out + turn * WIDTH + column, shared.load(gl.BlockedLayout([1], [32], [4], [0])))
-        arrivals.arrive(free)
+        arrivals.arrive(empty)
 
 
 @gluon.jit
 @no_type_check
-def _give(source, shared, full, free, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
+def _produce(source, shared, full, empty, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
     column = gl.arange(0, WIDTH, gl.BlockedLayout([4], [32], [1], [0]))
     for turn in range(ROUNDS):
         if ORDERED:
-            mbarrier.wait(free, (turn & 1) ^ 1)
+            mbarrier.wait(empty, (turn & 1) ^ 1)
         shared.store(gl.load(source + turn * WIDTH + column))
         arrivals.arrive(full)
 
@@ -50,13 +52,13 @@ def _give(source, shared, full, free, ROUNDS: gl.constexpr, ORDERED: gl.constexp
 def _hand_over_kernel(source, out, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
     shared = gl.allocate_shared_memory(gl.float32, [WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(full, 1)
-    mbarrier.init(free, 1)
+    mbarrier.init(empty, 1)
     gl.warp_specialize(
         [
-            (_take, (out, shared, full, free, ROUNDS, ORDERED)),
-            (_give, (source, shared, full, free, ROUNDS, ORDERED)),
+            (_consume, (out, shared, full, empty, ROUNDS, ORDERED)),
+            (_produce, (source, shared, full, empty, ROUNDS, ORDERED)),
         ],
         [1],
         [24],
@@ -64,12 +66,15 @@ def _hand_over_kernel(source, out, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
 
 
 def let_every_thread_arrive() -> None:
-    """From now on, in this process: before any kernel is hashed, and so before a module keeps kernels in a table."""
+    """Make every thread arrive in the kernels of this process.
+
+    Call it before any kernel is hashed, so before the import of a module that keeps kernels in a table.
+    """
     arrivals.EVERY_THREAD_ARRIVES = gl.constexpr(True)
 
 
 def main(argv: list[str]) -> int:
-    """Hand `ROUNDS` spans over, and say whether all came."""
+    """Hand over `ROUNDS` times `WIDTH` values, print whether all arrived, and return 1 if some were lost."""
     if "--one-arrives" not in argv:
         let_every_thread_arrive()
     source = torch.randn(ROUNDS, WIDTH.value, device="cuda")

@@ -1,9 +1,10 @@
-"""Calls with one malformed argument each, over every public function of a package, and a report of what each did.
+"""Calls every public function of a package with one malformed argument at a time, and reports the outcomes.
 
-`python -m tests.malformed_calls fast` makes the calls in a process of its own, as a user does: the tests' import hook,
-which checks annotations at run time, is not there. It prints one JSON object.
+`python -m tests.malformed_calls fast` makes the calls in a process without the tests' import hook, which checks
+annotations at run time; the calls then behave as they do for a user. It prints one JSON object.
 
-A new public function or a new required field is one line in `valid_calls`; the rest follows from signatures.
+For a new public function or a new required field, add one line to `valid_calls`; the malformed values follow from the
+annotations.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from .support.factories import (
 from .support.malformed_values import malformed
 
 CPU = torch.device("cpu")
-SECONDS_A_CALL = 5  # of computing: a malformed number must not become a loop
+SECONDS_A_CALL = 5  # limit of processor time: a malformed number must not start an endless loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +61,11 @@ class Call:
     """A call that succeeds.
 
     Attributes:
-        name: what the report calls it, such as "mla_decode" or "DecodeGraph.run".
+        name: name in the report, such as "mla_decode" or "DecodeGraph.run".
         function: the function, class or bound method.
-        arguments: by name; values that the function writes are among them.
-        hidden: annotations of arguments that the signature does not tell.
-        runs: False for a call that takes long: it is only made with arguments that must be refused.
+        arguments: arguments by name, also those that the function writes.
+        hidden: annotations, by argument, for arguments that the signature does not annotate.
+        runs: False for a slow call; it is made only with arguments that must be refused.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Call:
 
 
 def valid_calls(ops: ModuleType) -> list[Call]:
-    """One good call of every public function, class and method; the arguments are made afresh."""
+    """Return one good call of every public function, class and method, with new arguments."""
     torch.manual_seed(0)
     is_fast = ops.__name__ == "fast"
     backend = {"backend": "cpu"} if is_fast else {}
@@ -281,7 +282,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
 
 
 def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backend: dict, graph: Any) -> list[Call]:
-    """Good calls of what `fast` has besides."""
+    """Return good calls of the public names that only `fast` has."""
     from fast import backends
     from fast.demo.blocks import BlockAllocator
     from fast.demo.serving import ServingLoop
@@ -336,7 +337,7 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
 
 @dataclasses.dataclass
 class HFConfig:
-    """What `MLAConfig.from_hf` reads of a transformers config: a field of every kind."""
+    """Stand-in for a transformers config, with the fields that `MLAConfig.from_hf` reads."""
 
     model_type: str = "deepseek_v3"
     hidden_size: int = 48
@@ -362,13 +363,13 @@ class HFConfig:
 
 
 def hf_config() -> Any:
-    """A config that is served, with the fields of YaRN."""
+    """Return a config that `MLAConfig.from_hf` accepts, with the fields of YaRN."""
     yarn = dict(rope_type="yarn", factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)
     return HFConfig(rope_parameters=yarn)
 
 
 def tiny_model() -> nn.Module | None:
-    """A model of transformers with one layer; None where transformers is not installed."""
+    """Return a model of transformers with one layer; None if transformers is not installed."""
     try:
         import transformers
     except ModuleNotFoundError:
@@ -387,7 +388,7 @@ def tiny_model() -> nn.Module | None:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Plain tensors that a value holds."""
+    """Yield the plain (strided, not nested, quantised or meta) tensors of a value and of its fields and items."""
     if isinstance(value, Tensor):
         if value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta):
             yield value
@@ -404,11 +405,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 class TooLong(BaseException):
-    """A call that did not come back."""
+    """A call exceeded `SECONDS_A_CALL`."""
 
 
 def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[str, str]:
-    """Type and message of what a call raised; ("", "") where it succeeded."""
+    """Make a call and return type and message of its exception; ("", "") if it succeeded."""
 
     def stop(*_):
         raise TooLong
@@ -429,7 +430,7 @@ def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[st
 
 
 def annotations_of(call: Call) -> dict[str, str]:
-    """Annotation of every argument, as text; "| None" where the default is None."""
+    """Return the annotation of every argument as text; annotations in `call.hidden` replace the signature's."""
     found = dict(call.hidden)
     for name, parameter in inspect.signature(call.function).parameters.items():
         if name not in found and name in call.arguments:
@@ -446,12 +447,16 @@ def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) ->
     """Make every call with every malformed value.
 
     Args:
-        made: the good calls.
-        make: makes them afresh, for a call that has written to its arguments.
+        made: good calls.
+        make: function that makes the good calls again; used after a call has written to its arguments.
 
     Returns:
-        "failed": good calls that did not succeed; "arguments": the names of each call's; "calls": rows of name, path,
-        value, whether its type is right, error, message, whether something was written before the error.
+        A dictionary with three entries:
+
+        - "failed": error of each good call that did not succeed, by name
+        - "arguments": argument names of each call, by name
+        - "calls": for each malformed call a row of call name, path, name of the value, whether its type is right, type
+          of the error, message, and whether a tensor was written before the error
     """
     failed, rows = {}, []
     arguments = {call.name: list(call.arguments) for call in made}
@@ -473,13 +478,13 @@ def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) ->
                 written = bool(kind) and not all(same_bits(tensor, was) for tensor, was in kept)
                 rows.append((name, argument + path, label, well, kind, message, written))
                 if (not kind or written) and make is not None and writes(call):
-                    made = make()  # what it wrote is no good input for the next one
+                    made = make()  # the arguments that this call wrote are no good input for the next call
                     call = made[index]
     return {"failed": failed, "arguments": arguments, "calls": rows}
 
 
 def writes(call: Call) -> bool:
-    """Whether a call that succeeds changes its arguments."""
+    """Return whether a call writes to its arguments when it succeeds."""
     return bool({"kv_cache", "kv_caches", "target", "output", "out", "workspace"} & set(call.arguments))
 
 

@@ -1,10 +1,10 @@
-"""What runs under compute-sanitizer: every op, the Hopper decode in all its variants, and both on hostile indices.
+"""Launches for compute-sanitizer: every op and all variants of the Hopper decode, on good and on hostile indices.
 
     compute-sanitizer --tool memcheck python -m tests.memory_checks 1/8
 
-is one share of eight, and with `--every-thread-arrives` in the form that racecheck follows (`sanitizers`). Each share
-says which kernels Triton compiled for it, so that the suite can tell what the checker has not seen: kernels of the sets
-that serve this GPU, and those of `VARIANTS`.
+The command runs the first of eight shares of the launches. With `--every-thread-arrives` the kernels have the form that
+racecheck can follow (`sanitizers`). Each share prints which kernels Triton compiled for it. From these lines the GPU
+suite finds what was never launched: kernels of the backends that serve this GPU, and `VARIANTS` of the Hopper kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from .support.commands import ROOT
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-FAR = (2147480000, -2147480000, -1, 1 << 20)  # block ids, lengths and slots that no tensor of a sample has
+FAR = (2147480000, -2147480000, -1, 1 << 20)  # invalid as block ids, lengths and slots of every sample
 HOSTILE = (
     "block_table",
     "block_mapping",
@@ -30,9 +30,9 @@ HOSTILE = (
     "split_offsets",
     "local_cu_seq_lens",
 )
-# lengths: of one tile; of two splits of many heads; of more pairs than two phases take
+# Request lengths. TINY: one tile. SHORT: two splits with many heads. LONG: more pairs of tiles than two phases take.
 TINY, SHORT, LONG = [20, 33, 0], [1085, 70, 0], [2950, 70, 0]
-DECODES = [  # heads, keys a page, Lkv and R, dtypes of queries and outputs, lengths
+DECODES = [  # heads, tokens a block, (Lkv, R), dtype of the queries, dtype of the outputs, request lengths
     (3, 16, (256, 32), BF16, BF16, TINY), (64, 64, (512, 64), BF16, BF16, TINY),
     (8, 32, (512, 0), FP16, FP16, SHORT), (12, 128, (256, 64), BF16, F32, SHORT), (16, 64, (512, 64), BF16, BF16, LONG),
     (40, 64, (256, 0), BF16, F32, LONG), (64, 64, (512, 64), BF16, BF16, SHORT), (64, 64, (512, 64), BF16, BF16, LONG),
@@ -44,9 +44,9 @@ PLANS = (
     "BY_LENGTH False, SCHEDULED True", "BY_LENGTH True, SCHEDULED False", "BY_LENGTH True, SCHEDULED True",
 )  # fmt: skip
 PAGES = tuple(f"BLOCK_SIZE {size}," for size in (16, 32, 64, 128))
-ASKED_AHEAD = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH False, SCHEDULED False, SPLIT False"
+PREFETCHED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH False, SCHEDULED False, SPLIT False"
 SLICED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH True, SCHEDULED False, SPLIT False, SLICES 2"
-VARIANTS = {  # of kernels for Hopper: what must be among the constants of some launch of theirs
+VARIANTS = {  # Hopper kernel to texts, each of which must occur in the constants of one of the kernel's launches
     "row_blocks_16_32_kernel": (
         "ROWS 16,",
         "ROWS 32,",
@@ -57,13 +57,13 @@ VARIANTS = {  # of kernels for Hopper: what must be among the constants of some 
         *PLANS,
         *PAGES,
     ),
-    "row_blocks_64_kernel": ("LATENT 256,", "ROPE 0,", "fp16", ASKED_AHEAD, SLICED, *PLANS, *PAGES),
+    "row_blocks_64_kernel": ("LATENT 256,", "ROPE 0,", "fp16", PREFETCHED, SLICED, *PLANS, *PAGES),
     "two_phases_kernel": ("HEADS 64,", "HEADS 128,", "ROPE 32,", "ROPE 64,", "BLOCK_SIZE 16,", "BLOCK_SIZE 64,"),
 }
 
 
 def decodes() -> list[tuple]:
-    """Arguments of `mla_decode` for `DECODES`, with a schedule and without, batch-invariant and not."""
+    """Return arguments of `mla_decode` for `DECODES`, with and without a schedule, batch-invariant and not."""
     from .twins.test_ops import decode_samples
 
     return [given for heads, block_size, widths, dtype, out_dtype, lens in DECODES
@@ -71,7 +71,7 @@ def decodes() -> list[tuple]:
 
 
 def samples() -> list[tuple[str, tuple]]:
-    """Names of ops and their arguments on the GPU, for the kernel sets that serve there."""
+    """Return names of ops with arguments on the GPU, for the backends that serve this GPU."""
     from .support.triton_mode import ON_HOPPER
     from .twins import test_ops
 
@@ -84,12 +84,12 @@ def samples() -> list[tuple[str, tuple]]:
 
 
 def launch_samples(share: int, shares: int) -> None:
-    """Launch a share of the samples, each then on indices that lie outside its tensors; say which kernels they were."""
+    """Launch a share of the samples, each also on indices outside its tensors; print the kernels that were compiled."""
     from fast.kernels.compile_log import compiling_ahead
 
     from .twins.test_ops import overload
 
-    with compiling_ahead() as told:
+    with compiling_ahead() as compiled:
         for name, arguments in samples()[share - 1 :: shares]:
             op = overload(name)
             op(*arguments)
@@ -99,14 +99,14 @@ def launch_samples(share: int, shares: int) -> None:
             if "max_seq_len" in names:
                 op(*beyond_the_bound(dict(zip(names, arguments, strict=True))))
             torch.cuda.synchronize()
-    print("\n".join(f"launched: {line}" for line in sorted(set(told))))
+    print("\n".join(f"launched: {line}" for line in sorted(set(compiled))))
     print(f"share {share} of {shares} came to its end")
 
 
 def hostile(name: str, value: Any, far: int) -> Any:
-    """A block table, block pairs, lengths or slots with `far` in every second place; any other argument as it is.
+    """Return an index argument (`HOSTILE`) with every second element replaced by `far`, any other one unchanged.
 
-    Offsets of packed requests are not data of a request and are left alone.
+    `query_start_loc` is not in `HOSTILE`: it comes from the scheduler and not from a request.
     """
     if name not in HOSTILE or value is None:
         return value
@@ -116,9 +116,9 @@ def hostile(name: str, value: Any, far: int) -> Any:
 
 
 def beyond_the_bound(arguments: dict[str, Any]) -> tuple:
-    """Arguments of a decode whose lengths fill the whole block table, in real blocks: more than `max_seq_len` says.
+    """Return decode arguments whose lengths fill the whole block table with valid blocks, but exceed `max_seq_len`.
 
-    Splits and buffers are sized by the bound, so a kernel that follows the lengths writes behind its buffers.
+    Splits and buffers are sized by `max_seq_len`, so a kernel that trusts the lengths writes past its buffers.
     """
     keys = arguments["block_table"].shape[1] * arguments["kv_cache"].shape[1]
     assert keys > arguments["max_seq_len"]
@@ -127,13 +127,13 @@ def beyond_the_bound(arguments: dict[str, Any]) -> tuple:
 
 
 def kernels_of(sets: Sequence[str]) -> set[str]:
-    """The kernels that sets of `fast.kernels` define, as `fast.kernels.compile_log` names them."""
+    """Return the kernels that these folders of `fast.kernels` define, by their names in `fast.kernels.compile_log`."""
     files = [file for folder in sets for file in (ROOT / "fast" / "kernels" / folder).rglob("*.py")]
     return {name for file in files for name in re.findall(r"^def _(\w+_kernel)\(", file.read_text(), re.MULTILINE)}
 
 
 def never_launched(launched: Iterable[str], hopper: bool) -> list[str]:
-    """Of kernels as the log names them: which are missing, and which variants of those for Hopper."""
+    """Return the kernels, and with `hopper` also the `VARIANTS`, that are missing in lines of the compile log."""
     launched = list(launched)
     missing = kernels_of(["combine", "triton", *(["hopper"] if hopper else [])]) - {
         line.split()[0] for line in launched

@@ -1,18 +1,18 @@
-"""Plants small faults in the sources, one at a time, and counts how many the tests notice.
+"""Plant small faults in the sources, one at a time, and count how many the tests notice.
 
 `python -m tests.mutants --session mutants.jsonl` draws a sample of mutants, judges each one and prints the survivors. A
-mutant is one file with one operator, number, keyword or condition changed by an operator of cosmic-ray. Every verdict
-is one line of the session file, so a run that was ended at any time continues with the same command.
+mutant is one file in which an operator of cosmic-ray changed one operator, number, keyword or condition. Every verdict
+is one line of the session file, so an interrupted run continues with the same command.
 
-- Drawn: a simple random sample, without replacement, over all mutants of the files in `TABLE`, from `--seed`. A mutant
-  that does not compile, or that compiles to the same syntax tree, is passed over.
-- Left alone: signatures and what else is no behaviour (`is_left_alone`).
-- Judged: by the test modules that `TABLE` names for the file, in a copy of the tree, up to the first failure. The same
-  tests must pass over the unchanged sources before, in at most 30 s of processor time. A mutant has 60 s of processor
-  time; one that needs more is reported as timed out and counts as noticed.
+- Sample: a simple random sample, without replacement, over all mutants of the files in `TABLE`, from `--seed`. The next
+  mutant replaces one that does not compile or that has the same syntax tree as before.
+- No mutants: signatures and other code that is no behaviour (`is_left_alone`).
+- Judgement: the test modules that `TABLE` names for the file run in a copy of the tree, up to the first failure. The
+  same tests must first pass over the unchanged sources, in at most 30 s of processor time. A mutant that needs more
+  than 60 s of processor time is reported as timed out and counts as noticed.
 
-It needs the extra `dev` (cosmic-ray) and a POSIX system: each judgement is a fork of this process, which has imported
-torch, transformers and pytest once.
+It needs the extra `dev` (cosmic-ray) and a POSIX system: each judgement runs in a fork of this process, which has
+imported torch, transformers and pytest once.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from .support.mutant_judges import SUBJECTS, TABLE, Judge
 
 ROOT = Path(__file__).resolve().parents[1]
 BASELINE_LIMIT_S, LIMIT_S = 30, 60  # processor time of the tests over the unchanged sources, and over a mutant
-PATIENCE = 4  # wall-clock seconds that a judgement may take for each second of its processor time
-MEMORY_LIMIT = 24 << 30  # bytes of address space: a mutated size is an error of its test, and not the machine's
+PATIENCE = 4  # the limit of a judgement in wall-clock time is PATIENCE x LIMIT_S
+MEMORY_LIMIT = 24 << 30  # bytes of address space: a mutated size then fails its test and does not exhaust the machine
 COPIED = ("fast", "reference", "tests", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 PRELOADED = (
     "torch", "hypothesis", "beartype", "jaxtyping", "einops", "safetensors.torch",
@@ -55,7 +55,7 @@ PRELOADED = (
 )  # fmt: skip
 
 
-# how a verdict is told, in the order of the report
+# Outcomes of a verdict, in the order of the report.
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 
 
@@ -67,11 +67,11 @@ class Mutant:
     """One change of one file.
 
     Attributes:
-        file: relative to the root of the repository.
-        line: of the change, from 1.
-        column: of the change, from 0.
+        file: path relative to the root of the repository.
+        line: line of the change, from 1.
+        column: column of the change, from 0.
         operator: name of cosmic-ray's operator.
-        occurrence: which of the places in the file where that operator applies, from 0.
+        occurrence: index of the change among all positions of the file where the operator applies, from 0.
     """
 
     file: str
@@ -82,7 +82,7 @@ class Mutant:
 
 
 def operators() -> dict[str, object]:
-    """cosmic-ray's operators by name: those that need no argument, draw nothing themselves and leave decorators."""
+    """Return cosmic-ray's operators by name, without those that need arguments, draw at random or remove decorators."""
     from cosmic_ray.operators.provider import OperatorProvider
 
     provider = OperatorProvider()
@@ -91,11 +91,16 @@ def operators() -> dict[str, object]:
 
 
 def is_left_alone(node) -> bool:
-    """Return whether a node of parso's tree is no behaviour of the file: no mutant is drawn there.
+    """Return whether a node of parso's tree is no behaviour of the file, so that no mutant changes it.
 
-    Left alone are imports, decorators (and with them the schemas of ops), the parameters of a function or lambda with
-    their annotations and defaults, return annotations, the fields of a class with their defaults (they are the
-    signature of a dataclass), other annotations, and assignments to a name that begins and ends with two underscores.
+    These nodes are left alone:
+
+    - imports
+    - decorators, and with them the schemas of ops
+    - parameters of a function or lambda, with their annotations and defaults
+    - return annotations and other annotations
+    - fields of a class with their defaults, as they are the signature of a dataclass
+    - assignments to a name that begins and ends with two underscores
     """
     while node is not None:
         parent = node.parent
@@ -118,13 +123,13 @@ def is_left_alone(node) -> bool:
 
 
 def _stands_in(statement, kind: str) -> bool:
-    """Whether a statement stands directly in a class (or in another kind of block)."""
+    """Return whether a statement stands directly in a block of this kind, such as "classdef"."""
     block = statement.parent
     return block is not None and block.parent is not None and block.parent.type == kind
 
 
 def mutants_of(file: str, source: str) -> list[Mutant]:
-    """All mutants of a source, in the order of the file."""
+    """Return all mutants of a source, in the order of the file."""
     from cosmic_ray.ast import ast_nodes, get_ast
 
     nodes = list(ast_nodes(get_ast(source)))
@@ -141,13 +146,13 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
 
 
 def mutate(source: str, mutant: Mutant) -> str | None:
-    """Return the changed source; None where it does not compile, or to the same syntax tree."""
+    """Return the changed source; None if it does not compile or has the same syntax tree as before."""
     from cosmic_ray.mutating import mutate_code
 
     changed = mutate_code(source, operators()[mutant.operator], mutant.occurrence)
     try:
         tree = ast.parse(changed)
-        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # such as `is` beside a number
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # e.g. for `is` with a number
             compile(tree, mutant.file, "exec")
     except SyntaxError:
         return None
@@ -155,12 +160,15 @@ def mutate(source: str, mutant: Mutant) -> str | None:
 
 
 def draw(sources: dict[str, str], seed: int, sample: int) -> tuple[list[Mutant], int]:
-    """A simple random sample over the mutants of all sources, and how many mutants there are.
+    """Draw a simple random sample over the mutants of all sources.
 
     Args:
-        sources: text by file.
-        seed: of the draw.
-        sample: mutants to draw; fewer where there are not so many.
+        sources: source text by file.
+        seed: seed of the sample.
+        sample: number of mutants to draw; fewer are drawn if there are fewer.
+
+    Returns:
+        The drawn mutants, and the number of all mutants.
     """
     population = [mutant for file in sorted(sources) for mutant in mutants_of(file, sources[file])]
     shuffled = random.Random(seed).sample(population, len(population))
@@ -169,7 +177,7 @@ def draw(sources: dict[str, str], seed: int, sample: int) -> tuple[list[Mutant],
 
 
 def diff_of(source: str, mutant: Mutant) -> list[str]:
-    """The changed lines, without context, as `- old` and `+ new`."""
+    """Return the changed lines, without context, as `- old` and `+ new`."""
     changed = mutate(source, mutant)
     lines = difflib.unified_diff(source.splitlines(), changed.splitlines(), lineterm="", n=0)
     return [line[0] + " " + line[1:].strip() for line in lines if line[0] in "+-" and line[:3] not in ("+++", "---")]
@@ -179,13 +187,13 @@ def diff_of(source: str, mutant: Mutant) -> list[str]:
 
 
 class FirstFailure:
-    """A plugin that notes the first failure. Modules run in the judge's order; hypothesis shrinks no example."""
+    """Plugin that records the first failure, runs modules in the judge's order, and makes hypothesis shrink nothing."""
 
     def __init__(self, tree: Path, modules: Sequence[str]):
         self.tree, self.modules, self.test, self.said = tree, modules, None, ""
 
     def pytest_sessionstart(self):
-        """After conftest.py has loaded its profile."""
+        """Load a hypothesis profile without shrinking; it replaces the one that conftest.py has loaded."""
         with contextlib.suppress(ModuleNotFoundError):
             from hypothesis import Phase, settings
 
@@ -195,16 +203,16 @@ class FirstFailure:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        """After conftest.py has put the longest first."""
+        """Sort the tests by the judge's order of modules; conftest.py has put the slowest first."""
         tests = self.tree / "tests"
         items.sort(key=lambda item: self.modules.index(item.path.relative_to(tests).with_suffix("").as_posix()))
 
     def pytest_runtest_logreport(self, report):
-        """Note a test."""
+        """Record a test's failure."""
         self._note(report)
 
     def pytest_collectreport(self, report):
-        """Note a module that cannot be imported."""
+        """Record a module that cannot be imported."""
         self._note(report)
 
     def _note(self, report):
@@ -213,7 +221,7 @@ class FirstFailure:
             self.test, self.said = report.nodeid, (lines or [""])[0][:200]
 
     def pytest_sessionfinish(self):
-        """Nothing would be judged if an installed package were tested in place of the copy."""
+        """Assert that the tests imported the packages of the copy, not installed ones."""
         for name in ("reference", "fast"):
             module = sys.modules.get(name)
             if module is not None and not Path(module.__file__).is_relative_to(self.tree):
@@ -222,12 +230,12 @@ class FirstFailure:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the tests said.
+    """Result of the tests of one mutant.
 
     Attributes:
         outcome: killed, timed out or survived.
-        by: the first test that failed; None where none did.
-        said: the first line of what it said.
+        by: first test that failed; None if none did.
+        said: first line of its error message.
         seconds: processor time.
     """
 
@@ -248,14 +256,14 @@ class Bench:
             copy(ROOT / name, folder / name, **({"ignore": skipped} if copy is shutil.copytree else {}))
 
     def plant(self, file: str, source: str) -> None:
-        """Write a source; compiled copies of what stood there go."""
+        """Write a source file of the copy and delete the compiled files of its previous text."""
         path = self.tree / file
         path.write_text(source, encoding="utf-8")
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()
 
     def start(self, judge: Judge, cache_bytecode: bool = False) -> int:
-        """Run a judge's tests in a process of its own, and return its id."""
+        """Run a judge's tests in a forked process and return the process id."""
         self.answer.unlink(missing_ok=True)
         pid = os.fork()
         if pid == 0:
@@ -268,7 +276,7 @@ class Bench:
 
     @property
     def answer(self) -> Path:
-        """Where a run writes what failed."""
+        """The file that a run writes: exit status, first failed test, its message."""
         return self.tree / "answer.json"
 
     def _run(self, judge: Judge, cache_bytecode: bool) -> int:
@@ -284,7 +292,7 @@ class Bench:
             del sys.modules[name]
         sys.path[:] = [str(self.tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         importlib.invalidate_caches()
-        # one thread: what several would do is the same, and the machine may be shared
+        # this count makes conftest.py use one thread; more would change no result, and the machine may be shared
         os.environ |= {"PYTEST_XDIST_WORKER_COUNT": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
         noted = FirstFailure(self.tree, judge.modules)
         options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header", "-W", "ignore"]
@@ -294,10 +302,15 @@ class Bench:
         return status
 
     def verdict(self, status: int, used: resource.struct_rusage, late: bool) -> Verdict:
-        """What a run that has ended said.
+        """Return the verdict of a run that has ended.
+
+        Args:
+            status: wait status of its process.
+            used: resources that its process used.
+            late: whether the run was killed at the limit of wall-clock time.
 
         Raises:
-            RuntimeError: it ran no test, or not over the copy.
+            RuntimeError: the run executed no test, or tested other packages than the copy.
         """
         seconds = round(used.ru_utime + used.ru_stime, 1)
         signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -310,12 +323,12 @@ class Bench:
             raise RuntimeError(f"expected a run of tests, got\n{(self.tree / 'log.txt').read_text()[-3000:]}")
         if said["status"] == 0:
             return Verdict(SURVIVED, None, "", seconds)
-        # without a failed test it was the import of conftest.py that failed
+        # a failed run without a failed test: the import of conftest.py failed
         return Verdict(KILLED, said["by"] or "tests/conftest.py", said["said"], seconds)
 
 
 def run_all(benches: Sequence[Bench], work: Sequence, begin: Callable[[Bench, object], int], done: Callable) -> None:
-    """Work through a list, an item on each bench at a time; call `done(item, bench, verdict)` as each one ends."""
+    """Process a list of items, one at a time on each bench; call `done(item, bench, verdict)` after each item."""
     free, running, waiting = list(benches), {}, list(work)
     try:
         while waiting or running:
@@ -339,7 +352,7 @@ def run_all(benches: Sequence[Bench], work: Sequence, begin: Callable[[Bench, ob
 
 
 def _end(pid: int) -> None:
-    """End a run and what it started."""
+    """Kill a run and the processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
@@ -350,10 +363,10 @@ def _end(pid: int) -> None:
 
 
 class Session:
-    """A file of lines in JSON: the draw, then one line for each baseline and each verdict.
+    """Session file of JSON lines: first the head of the sample, then one line for each baseline and each verdict.
 
     Raises:
-        ValueError: the file is of another draw or of other sources.
+        ValueError: the file belongs to another sample or to other sources.
     """
 
     def __init__(self, path: Path, head: dict):
@@ -376,7 +389,7 @@ class Session:
     def _lines(self) -> Iterator[dict]:
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
         whole, _, cut_short = text.rpartition("\n")
-        if cut_short:  # a run was ended while it wrote
+        if cut_short:  # a run was interrupted while it wrote a line
             self.path.write_text(whole + "\n" if whole else "", encoding="utf-8")
         return (json.loads(line) for line in whole.splitlines())
 
@@ -385,30 +398,30 @@ class Session:
             file.write(json.dumps(line) + "\n")
 
     def note_baseline(self, judge: str, seconds: float) -> None:
-        """Keep how long a judge's tests take over the unchanged sources."""
+        """Record how long a judge's tests take over the unchanged sources."""
         self.baselines[judge] = seconds
         self._append({"baseline": judge, "seconds": seconds})
 
     def note_verdict(self, mutant: Mutant, verdict: Verdict) -> None:
-        """Keep a verdict; one of the same mutant that came before counts no more."""
+        """Record a verdict; it replaces an earlier one of the same mutant."""
         self.verdicts[mutant] = dataclasses.asdict(verdict)
         self._append({"mutant": dataclasses.asdict(mutant), "verdict": self.verdicts[mutant]})
 
 
 def digest(texts: dict[str, str]) -> str:
-    """sha256 of texts under their names."""
+    """Return the sha256 of texts and their names."""
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()
 
 
 def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], head: dict) -> dict:
-    """Counts by file, the survivors with their changes, and which test noticed each of the others."""
+    """Return counts by subject and file, the survivors with their changes, and which test noticed each other mutant."""
     judged = {mutant: session.verdicts[mutant] for mutant in drawn if mutant in session.verdicts}
 
     def counts(mutants) -> dict[str, int]:
         outcomes = [judged[mutant]["outcome"] for mutant in mutants]
         return {"judged": len(outcomes)} | {name: outcomes.count(name) for name in (KILLED, TIMED_OUT, SURVIVED)}
 
-    def told(mutant) -> dict:
+    def described(mutant) -> dict:
         place = {"file": mutant.file, "line": mutant.line, "operator": mutant.operator}
         return place | {"diff": diff_of(sources[mutant.file], mutant)}
 
@@ -431,18 +444,18 @@ def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], h
         },
         "by_file": {file: counts([mutant for mutant in judged if mutant.file == file]) for file in files},
         "baseline_seconds": dict(sorted(session.baselines.items())),
-        "survivors": [told(mutant) for mutant in survivors],
-        "noticed": [told(one) | {key: judged[one][key] for key in ("outcome", "by", "said")} for one in noticed],
+        "survivors": [described(mutant) for mutant in survivors],
+        "noticed": [described(one) | {key: judged[one][key] for key in ("outcome", "by", "said")} for one in noticed],
     }
 
 
 def entry_of(survivor: dict) -> str:
-    """How docs/correctness.md names a survivor: its file and what the code of the changed line became."""
+    """Return the name of a survivor in docs/correctness.md: its file and the changed line of code."""
     return f"`{survivor['file']}` `{survivor['diff'][-1].removeprefix('+ ').partition('  # ')[0]}`"
 
 
 def show(found: dict) -> None:
-    """Print the counts and the survivors, each with the line that explains it on the page Correctness."""
+    """Print the survivors, each with the beginning of its line for docs/correctness.md, and the counts."""
     for survivor in found["survivors"]:
         print(f"\nsurvived: {survivor['file']}:{survivor['line']} {survivor['operator']}")
         print("\n".join(f"  {line}" for line in survivor["diff"]))
@@ -456,12 +469,12 @@ def show(found: dict) -> None:
 
 
 def main() -> None:
-    """Draw, judge, report."""
+    """Draw mutants, judge them, print and write the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seed", type=int, default=26, help="of the draw (default 26)")
-    parser.add_argument("--sample", type=int, default=150, help="mutants to judge (default 150)")
-    parser.add_argument("--session", type=Path, default=Path("mutants.jsonl"), help="verdicts so far, to continue from")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants judged at a time (default 1)")
+    parser.add_argument("--seed", type=int, default=26, help="seed of the sample (default 26)")
+    parser.add_argument("--sample", type=int, default=150, help="number of mutants to judge (default 150)")
+    parser.add_argument("--session", type=Path, default=Path("mutants.jsonl"), help="verdicts so far; a run continues")
+    parser.add_argument("--jobs", type=int, default=1, help="number of mutants judged at a time (default 1)")
     parser.add_argument("--json", type=Path, help="file for the report, such as docs/results/mutants.json")
     parser.add_argument("--again", action="store_true", help="judge the survivors of the session again")
     parser.add_argument("--only", default="", metavar="TEXT", help="judge only files with this in their path")
@@ -496,7 +509,7 @@ def measure_baselines(session: Session, benches: Sequence[Bench], work: Sequence
     """Run the tests over the unchanged sources.
 
     Raises:
-        RuntimeError: they do not pass, or not in time.
+        RuntimeError: a test fails, or the tests need more than `BASELINE_LIMIT_S`.
     """
     judges = {" ".join(TABLE[mutant.file].command): TABLE[mutant.file] for mutant in work}
 
@@ -512,7 +525,7 @@ def measure_baselines(session: Session, benches: Sequence[Bench], work: Sequence
 
 
 def judge_all(session: Session, benches: Sequence[Bench], work: Sequence[Mutant], sources: dict[str, str]) -> None:
-    """Judge mutants and note each verdict."""
+    """Judge mutants and record each verdict."""
     number = itertools.count(1)
 
     def begin(bench: Bench, mutant: Mutant) -> int:

@@ -1,11 +1,11 @@
-"""Digests of what every op, planner and layer returns, to show that a change of the structure changes no bit.
+"""Record digests of the results of every op, planner and layer, to show that a refactoring changes no bit.
 
     python -m tests.recorded_bits record before.json --device cuda
     python -m tests.recorded_bits compare before.json --device cuda
 
-Cases whose names have the same text before "|" use the same compiled kernels; `--jobs` processes share out such groups.
-Inputs are drawn from a seed of each case. Bits depend on the machine: both files come from the same processor or card.
-`compare` ends with 1 where a digest differs or a case is missing.
+Cases whose names have the same text before "|" use the same compiled kernels; each such group runs in one of `--jobs`
+processes. The inputs of a case are drawn from a fixed seed. Bits depend on the hardware, so record and compare on the
+same CPU or GPU model. `compare` exits with 1 if a digest differs or a case is missing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .support.ranks import STEPS, Steps, everything, serve
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 HEADS = (3, 16, 32, 64, 126, 128)
-PROGRAMS = (0, 5, 132)  # that a decode is planned for; 0: unplanned
-LENGTHS = {  # of queries, and of keys
+PROGRAMS = (0, 5, 132)  # number of programs that a decode is planned for; 0: no plan
+LENGTHS = {  # query lengths and sequence lengths
     "one": ([1], [2950]),
     "equal": ([1] * 8, [1024] * 8),
     "mixed": ([1, 2, 0, 3, 1], [700, 33, 0, 190, 5000]),
@@ -48,9 +48,9 @@ LENGTHS = {  # of queries, and of keys
 
 
 def digest_of(value: Any) -> str:
-    """The sha256 of every tensor and number in a result, in order; NaN payloads count.
+    """Return the first 16 hex digits of the sha256 of all tensors and numbers in a result, NaN payloads included.
 
-    How requests are cut and the graphs of a plan are left out: earlier trees did not say them, and outputs tell.
+    `InvariantCut` and `GraphSupport` are left out: results of earlier commits lack them, and they show in the outputs.
     """
     found = hashlib.sha256()
 
@@ -73,7 +73,7 @@ def digest_of(value: Any) -> str:
 
 
 def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Names and calls; each call is made with the same seed before it."""
+    """Yield names and calls of all cases; torch is seeded alike before each call."""
     yield from ops(device)
     yield from decodes(device)
     yield from planners(device)
@@ -81,14 +81,15 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Every registered op on the samples of its own test, results and written arguments.
+    """Yield cases of every registered op on the samples of its own test; they return results and written arguments.
 
-    A message of `pack_attn_state` has padding that nobody writes, so the op that reads it gives its result alone.
+    Messages of `pack_attn_state` contain padding that is never written. `merge_packed_attn_states` takes such messages,
+    so its cases return only the result.
     """
     from .twins import test_ops
 
     def outcome(op: Callable, arguments: tuple) -> Any:
-        kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]  # the numbers of a cut
+        kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]  # no invariant cut
         return op(*arguments), [] if "merge_packed_attn_states" in str(op) else kept
 
     for dtype in (F32, BF16) if device.type == "cuda" else (F32, torch.float64):
@@ -102,7 +103,7 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """`mla_decode` over every kind of batch: unplanned, planned, batch-invariant."""
+    """Yield cases of `mla_decode` for every kind of batch: unplanned, planned, batch-invariant."""
     dtypes, widths, backends = (F32,), ((24, 8),), (None,)
     if device.type == "cuda":
         dtypes, widths, backends = (BF16, FP16), ((512, 64), (256, 32), (512, 0)), (None, "triton")
@@ -130,7 +131,7 @@ def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Schedules and the plan of a step, by both packages."""
+    """Yield cases of the schedules and the plans of a step, by both packages."""
     drawn = torch.Generator().manual_seed(3)
     for package in (fast, reference):
         for heads, programs, requests in itertools.product(HEADS, (1, 7, 132), (1, 5, 64, 300)):
@@ -152,7 +153,7 @@ def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def layers(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Steps of a layer that mix decodes with prefills over several chunks; alone, and over ranks with both merges."""
+    """Yield cases of layer steps that mix decodes with prefills of several chunks, on one rank and on several ranks."""
     large = dict(hidden_size=256, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
                  v_head_dim=128)  # fmt: skip
     configs = CONFIGS | {f"{heads} heads": MLAConfig(num_heads=heads, **large) for heads in (16, 64)}
@@ -164,8 +165,8 @@ def layers(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
     for size in (1, 2, 3):
 
         def over_ranks(size=size) -> Any:
-            wings = {"fast": fast} | ({"reference": reference} if device.type == "cpu" else {})
-            each = fast.simulate(size, 2, lambda ranks: everything(ranks, wings, F32, device.type), 6)
+            both = {"fast": fast} | ({"reference": reference} if device.type == "cpu" else {})
+            each = fast.simulate(size, 2, lambda ranks: everything(ranks, both, F32, device.type), 6)
             return [sorted(found.items()) for found in each]
 
         yield f"{size} ranks", over_ranks
@@ -174,7 +175,7 @@ def layers(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
-    """Outputs and caches of decodes of two tokens that a graph replays."""
+    """Return outputs and caches of a graph's replays of decodes with two query tokens."""
     from .planning.test_graphs import make_graph, moved, steps
 
     config, found = CONFIGS["low-rank"], []
@@ -189,7 +190,7 @@ def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
 
 
 def digests(device: torch.device, share: int, shares: int) -> dict[str, str]:
-    """The digest of every case in a share."""
+    """Return the digest of every case in a share."""
     torch.set_grad_enabled(False)
     found, groups = {}, {}
     for name, call in cases(device):
@@ -201,10 +202,10 @@ def digests(device: torch.device, share: int, shares: int) -> dict[str, str]:
 
 
 def in_processes(device: str, jobs: int) -> dict[str, str]:
-    """The digests of every case, from so many processes.
+    """Compute the digests of all cases in `jobs` processes.
 
     Raises:
-        RuntimeError: a process failed; with the end of what it said.
+        RuntimeError: a process failed; the message is the end of its stderr.
     """
     command = [sys.executable, "-m", "tests.recorded_bits", "record", "-", "--device", device, "--share"]
     started = [
@@ -213,20 +214,20 @@ def in_processes(device: str, jobs: int) -> dict[str, str]:
     ]
     found: dict[str, str] = {}
     for process in started:
-        said, errors = process.communicate()
+        output, errors = process.communicate()
         if process.returncode:
             raise RuntimeError(errors[-2000:])
-        found |= json.loads(said.splitlines()[-1])
+        found |= json.loads(output.splitlines()[-1])
     return found
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Record the digests, or compare them with a record."""
+    """Record the digests, or compare them with a recorded file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("verb", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of processes (default: %(default)s)")
     parser.add_argument("--share", help=argparse.SUPPRESS)  # "1/4": print the first of four shares as JSON
     given = parser.parse_args(arguments)
     if given.share:

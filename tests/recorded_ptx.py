@@ -3,10 +3,11 @@
     python -m tests.recorded_ptx record FILE
     python -m tests.recorded_ptx compare FILE --renamed few_heads=row_blocks_16_32 --gone merge_splits
 
-A change that moves or renames kernels without changing them leaves every hash the same. No GPU is needed: the launchers
-run on CPU tensors with the facts of an H200, their launches are recorded, and Triton compiles each for sm_90.
-A variant is known by the launch that reaches it: the scenario, the kernel's name, and its place among the launches
-of that kernel in the scenario. The hash leaves out debug information, comments and the kernel's own name.
+A change that only moves or renames kernels leaves every hash the same. No GPU is needed: the launchers run on CPU
+tensors with the device facts of an H200, their launches are recorded, and Triton compiles each launch for sm_90.
+
+The key of a variant is the launch that reaches it: scenario, name of the kernel, and number of the launch among those
+of this kernel in the scenario. The hash leaves out debug information, comments and the name of the kernel.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ from .support.compiled import Recorded, RecordedGluon, compiled
 from .support.factories import CONFIGS, LOW_RANK
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-SHAPES = (  # keys a page, Lkv and R, dtype
+SHAPES = (  # tokens a block, (Lkv, R), dtype
     (64, (512, 64), BF16), (16, (512, 64), BF16), (32, (256, 32), FP16), (128, (512, 0), BF16), (64, (256, 64), BF16),
 )  # fmt: skip
-VARIANTS: dict[str, tuple] = {}  # key to kernel, kinds and constants; forked processes read it
+VARIANTS: dict[str, tuple] = {}  # key to (kernel, kinds, constants); a global, so that forked processes can read it
 
 
 def kernel_modules() -> list:
-    """Every module of `fast.kernels`."""
+    """Return every module of `fast.kernels`."""
     package = importlib.import_module("fast.kernels")
     return [importlib.import_module(name) for _, name, _ in pkgutil.walk_packages(package.__path__, "fast.kernels.")]
 
 
 @contextlib.contextmanager
 def recording(launches: dict, facts=None) -> Iterator[pytest.MonkeyPatch]:
-    """No kernel is launched: `launches` collects what each launch would compile, on a device with these facts."""
+    """Record launches in `launches` instead of launching; launchers see a device with these facts."""
     with pytest.MonkeyPatch.context() as patch:
         for module in kernel_modules():
             for name, value in list(vars(module).items()):
@@ -70,27 +71,27 @@ def recording(launches: dict, facts=None) -> Iterator[pytest.MonkeyPatch]:
 
 
 def hopper_decode(*arguments, **settings) -> dict:
-    """The one launch of the Hopper decode that a compile test asks for."""
+    """Return the launch of the Hopper decode that `test_hopper_compilation` compiles for these arguments."""
     with recording({}) as patch:
         return {"": hopper_tests.recorded(patch, *arguments, **settings)}
 
 
 def memory_checked() -> dict:
-    """What `tests.memory_checks` launches on an H200."""
+    """Return the Hopper decode launches of `tests.memory_checks` on an H200."""
     found: dict = {}
     with recording(found, hopper_tests.H200):
         decode = importlib.import_module("fast.kernels.hopper").KERNELS["mla_decode"]
         for given in memory_checks.decodes():
-            *tensors, cut, _ = given  # the last is the name of the backend
+            *tensors, cut, _ = given  # the last argument is the name of the backend
             decode(*tensors, InvariantCut(*cut))
     return found
 
 
-def warmed(sets, config, facts, **settings) -> dict:
-    """Launch what `fast.warmup` launches; kernel sets serve the CPU meanwhile, the later ones first."""
+def warmed(backends, config, facts, **settings) -> dict:
+    """Return the launches of `fast.warmup`; these backends serve the CPU, a later one before an earlier one."""
     found: dict = {}
     table: dict = {}
-    for name in sets:
+    for name in backends:
         table |= importlib.import_module(f"fast.kernels.{name}").KERNELS
     with recording(found, facts) as patch:
         with_backends(patch, cpu_backend(table))
@@ -99,7 +100,7 @@ def warmed(sets, config, facts, **settings) -> dict:
 
 
 def scenarios() -> Iterator[tuple[str, Callable[[], dict]]]:
-    """Names of scenarios, and what gives the launches of each in order."""
+    """Yield names of scenarios, and a function that returns the scenario's launches in order."""
     for heads, cut, shape in product((16, 32, 128), hopper_tests.CUTS, SHAPES):
         if cut in hopper_tests.ONLY_MANY and (heads <= 32 or shape[1][0] < 512):
             continue
@@ -113,7 +114,7 @@ def scenarios() -> Iterator[tuple[str, Callable[[], dict]]]:
         facts = hopper_tests.H200 if dtype == BF16 else None
         yield f"triton {name}, {dtype}", partial(warmed, ["triton"], config, facts, dtype=dtype, **settings)
     lite = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=16)
-    for name, config, kernel_sets, more in (
+    for name, config, backends, more in (
         ("lite", lite, ["triton"], {"block_size": 64, "decode_threshold": 1}),
         ("low-rank, batch-invariant", LOW_RANK, ["triton"], {"batch_invariant": True}),
         ("20 heads on Hopper, batch-invariant",
@@ -123,11 +124,11 @@ def scenarios() -> Iterator[tuple[str, Callable[[], dict]]]:
          replace(LOW_RANK, num_heads=64, kv_lora_rank=256, qk_rope_head_dim=32), ["triton", "hopper"], {}),
     ):  # fmt: skip
         given = {"dtype": BF16, **settings, **more}
-        yield f"triton {name}", partial(warmed, kernel_sets, config, hopper_tests.H200, **given)
+        yield f"triton {name}", partial(warmed, backends, config, hopper_tests.H200, **given)
 
 
 class _Done(Exception):
-    """Carry the PTX out of the compiler: nothing needs what the assembler makes of it."""
+    """Carries the PTX out of the compiler before the assembler runs, as the binary is not needed."""
 
 
 def _stop(_backend, ptx, *_) -> None:
@@ -135,7 +136,7 @@ def _stop(_backend, ptx, *_) -> None:
 
 
 def ptx_of(kernel, kinds: dict, constants: dict) -> str:
-    """Compile a recorded launch for sm_90 as far as its PTX."""
+    """Compile a recorded launch for sm_90 and return its PTX."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CUDABackend, "make_cubin", _stop)
         try:
@@ -145,7 +146,7 @@ def ptx_of(kernel, kinds: dict, constants: dict) -> str:
 
 
 def normalised(ptx: str, name: str) -> str:
-    """The PTX without debug information and comments; its kernel is called `kernel`."""
+    """Return the PTX without debug information and comments, with the kernel's name replaced by `kernel`."""
     ptx = re.sub(r"\.section\s+\.debug_\w+\s*\{.*?^\s*\}", "", ptx, flags=re.DOTALL | re.MULTILINE)
     lines = (re.sub(r"\s*//.*", "", line).strip() for line in ptx.splitlines())
     kept = [line for line in lines if line and not re.match(r"\.(loc|file)\b|\$L__(tmp|info_string)\w*:", line)]
@@ -153,10 +154,14 @@ def normalised(ptx: str, name: str) -> str:
 
 
 def variants(renamed: dict[str, str], only: str) -> dict[str, tuple]:
-    """Every launch of the scenarios that `only` matches by its key, under the kernels' names of the recorded file.
+    """Return the launches of all scenarios by key.
+
+    Args:
+        renamed: new name of a kernel by its name in the recorded file; keys contain the recorded names.
+        only: regular expression that selects scenarios.
 
     Raises:
-        RuntimeError: a scenario that launches nothing any more.
+        RuntimeError: a scenario launches no kernel.
     """
     back = {new: old for old, new in renamed.items()}
     found, counts = {}, {}
@@ -174,8 +179,8 @@ def variants(renamed: dict[str, str], only: str) -> dict[str, tuple]:
     return found
 
 
-def told(launch: tuple) -> str:
-    """A launch in words that tell two variants of a kernel apart."""
+def described(launch: tuple) -> str:
+    """Return a text that is equal for two launches only if Triton compiles them alike."""
     kernel, kinds, constants = launch
     return f"{kernel.fn.__name__} {list(kinds.items())} {sorted((key, str(value)) for key, value in constants.items())}"
 
@@ -190,26 +195,26 @@ def _hashed(key: str) -> str:
 
 
 def hashes(found: dict[str, tuple], workers: int) -> dict[str, str]:
-    """The hash of every variant; launches that Triton would compile alike are compiled once."""
+    """Return the hash of every variant; launches that Triton compiles alike are compiled once."""
     first: dict[str, str] = {}
     for key, launch in found.items():
-        first.setdefault(told(launch), key)
+        first.setdefault(described(launch), key)
     keys = list(first.values())
     VARIANTS.update({key: found[key] for key in keys})
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
         done = dict(zip(keys, pool.map(_hashed, keys), strict=True))
     print(f"{len(found)} variants, {len(keys)} compiled")
-    return {key: done[first[told(launch)]] for key, launch in found.items()}
+    return {key: done[first[described(launch)]] for key, launch in found.items()}
 
 
 def main(argv: list[str]) -> int:
-    """Record or compare; 1 where a variant differs, or is missing without having been named as gone."""
+    """Record or compare; return 1 if a variant differs, or is missing and `--gone` does not name it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--renamed", nargs="*", default=[], metavar="OLD=NEW", help="kernels, without _ and _kernel")
-    parser.add_argument("--gone", nargs="*", default=[], help="parts of the keys of variants that were removed")
-    parser.add_argument("--only", default="", help="a regular expression: scenarios to take")
+    parser.add_argument("--gone", nargs="*", default=[], help="texts that occur in the keys of removed variants")
+    parser.add_argument("--only", default="", help="regular expression that selects scenarios")
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_args(argv)
     found = variants(dict(pair.split("=") for pair in given.renamed), given.only)

@@ -1,19 +1,24 @@
-"""compute-sanitizer over `tests.memory_checks`, in shares: what it reports, and whether it was given everything.
+"""Run compute-sanitizer over the shares of `tests.memory_checks`; report its findings and what was never launched.
 
-racecheck takes none but the arriving thread for ordered by an mbarrier, whatever barrier its warps met at before: where
-one thread arrives for all, it reports what the others have read and written. So it is given the kernels with every
-thread arriving (`fast.kernels.hopper.common.arrivals`), and three controls say each time what its reports are worth:
-`tests.hand_over` in that form, with one thread arriving for all, and with nobody waiting. That the barrier is before
-each arrival `test_hopper_compilation` reads in the code that is served.
+racecheck and mbarriers: racecheck regards only the arriving thread as ordered by an mbarrier, even if all warps met at
+a barrier before. Where one thread arrives for its group, it reports the accesses of the other threads as races. So it
+gets kernels in which every thread arrives (`fast.kernels.hopper.common.arrivals`). `test_hopper_compilation` checks in
+the compiled code of the serving kernels that a barrier precedes each arrival.
 
-It also reports the bytes by which Triton starts and ends what `warp_specialize` runs, in any kernel that has one. All
-threads meet before and after they are written, and no line of ours touches them: of each report of them both places
-are the kernel's head and the call. A report now and then names neither kernel nor line: its share runs again. Every
-other report is a failure, and so is one that still names nothing then.
+Controls: `tests.hand_over` runs under racecheck in three forms, which show what its reports are worth: every thread
+arrives (no race may be reported), one thread arrives for all, and no thread waits (a race must be reported).
 
-What it does not follow, none of this shows: what the copy engine and asynchronous copies bring, and what products read.
-The arrivals of that form also wait for the asynchronous copies of their thread. Launches are one after another, so that
-no kernel begins while another's reports are made.
+Reports that are not failures:
+
+- Triton writes some bytes of shared memory to start and end the partitions of `warp_specialize`. All threads meet
+  before and after these writes, and no line of our kernels accesses these bytes. Both places of such a report are the
+  head of a kernel and its call of `warp_specialize`.
+- About one report in hundreds names neither kernel nor line. Its share runs again, at most `AGAIN` times. A report that
+  names nothing in the last run is a failure.
+
+Limits: racecheck does not follow asynchronous copies, the TMA (the GPU's bulk copy engine), or the reads of matrix
+products. In the form in which every thread arrives, an arrival also waits for the asynchronous copies of its thread.
+Launches run one after another, so racecheck never observes two kernels at once.
 """
 
 from __future__ import annotations
@@ -33,8 +38,8 @@ from . import memory_checks
 from .support.commands import ROOT, run
 
 CONTROLS = {"every thread arrives": (), "one arrives for all": ("--one-arrives",), "nobody waits": ("--racing",)}
-AGAIN = 2  # times at most that a share runs once more, for a report that names nothing
-TROUBLE = re.compile(r"={5,}.*\b(Error|Internal|Fatal|failed)\b")  # besides what is reported
+AGAIN = 2  # how often a share may run again because a report names nothing
+TROUBLE = re.compile(r"={5,}.*\b(Error|Internal|Fatal|failed)\b")  # errors of the tool itself
 ACCESS = re.compile(r"=+ .*\b(Read|Write) access at (?P<kernel>\w+)\+0x[0-9a-f]+ in (?P<file>[\w.]+):(?P<line>\d+)")
 
 
@@ -50,7 +55,7 @@ class Place(NamedTuple):
 
 
 def run_memcheck(args: argparse.Namespace) -> dict[str, Any]:
-    """No op reads or writes outside its tensors, whatever the indices say."""
+    """Check that no op reads or writes outside its tensors, also on hostile indices."""
     if not sanitizer("memcheck"):
         return absent("memcheck")
     from .support.triton_mode import ON_HOPPER  # needs Triton
@@ -61,7 +66,7 @@ def run_memcheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
-    """No thread loads or stores in shared memory before those that it waits for are done; beside controls."""
+    """Check that no two threads access shared memory in a race, and run the controls."""
     if not sanitizer("racecheck"):
         return absent("racecheck")
     from .support.triton_mode import ON_HOPPER  # needs Triton
@@ -69,28 +74,28 @@ def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
     outcomes = run_shares("racecheck", args, ["--every-thread-arrives"])
     earlier: list[str] = []
     for _ in range(AGAIN):
-        nowhere = [share for share, (_, output) in enumerate(outcomes, 1) if not all(map(named, races(output)))]
-        if not nowhere:
+        unnamed = [share for share, (_, output) in enumerate(outcomes, 1) if not all(map(named, races(output)))]
+        if not unnamed:
             break
-        earlier += [outcomes[share - 1][1] for share in nowhere]
-        again = run_shares("racecheck", args, ["--every-thread-arrives"], shares=nowhere)
-        for share, outcome in zip(nowhere, again, strict=True):
+        earlier += [outcomes[share - 1][1] for share in unnamed]
+        again = run_shares("racecheck", args, ["--every-thread-arrives"], shares=unnamed)
+        for share, outcome in zip(unnamed, again, strict=True):
             outcomes[share - 1] = outcome
-    said = {}
-    for name, options in CONTROLS.items() if ON_HOPPER else ():  # elsewhere no warps are specialized
+    controls = {}
+    for name, options in CONTROLS.items() if ON_HOPPER else ():  # kernels of other GPUs do not specialise warps
         command = [*sanitizer("racecheck"), sys.executable, "-m", "tests.hand_over", *options]
-        said[name] = run(command, args.limit)[1]
-    return races_report(outcomes, said, ON_HOPPER, earlier)
+        controls[name] = run(command, args.limit)[1]
+    return races_report(outcomes, controls, ON_HOPPER, earlier)
 
 
 def sanitizer(tool: str) -> list[str]:
-    """How a tool is called; nothing where compute-sanitizer is not on PATH."""
+    """Return the command line of a tool; empty if compute-sanitizer is not on PATH."""
     program = shutil.which("compute-sanitizer")
     return [program, "--tool", tool, "--print-limit", "0"] if program else []
 
 
 def absent(tool: str) -> dict[str, Any]:
-    """What a stage comes to without compute-sanitizer."""
+    """Return the result of a stage that is skipped because compute-sanitizer is missing."""
     reason = "compute-sanitizer is not on PATH"
     print(f"{tool}: skipped, {reason}")
     return {"ok": True, "not_run": reason}
@@ -99,9 +104,9 @@ def absent(tool: str) -> dict[str, Any]:
 def run_shares(
     tool: str, args: argparse.Namespace, given: Sequence[str], *options: str, shares: Sequence[int] = ()
 ) -> list[tuple[int, str]]:
-    """Status and output of each share of `tests.memory_checks`, or of some.
+    """Run all shares of `tests.memory_checks`, or those in `shares`; return exit status and output of each.
 
-    Each tensor has an allocation of its own, and a launch ends before the next begins.
+    Each tensor gets an allocation of its own, and each launch ends before the next one begins.
     """
 
     def one(share: int) -> tuple[int, str]:
@@ -114,7 +119,10 @@ def run_shares(
 
 
 def shares_report(outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str, Any]:
-    """What the shares say together: whether all are clean and came to their end, and what none of them launched."""
+    """Return whether all shares ended without findings, a summary, and the launched kernels.
+
+    The report is not "ok" if a share did not end, or if a kernel or variant was launched by no share.
+    """
     lines = [line for _, output in outcomes for line in output.splitlines()]
     said = [line.strip("= ") for line in lines if "SUMMARY" in line]
     ended = sum(bool(re.fullmatch(r"share \d+ of \d+ came to its end", line)) for line in lines)
@@ -134,13 +142,15 @@ def shares_report(outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str
 def races_report(
     outcomes: Sequence[tuple[int, str]], controls: dict[str, str], hopper: bool, earlier: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """What racecheck found, between which places, Triton's own hand-over apart; fails too where a control does.
+    """Return the races that racecheck found, without those of Triton's `warp_specialize`.
+
+    The report is not "ok" if there is a race, if the tool failed, if a share did not end, or if a control is wrong.
 
     Args:
-        outcomes: status and output of each share.
-        controls: output of each of CONTROLS; none where warps are not specialized.
-        hopper: whether the kernels for Hopper had to be launched.
-        earlier: output of shares that ran again, for a report that names nothing; what else they report counts.
+        outcomes: exit status and output of each share.
+        controls: output of each of CONTROLS; empty on GPUs whose kernels do not specialise warps.
+        hopper: whether the kernels for Hopper must have been launched.
+        earlier: first outputs of shares that ran again because a report named nothing; their other reports count.
     """
     report = shares_report(outcomes, hopper)
     found = sum((races(output) for _, output in outcomes), Counter())
@@ -156,8 +166,8 @@ def races_report(
     if controls:
         ended = all("hand-over: " in output and "RACECHECK SUMMARY" in output for output in controls.values())
         came = all("hand-over: every value came" in controls[name] for name in [*CONTROLS][:2])
-        told = report["controls"]["every thread arrives"] == 0 < report["controls"]["nobody waits"]
-        report["ok"] = report["ok"] and ended and came and told
+        right = report["controls"]["every thread arrives"] == 0 < report["controls"]["nobody waits"]
+        report["ok"] = report["ok"] and ended and came and right
     report["summary"] = [
         *(line for line in report["summary"] if "SUMMARY" not in line), f"{ours.total()} races",
         f"{found.total() - of_ours(found).total()} at Triton's warp_specialize",
@@ -171,7 +181,7 @@ def races_report(
 
 
 def races(output: str) -> Counter[tuple[Place, Place]]:
-    """How often racecheck reports which two places; what is said of them in words unknown here counts too."""
+    """Count racecheck's reports by their two places; a place in an unknown format counts too, as its whole line."""
     found: Counter[tuple[Place, Place]] = Counter()
     first = None
     for line in output.splitlines():
@@ -183,24 +193,24 @@ def races(output: str) -> Counter[tuple[Place, Place]]:
 
 
 def place_in(line: str) -> Place:
-    """The place that a line of a report names; the line itself where it names none."""
+    """Return the place that a line of a report names; a place made of the line itself if it names none."""
     known = ACCESS.match(line)
     return Place(known["kernel"], known["file"], int(known["line"])) if known else Place(line.strip("= "), "", 0)
 
 
 def named(pair: tuple[Place, Place]) -> bool:
-    """Whether the report names anything: once in hundreds it names neither kernel nor line."""
+    """Return whether a report names a kernel or a line."""
     return not all(re.search(r"access at\s*(\[|$)", place.kernel) for place in pair)
 
 
 def of_ours(found: Counter[tuple[Place, Place]]) -> Counter[tuple[Place, Place]]:
-    """Without what both ends of lie where Triton starts and ends what `warp_specialize` runs."""
+    """Return the reports without those whose both places belong to Triton's own start and end of `warp_specialize`."""
     return Counter({pair: count for pair, count in found.items() if not set(pair) <= tritons_own()})
 
 
 @functools.cache
 def tritons_own() -> frozenset[Place]:
-    """The head of each kernel that specializes warps, and the line where it does."""
+    """Return the places of Triton's own accesses: the head of each kernel that specialises warps, and that call."""
     places = []
     for path in [*(ROOT / "fast" / "kernels" / "hopper").rglob("*.py"), ROOT / "tests" / "hand_over.py"]:
         for kernel in ast.parse(path.read_text()).body:

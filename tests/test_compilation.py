@@ -1,4 +1,4 @@
-"""Kernels compiled ahead: what `warmup` launches, what it tells, and that it leaves nothing to compile."""
+"""Compilation ahead of time: which kernels `warmup` launches, what is logged, and that nothing is compiled later."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
 def test_every_kernel_of_a_set_is_launched(monkeypatch, config):
     launched = set()
 
-    def told(name, launch):
+    def noting(name, launch):
         def call(*args):
             launched.add(name)
             return launch(*args)
 
         return call
 
-    kernels = {name: told(name, launch) for name, launch in cpu.KERNELS.items()}
+    kernels = {name: noting(name, launch) for name, launch in cpu.KERNELS.items()}
     with_backends(monkeypatch, cpu_backend(kernels))
     settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16, "decode_threshold": 2}
     assert fast.warmup(config, **settings) == []
@@ -60,11 +60,11 @@ def test_refusals(plain_errors):
         fast.warmup(DIRECT, device="cpu", backend="triton")
 
 
-# What a cold start says.
+# Log messages of kernels that are compiled.
 
 
 def facts(module: str) -> dict:
-    """What Triton hands to a hook about one kernel."""
+    """Return the arguments that Triton passes to a hook for one kernel."""
     signature = {"out": "*bf16", "lse": "*fp32", "table": "*i32", "tokens": "i32", "HEADS": "constexpr"}
     return {
         "fn": SimpleNamespace(module=module, name="_decode_kernel"), "key": "", "repr": "", "is_manual_warmup": False,
@@ -81,7 +81,7 @@ def test_what_is_told(monkeypatch, caplog):
     monkeypatch.setattr(compile_log.knobs, "runtime", runtime)
     compile_log.install()
     caplog.set_level(logging.INFO, "fast.kernels")
-    assert runtime.jit_cache_hook(**facts("fast.kernels.triton.decode")) is True  # another's hook has its say
+    assert runtime.jit_cache_hook(**facts("fast.kernels.triton.decode")) is True  # the earlier hook is called
     assert runtime.jit_post_compile_hook(**facts("fast.kernels.triton.decode")) is None
     with compile_log.compiling_ahead() as lines:
         runtime.jit_cache_hook(**facts("fast.kernels.triton.decode"))
@@ -95,7 +95,8 @@ def test_what_is_told(monkeypatch, caplog):
     assert "compiled decode_kernel in 0.0 s" in caplog.text
 
 
-# What a warm start does not compile: on a CPU by the rules that Triton specialises by, on a GPU by counting.
+# After `warmup`, steps compile nothing. On a CPU the tests apply the rules by which Triton specialises kernels to the
+# recorded launches; on a GPU they count compilations.
 
 STEPS = (
     ([1], [17]), ([1] * 16, [33] * 16), ([2, 1, 3, 0], [500, 1, 70, 9]), ([3] * 48, [31] * 48),
@@ -104,14 +105,14 @@ STEPS = (
 
 
 def serve(config, dtype, threshold, batch_invariant=False):
-    """Steps of every kind and many sizes; where they are to be batch-invariant, planned and not."""
+    """Run a layer in steps of every kind and many sizes; with and without a schedule if they are batch-invariant."""
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     costs = measured_schedule_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
         cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)
         asked = None if sum(query_lens) % 2 else config
-        programs = 0 if batch_invariant else None  # which a step that is to be batch-invariant plans by itself
+        programs = 0 if batch_invariant else None  # 0: no schedule; batch-invariant steps get theirs below
         plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs)
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
@@ -122,7 +123,7 @@ def serve(config, dtype, threshold, batch_invariant=False):
             layer(*inputs, replace(plan, schedule=DecodeSchedule(batch_invariant=True, cut=costs.cut)))
 
 
-ROOMS = (
+LAUNCHERS = (
     "combine.launch", "triton.attention", "triton.cache", "triton.decode", "triton.merge", "triton.rope",
     "triton.schedule", "triton.scheduled_decode",
 )  # fmt: skip
@@ -135,14 +136,14 @@ KERNELS = {
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What the Triton launchers would compile on a CPU's tensors; the launchers serve the CPU meanwhile."""
+    """The launches of the Triton launchers, which serve the CPU during the test and record instead of launching."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels are not compiled")
     from fast.kernels import triton as kernels
 
     found = {}
-    for name in ROOMS:
+    for name in LAUNCHERS:
         module = importlib.import_module(f"fast.kernels.{name}")
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
@@ -161,7 +162,7 @@ def test_warmup_specialises_for_every_step(launches, config, dtype):
 
 
 def test_warmup_specialises_for_batch_invariance(launches):
-    """Planned and not: cut by their own length, with one program a request and with several."""
+    """The batch-invariant decode with and without a schedule, with one program a request and with several."""
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     ahead = set(launches)
     assert {"_plan_invariant_kernel", "_combine_invariant_kernel"} <= {key[0] for key in ahead}
@@ -170,22 +171,24 @@ def test_warmup_specialises_for_batch_invariance(launches):
 
 
 def test_a_compiler_cannot_fuse_what_folds_round(launches):
-    """Products of parts are rounded before they are added, as those programs round them that fold by themselves.
+    """The combine kernel rounds each product of a partial output before it adds it, as the decode programs do.
 
-    The factor of the other addend is 1, which the compiler must not know: it would fuse the product into the sum.
+    If the compiler fused product and sum into one instruction, the product would not be rounded, and results would
+    depend on which program combines. The kernel prevents it: it adds `product + 1 x sum` with a factor 1 that the
+    compiler cannot know. The test looks for these instructions in the PTX.
     """
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
-    folds = [launch for key, launch in launches.items() if key[0] == "_combine_invariant_kernel"]
-    assert folds
-    for kernel, kinds, constants in folds:
+    combines = [launch for key, launch in launches.items() if key[0] == "_combine_invariant_kernel"]
+    assert combines
+    for kernel, kinds, constants in combines:
         ptx = compiled(kernel, kinds, constants, (9, 0)).asm["ptx"]
         (one,) = set(re.findall(r"selp\.f32\s+(%\w+), 0f3F800000, 0f00000000", ptx))
         added = re.findall(rf"fma\.rn\.f32\s+%\w+, %\w+, {one}, %\w+;", ptx)
-        values = constants["ROWS"] * constants["COLUMNS"] // (32 * constants["num_warps"])  # of a thread
+        values = constants["ROWS"] * constants["COLUMNS"] // (32 * constants["num_warps"])  # elements a thread
         assert len(added) >= constants["SPLITS"] * max(1, values)
 
 
-CHIPS = {  # multiprocessors, capability, bytes of shared memory that a program may have
+CHIPS = {  # number of multiprocessors, compute capability, bytes of shared memory available to a program
     "A100": (108, (8, 0), 166912),
     "RTX 4090": (128, (8, 9), 101376),
     "H200": (132, (9, 0), 232448),
@@ -197,10 +200,11 @@ CHIPS = {  # multiprocessors, capability, bytes of shared memory that a program 
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_kernels_compile_for(chip, heads, launches, monkeypatch):
-    """Each kernel that a layer of DeepSeek's dims launches fits into the shared memory of a chip.
+    """Each kernel that a layer with DeepSeek's dimensions launches fits into the shared memory of a GPU.
 
-    By default those that depend on the chip most: decode with its merges and attention, on the smallest chip and on
-    Hopper, where plans and merges wait for the kernel before.
+    By default the test compiles only the kernels that depend most on the GPU: decode, its combine kernels, and
+    attention. It takes the GPU with the least shared memory, and Hopper, where planner and combine kernels are launched
+    before the preceding kernel has ended (`DEPENDENT`).
     """
     from fast.kernels.combine import launch as combine_launch
     from fast.kernels.device import DeviceFacts
@@ -209,7 +213,7 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
     facts = DeviceFacts(*CHIPS[chip])
     deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
     if not deep and (chip, heads) not in (("RTX 4090", 128), ("H200", 128)):
-        pytest.skip("under HYPOTHESIS_PROFILE=deep")
+        pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
     for module in (attention, decode, combine_launch, schedule):
         monkeypatch.setattr(module, "device_facts", lambda device: facts)
     config = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=heads)
@@ -231,7 +235,7 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
 
 
 def test_too_wide_for_a_chip():
-    """Named before anything is launched, in one line."""
+    """A width for which no tile fits is refused before any launch, with a message of one line."""
     pytest.importorskip("triton")
     from fast.kernels.device import DeviceFacts
     from fast.kernels.triton.attention import _blocks
@@ -259,7 +263,7 @@ def test_warmup_leaves_nothing_to_compile(dtype):
 
 @gpu_only
 def test_first_use_is_told(caplog):
-    """A shape that nobody warmed up for is named as it is compiled."""
+    """A kernel that is compiled for a shape without warm-up is logged with that shape."""
     with torch.device("cuda"):
         kv_c, k_pe = torch.randn(3, 56), torch.randn(3, 4)
         cache = torch.empty(2, 19, 60)

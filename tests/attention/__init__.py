@@ -1,1 +1,1 @@
-"""Attention of any family."""
+"""Tests of the attention functions that every attention family uses."""

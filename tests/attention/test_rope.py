@@ -1,4 +1,4 @@
-"""Rotary embedding: complex multiplication, transformers' YaRN, relative positions, norms, pairings."""
+"""Rotary embedding: complex multiplication, YaRN of transformers, relative positions, norms, pairings."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def draw(tokens: int, heads: int, width: int, dtype=torch.float64):
 
 
 def check_rope(ops, rope: RopeConfig):
-    """Pitfall 15: the pairs that the config names, and no others, turn by position x frequency."""
+    """Pitfall 15: exactly the pairs of the config are rotated, by position x frequency."""
     config = replace(DIRECT, qk_rope_head_dim=32, rope=rope)
     positions, q_pe, k_pe = draw(7, 3, 32)
-    positions = positions % 2000  # angles in float64 keep twelve digits
+    positions = positions % 2000  # small enough for 12 correct digits of the angles in float64
     q_out, k_out = ops.apply_rope(positions, q_pe, k_pe, rope)
     assert_close64(q_out, oracle_rope(q_pe, positions, config))
     assert_close64(k_out, oracle_rope(k_pe, positions, config))
@@ -51,7 +51,7 @@ def test_against_complex_numbers(ops, rope):
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_yarn_against_transformers(ops, rope):
-    """Pitfall 14: frequencies and magnitude of cos and sin are those of transformers' own YaRN."""
+    """Pitfall 14: frequencies, and the magnitude of cos and sin, are those of YaRN in transformers."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -92,7 +92,7 @@ YARN_GRID = [
 
 
 def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[float, float], factor: float):
-    """DeepSeek's YaRN pair by pair, in Python floats: find_correction_range, linear_ramp_mask, and the mix of both."""
+    """Compute DeepSeek's YaRN frequencies pair by pair in Python floats (find_correction_range, linear_ramp_mask)."""
     fast_pair, slow_pair = (dim * math.log(original / (b * 2 * math.pi)) / (2 * math.log(theta)) for b in betas)
     first, last = max(math.floor(fast_pair), 0), min(math.ceil(slow_pair), dim - 1)
     width = last - first if last != first else 0.001
@@ -105,7 +105,7 @@ def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[flo
 
 
 def test_yarn_ramp_against_deepseek(ops):
-    """The ramp ends where `beta_slow` says, at most at dim - 1, which lies behind the last pair dim // 2 - 1."""
+    """The ramp ends at the index from `beta_slow`, at most at dim - 1, which is past the last pair, dim // 2 - 1."""
     ends = set()
     for dim, theta, original, betas in YARN_GRID:
         wanted, last = deepseek_frequencies(dim, theta, original, betas, 40.0)
@@ -116,7 +116,7 @@ def test_yarn_ramp_against_deepseek(ops):
 
 
 def test_yarn_ramp_against_transformers(ops):
-    """The same grid against transformers' own YaRN, which computes in float32."""
+    """The same grid compared with YaRN in transformers, which computes in float32."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -130,7 +130,7 @@ def test_yarn_ramp_against_transformers(ops):
         gold, _ = deepseek_frequencies(dim, theta, original, betas, 40.0)
         rope = RopeConfig(theta, yarn=YarnConfig(40.0, original, *betas))
         ours = ops.rotary_frequencies(rope, dim, torch.float32)
-        # relative to gold, so that slow pairs count as much as fast ones
+        # relative to gold, so that low frequencies count as much as high ones
         ratios = (ours.double() / gold).float(), (theirs.double() / gold).float(), torch.ones_like(gold)
         parity = compare(f"frequencies of {dim, theta, original, betas}", *ratios)
         assert parity.passed, parity
@@ -151,7 +151,7 @@ def test_scores_depend_on_distance(first, second, shift, name):
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_norm_is_kept(ops, rope):
-    """Each pair keeps its length up to YaRN's magnitude, and position 0 turns nothing."""
+    """Each pair keeps its length, up to YaRN's magnitude; position 0 rotates nothing."""
     positions, q_pe, k_pe = draw(9, 2, 16)
     q_out, _k_out = ops.apply_rope(positions, q_pe, k_pe, rope)
     magnitude = 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
@@ -161,7 +161,7 @@ def test_norm_is_kept(ops, rope):
 
 
 def test_pairings_differ_by_a_permutation(ops):
-    """Pitfall 15: half-split is interleaved between a shuffle and its inverse, and nothing less."""
+    """Pitfall 15: half-split rope equals interleaved rope between a shuffle and its inverse, and differs without."""
     positions, q_pe, k_pe = draw(5, 2, 16)
     half, pairs = RopeConfig(interleaved=False), RopeConfig(interleaved=True)
     shuffle = torch.arange(16).view(2, 8).T.flatten()  # 0, 8, 1, 9, ..
@@ -189,7 +189,7 @@ def test_no_tokens(ops):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_parity(rope, dtype):
-    """Tier 3; views with odd strides, as the projections hand them over."""
+    """Tier 3, on views with odd strides as the projections return them."""
     positions, q_pe, k_pe = draw(40, 3, 24, dtype)
     q_pe, k_pe = q_pe[..., 8:], k_pe[..., 8:]
     gold = reference.apply_rope(positions, q_pe.double(), k_pe.double(), rope)

@@ -1,6 +1,6 @@
-"""The Triton varlen attention, straight from its launcher, against the reference.
+"""The Triton varlen attention, called by its launcher, compared with the reference.
 
-On a GPU it runs compiled; without one this file runs itself again in Triton's interpreter.
+On a GPU it runs compiled; else this file runs again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if ON_GPU or INTERPRETED:
     from fast.kernels.triton import attention
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
-RAGGED = ([1, 0, 5, 31, 33], [1, 4, 0, 31, 67])  # blocks of 32 in the interpreter: one less, one more
+RAGGED = ([1, 0, 5, 31, 33], [1, 4, 0, 31, 67])  # the interpreter's blocks have 32 rows: one less, one more
 ACROSS_BLOCKS = ([127, 1, 129, 64, 200, 13], [127, 1009, 64, 65, 331, 128])  # S < Sq too
 SMALL_DIMS = [(16, 16, 16), (12, 8, 10), (48, 16, 24), (16, 0, 32)]  # P, R, V
 PRESET_DIMS = [(128, 64, 128), (64, 32, 64), (192, 64, 256), (192, 0, 128)]
@@ -36,7 +36,7 @@ def noise(*shape: int, dtype=torch.float32) -> torch.Tensor:
 
 
 def make_inputs(query_lens, key_lens, heads, dims, dtype):
-    """q, k_nope, k_pe or None, v."""
+    """Return q, k_nope, k_pe (None without rope) and v."""
     nope, rope, value = dims
     keys = sum(key_lens)
     return (
@@ -75,7 +75,7 @@ def check_parity(inputs, query_lens, key_lens, causal, scale=SCALE, out_dtype=No
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dims", SMALL_DIMS)
 def test_small_dims(dims, causal, dtype):
-    """Padded pieces, two pieces (48 = 32 + 16), no rope part; lengths 0, 1, a block and one beside it; S < Sq."""
+    """Padded widths, a width of two parts (48 = 32 + 16), no rope; lengths 0, 1, a block and its neighbours; S < Sq."""
     check_parity(make_inputs(*RAGGED, 2, dims, dtype), *RAGGED, causal)
 
 
@@ -98,7 +98,7 @@ def test_heads(heads):
 @pytest.mark.parametrize("lens", [([40], [40]), ([1], [97]), ([33, 3], [0, 0]), ([3, 40], [70, 7])], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_lengths(lens, causal):
-    """Several blocks of queries; requests without keys; fewer keys than queries."""
+    """Several query blocks, requests without keys, and requests with fewer keys than queries."""
     check_parity(make_inputs(*lens, 2, (16, 16, 16), torch.float32), *lens, causal)
 
 
@@ -114,7 +114,7 @@ def test_no_queries(query_lens):
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_views(dtype):
-    """Head-major keys and values, a rope key inside cache entries, every second column of q."""
+    """Keys and values stored head by head, a rope key inside cache entries, every second column of a wider q."""
     lens = ([5, 31], [37, 64])
     dims = (64, 32, 64) if ON_GPU else (16, 16, 16)
     q, k, k_pe, v = make_inputs(*lens, 3, dims, dtype)
@@ -135,7 +135,7 @@ def test_strided_views(dtype):
 
 @runs
 def test_unaligned_keys():
-    """A start and a stride that the copy engine refuses."""
+    """Keys whose address and stride are not aligned for TMA (the GPU's bulk copy engine)."""
     lens = ([5, 31], [37, 64])
     q, k, k_pe, v = make_inputs(*lens, 3, (64, 32, 64) if ON_GPU else (16, 16, 16), torch.float16)
     padded = torch.nn.functional.pad(k, (1, 2), value=torch.nan)
@@ -145,14 +145,14 @@ def test_unaligned_keys():
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_wide_out(causal):
-    """The running state of a prefill is float32 whatever the inputs are."""
+    """Outputs in float32 for inputs of any dtype, as for the running state of a prefill."""
     check_parity(make_inputs(*RAGGED, 2, (16, 16, 16), torch.float16), *RAGGED, causal, out_dtype=torch.float32)
 
 
 @runs
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 4.0])
 def test_scales(scale):
-    """Large scores, equal scores, and a scale that turns the order of the scores round."""
+    """A scale that makes scores large, one that makes them equal, and a negative one, which reverses their order."""
     lens = ([3, 40], [70, 33])
     check_parity(make_inputs(*lens, 2, (16, 16, 16), torch.float32), *lens, True, scale)
 
@@ -160,7 +160,7 @@ def test_scales(scale):
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_empty_rows(causal):
-    """Out 0 and lse -inf where a row sees nothing, in the same tile as rows that see keys."""
+    """Rows without keys give output 0 and LSE -inf, also in a tile with rows that see keys."""
     lens = ([20, 2], [7, 0])
     state = attend(make_inputs(*lens, 2, (16, 16, 16), torch.float16), *lens, causal)
     empty = torch.tensor([causal] * 13 + [False] * 7 + [True] * 2, device=DEVICE)
@@ -171,12 +171,12 @@ def test_empty_rows(causal):
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_nan_query_row(causal):
-    """NaN in a query row poisons that row of that head, and no other."""
+    """NaN in a query row makes that row of that head NaN, and no other."""
     lens = ([9, 40], [33, 70])
     inputs = make_inputs(*lens, 2, (16, 16, 16), torch.float16)
     clean = attend(inputs, *lens, causal)
     poisoned = inputs[0].clone()
-    where = ((12, 1, 3), (0, 0, 20), (48, 1, 20))  # in the part of a head, in the rope part
+    where = ((12, 1, 3), (0, 0, 20), (48, 1, 20))  # in the nope part, in the rope part
     for row, head, column in where:
         poisoned[row, head, column] = torch.nan
     state = attend((poisoned, *inputs[1:]), *lens, causal)
@@ -192,7 +192,7 @@ def test_nan_query_row(causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dims", [(16, 16, 16)] + [(128, 64, 128)] * ON_GPU)
 def test_bad_keys_stay_with_their_request(dims, causal, bad):
-    """The next request's keys lie in the tail of a block: 0 x NaN is NaN, so they must not be multiplied."""
+    """NaN or inf in keys of the next request, in the tail of a key block, must not be multiplied: 0 x NaN is NaN."""
     lens = ([5, 7, 3], [37, 33, 40])
     inputs = make_inputs(*lens, 2, dims, torch.float16)
     clean = attend(inputs, *lens, causal)
@@ -207,7 +207,7 @@ def test_bad_keys_stay_with_their_request(dims, causal, bad):
 
 @runs
 def test_hidden_keys_do_not_count():
-    """A causal row does not change with the keys after it."""
+    """A causal row does not depend on the keys after it."""
     lens = ([40], [40])
     q, k, k_pe, v = make_inputs(*lens, 2, (16, 16, 16), torch.float16)
     whole = attend((q, k, k_pe, v), *lens, True)
@@ -220,7 +220,7 @@ def test_hidden_keys_do_not_count():
 @runs
 @pytest.mark.parametrize("cu_seqlens", [[0, -5, 900], [0, 7, 2**31 - 1], [-(2**31), 3, 9], [9, 4, 0]], ids=str)
 def test_offsets_out_of_range_stay_inside(cu_seqlens):
-    """The memory law: offsets are clamped; nothing raises and nothing outside the tensors is touched."""
+    """The memory law: offsets are clamped, so nothing raises and nothing outside the tensors is accessed."""
     inputs = make_inputs([9], [9], 2, (16, 16, 16), torch.float16)
     bad = torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
     good = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
@@ -231,7 +231,7 @@ def test_offsets_out_of_range_stay_inside(cu_seqlens):
 
 @runs
 def test_strides_beyond_32_bit():
-    """Pitfall 8: heads further apart than 32 bits count."""
+    """Pitfall 8: heads so far apart that their offsets exceed 32 bits."""
     q, k, k_pe, v = make_inputs([9], [20], 3, (16, 16, 16), torch.float16)
     near = attend((q, k, k_pe, v), [9], [20], True)
     for far in ((far_heads(q), k, k_pe, v), (q, far_heads(k), k_pe, v), (q, k, k_pe, far_heads(v))):
@@ -243,7 +243,7 @@ def test_strides_beyond_32_bit():
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_keys_that_all_heads_share(causal):
-    """Keys and values expanded over the heads, with stride 0."""
+    """Keys and values that are expanded over the heads with stride 0."""
     dims = (128, 64, 128) if ON_GPU else (16, 16, 16)
     q, k, k_pe, v = make_inputs([9], [200], 3, dims, torch.float16)
     check_parity((q, k[:, :1].expand(-1, 3, -1), k_pe, v[:, :1].expand(-1, 3, -1)), [9], [200], causal)
@@ -261,7 +261,7 @@ def test_same_bits_again(dtype):
 @gpu_only
 @pytest.mark.parametrize("dims", [(128, 64, 128), (12, 8, 10)])
 def test_captured_in_a_graph(dims):
-    """One capture serves other lengths of the same totals: nothing is copied to the host."""
+    """A captured graph serves other lengths with the same totals, as nothing is copied to the host."""
     lens, other = ([40, 200], [70, 330]), ([111, 129], [71, 329])
     inputs = make_inputs(*lens, 4, dims, torch.bfloat16)
     cu = [offsets(each).to(DEVICE) for each in lens]

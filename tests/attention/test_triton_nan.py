@@ -1,7 +1,7 @@
-"""NaN or +inf in the LSE of one rank or one split gives NaN in that row, and in no other: in every kernel that merges.
+"""In every kernel that merges, NaN or +inf in the LSE of one rank or split gives NaN in that row and in no other.
 
-A GPU's plain maximum drops NaN, and that of Triton's interpreter keeps it. So the interpreter drops NaN as a GPU does
-here, and a kernel that relies on its maximum must say so.
+A GPU's plain maximum drops NaN, but that of Triton's interpreter keeps it. These tests make the interpreter drop NaN
+too, so that a kernel which needs NaN from a maximum must pass `propagate_nan`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from reference.interfaces import AttentionState
 
-from ..distributed.test_triton_context_parallel import pack_and_combine, share_and_sum
+from ..distributed.test_triton_context_parallel import pack_and_combine, weight_and_sum
 from ..support.context_parallel import over_ranks
 from ..support.factories import integers, offsets
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
@@ -21,7 +21,7 @@ if ON_GPU or INTERPRETED:
     from fast.kernels import combine
     from fast.kernels.triton import merge
 
-NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # the LSE of the other ranks
+NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # LSEs of the other ranks
 HEADS, TOKENS = 6, len(NEIGHBOURS) + 1
 
 
@@ -32,7 +32,7 @@ def test_in_the_interpreter():
 
 @pytest.fixture(autouse=True)
 def maximum_of_a_gpu(monkeypatch):
-    """`tl.maximum` without `propagate_nan` returns the number, as PTX's `max.f32` does."""
+    """Make `tl.maximum` without `propagate_nan` return the number and not NaN, as PTX's `max.f32` does."""
     if INTERPRETED:
         from triton.runtime.interpreter import InterpreterBuilder
 
@@ -42,7 +42,10 @@ def maximum_of_a_gpu(monkeypatch):
 
 
 def states_with(bad, size, dtype):
-    """States of `size` ranks: head h, token t has `bad` at rank h, NEIGHBOURS[t] at the others; the rest is good."""
+    """Return states of `size` ranks: the LSE of head h and token t is `bad` on rank h, NEIGHBOURS[t] on the others.
+
+    All other LSEs are finite or -inf.
+    """
     states = []
     for rank in range(size):
         lse = (9 * torch.randn(HEADS, TOKENS, dtype=torch.float64)).masked_fill(
@@ -56,7 +59,7 @@ def states_with(bad, size, dtype):
 
 
 def check_bad_rows(found, size):
-    """Every row of `states_with` that has a bad state is NaN, and no other."""
+    """Assert that exactly the rows of `states_with` with a bad state are NaN."""
     wanted = torch.zeros(HEADS, TOKENS, dtype=torch.bool)
     wanted[:size, :-1] = True
     assert torch.equal(found.lse.isnan(), wanted), found.lse
@@ -70,16 +73,16 @@ BAD = pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank(ops, size, merge, bad):
-    """The reference and the cpu kernels."""
+    """A bad LSE of any rank, in the reference and the cpu kernels."""
     check_bad_rows(over_ranks(ops, states_with(bad, size, torch.float64), merge), size)
 
 
 @runs
 @BAD
-@pytest.mark.parametrize("merge", [share_and_sum, pack_and_combine], ids=["ag_rs", "a2a"])
+@pytest.mark.parametrize("merge", [weight_and_sum, pack_and_combine], ids=["ag_rs", "a2a"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank_in_triton(size, merge, bad):
-    """Planted: NaN of one rank lost in the maximum, so that the rank counts as one without keys."""
+    """Planted: the maximum drops the NaN of one rank, which then counts as a rank without keys."""
     check_bad_rows(merge(states_with(bad, size, torch.float32), size, torch.float32), size)
 
 
@@ -96,15 +99,14 @@ def test_of_either_state_in_triton(bad):
 @pytest.mark.parametrize("cut", ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"])
 @pytest.mark.parametrize("requests", [1, 2])
 def test_of_any_split_in_triton(requests, cut, other):
-    """Partial outputs of a decode: NaN in the largest score of a row, or in its sum of weights, at any split."""
+    """Partial outputs of a decode with NaN in a row's largest score, or in its sum of weights, at any split."""
     splits, latent = 3, 24
-    bad = (
-        2 * splits
-    )  # rows: one for NaN in the largest score at each split, one for NaN in the sum; behind them good ones
+    # Rows: for each split one with NaN in its largest score, then for each split one with NaN in its sum, then 2 good.
+    bad = 2 * splits
     largest = 9 * torch.randn(requests, splits, bad + 2)
     total, values = torch.rand(requests, splits, bad + 2) + 0.5, torch.randn(requests, splits, bad + 2, latent)
     largest[-1, :, :bad] = other
-    if other == -torch.inf:  # the other splits saw nothing
+    if other == -torch.inf:  # the other splits have no keys
         total[-1, :, :bad], values[-1, :, :bad] = 0, 0
     for split in range(splits):
         largest[-1, split, split] = torch.nan

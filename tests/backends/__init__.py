@@ -1,1 +1,1 @@
-"""Choice of backends."""
+"""Tests of the choice of backends."""

@@ -1,4 +1,4 @@
-"""Which backend serves is data: chosen by capability where nothing is named, and never replaced where a name is."""
+"""The backend of a call: chosen by declared capabilities if none is named, and never replaced if one is named."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ON_GPU = backends.decode_request(GPU, torch.bfloat16, 512, 64, 64, QueryLenSuppo
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Sets the compute capability that torch reports; no GPU is needed for a choice."""
+    """Return a function that sets the compute capability that torch reports; a choice needs no GPU."""
     pytest.importorskip("triton")
 
     def report(major: int, minor: int) -> None:
@@ -55,13 +55,13 @@ def capability(monkeypatch):
 
 
 def deviceless(name: str, priority: int, ops: tuple[str, ...] = ("mla_decode",), **declared) -> Backend:
-    """A backend of the CPU whose ops all declare the same."""
+    """Return a CPU backend whose ops all have the same declaration."""
     return Backend(name, priority, "cpu", {op: OpSupport(print, **declared) for op in ops})
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(backend, op) of every launch; besides `cpu` there is a `decoder`, which is last and has decode kernels alone."""
+    """Record (backend, op) of every launch; besides `cpu`, `decoder` has lower priority and only decode ops."""
     with_backends(monkeypatch, CPU_BACKEND, Backend("decoder", -1, "cpu", {op: CPU_BACKEND.ops[op] for op in DECODES}))
     found, right = set(), backends.kernel
     monkeypatch.setattr(backends, "kernel", lambda name, op: found.add((name, op)) or right(name, op))
@@ -69,7 +69,7 @@ def launched(monkeypatch):
 
 
 def refusal(call) -> list[str]:
-    """Every reason of the UnsupportedConfiguration that a call raises."""
+    """Return the reasons of the UnsupportedConfiguration that a call raises."""
     with pytest.raises(UnsupportedConfiguration) as error:
         call()
     return list(error.value.reasons)
@@ -100,7 +100,7 @@ def test_every_op_has_a_cpu_kernel():
     ],
 )
 def test_reasons(change, reason):
-    """Each thing that a kernel set declares, refused in one line."""
+    """A value outside what a backend declares is refused with one line."""
     narrow = deviceless(
         "narrow", 5, dtypes=(torch.float32,), head_dims={"kv_lora_rank": (512,)}, block_sizes=(64,),
         query_lens=QueryLenSupport.UNIFORM, masks=("causal",), batch_invariant=False, graph=GraphSupport.ONE_QUERY_LEN,
@@ -151,7 +151,7 @@ def decode_arguments():
 
 
 def test_schedule_changes_no_value(ops):
-    """It is a plan of time: the bits are those without it."""
+    """With a schedule the bits are those without one."""
     q, k_pe, cache, plan, scale = decode_arguments()
     schedule = DecodeSchedule(integers(0, 0, 0, 1, 0).view(1, 5), integers(0, 1, 2))
     with_schedule, without = (
@@ -166,7 +166,7 @@ def test_schedule_changes_no_value(ops):
     [((1, 1, 1), "SINGLE_ONLY"), ((0, 1), "VARLEN"), ((2, 2), "UNIFORM"), ((1, 3), "VARLEN"), ((2, 2, 0), "VARLEN")],
 )
 def test_query_lens_of(lens, wanted):
-    """A batch is uniform only where every request is as long as the bound; a length of 0 breaks it."""
+    """A batch is uniform only if every query has the length of the bound; a query of length 0 makes it ragged."""
     assert backends.query_lens_of(sum(lens), len(lens), max(lens)).name == wanted
 
 
@@ -176,7 +176,7 @@ def test_layer_refuses_an_unknown_backend():
 
 
 def step_of_a_layer(backend, **options) -> None:
-    """One decode and one prefill with cached context, through a layer."""
+    """Run a layer on one decode and one prefill with context."""
     batch = make_batch([1, 3], [20, 20])
     entries = make_entries(batch, DIRECT.head_size, torch.float32)
     layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend=backend, **options)
@@ -194,13 +194,13 @@ STEP = {"flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_state
     ({"decode_programs": "decoder"}, {"mla_decode"}), ({"flash_attn_varlen": "cpu"}, set()),
 ], ids=str)  # fmt: skip
 def test_a_layer_binds_what_a_backend_declares(backend, decoder, launched):
-    """Every op of a layer, its prefill's gather too, goes where the name or the mapping says; the others are chosen."""
+    """Each op of a layer, also the prefill's gather, uses the named or mapped backend; for other ops one is chosen."""
     step_of_a_layer(backend)
     assert launched == {("decoder" if op in decoder else "cpu", op) for op in STEP}
 
 
 def test_a_compound_function_binds_what_a_backend_declares(launched):
-    """A cascade and a decode over ranks decode with the named backend; the rest of them is chosen."""
+    """A cascade and a decode over ranks use the named backend for the decode; for their other ops one is chosen."""
     q, k_pe, cache, plan, scale = decode_arguments()
     cascade = fast.split_shared_prefix(plan, 16, 16, 0)
     fast.cascade_attention(q, k_pe, cache, cascade, scale, backend="decoder")
@@ -253,7 +253,10 @@ WRONG = [
 
 @pytest.mark.parametrize("backend, message", WRONG, ids=str)
 def test_what_nothing_has_is_refused_at_construction(backend, message, plain_errors):
-    """In one line, by whatever takes `backend=`, before anything runs; an op that is not concerned refuses it too."""
+    """An unknown backend is refused with one line wherever `backend=` is taken, before anything runs.
+
+    A function that uses none of the mapping's ops refuses it too.
+    """
     state = fast.AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
     calls = [
         lambda: make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32, backend=backend),
@@ -270,7 +273,7 @@ def test_what_nothing_has_is_refused_at_construction(backend, message, plain_err
 
 @pytest.mark.parametrize("name", ["cpu", "triton", "hopper"])
 def test_a_backend_declares_kernels_of_its_own(name):
-    """No launcher of another stands under its name."""
+    """Every launcher that a backend declares is defined in its own modules."""
     if name != "cpu":
         pytest.importorskip("triton")
     (declared,) = (backend for backend in backends.registered() if backend.name == name)
@@ -281,7 +284,10 @@ def test_a_backend_declares_kernels_of_its_own(name):
 
 
 def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
-    """Also where the backend serves other ops on that device: no op of it runs another backend's kernel."""
+    """An op with a named backend runs that backend's kernel or raises all reasons.
+
+    This holds also if the backend serves other ops on that device.
+    """
     capability(9, 0)
     assert backends.select(ON_GPU, "hopper").name == "hopper"
     for op in sorted(set(OPS) - set(DECODES)):
@@ -298,7 +304,10 @@ def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
 
 
 def test_ops_with_private_buffers_between_them_stay_together(capability):
-    """A mapping that names one op of a decode names them all; a backend with half of a pair serves neither."""
+    """Ops that exchange private buffers get one backend.
+
+    A mapping that names one op of a decode names all of them. A backend that has only one op of a pair serves neither.
+    """
     capability(9, 0)
     for op in DECODES:
         assert backends.bind({op: "triton", "apply_rope": "triton"}) == dict.fromkeys(
@@ -313,7 +322,7 @@ def test_ops_with_private_buffers_between_them_stay_together(capability):
 
 
 def test_ops_say_which_output_they_need(capability):
-    """A float64 output of bfloat16 inputs is refused on a GPU, and served where kernels write it."""
+    """A float64 output of bfloat16 inputs is refused on a GPU and served by backends that can write it."""
     capability(9, 0)
     for out_dtype in (torch.float32, torch.bfloat16):
         assert backends.select(replace(ON_GPU, out_dtype=out_dtype)).name == "hopper"
@@ -335,7 +344,7 @@ def test_ops_say_which_output_they_need(capability):
 
 @pytest.mark.parametrize("found, served", [((8, 9), "triton"), ((9, 0), "hopper"), ((10, 0), "triton")])
 def test_capability_end(found, served, capability):
-    """Hopper's kernels are of one generation: neither the cards before it nor those after it (10.0) get them."""
+    """The Hopper kernels serve capability (9, 0) only, not earlier and not later GPUs such as (10, 0)."""
     capability(*found)
     assert backends.select(ON_GPU).name == served
     if served != "hopper":
@@ -345,9 +354,9 @@ def test_capability_end(found, served, capability):
 
 
 def test_rocm_is_refused_by_name(capability, monkeypatch):
-    """An MI300 reports capability (9, 4), which is no Hopper; nothing has been tested there."""
+    """An MI300 reports capability (9, 4) but is not a Hopper GPU; no backend has been tested on ROCm."""
     capability(9, 4)
-    assert backends.select(ON_GPU).name == "hopper"  # what these numbers mean on an NVIDIA GPU
+    assert backends.select(ON_GPU).name == "hopper"  # the same numbers on an NVIDIA GPU
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
     for name in ("hopper", "triton"):
         reason = f"{name}: not tested on ROCm, serves NVIDIA GPUs, got ROCm 6.4.1"
@@ -359,7 +368,7 @@ def test_rocm_is_refused_by_name(capability, monkeypatch):
 
 
 def test_an_mi300_is_no_hopper_for_the_launchers(monkeypatch):
-    """The launchers of portable Triton give it neither tensor descriptors nor Hopper's tiles."""
+    """On an MI300 the launchers of portable Triton use neither tensor descriptors nor Hopper's tile sizes."""
     pytest.importorskip("triton")
     from fast.kernels.device import device_facts
 
@@ -373,7 +382,7 @@ def test_an_mi300_is_no_hopper_for_the_launchers(monkeypatch):
 
 
 def test_an_explicit_request_is_never_replaced(plain_errors):
-    """A kernel set that cannot serve raises at the call; nothing is written."""
+    """A named backend that cannot serve a call raises, and nothing is written."""
     q, k_pe, cache, plan, scale = decode_arguments()
     calls = [
         lambda: fast.mla_decode(q, k_pe, cache, plan, scale, backend="nosuch"),
@@ -400,7 +409,7 @@ def test_an_explicit_request_is_served():
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_explain(config):
-    """A line an op, with who serves it; where nobody does, why."""
+    """`explain` gives one line for each op: the backend that serves it, or the reasons why none does."""
     lines = backends.explain(config, device="cpu", dtype=torch.bfloat16).splitlines()
     served = dict(line.split(": ", 1) for line in lines)
     assert served["mla_decode"].startswith("cpu") and served["flash_attn_varlen"].startswith("cpu")
@@ -412,14 +421,14 @@ def test_explain(config):
 
 
 def explained(**options) -> dict[str, str]:
-    """What `explain` says of each op of a layer in bfloat16 on a GPU."""
+    """Return the line of `explain` for each op of a bfloat16 layer on a GPU."""
     lines = backends.explain(V3, device="cuda", dtype=torch.bfloat16, **options).splitlines()
     return dict(line.split(": ", 1) for line in lines)
 
 
 @pytest.mark.parametrize("block_size, served", [(64, "hopper"), (48, "triton")])
 def test_explain_decodes_together(block_size, served, capability):
-    """What a decode is made of is of one backend, on a card that has several."""
+    """All ops of a decode get the same backend on a GPU that has several."""
     capability(9, 0)
     found = explained(block_size=block_size)
     for op in DECODES:
@@ -442,7 +451,7 @@ def test_explain_lists_what_is_bound_and_what_is_chosen(capability):
 
 
 def test_a_device_without_kernels_is_refused():
-    """Tensors on a device that no kernel set serves: the reasons, not a wrong device's kernel."""
+    """For a device that no backend serves, a call raises the reasons and launches no other device's kernel."""
     with pytest.raises(UnsupportedConfiguration, match="cpu: serves device cpu, got meta"):
         fast.merge_attn_states(
             *(

@@ -1,4 +1,4 @@
-"""Backends that register themselves or come by an entry point, what they declare, and formats of caches."""
+"""Backends that are registered directly or by an entry point, their declarations, and formats of caches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .test_backends import REQUEST, STEP, decode_arguments, step_of_a_layer
 
 
 def negated_merge(prefix_out, prefix_lse, suffix_out, suffix_lse):
-    """A merge that nobody would take for ours."""
+    """A merge with a result that differs from that of every built-in backend."""
     return -prefix_out, -prefix_lse
 
 
@@ -51,7 +51,7 @@ def merge(**options):
 
 
 def test_a_backend_for_one_op(plain_errors):
-    """Registered, it serves that op and no other; removed, ours serve again."""
+    """A registered backend serves its op and no other; after its removal the built-in backends serve again."""
     backends.register(FOREIGN)
     try:
         assert merge().eq(-1).all() and merge(backend="cpu").gt(0).all()
@@ -72,7 +72,7 @@ def test_a_backend_for_one_op(plain_errors):
 
 @pytest.mark.parametrize("found", [FOREIGN, lambda: FOREIGN, lambda: [FOREIGN]], ids=["a backend", "one", "a list"])
 def test_entry_points(found, monkeypatch):
-    """Read once, at the first choice; one that fails is left out with a warning that names it."""
+    """Entry points are read once, at the first choice; one that fails is left out with a warning that names it."""
     registry = sys.modules["fast.backends.registry"]
 
     def broken():
@@ -119,14 +119,14 @@ def test_entry_points(found, monkeypatch):
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
 def test_a_declaration_checks_itself(record, fields, message, plain_errors):
-    """Where it is made: one that is wrong would break the choice for every op."""
+    """An invalid declaration raises where it is made; later it would break the choice for every op."""
     with pytest.raises((ValueError, TypeError)) as error:
         replace(record, **fields)
     assert str(error.value).startswith(message)
 
 
 def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
-    """Planted before: the builder planned with the number of programs of the backends of its first step."""
+    """Earlier fault: a builder kept the number of programs of a backend that was no longer registered."""
 
     def planned() -> int:
         builder = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8)
@@ -142,7 +142,7 @@ def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
 
 
 def test_builders_pass_the_costs_of_the_backend(plain_errors):
-    """Planted: a builder that forgets the device's record plans with the neutral costs."""
+    """Planted: a builder ignores the backend's costs and plans with the neutral ones."""
     own = ScheduleCosts(request_cost=11, split_cost=3, cut=InvariantCut(2, 3, 6, 9), invariant_starts=1)
     lens, config = [9000, 20, 300], DIRECT
     common = make_batch([1, 1, 1], lens).common
@@ -169,7 +169,7 @@ def test_builders_pass_the_costs_of_the_backend(plain_errors):
 
 
 def test_no_backend_has_to_tell_programs_or_costs(monkeypatch):
-    """Of a device whose only decode comes from another package: unplanned by default, neutral costs where asked."""
+    """A backend need not report programs or costs: decodes are then unplanned by default, and costs are neutral."""
     ops = {op: support for op, support in CPU_BACKEND.ops.items() if op not in ("decode_programs", "schedule_costs")}
     with_backends(monkeypatch, replace(CPU_BACKEND, ops=ops))
     common = make_batch([1, 1, 1], [9000, 20, 300]).common
@@ -185,11 +185,11 @@ def test_no_backend_has_to_tell_programs_or_costs(monkeypatch):
     with_backends(monkeypatch, replace(CPU_BACKEND, ops=ops), half)
     asked = fast.MLAMetadataBuilder(DIRECT, 16, 16384, 8, backend={"decode_programs": "half"})
     with pytest.raises(UnsupportedConfiguration, match="half: serves torch.float16, got torch.bfloat16"):
-        asked.build(0, common)  # named by the user: no silent replacement
+        asked.build(0, common)  # a user's number is never replaced silently
 
 
 def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():
-    """Planted before: graph support was declared and never asked."""
+    """Earlier fault: backends declared whether they can be captured, but no choice asked for it."""
     launched = set()
 
     def noted(op):
@@ -219,9 +219,9 @@ OTHER_FORMAT = CacheFormat("other")
 
 
 def test_a_format_reaches_every_op(monkeypatch):
-    """A layer hands the format of its cache to every op: a backend that declares it alone serves all of a step.
+    """A layer passes its cache format to every op, so a backend that declares only this format serves a whole step.
 
-    Planted: the format of the cache not passed on by the layer, by its prefill or by its cascade.
+    Planted: the layer, its prefill or its cascade does not pass the format.
     """
     reading = [op for op in OPS if op in ("mla_decode", "decode_programs", "gather_and_maybe_dequant_cache",
                                           "rope_norm_and_cache", "concat_and_cache_mla")]  # fmt: skip
@@ -244,7 +244,7 @@ def test_a_format_reaches_every_op(monkeypatch):
 
 
 def test_a_format_that_nothing_implements_is_refused(ops):
-    """Planted before: the reference took any format and wrote its own."""
+    """Earlier fault: the reference accepted any format and wrote its own."""
     q, k_pe, cache, plan, scale = decode_arguments()
     before = cache.clone()
     calls = [
@@ -261,9 +261,9 @@ def test_a_format_that_nothing_implements_is_refused(ops):
 
 
 def test_declarations_import_no_kernel():
-    """Neither `import fast` nor asking who serves imports a kernel; the first call imports what it launches.
+    """Neither `import fast` nor a choice imports a kernel; the first call imports the kernels that it launches.
 
-    Planted before: the module of `rotate` imported all cpu kernels.
+    Earlier fault: the module of `rotate` imported all cpu kernels.
     """
     code = """
 import sys, torch, fast
@@ -281,7 +281,7 @@ assert "fast.kernels.cpu" in sys.modules  # so that this test can fail
 
 
 def test_a_priority_of_one_op(monkeypatch):
-    """An op may have a priority of its own, above or below that of its backend."""
+    """An op may have its own priority, above or below that of its backend."""
     first = Backend("first", 5, "cpu", {"mla_decode": OpSupport(print, priority=-1), "apply_rope": OpSupport(print)})
     with_backends(monkeypatch, first, replace(CPU_BACKEND, priority=2))
     assert backends.select(REQUEST).name == "cpu"
@@ -289,7 +289,7 @@ def test_a_priority_of_one_op(monkeypatch):
 
 
 def test_explain_asks_what_the_ops_ask(monkeypatch):
-    """Planted before: widths were not asked for, so a backend was named that refused the call."""
+    """Earlier fault: `explain` did not ask for widths, so it named a backend that refused the call."""
     only_512 = {
         op: OpSupport(print, head_dims={"kv_lora_rank": (512,)}) for op in ("concat_and_cache_mla", "mla_decode")
     }

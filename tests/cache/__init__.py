@@ -1,1 +1,1 @@
-"""Paged caches."""
+"""Tests of the paged caches and their formats."""

@@ -1,4 +1,4 @@
-"""The paged cache, bit by bit, against dictionaries of who owns which entry."""
+"""The paged cache, compared bit by bit with the entries that each request owns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LENGTHS = [((1, 3, 0, 17), (1, 16, 15, 17)), ((2, 2), (0, 33)), ((5,), (31,)), (
 
 
 def check_write(ops, query_lens, seq_lens, dtype, latent: int = 12, rope: int = 8):
-    """Every new token's entry lands in its own slot, latent then rope; no other byte changes."""
+    """Assert that each new token's entry is written to its slot, latent then rope, and no other byte changes."""
     batch = make_batch(query_lens, seq_lens, block_size=16, padding=3)
     entries = make_entries(batch, latent + rope, dtype)
     cache = make_cache(batch, entries, latent + rope, dtype, new_tokens=False)
@@ -39,7 +39,7 @@ def check_write(ops, query_lens, seq_lens, dtype, latent: int = 12, rope: int = 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", LENGTHS)
 def test_write(ops, lens, dtype):
-    """Pitfall 6: padding rows, in the batch and behind it, are written nowhere."""
+    """Pitfall 6: padding rows, inside the batch and after it, are not written."""
     check_write(ops, *lens, dtype)
 
 
@@ -54,7 +54,7 @@ def test_write_ignores_slots_past_the_tokens(ops):
 
 
 def check_gather(ops, seq_lens, starts, lengths, dtype, block_size=16):
-    """Each request's piece, in order, and nothing that is not its own."""
+    """Assert that a gather returns each request's range of tokens, in order, and no entry of another request."""
     batch = make_batch([0] * len(seq_lens), seq_lens, block_size)
     entries = make_entries(batch, 20, dtype)
     cache = make_cache(batch, entries, 20, dtype)
@@ -80,7 +80,7 @@ def check_gather(ops, seq_lens, starts, lengths, dtype, block_size=16):
     ],
 )
 def test_gather(ops, seq_lens, starts, lengths, dtype):
-    """Pitfall 7: the NaN tail of the last page and the garbage past the last block reach nothing."""
+    """Pitfall 7: NaN in the tail of the last block, and garbage in the table past it, reach no result."""
     check_gather(ops, seq_lens, starts, lengths, dtype)
 
 
@@ -98,7 +98,7 @@ def test_gather_in_small_pieces(monkeypatch):
 
 
 def test_gather_out(ops):
-    """The fast twin fills a caller's workspace, in place and whole."""
+    """The fast twin writes all rows of `out`, a caller's workspace."""
     if ops is reference:
         return check_gather(ops, (9,), (0,), (9,), torch.float32)
     batch = make_batch((0,), (9,), 4)
@@ -113,7 +113,7 @@ def test_gather_out(ops):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_and_swap(ops, dtype):
-    """Whole blocks, NaN included; every other byte stays."""
+    """Whole blocks are copied, NaN included; no other byte changes."""
     caches = [torch.randn(6, 4, 5).to(dtype) for _ in range(2)]
     caches[1][2, 3] = torch.nan
     pairs = {2: 0, 5: 4}
@@ -148,8 +148,8 @@ def test_allocate(ops):
 
 
 def test_offsets_beyond_32_bit(ops):
-    """Pitfall 8: the flat offset of a slot passes 2^31. The pages between are virtual: nobody touches them."""
-    head_size, block_size, num_blocks = 1024, 64, 2**15 + 2  # 2^31 + 2^17 elements, 16 bit
+    """Pitfall 8: the element offset of a slot exceeds 2^31. Blocks before it are not accessed and use no memory."""
+    head_size, block_size, num_blocks = 1024, 64, 2**15 + 2  # 2^31 + 2^17 elements of 16 bits
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         cache = torch.empty(num_blocks, block_size, head_size, dtype=torch.float16)
@@ -169,7 +169,7 @@ def test_offsets_beyond_32_bit(ops):
 
 @pytest.mark.parametrize("layout", ["layers_first", "blocks_first"])
 def test_all_layers_in_one_tensor(ops, layout):
-    """Each layer's cache is a view that every op takes, whichever axis is the slowest; layers stay apart."""
+    """Every op takes each layer's view of one tensor, for any order of axes, and changes no other layer."""
     layers, blocks, block_size, width = 3, 5, 4, 32
     device = torch.get_default_device()
     caches = ops.allocate_kv_cache(blocks, block_size, width, torch.float32, device, num_layers=layers, layout=layout)

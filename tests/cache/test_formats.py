@@ -1,7 +1,7 @@
-"""The seams for other cache formats: a gather converts, and prefill takes its dtypes from the queries.
+"""The interfaces for other cache formats: a gather converts, and prefill takes its dtypes from the queries.
 
-`STORED` is a format for these tests alone: values stored in float16 and read by a conversion. The code of the packages
-serves it wherever no op takes the dtype or the bytes of a cache for those of the queries.
+`STORED` is a format of these tests: values are stored in float16 and converted when they are read. The packages serve
+it if no op takes the dtype or the bytes of the cache for those of the queries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PACKED = replace(STORED, dims=(DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim))
 
 @pytest.fixture(params=[STORED, PACKED], ids=["any dims", "dims of its own"])
 def stored(request, monkeypatch):
-    """A format whose dtype is not that of the queries; a backend of these tests gathers it."""
+    """Register a format whose dtype is not that of the queries, and a backend that gathers it."""
     formats = sys.modules["reference.interfaces.cache_format"]
     monkeypatch.setattr(formats, "CACHE_FORMATS", {**formats.CACHE_FORMATS, "stored": request.param})
     op = "gather_and_maybe_dequant_cache"
@@ -47,7 +47,7 @@ def stored(request, monkeypatch):
 
 
 def pieces(dtype, block_size=4):
-    """A paged cache over NaN, and the arguments that gather pieces of three requests."""
+    """Return a paged cache with NaN in unowned slots, and arguments that gather token ranges of three requests."""
     batch = make_batch([0, 0, 0], [33, 5, 16], block_size)
     entries = make_entries(batch, DIRECT.head_size, dtype)
     cache = make_cache(batch, entries, DIRECT.head_size, dtype)
@@ -58,7 +58,7 @@ def pieces(dtype, block_size=4):
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gather_converts(ops, dtype, out_dtype):
-    """In another dtype each element is rounded once, as `Tensor.to` rounds it; a strided cache and `out` too."""
+    """In another dtype each element is rounded once, as by `Tensor.to`, also for strided caches and `out`."""
     cache, arguments, rows = pieces(dtype)
     wanted = rows.to(out_dtype)
     strided = torch.stack((cache, cache), -1)[..., 0]
@@ -72,7 +72,7 @@ def test_gather_converts(ops, dtype, out_dtype):
 
 
 def test_gather_keeps_the_dtype_of_the_cache(ops):
-    """None is the dtype of a cache that holds values as they are computed; `out` must have the dtype asked for."""
+    """With dtype None a gather keeps the dtype of an ordinary cache; `out` must have the requested dtype."""
     cache, arguments, rows = pieces(torch.bfloat16)
     assert_same_bits(ops.gather_and_maybe_dequant_cache(cache, *arguments), rows)
     if ops is fast:
@@ -84,7 +84,7 @@ def test_gather_keeps_the_dtype_of_the_cache(ops):
 
 @pytest.mark.parametrize("wrong", [torch.int32, torch.uint8, "float32", 4])
 def test_gather_refuses_other_dtypes(ops, wrong, plain_errors):
-    """One line, before anything is written."""
+    """Other dtypes are refused with one line before anything is written."""
     cache, arguments, _ = pieces(torch.float32)
     with pytest.raises(ValueError, match=rf"^out_dtype: expected one of torch.float32, .*, got {wrong}$"):
         ops.gather_and_maybe_dequant_cache(cache, *arguments, out_dtype=wrong)
@@ -92,7 +92,7 @@ def test_gather_refuses_other_dtypes(ops, wrong, plain_errors):
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64])
 def test_gather_of_a_stored_format(ops, stored, out_dtype):
-    """The dtype of the result is the caller's; planted: `kv_cache.dtype` in the allocation of either package."""
+    """The result has the dtype that the caller requests. Planted: either package allocates it in `kv_cache.dtype`."""
     cache, arguments, rows = pieces(torch.float16)
     got = ops.gather_and_maybe_dequant_cache(cache, *arguments, stored, out_dtype)
     assert_same_bits(got, rows.to(out_dtype))
@@ -100,7 +100,7 @@ def test_gather_of_a_stored_format(ops, stored, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16])
 def test_a_stored_format_needs_a_dtype_of_its_queries(ops, stored, out_dtype):
-    """None would be the storage dtype, in which nothing can be computed."""
+    """Dtype None is refused, as it would mean the storage dtype, in which nothing can be computed."""
     cache, arguments, _ = pieces(torch.float16)
     message = f"^out_dtype: expected one of torch.float32, torch.float64, got {out_dtype}$"
     with pytest.raises(ValueError, match=message):
@@ -110,7 +110,7 @@ def test_a_stored_format_needs_a_dtype_of_its_queries(ops, stored, out_dtype):
 
 
 def test_a_stored_format_of_other_dims(ops, stored):
-    """A format that exists for one pair of dims refuses the columns of another."""
+    """A format that is defined for one pair of dimensions refuses caches of other widths."""
     cache, arguments, _ = pieces(torch.float16)
     wider = torch.cat((cache, cache[..., :1]), -1)
     if stored.dims is None:
@@ -121,7 +121,7 @@ def test_a_stored_format_of_other_dims(ops, stored):
 
 
 def prefill_inputs(ops, dtype):
-    """Two requests with context in several chunks, their cache in float16, queries and weights in `dtype`."""
+    """Return inputs of two requests with context in several chunks: a float16 cache, queries and weights in `dtype`."""
     torch.manual_seed(0)
     batch = make_batch([2, 3], [40, 50], 4)
     plan = ops.build_mla_metadata(batch.common, 4, 32).prefill
@@ -133,7 +133,7 @@ def prefill_inputs(ops, dtype):
 
 
 def test_prefill_over_a_stored_format(ops, stored):
-    """Float64: the very result over a cache that holds the same values in the dtype of the queries."""
+    """In float64 the result equals that over a cache with the same values in the dtype of the queries."""
     queries, cache, plan, weights = prefill_inputs(ops, torch.float64)
     wanted = reference.forward_prefill(*queries, cache.double(), plan, *weights, 0.3)
     state = ops.forward_prefill(*queries, cache, plan, *weights, 0.3, cache_format=stored)
@@ -144,7 +144,7 @@ def test_prefill_over_a_stored_format(ops, stored):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_context_of_all_ranks_in_a_stored_format(ops, stored, size):
-    """Rows that are handed in and rows that arrive have the dtype of the queries; so has a workspace."""
+    """Sent and received rows have the dtype of the queries, and so has the workspace."""
     entries = torch.randn(24, DIRECT.head_size).half()
     chunk = ops.plan_context_chunks(integers(24), 96, 4, size, 1)[0]
     plan = reference.interfaces.PrefillMetadata(integers(0, 1, 2, 3, 4, 5).view(1, 6), offsets([1]), 1, (), 4)
@@ -169,7 +169,7 @@ def test_context_of_all_ranks_in_a_stored_format(ops, stored, size):
 
 
 def test_bytes_of_an_entry():
-    """Columns of the storage dtype, or of the queries' where the format stores values as they are computed."""
+    """An entry has the bytes of its columns in the storage dtype, or in the queries' dtype if the format has none."""
     for dtype, size in ((torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)):
         assert element_bytes(dtype) == size
         assert COMPUTE_FORMAT.entry_bytes(512, 64, dtype) == 576 * size

@@ -1,1 +1,1 @@
-"""The main job and its serving loop."""
+"""Tests of the main job (`python -m fast`) and its serving loop."""

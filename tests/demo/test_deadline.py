@@ -1,4 +1,4 @@
-"""A step that waits on a GPU for a dead rank ends its process, whatever has become of the process's own streams."""
+"""If a step waits on a GPU for a dead rank, a deadline ends its process, in any state of the process's streams."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LINE = f"no answer within 0.5 s: {WAITS}; {WAITS}; requests in flight: 3, 5\n"
 
 @pytest.mark.parametrize("case", ["plain", "closed", "broken handler", "in time", "gloo"])
 def test_deadline(case):
-    """Over gloo, whose exchanges fail by themselves, and in time nothing happens."""
+    """The deadline does nothing over gloo, whose exchanges fail by themselves, or before it has passed."""
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", SCRIPT, case], cwd=root, capture_output=True, text=True, timeout=50,
                           check=False)  # fmt: skip

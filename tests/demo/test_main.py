@@ -1,4 +1,4 @@
-"""The main job, `python -m fast`: what it writes, how it exits, and what it says about bad input."""
+"""The main job, `python -m fast`: its output, its exit status, and its messages about bad input."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def run(tmp_path, monkeypatch, capsys, plain_errors):
     monkeypatch.setattr(measure, "PARITY_TOKENS", 96)
     picture, figures = tmp_path / "p.png", tmp_path / "f.json"
 
-    def call(*options: str, **wings):
-        status = main([*SMALL, "--picture", str(picture), "--json", str(figures), *options], **wings)
+    def call(*options: str, **packages):
+        status = main([*SMALL, "--picture", str(picture), "--json", str(figures), *options], **packages)
         out, err = capsys.readouterr()
         written = json.loads(figures.read_text()) if figures.exists() else None
         assert picture.exists() == (written is not None and "--no-picture" not in options)
@@ -60,13 +60,13 @@ def module_like(ops, **replaced):
 
 
 def places(text: str, *words: str) -> list[int]:
-    """Where each of these stands first; all of them must be there."""
+    """Return the first position of each word; assert that the text contains all of them."""
     assert all(word in text for word in words), text
     return [text.index(word) for word in words]
 
 
 def test_as_a_newcomer_runs_it(tmp_path):
-    """A process of its own, not on a terminal, the shipped checkpoint, both wings."""
+    """Run the command with its defaults in a process of its own without a terminal."""
     picture, path = tmp_path / "p.png", tmp_path / "f.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -80,7 +80,7 @@ def test_as_a_newcomer_runs_it(tmp_path):
         assert said in done.stdout
     order = places(done.stdout, "verdict", "greedy tokens: identical", "tokens/s", "kernels on cpu", "continuations",
                    "parity of fast with reference", "expanded keys and values")  # fmt: skip
-    assert order == sorted(order), "verdict and speeds come first, then the kernel sets, then what they rest on"
+    assert order == sorted(order), "order: verdict and speeds, backends, details"
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
     figures = json.loads(path.read_text())
@@ -89,7 +89,7 @@ def test_as_a_newcomer_runs_it(tmp_path):
         assert row["passed"] and row["max_error"] <= row["max_budget"]
         assert (row["op"] in EXACT) == (row["max_budget"] == 0), row["op"]
     assert {row["op"].split(":")[0].split(" (")[0] for row in figures["parity"]} == EXACT | COMPARED
-    assert any(row["max_error"] > 0 for row in figures["parity"]), "fast was compared with itself"
+    assert any(row["max_error"] > 0 for row in figures["parity"]), "no error at all: fast was compared with itself"
     assert set(figures["speed"]) == {"reference", "fast", "transformers"}
     for prompt, text in zip(figures["prompts"], PROMPTS, strict=True):
         assert prompt["text"] == text and prompt["identical"]
@@ -102,18 +102,18 @@ def test_as_a_newcomer_runs_it(tmp_path):
 
 
 def kernel_lines(out: str) -> list[str]:
-    """What is printed about kernel sets."""
+    """Return the printed lines about backends."""
     told = out[out.index("kernels on cpu") :].splitlines()[1:]
     return [line.strip() for line in told[: next(i for i, line in enumerate(told) if "continuations" in line)]]
 
 
 def test_kernel_sets_in_three_lines(run):
-    """One line each: what it serves, or the first reason why it does not; --verbose has every reason, op by op."""
+    """Each backend has one line: the ops that it serves, or the first reason why none; --verbose has all reasons."""
     said = kernel_lines(run("--max-new-tokens", "2").out)
     assert said == [
         "cpu: serves 16 of 16 ops",
         "triton: serves none: serves device cuda, got cpu",
-        "hopper: serves none: serves device cuda, got cpu and 4 more reasons",  # dtype, two dims, block size
+        "hopper: serves none: serves device cuda, got cpu and 4 more reasons",  # dtype, two dimensions, block size
     ]
     verbose = run("--max-new-tokens", "2", "--verbose")
     words = " ".join(kernel_lines(verbose.out))
@@ -124,7 +124,7 @@ def test_kernel_sets_in_three_lines(run):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Nothing is loaded and nothing is served: what happens before that is all there is."""
+    """Fail if anything is loaded or served: the test is about checks that come before."""
 
     def unreachable(*args, **kwargs):
         raise AssertionError("the work began")
@@ -135,7 +135,7 @@ def no_work(monkeypatch):
 
 
 def bad_places(folder: Path) -> dict[str, tuple[list[str], str]]:
-    """Output options that cannot be served, and what is said about each."""
+    """Return output options that are refused, and the beginning of each error message."""
     there = folder / "there.json"
     there.write_text("kept")
     (folder / "link.png").symlink_to(there)
@@ -166,7 +166,7 @@ PLACES = ("no folder", "a folder", "a file as folder", "a link into no folder", 
 
 @pytest.mark.parametrize("case", PLACES)
 def test_output_places_are_tested_before_any_work(tmp_path, capsys, plain_errors, no_work, case):
-    """Root may write wherever `os.access` is asked; whether a file can be made there, only making one tells."""
+    """Output files are tested by making them, as for root `os.access` allows every path."""
     options, message = bad_places(tmp_path)[case]
     before = sorted(tmp_path.iterdir())
     picture = [] if "--picture" in options else ["--picture", str(tmp_path / "p.png")]
@@ -177,7 +177,7 @@ def test_output_places_are_tested_before_any_work(tmp_path, capsys, plain_errors
 
 
 def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkeypatch):
-    """Under torchrun the first rank, which writes, tests the place before it waits for the others."""
+    """Under torchrun the first rank, which writes, tests the output path before it waits for the others."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"),
                         ("MASTER_PORT", "1")):  # fmt: skip
         monkeypatch.setenv(name, value)
@@ -186,21 +186,21 @@ def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkey
     assert main([*SMALL, "--context-parallel", "2", *bad]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --json: expected a file in a folder that exists") and err.count("\n") == 1, err
-    (tmp_path / "mla-twins.png").mkdir()  # where a picture would go; ranks draw none
+    (tmp_path / "mla-twins.png").mkdir()  # path of the picture; with several ranks none is drawn
     with pytest.raises(AssertionError, match="the work began"):
         main([*SMALL, "--context-parallel", "2", "--json", str(tmp_path / "f.json")])
     assert [path.name for path in tmp_path.iterdir()] == ["mla-twins.png"]
 
 
 def test_a_picture_that_nobody_asked_for_has_no_place(tmp_path, plain_errors, no_work):
-    """With --no-picture the place of the picture, and that it is the figures' as well, does not matter."""
+    """With --no-picture the path of the picture is not checked, even if it is also the path of the figures."""
     place = str(tmp_path / "f.json")
     with pytest.raises(AssertionError, match="the work began"):
         main([*SMALL, "--no-picture", "--json", place, "--picture", place])
 
 
 def test_ctrl_c_ends_it_in_one_line(tmp_path):
-    """Exit status 130, one line, no traceback; interrupted once the tokens flow."""
+    """Ctrl-C during generation gives exit status 130 and one line without a traceback."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     options = ["--device", "cpu", "--no-picture", "--prompt", "import os", "--max-new-tokens", "4000",
                "--json", str(tmp_path / "f.json")]  # fmt: skip
@@ -217,7 +217,7 @@ def test_ctrl_c_ends_it_in_one_line(tmp_path):
 
 
 def test_the_duration_is_the_measured_one():
-    """--help and README say what was measured, and docs/results says how, to the next 5 s."""
+    """--help and README state the duration measured in docs/results, rounded to 5 s."""
     told = " ".join((ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8").split())
     (measured,) = re.findall(r"`time python -m fast` took ([\d.]+) s on two CPU cores", told)
     said = f"about {5 * round(float(measured) / 5)} s on two CPU cores"
@@ -357,7 +357,7 @@ def test_an_option_that_argparse_refuses(run):
     [("config.json", '{"model_type": "deepseek_v3", "hidden_size": "abc"}'), ("tokenizer.json", '{"a": 1}')],
 )
 def test_a_checkpoint_with_a_broken_file(run, tmp_path, name, text):
-    """Whatever a reader of transformers raises on it becomes one line."""
+    """Any error of transformers' readers on a broken file becomes one line."""
     folder = tmp_path / "broken"
     shutil.copytree(Path(fast.__file__).parent / "assets" / "tiny-mla", folder)
     (folder / name).write_text(text)
@@ -365,7 +365,7 @@ def test_a_checkpoint_with_a_broken_file(run, tmp_path, name, text):
 
 
 def test_a_place_that_takes_no_figures(tmp_path, capsys, plain_errors):
-    """A full disk after the run is one line too, and not the status of failed parity."""
+    """A full disk after the run also gives one line, with another exit status than failed parity."""
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
     options = ["--ops", "fast", "--max-new-tokens", "2", "--json", "/dev/full", "--picture", str(tmp_path / "p.png")]
@@ -375,7 +375,7 @@ def test_a_place_that_takes_no_figures(tmp_path, capsys, plain_errors):
 
 
 def test_the_longest_prompt_with_one_token(run):
-    """The warm-up asks for no more than the run itself: prompt and one token fill the model's positions."""
+    """The warm-up needs no more positions than the run: here prompt and one token fill the model's positions."""
     done = run("--prompt", "x" * 4094, "--max-new-tokens", "1", "--ops", "fast", "--token-budget", "4096")
     assert done.status == 0 and [prompt["new_tokens"] for prompt in done.figures["prompts"]] == [1, 1, 1]
 
@@ -417,7 +417,7 @@ def test_a_missing_extra_is_named(run, monkeypatch, name):
 
 
 def test_without_a_picture(run, monkeypatch):
-    """matplotlib is missing, and nobody asked for it."""
+    """Without matplotlib the job runs if no picture is requested."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run("--no-picture", "--ops", "fast", "--max-new-tokens", "2")
     assert done.status == 0 and done.figures is not None and "picture:" not in done.out

@@ -1,4 +1,4 @@
-"""The serving loop: tokens as transformers gives them one request at a time, whatever the schedule; and its books."""
+"""The serving loop generates the tokens of transformers for any schedule, and keeps its block accounts consistent."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def model():
 
 
 def greedy(model, prompt: list[int], new_tokens: int) -> list[int]:
-    """Plain transformers, one request by itself."""
+    """Return the greedy tokens of plain transformers for one request."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0
@@ -82,7 +82,7 @@ def wanted(model, prompts):
 
 @pytest.fixture
 def make_loop(model):
-    """Make a loop over the patched model, which is restored afterwards; its cache starts as NaN."""
+    """Return a function that makes a loop over the patched model, with a cache of NaN; the model is restored later."""
 
     def make(ops, on=model, **options):
         use_mla(on, ops=ops)
@@ -100,7 +100,7 @@ def make_loop(model):
 
 
 def poison_unowned(loop: ServingLoop) -> None:
-    """NaN into every slot that holds no computed token of a running request."""
+    """Write NaN to every slot that holds no computed token of a running request."""
     for kv_cache in loop.kv_caches:
         kv_cache[loop.allocator.free_blocks] = POISON
         for request in loop.running:
@@ -110,7 +110,7 @@ def poison_unowned(loop: ServingLoop) -> None:
 
 
 def check_books(loop: ServingLoop, report) -> None:
-    """What must hold after every step."""
+    """Assert the loop's invariants, which hold after every step."""
     owned = [block for request in loop.requests for block in request.blocks]
     assert sorted(owned + loop.allocator.free_blocks) == list(range(loop.allocator.num_blocks))
     assert report is None or 0 < report.num_tokens <= loop.token_budget
@@ -122,7 +122,7 @@ def check_books(loop: ServingLoop, report) -> None:
 
 
 def serve(loop: ServingLoop, prompts, new_tokens: int = NEW_TOKENS) -> tuple[list[list[int]], list]:
-    """Run all prompts, poisoning what nobody owns between the steps; returns the tokens and the reports."""
+    """Serve all prompts with NaN in unowned slots after each step; return the tokens and the reports of the steps."""
     reports = []
 
     def on_step(report):
@@ -144,7 +144,7 @@ def test_mixed_batch_gives_transformers_tokens(make_loop, ops, prompts, wanted):
 
 
 def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts, wanted):
-    """Pieces of 3 tokens at most; a workspace of one block: one prefill with context a step, in many chunks."""
+    """At most 3 prompt tokens a step and a workspace of one block: one prefill with context a step, in many chunks."""
     order = [5, 3, 0]
     loop = make_loop(ops, block_size=4, token_budget=3, max_num_seqs=3, workspace_tokens=4,
                      costs=PathCosts(absorbed_request=1e15))  # fmt: skip
@@ -154,7 +154,7 @@ def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts,
 
 
 def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wanted):
-    """A few tokens over a longer context decode, beside the decodes; only short contexts are expanded."""
+    """A few prompt tokens with a longer context take the absorbed path; only short contexts are expanded."""
     order = [5, 3, 0]
     loop = make_loop(ops, block_size=4, token_budget=5, max_num_seqs=3, workspace_tokens=4)
     tokens, reports = serve(loop, [prompts[i] for i in order])
@@ -164,7 +164,7 @@ def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wante
 
 
 def test_every_decode_leads_the_batch(make_loop, ops, prompts, wanted):
-    """Whatever has one token left takes the absorbed path: 33 = 4 x 8 + 1 and 17 = 4 x 4 + 1 end in such a piece."""
+    """A last prompt token takes the absorbed path, as for 33 = 4 x 8 + 1 and 17 = 4 x 4 + 1 tokens."""
     order = [4, 3, 5, 0]
     loop = make_loop(ops, block_size=4, token_budget=4, max_num_seqs=4, workspace_tokens=4)
     for i in order:
@@ -180,14 +180,14 @@ def test_every_decode_leads_the_batch(make_loop, ops, prompts, wanted):
 
 
 def test_preemption_recomputes_and_keeps_tokens(make_loop, ops, prompts, wanted):
-    """Four requests fit to start with and outgrow the cache while they decode."""
+    """Four requests fit at first, but exceed the cache while they decode."""
     order = [4, 3, 6, 7, 0, 2]
     loop = make_loop(ops, num_blocks=11, max_num_seqs=4)
     tokens, reports = serve(loop, [prompts[i] for i in order])
     assert tokens == [wanted[i] for i in order]
     preempted = [request_id for report in reports for request_id in report.preempted]
     assert preempted and sum(request.num_preemptions for request in loop.requests) == len(preempted)
-    assert 0 not in preempted, "the oldest request is never the victim"
+    assert 0 not in preempted, "the oldest request was preempted"
 
 
 def test_block_order_changes_nothing(make_loop, ops, prompts, wanted):
@@ -259,7 +259,7 @@ def test_a_step_that_raises_leaves_nothing_half_applied(make_loop, ops, prompts,
 
 
 def test_soak(make_loop, ops):
-    """200 random requests (40 for the slow wing) arrive over time at a cache of 24 blocks."""
+    """200 random requests (40 for `reference`, which is slow) arrive over time; the cache has 24 blocks."""
     count = 200 if ops.__name__ == "fast" else 40
     model = tiny_model(num_layers=1, max_positions=128)
     generator = random.Random(3)
@@ -401,9 +401,9 @@ print(large - small, 512 * HEADS * (NOPE + ROPE + VALUE) * 4, *growth)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_peak_memory_of_a_chunked_prefill_does_not_grow_with_the_context():
-    """From 4k to 32k tokens of context the peak grows by the cache, give or take two expanded workspaces.
+    """From 4k to 32k tokens of context, peak memory grows by the cache, plus or minus two expanded workspaces.
 
-    The control expands the whole context at once: 537 MB of keys and values, far over that bound.
+    The control expands the whole context at once: 537 MB of keys and values, far above that bound.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PEAK_MEMORY]
@@ -416,7 +416,7 @@ def test_peak_memory_of_a_chunked_prefill_does_not_grow_with_the_context():
 
 
 def test_an_idle_loop_steps_to_nothing(make_loop, ops):
-    """An empty batch is legal: nothing runs, nothing changes."""
+    """A step of a loop without requests runs nothing and changes nothing."""
     loop = make_loop(ops, num_blocks=4)
     report = loop.step()
     assert (report.num_tokens, report.num_running, report.num_waiting) == (0, 0, 0)

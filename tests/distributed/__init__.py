@@ -1,1 +1,1 @@
-"""Exchange between ranks."""
+"""Tests of the exchange of states and context between ranks."""

@@ -1,4 +1,4 @@
-"""Attention states merged over simulated ranks: values, empty ranks, infinities, and the bytes that cross the wire."""
+"""Attention states merged over simulated ranks: values, ranks without keys, infinities, and exchanged bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_merge_over_ranks(ops, size, merge):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("merge", MERGES)
 def test_merge_within_budget(merge, dtype):
-    """Low is the reference's merge of the same kind in the dtype; LSE travels in float32 whatever the outputs are."""
+    """The budget is that of the reference's merge of the same kind in the dtype; LSEs are always sent in float32."""
     states = rank_states(4, 33, 8, 20, dtype)
     gold = [AttentionState(s.out.double(), s.lse.double()) for s in states]
     gold = functools.reduce(reference.merge_attn_states, gold)
@@ -41,7 +41,7 @@ def test_merge_within_budget(merge, dtype):
 
 
 def test_merges_agree(ops):
-    """Equal to rounding, both ways round."""
+    """The two merges give equal states up to rounding."""
     states = rank_states(4, 5, 8, 6, torch.float64)
     assert_states64(over_ranks(ops, states, "a2a"), over_ranks(ops, states, "ag_rs"))
 
@@ -58,7 +58,7 @@ def test_infinite_lse_is_nan(ops, merge, bad):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_rank_without_keys_counts_nothing(ops, merge):
-    """Whatever its outputs hold."""
+    """A rank with LSE -inf changes no result, even if its outputs are not 0."""
     states = rank_states(3, 4, 6, 5, torch.float64)
     wanted = over_ranks(ops, states, merge)
     for state in states:
@@ -99,7 +99,7 @@ def test_one_rank_with_keys_comes_back_bitwise(ops, merge):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_bytes_received(ops, size, dtype, merge):
-    """What a decode exchanges is what the formula says (a message of the fast wing is padded to 16 bytes a part)."""
+    """A decode receives the bytes of the formula; `fast` pads each part of a message to 16 bytes."""
     tokens, latent, rope = 6, 32, 16
     batch = make_batch([1] * tokens, [40] * tokens, 16)
     cache = torch.zeros(batch.num_blocks, 16, latent + rope, dtype=dtype)
@@ -121,7 +121,7 @@ def test_bytes_received(ops, size, dtype, merge):
 
 
 def test_all_to_all_moves_less():
-    """The LSE of all heads cross the wire in one variant, those of the own heads in the other."""
+    """All-gather with reduce-scatter sends the LSEs of all heads, all-to-all only those of the owned heads."""
     sizes = (32, 128, 512, 64, 8)
     ag_rs, a2a = (reference.dcp_wire_bytes(*sizes, merge, 2) for merge in MERGES[::-1])
     assert sum(ag_rs.values()) - sum(a2a.values()) == 7 * 32 * (128 - 16) * 4

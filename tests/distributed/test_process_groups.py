@@ -1,4 +1,4 @@
-"""Real ranks: processes over gloo (and NCCL where there are GPUs) against the simulator; ranks that die or disagree."""
+"""Ranks as processes over gloo, or NCCL where there are GPUs: equal to the simulator; ranks that die or disagree."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ on_gpus = pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
 
 
 def simulated(size, total, interleave, dtype):
-    """What the simulator gives every rank."""
+    """Return the results of every rank in the simulator."""
     with torch.device("cpu"):
-        wings = {"reference": reference, "fast": fast}
-        return fast.simulate(size, interleave, lambda ranks: everything(ranks, wings, dtype, "cpu"), total)
+        packages = {"reference": reference, "fast": fast}
+        return fast.simulate(size, interleave, lambda ranks: everything(ranks, packages, dtype, "cpu"), total)
 
 
 @pytest.mark.parametrize(("size", "total", "interleave"), [(2, 2, 1), (4, 4, 16), (2, 4, 4)])
 def test_processes_equal_the_simulator(size, total, interleave):
-    """Merges, gathers and layers over gloo: the simulator to 1e-12, and themselves bit for bit from run to run."""
+    """Over gloo, merges and layers equal the simulator to 1e-12, and two runs are bit-identical."""
     runs = [values_of(run_ranks(total, exchange_everything, size, interleave, torch.float64, "cpu")) for _ in range(2)]
     wanted = simulated(size, total, interleave, torch.float64)
     for rank in range(total):
@@ -93,24 +93,24 @@ def test_ranks_that_disagree(facts, message):
     ids=["block-size", "eos", "tokens", "refused-by-one"],
 )
 def test_loops_that_disagree(options, message):
-    """Before a step, and before any check that one rank would fail alone."""
+    """Loops compare their options before a step, and before any check that only one rank would fail."""
     for outcome in run_ranks(2, disagree_in_a_loop, 2, options):
         assert outcome.error.startswith(f"ValueError: {message}") and outcome.seconds < 10, outcome
 
 
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_decode_graphs(merge):
-    """On a CPU the graph's steps are eager, over the same buffers."""
+    """A decode graph over processes; on a CPU its steps run eagerly over the same buffers."""
     for found, _ in values_of(run_ranks(2, replay_decodes, 2, merge, 2, "cpu", torch.float64)):
         for eager, captured in found:
             assert_close64(captured, eager)
 
 
-# Ranks that die. A service has about a hundred exchanges: two or three an attention, two layers, 15 steps.
+# Ranks that die. A run of the loop has about a hundred exchanges: 15 steps of two layers with two or three each.
 
 
 def check_survivor(outcome: Outcome, seconds: float) -> None:
-    """It raised in time, naming the group, the operation and what was in flight."""
+    """Assert that a rank raised in time, with the group, the operation and the requests in flight."""
     assert outcome.exit_status == 1, f"{outcome}"
     wanted = r"^StepLost: (cp|tp)_group: all_\w+ of rank \d among ranks \[[\d, ]+\] failed: .*"
     assert re.match(wanted + r"; requests in flight: \d(, \d)*$", outcome.error), outcome.error
@@ -119,7 +119,7 @@ def check_survivor(outcome: Outcome, seconds: float) -> None:
 
 @pytest.mark.parametrize("kill", range(14))
 def test_a_rank_that_dies_in_a_step(kill):
-    """At any exchange, over two or four ranks; nobody hangs."""
+    """If a rank dies at any exchange of two or four ranks, every other rank raises and none hangs."""
     draw = random.Random(kill)
     total = (2, 4)[kill % 2]
     victim, exchange = draw.randrange(total), draw.randrange(1, 90) if kill else 1  # 1: the check before the first step
@@ -133,7 +133,7 @@ def test_a_rank_that_dies_in_a_step(kill):
 
 @pytest.mark.parametrize("kill", range(6))
 def test_a_rank_that_is_killed(kill):
-    """From outside, at any moment of an endless service."""
+    """If a rank is killed from outside at any moment, the others raise."""
     draw = random.Random(100 + kill)
     total = (2, 4)[kill % 2]
     victim = draw.randrange(total)
@@ -145,7 +145,7 @@ def test_a_rank_that_is_killed(kill):
     outcomes = run_ranks(total, serve_for_ever, 2, "cpu", torch.float32, timeout_s=GROUP_TIMEOUT_S, meanwhile=shoot)
     assert outcomes[victim].exit_status == -signal.SIGKILL
     for rank, outcome in enumerate(outcomes):
-        if rank != victim:  # while a loop is made no request is in flight
+        if rank != victim:  # a loop under construction has no request in flight
             assert outcome.exit_status == 1 and outcome.seconds < GROUP_TIMEOUT_S, f"{outcome}"
             wanted = r"^(StepLost|GroupError): (cp|tp)_group: all_\w+ of rank \d among ranks \[[\d, ]+\] failed: "
             assert re.match(wanted, outcome.error), outcome.error
@@ -153,7 +153,7 @@ def test_a_rank_that_is_killed(kill):
 
 
 def test_a_rank_that_stands_still():
-    """Not dead, but silent: the others raise once the group's timeout is over."""
+    """If a rank is stopped but not dead, the others raise after the group's timeout."""
     stopped = []
 
     def stop(processes: list[int]) -> None:
@@ -162,7 +162,7 @@ def test_a_rank_that_stands_still():
 
     outcomes = run_ranks(2, serve_for_ever, 2, "cpu", torch.float32, timeout_s=4.0, limit_s=40.0, meanwhile=stop,
                          stands_still=1)  # fmt: skip
-    assert outcomes[1].exit_status is None  # it was still there
+    assert outcomes[1].exit_status is None  # the stopped rank had not ended
     assert outcomes[0].exit_status == 1 and 3 < outcomes[0].ended - stopped[0] < 2 * 4.0
     assert re.match(r"^(StepLost|GroupError): (cp|tp)_group: all_\w+ of rank 0 among .* failed: ", outcomes[0].error)
 
@@ -171,7 +171,7 @@ def test_a_rank_that_stands_still():
 
 
 def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str, str]:
-    """Exit status, output and errors of `torchrun -m fast` on the CPU with one thread a rank; nothing of it is left."""
+    """Run `torchrun -m fast` on the CPU, one thread a rank; return status, stdout and stderr; end all its processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(
@@ -181,7 +181,7 @@ def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str,
     try:
         output, errors = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
-        process.terminate()  # it ends its workers, which lie in sessions of their own
+        process.terminate()  # it ends its workers, which have sessions of their own
         output, errors = process.communicate(timeout=60)
         errors += "\nran longer than 240 s"
     return process.returncode, output, errors
@@ -189,7 +189,7 @@ def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str,
 
 @pytest.mark.parametrize(("size", "interleave", "merge", "ops"), [(4, 1, "a2a", "both"), (2, 16, "ag_rs", "fast")])
 def test_main_job(tmp_path, size, interleave, merge, ops):
-    """TP = 4 with DCP = 4 and 2: token for token, in float32, what one rank gets; each holds its part of the cache."""
+    """TP = 4 with DCP = 4 and 2 generates the tokens of one rank, in float32; each rank holds its part of the cache."""
     pytest.importorskip("transformers")
     status, output, errors = torchrun(
         "--context-parallel", str(size), "--interleave", str(interleave), "--merge", merge, "--max-new-tokens", "12",
@@ -208,7 +208,7 @@ def test_main_job(tmp_path, size, interleave, merge, ops):
 
 
 def test_main_job_refusals(tmp_path):
-    """One line, before anything is loaded."""
+    """Invalid options are refused with one line before a model is loaded."""
     alone = subprocess.run([sys.executable, "-m", "fast", "--context-parallel", "2"], cwd=tmp_path, text=True,
                            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False)  # fmt: skip
     assert alone.returncode == 2
@@ -225,7 +225,7 @@ def test_main_job_refusals(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("total", [2, 4])
 def test_nccl_within_budget(total, dtype):
-    """Low is the reference over the same ranks in the dtype, gold over simulated ones in float64."""
+    """Over NCCL results are within the budget: low is the reference on the same ranks, gold the float64 simulator."""
     if total > GPUS:
         pytest.skip(f"needs {total} GPUs")
     outcomes = run_ranks(total, exchange_everything, total, 16, dtype, "cuda", backend="nccl", limit_s=180.0)
@@ -242,7 +242,7 @@ def test_nccl_within_budget(total, dtype):
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_nccl_graphs(merge, query_len):
-    """A step with its exchanges is captured and replayed with other lengths, blocks and slots, in memory that stays."""
+    """A step with exchanges is captured and replayed with other lengths, blocks and slots; memory does not grow."""
     gold = values_of(run_ranks(2, replay_decodes, 2, merge, query_len, "cpu", torch.float64))
     outcomes = run_ranks(2, replay_decodes, 2, merge, query_len, "cuda", torch.float32, backend="nccl", limit_s=180.0)
     for (found, amounts), (wanted, _) in zip(values_of(outcomes), gold, strict=True):
@@ -254,7 +254,7 @@ def test_nccl_graphs(merge, query_len):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Kernels in Triton's cache on disk, so that no rank waits long for another that compiles."""
+    """Fill Triton's cache on disk before, so that no rank waits long for another one that compiles."""
     for total in {2, min(GPUS, 4)}:
         served = run_ranks(total, serve_and_die, 2, None, 0, "cuda", torch.bfloat16, backend="nccl", timeout_s=120.0,
                            limit_s=180.0)  # fmt: skip
@@ -266,7 +266,7 @@ def compiled():
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("kill", range(20))
 def test_nccl_rank_that_dies(kill):
-    """The others end non-zero in time, having logged the group, the operation and the requests in flight."""
+    """If a rank dies, the others end in time with non-zero status and log group, operation and requests in flight."""
     draw = random.Random(kill)
     total = 4 if GPUS >= 4 and kill % 2 else 2
     victim, exchange, timeout_s = draw.randrange(total), draw.randrange(1, 90), 6.0
@@ -276,13 +276,13 @@ def test_nccl_rank_that_dies(kill):
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
             assert outcome.exit_status not in (0, None), f"{outcome}"
-            assert outcome.ended - outcomes[victim].ended < timeout_s + 1, f"{outcome}"  # a second to be seen dead
-            said = (outcome.error or "") + outcome.said
-            assert re.search(r"(cp|tp)_group: .*all_\w+.*requests in flight: \d", said, re.S), f"{outcome}"
+            assert outcome.ended - outcomes[victim].ended < timeout_s + 1, f"{outcome}"  # plus a second to observe it
+            text = (outcome.error or "") + outcome.stderr
+            assert re.search(r"(cp|tp)_group: .*all_\w+.*requests in flight: \d", text, re.S), f"{outcome}"
 
 
 def test_served_alone():
-    """What ranks serve above is no degenerate text."""
+    """The text that the ranks above generate is not degenerate."""
     with torch.device("cpu"):
         requests = make_loop(fast, RANK_CONFIG, None, "cpu", torch.float64).run()
     assert all(len(set(request.generated_ids)) > 3 for request in requests)

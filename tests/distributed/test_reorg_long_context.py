@@ -1,4 +1,4 @@
-"""`reorg_kvcache` over more tokens than the cpu kernel orders at once (4096): every piece of them, bit by bit."""
+"""`reorg_kvcache` over more tokens than the cpu kernel orders at once (chunks of 4096), compared bit by bit."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import reference
 from fast.kernels.cpu import context_parallel as cpu_kernels
 from reference.interfaces import ContextChunk, TokenOwnership
 
-from ..support.context_parallel import dealt_pieces
+from ..support.context_parallel import gathered_chunk
 from ..support.factories import assert_same_bits, integers, offsets
 
-LENS = (2500, 0, 3001, 1, 3900, 64)  # requests end within the first piece and the second, and lie across both edges
+LENS = (2500, 0, 3001, 1, 3900, 64)  # requests end in chunks 1 and 2 and span both chunk ends
 
 
 @pytest.mark.parametrize("rows", ["dense", "with gaps"])
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 16), (3, 5), (8, 1)])
 def test_reorg_of_several_thousand_tokens(ops, size, interleave, rows):
-    """Planted: the second piece of 4096 tokens is read, or written, in the wrong place."""
-    assert sum(LENS) > 2 * cpu_kernels.CHUNK_TOKENS, "otherwise there is no second piece, and no third"
+    """Planted: the second chunk of 4096 tokens is read from, or written to, a wrong position."""
+    assert sum(LENS) > 2 * cpu_kernels.CHUNK_TOKENS, "too few tokens for three chunks"
     entries = [torch.randn(length, 3) for length in LENS]
     chunk = ContextChunk(integers(*[0] * len(LENS)), offsets(LENS), sum(LENS), max(LENS))
     chunk = reference.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
-    gathered = dealt_pieces(entries, [0] * len(LENS), size, interleave, chunk.padded_tokens)
+    gathered = gathered_chunk(entries, [0] * len(LENS), size, interleave, chunk.padded_tokens)
     if rows == "with gaps":
         gathered = torch.cat((gathered, gathered), -1)[..., :3]
     found, wanted = ops.reorg_kvcache(gathered, chunk), torch.cat(entries)

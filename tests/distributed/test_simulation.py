@@ -1,4 +1,4 @@
-"""The simulator: exchanges, modes of the caller, ranks that wait for each other, the first error."""
+"""The simulator of ranks: exchanges, modes of the caller, ranks that wait for each other, the first error."""
 
 from __future__ import annotations
 

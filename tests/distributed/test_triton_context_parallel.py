@@ -1,4 +1,4 @@
-"""The Triton kernels between the exchanges of ranks: order restored bit by bit, states sent home and combined."""
+"""The Triton kernels around the exchanges of ranks: token order restored bit by bit, states merged at owner ranks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_in_the_interpreter():
     run_in_interpreter(__file__)
 
 
-def pieces(size, interleave, lens, width, dtype):
-    """A piece of context as ranks handed it in, with NaN behind each rank's rows, and its plan."""
+def gathered_rows(size, interleave, lens, width, dtype):
+    """Return all-gathered context [D, padded, width], with NaN after each rank's rows, and its chunk."""
     chunk = ContextChunk(integers(*[0] * len(lens)).cpu(), offsets(lens).cpu(), sum(lens), max(lens))
     chunk = reference.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
     gathered = torch.randn(size, chunk.padded_tokens, width).to(dtype)
@@ -38,9 +38,9 @@ def pieces(size, interleave, lens, width, dtype):
 @runs
 @pytest.mark.parametrize(("size", "interleave", "width"), [(1, 1, 7), (2, 1, 96), (3, 4, 7), (4, 16, 576), (7, 2, 96)])
 def test_reorg(size, interleave, width):
-    """Bit by bit what the reference puts in order; also from and into rows with gaps."""
+    """The kernel gives the bits of the reference, also for inputs and outputs with gaps between rows."""
     for dtype in DTYPES if width == 96 else DTYPES[:1]:
-        gathered, chunk = pieces(size, interleave, (5, 0, 33, 1, 70), width, dtype)
+        gathered, chunk = gathered_rows(size, interleave, (5, 0, 33, 1, 70), width, dtype)
         wanted = reference.reorg_kvcache(gathered, chunk)
         cu, local = chunk.cu_seq_lens.to(DEVICE), chunk.local_cu_seq_lens.to(DEVICE)
         for source in (gathered, torch.cat((gathered, gathered), -1)[..., :width]):
@@ -53,8 +53,8 @@ def test_reorg(size, interleave, width):
 @runs
 @pytest.mark.parametrize("far", [-5, 2147480000])
 def test_reorg_of_offsets_outside(far):
-    """No offset makes it read outside: such rows become 0, and nothing raises."""
-    gathered, chunk = pieces(4, 2, (30, 11), 12, torch.float32)
+    """With offsets outside the input, the kernel reads nothing outside, writes 0 to those rows, and does not raise."""
+    gathered, chunk = gathered_rows(4, 2, (30, 11), 12, torch.float32)
     local = chunk.local_cu_seq_lens.clone()
     local[1] = far
     out = torch.full((41, 12), torch.nan, device=DEVICE)
@@ -65,7 +65,10 @@ def test_reorg_of_offsets_outside(far):
 
 
 def rank_states(size, tokens, heads, value, dtype):
-    """A state a rank; rows without a key here, whose outputs nobody may read, and one without any anywhere."""
+    """Return a state for each rank.
+
+    Outputs of rows without keys on a rank are NaN, which must reach no result. Head 0 of token 1 has no keys at all.
+    """
     states = []
     for _ in range(size):
         empty = torch.rand(heads, tokens) < 0.3
@@ -76,18 +79,18 @@ def rank_states(size, tokens, heads, value, dtype):
 
 
 def merged_by(states, merge):
-    """The reference's merge of the whole, in low precision and in float64."""
+    """Return the reference's merge over all ranks, in the dtype of the states and in float64."""
 
     def whole(states):
         function = {"ag_rs": reference.cp_lse_ag_out_rs, "a2a": reference.cp_lse_a2a}[merge]
-        homes = reference.simulate(len(states), 1, lambda ranks: function(states[ranks.rank], ranks.cp_group))
-        return AttentionState(torch.cat([h.out for h in homes], 1), torch.cat([h.lse for h in homes]))
+        merged = reference.simulate(len(states), 1, lambda ranks: function(states[ranks.rank], ranks.cp_group))
+        return AttentionState(torch.cat([own.out for own in merged], 1), torch.cat([own.lse for own in merged]))
 
     return whole(states), whole([AttentionState(s.out.double(), s.lse.double()) for s in states])
 
 
 def on(device, state, gaps):
-    """The state there; its rows with gaps, or head by head."""
+    """Return the state on a device; its outputs have gaps between rows, or are stored head by head."""
     out = torch.cat((state.out, state.out), -1)[..., : state.out.shape[2]] if gaps else state.out
     return (out if gaps else out.transpose(0, 1).contiguous().transpose(0, 1)).to(device), state.lse.to(device)
 
@@ -101,17 +104,17 @@ def test_merges(size, heads, value):
         states = rank_states(size, tokens, heads, value, dtype)
         for merge in ("ag_rs", "a2a"):
             low, gold = merged_by(states, merge)
-            found = {"ag_rs": share_and_sum, "a2a": pack_and_combine}[merge](states, size, dtype)
+            found = {"ag_rs": weight_and_sum, "a2a": pack_and_combine}[merge](states, size, dtype)
             for parity in compare_states(f"{merge} {dtype}", found, low, gold):
                 assert parity.passed, parity
 
 
-def share_and_sum(states, size, dtype):
+def weight_and_sum(states, size, dtype):
     lses = torch.stack([state.lse for state in states]).to(DEVICE)
-    shares = [kernels.weight_attn_out(on(DEVICE, s, rank % 2)[0], lses, rank) for rank, s in enumerate(states)]
-    homes = torch.stack([by_home for by_home, _ in shares]).sum(0)
-    lse = torch.cat([lse for _, lse in shares])
-    return AttentionState(homes.transpose(0, 1).flatten(1, 2).cpu(), lse.cpu())
+    weighted = [kernels.weight_attn_out(on(DEVICE, s, rank % 2)[0], lses, rank) for rank, s in enumerate(states)]
+    by_owner = torch.stack([out for out, _ in weighted]).sum(0)  # the sum of the reduce-scatter: [D, T, N / D, Dv]
+    lse = torch.cat([lse for _, lse in weighted])
+    return AttentionState(by_owner.transpose(0, 1).flatten(1, 2).cpu(), lse.cpu())
 
 
 def pack_and_combine(states, size, dtype):
@@ -122,18 +125,18 @@ def pack_and_combine(states, size, dtype):
     messages = torch.zeros(size, size, total, dtype=torch.uint8, device=DEVICE)
     for rank, state in enumerate(states):
         kernels.pack_attn_state(*on(DEVICE, state, rank % 2), messages[rank], lse_bytes)
-    homes = []
+    merged = []
     for rank in range(size):
         out = torch.full((tokens, own, value), torch.nan, dtype=dtype, device=DEVICE)
         lse = torch.full((own, tokens), torch.nan, device=DEVICE)
         kernels.merge_packed_attn_states(messages[:, rank].contiguous(), lse_bytes, out, lse)
-        homes.append((out.cpu(), lse.cpu()))
-    return AttentionState(torch.cat([out for out, _ in homes], 1), torch.cat([lse for _, lse in homes]))
+        merged.append((out.cpu(), lse.cpu()))
+    return AttentionState(torch.cat([out for out, _ in merged], 1), torch.cat([lse for _, lse in merged]))
 
 
 @runs
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
-@pytest.mark.parametrize("merge", [share_and_sum, pack_and_combine], ids=["ag_rs", "a2a"])
+@pytest.mark.parametrize("merge", [weight_and_sum, pack_and_combine], ids=["ag_rs", "a2a"])
 def test_infinite_lse_is_nan(merge, bad):
     states = rank_states(2, 4, 6, 5, torch.float32)
     states[1].lse[3, 2] = bad
@@ -147,7 +150,7 @@ def test_infinite_lse_is_nan(merge, bad):
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 @pytest.mark.parametrize(("size", "total"), [(4, 4), (2, 4)])
 def test_layers(size, total, merge, dtype):
-    """Steps of a layer on simulated ranks of one GPU, on the budget of the reference's ranks."""
+    """Steps of a layer on simulated ranks of one GPU are within the budget of the reference's ranks."""
     steps = Steps(STEPS, 16, 4 * 16 * size * 4, 2)
 
     def served(ops, dtype, device):
@@ -165,15 +168,15 @@ def test_layers(size, total, merge, dtype):
 @gpu_only
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 def test_a_step_is_captured(merge):
-    """Gather of the queries, decode, merge: no value is read on the host, other lengths in replays."""
-    # on one rank, for a simulation cannot be captured: its ranks take turns on the host
+    """Gathering the queries, decode and merge can be captured: the host reads no value, replays use other lengths."""
+    # One rank only: a simulation of several cannot be captured, as its ranks run in turn on the host.
     (wanted,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=False), merge=merge)
     (found,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=True), merge=merge)
     assert found.out.equal(wanted.out) and found.lse.equal(wanted.lse)
 
 
 def captured_twice(ranks, replay):
-    """A step of 3 requests, then one of other lengths; replayed, or run again."""
+    """Run or capture a step of 3 requests; return the state of a second step with other lengths, rerun or replayed."""
     torch.manual_seed(0)
     cache = torch.randn(30, 16, 48, device="cuda")
     table = torch.randperm(30, device="cuda").int().view(3, 10)

@@ -1,4 +1,4 @@
-"""The benchmarks' arithmetic, checks, tables and errors; nothing is timed here, and no GPU is needed."""
+"""Arithmetic, checks, tables and errors of the benchmarks; nothing is timed, and no GPU is needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-# Counts, against figures worked out by hand.
+# Counts, compared with figures computed by hand.
 
 
 def test_decode_counts():
@@ -51,12 +51,12 @@ def test_prefill_counts():
     assert causal.flops / 1059e-6 == pytest.approx(649e12, rel=1e-3)
     # q 201, k_nope 134, k_pe 0.5, v 134, out 134 MB
     assert causal.bytes == full.bytes == 201_326_592 + 134_217_728 + 524_288 + 134_217_728 + 134_217_728
-    # bottom-right: the context's pairs are all seen
+    # the causal mask is aligned at the last key: all pairs with context keys count
     assert prefill.Row(1, 4, 10, 1, "causal").flops == 2 * (40 - 8) * 320
 
 
 def test_bytes_counts():
-    """65536 tokens: 75.5 MB of entries each way; a float32 state is 4.29 GB and 33.6 MB of lse."""
+    """65536 tokens: 75.5 MB of entries each way; a float32 state has 4.29 GB of output and 33.6 MB of LSE."""
     entries = 2 * 75_497_472
     assert moves.Row("gather", 65536).bytes == entries + 4096
     assert moves.Row("cache_write", 65536).bytes == entries + 524_288
@@ -77,7 +77,7 @@ def test_spread():
 
 
 def test_input_sets():
-    """Together four times the L2, one at least, a bounded number at most."""
+    """Input sets are four times as large as the L2 cache together; there is at least one, and a largest number."""
     assert timing.input_sets(10, 100) == 40 - 8 and timing.input_sets(150, 100) == 3
     assert timing.input_sets(10**9, 100) == 1 and timing.input_sets(1, 10**9) == 32
 
@@ -92,7 +92,7 @@ def test_spread_out():
     assert decode.spread_out(128, 3) == [0, 64, 127]
 
 
-# Checks: they pass what is right, and each planted fault is seen.
+# Checks: they pass correct values and detect each planted fault.
 
 SMALL = {
     "decode": [decode.Row(3, 70, 2, 5), decode.Row(1, 40, 1, 1)],
@@ -126,7 +126,7 @@ def test_check_passes_merge(op, small_merge):
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_check_fails(name):
-    """A wrong value in a checked row, a lse in base 2, NaN in a row that is not compared."""
+    """A wrong value in a compared row, an LSE in base 2, and NaN in a row that is not compared are detected."""
     row = {"decode": decode.Row(9, 70, 1, 5), "prefill": prefill.Row(3, 40, 60, 5, "causal")}[name]
     case = MODULES[name].make_case(row, None, "cpu", device="cpu")
     state = case.contenders[contest.OURS].calls[0]()
@@ -136,7 +136,7 @@ def test_check_fails(name):
     scaled = state.out.clone()
     scaled[-1, -1] *= 1.5
     stray = state.out.clone()
-    stray[row.B * row.Sq // 2, 1, 0] = torch.nan  # head 1 is not among the compared
+    stray[row.B * row.Sq // 2, 1, 0] = torch.nan  # head 1 is not compared
     for wrong in (
         AttentionState(scaled, state.lse),
         AttentionState(state.out, state.lse * 1.4427),
@@ -147,7 +147,7 @@ def test_check_fails(name):
 
 
 def test_sets_are_disjoint():
-    """Replays go round pages that no other set has."""
+    """The input sets that replays cycle through have disjoint blocks."""
     inputs = decode.make_inputs(decode.Row(2, 100, 1, 2), 3, "cpu")
     pages = torch.cat([metadata.block_table.flatten() for metadata in inputs.metadata])
     assert len(inputs.metadata) == 3 and len(pages.unique()) == len(pages) == inputs.cache.shape[0]
@@ -157,7 +157,7 @@ def test_sets_are_disjoint():
 
 
 class FakeClock:
-    """Gives each contender its time by name; `vLLM Triton` cannot be captured."""
+    """Clock that gives each contender a time by its name; `vLLM Triton` cannot be captured."""
 
     def __init__(self):
         self.not_captured = {"slow": "it copies from the host"}
@@ -191,7 +191,7 @@ def timed(error: float = 0.5) -> dict:
 
 
 def test_contest():
-    """100 us for 40 GFLOP and 200 MB: 400 TFLOPS and 2000 GB/s, half of each ceiling; 2.5 times as fast as slow."""
+    """100 us for 40 GFLOP and 200 MB: 400 TFLOPS and 2000 GB/s, half of each ceiling, and 2.5 x the speed of `slow`."""
     row = timed()
     assert row["passed"] and row["absent"] == {
         "gone": "no such library",
@@ -213,7 +213,7 @@ def test_failed_row_is_not_timed():
 
 
 def test_own_breakdown_is_a_failed_row():
-    """A kernel that does not compile: the row says so, the peers' parity stands, nothing is timed."""
+    """If a kernel does not compile, the row has the error and the peers' parity, and nothing is timed."""
     case = case_of()
     case.contenders[contest.OURS] = case.contenders["broken"]
     row = {"dims": {"B": 1, "N": 128}, **contest.contest(case, FakeClock(), ("flushed",))}
@@ -257,7 +257,7 @@ def test_table():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_whole_program(name, monkeypatch, tmp_path, capsys):
-    """Everything but the GPU: one small row, stubbed clock and ceilings, table, file, exit status."""
+    """Run a whole benchmark without a GPU: one small row, fake clock and ceilings, table, file, exit status."""
     module, row = MODULES[name], SMALL[name][0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -335,7 +335,7 @@ def test_bad_rows(name, text, reason, no_gpu, capsys):
 
 
 def test_backend_that_cannot_serve(monkeypatch, capsys):
-    """A kernel set that is asked for by name is never replaced."""
+    """A backend that is requested by name is never replaced."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(contest, "Clock", lambda milliseconds: FakeClock())
     monkeypatch.setattr(contest, "measure_ceilings", lambda clock: CEILINGS)

@@ -1,1 +1,1 @@
-"""Identities in float64, of one package by itself."""
+"""Identities in float64 that one package must fulfil, without comparison to the other."""

@@ -1,6 +1,6 @@
-"""Tier 2: identities that hold in float64 to about 1e-12, whatever the arithmetic. No wing is compared with the other.
+"""Tier 2: identities that hold in float64 to about 1e-12 for any order of operations, in each package by itself.
 
-The checks take `ops`, so that the mutation controls can hand them a wing with a planted mistake.
+The checks take `ops`, so that `test_mutations` can pass a package with a planted mistake.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def random_state(tokens: int, heads: int, width: int, spread: float = 3.0) -> At
     return AttentionState(random64(tokens, heads, width), spread * random64(heads, tokens))
 
 
-# Attention against exact sums.
+# Attention compared with exact sums.
 
 
 def check_attention(ops, query_lens, key_lens, heads: int, causal: bool, width: int = 6, value: int = 4):
-    """Pitfalls 1, 3, 5: out and natural-log LSE of every row, 0 and -inf where a row saw nothing."""
+    """Pitfalls 1, 3, 5: assert output and natural-log LSE of every row; 0 and -inf for rows without keys."""
     q, k, v = (
         random64(sum(query_lens), heads, width),
         random64(sum(key_lens), heads, width),
@@ -91,7 +91,7 @@ def check_attention(ops, query_lens, key_lens, heads: int, causal: bool, width: 
         ([3], [3]),
         ([1, 4, 2], [5, 4, 7]),
         ([2, 0, 3], [2, 3, 0]),  # no queries; no keys
-        ([5], [2]),  # more queries than keys: the first rows see nothing
+        ([5], [2]),  # more queries than keys: the first rows see no key
         ([0], [0]),
         ([], []),
     ],
@@ -110,7 +110,7 @@ def test_attention_any_lengths(lens, causal, heads):
 
 
 def check_merge(ops, tokens=7, heads=3, width=5):
-    """Pitfall 1: the merge of two halves is attention over the whole, in natural log."""
+    """Pitfall 1: assert that merging the states of two halves of the keys gives attention over all keys."""
     q, k, v = random64(tokens, heads, width), random64(20, heads, width), random64(20, heads, 4)
 
     def attention(keys):
@@ -141,7 +141,7 @@ def test_merge_associates_and_commutes(ops):
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
 def test_merge_identity(ops, dtype):
-    """Pitfalls 2 and 3: an empty row gives the other side back bitwise; two of them stay empty."""
+    """Pitfalls 2 and 3: merging a row without keys returns the other row's bits; two such rows stay 0 and -inf."""
     state = random_state(6, 3, 5)
     state = AttentionState(state.out.to(dtype), state.lse.to(F64 if dtype == F64 else torch.float32))
     state.out[0, 0, 0] = -0.0
@@ -156,7 +156,7 @@ def test_merge_identity(ops, dtype):
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("other", [-torch.inf, 0.5, torch.inf, torch.nan])
 def test_merge_refuses_to_hide(ops, bad, other):
-    """Pitfall 3: an LSE of +inf is some other library's empty row; it must not pass for a number."""
+    """Pitfall 3: an LSE of +inf, another library's mark of a row without keys, must give NaN and not a number."""
     a, b = random_state(4, 2, 3), random_state(4, 2, 3)
     a.lse[1, 2], b.lse[1, 2] = bad, other
     for merged in (ops.merge_attn_states(a, b), ops.merge_attn_states(b, a)):
@@ -165,7 +165,7 @@ def test_merge_refuses_to_hide(ops, bad, other):
 
 
 def check_merge_strides(ops):
-    """Pitfall 18: the two sides come with strides of their own, such as a V padded to the width of K."""
+    """Pitfall 18: assert the merge of states with different strides, as from a V padded to the width of K."""
     tokens, heads, width = 5, 3, 4
     a, b = random_state(tokens, heads, width), random_state(tokens, heads, width)
     wanted = ops.merge_attn_states(a, b)
@@ -184,7 +184,7 @@ def test_merge_strides(ops):
 
 
 def test_merge_keeps_extremes(ops):
-    """Weights that under- or overflow when the maximum is not taken off first."""
+    """The merge is exact for LSEs whose weights under- or overflow unless the maximum is subtracted first."""
     a, b = random_state(3, 2, 4), random_state(3, 2, 4)
     a.lse[:] = torch.tensor([[1e4, -1e4, 800.0]] * 2, dtype=F64)
     b.lse[:] = torch.tensor([[1e4, -1e4, -800.0]] * 2, dtype=F64)
@@ -201,14 +201,14 @@ def test_merge_keeps_extremes(ops):
 
 
 def expanded_inputs(config: MLAConfig, batch, entries, dtype=F64):
-    """q [T, N, P + R], kv_c [T, Lkv], k_pe [T, R] of the new tokens, and both up-projections."""
+    """Return q [T, N, P + R], kv_c [T, Lkv] and k_pe [T, R] of the new tokens, and both up-projections."""
     q = random64(batch.num_tokens, config.num_heads, config.qk_head_dim).to(dtype)
     new = last_rows(batch, entries).view(-1, config.head_size)
     return q, new[:, : config.kv_lora_rank], new[:, config.kv_lora_rank :], *make_up_projections(config, dtype)
 
 
 def decode(ops, config, q, w_uk, w_uv, cache, metadata) -> AttentionState:
-    """The absorbed path, through to values."""
+    """Compute the absorbed path: query to latent, decode, latent to value."""
     w_uk_t, w_uv_absorbed = ops.absorb(w_uk, w_uv)
     ql_nope = ops.query_to_latent(q[..., : config.qk_nope_head_dim], w_uk_t)
     state = ops.mla_decode(ql_nope, q[..., config.qk_nope_head_dim :], cache, metadata, config.softmax_scale)
@@ -216,7 +216,7 @@ def decode(ops, config, q, w_uk, w_uv, cache, metadata) -> AttentionState:
 
 
 def whole(config, q, w_uk, w_uv, entries, query_lens, dtype=F64) -> torch.Tensor:
-    """Causal attention over each request's whole sequence through torch's own kernel, in a dtype: [T, N, V]."""
+    """Return causal attention over each request's whole sequence by torch's own kernel, in a dtype: [T, N, V]."""
     outs = []
     for rows, own in zip(q.split(query_lens), entries, strict=True):
         latent, k_pe = own.to(dtype).split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
@@ -227,7 +227,7 @@ def whole(config, q, w_uk, w_uv, entries, query_lens, dtype=F64) -> torch.Tensor
 
 
 def check_absorbed_is_expanded(ops, config: MLAConfig, query_lens, seq_lens, block_size=16):
-    """`mla_decode` then `latent_to_value` equals `forward_prefill` equals plain attention; the LSEs agree too."""
+    """Assert that the absorbed path, the expanded path and plain attention agree, also in their LSEs."""
     batch = make_batch(query_lens, seq_lens, block_size)
     entries = make_entries(batch, config.head_size, F64)
     q, kv_c, k_pe, w_uk, w_uv = expanded_inputs(config, batch, entries)
@@ -242,7 +242,7 @@ def check_absorbed_is_expanded(ops, config: MLAConfig, query_lens, seq_lens, blo
 
 
 def expanding_plan(ops, batch, workspace):
-    """All requests on the expanded path, whatever their query lengths."""
+    """Return a plan with all requests on the expanded path, whatever their query lengths."""
     chunks = ops.plan_context_chunks(integers(*batch.context_lens).cpu(), workspace, batch.block_size)
     chunks = tuple(chunk.to(batch.common.block_table.device) for chunk in chunks)
     return reference.PrefillMetadata(
@@ -267,8 +267,9 @@ def test_absorbed_is_expanded_for_presets(name):
 
 
 def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, block_size, dtype=F64):
-    """Whatever the partition of the context, prefill equals attention over the whole: in float64 to rounding, in a
-    lower type within what torch's own kernel loses there.
+    """Assert that prefill over chunks equals attention over the whole context.
+
+    In float64 they agree to rounding, in other dtypes within the budget of torch's own kernel in that dtype.
     """
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
     batch = make_batch(query_lens, seq_lens, block_size)
@@ -292,7 +293,7 @@ def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, blo
     st.sampled_from([1, 4, 16]),
 )
 def test_chunked_is_whole(lens, extra, block_size):
-    """Every partition that the planner makes."""
+    """Prefill with any chunks that the planner makes."""
     workspace = len(lens) * block_size + extra
     check_chunked_is_whole(reference, SMALL, [q for q, _ in lens], [c for _, c in lens], workspace, block_size)
 
@@ -304,7 +305,7 @@ def test_chunked_is_whole_in_many_chunks(ops, dtype):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4))
 def test_any_cut_of_the_context(cuts):
-    """Partitions that no planner makes: one request, pieces of any length, some empty."""
+    """Prefill with chunks that no planner makes: one request, chunks of any length, some empty."""
     context = sum(cuts)
     batch = make_batch([2], [context + 2], 4)
     entries = make_entries(batch, SMALL.head_size, F64)
@@ -320,7 +321,7 @@ def test_any_cut_of_the_context(cuts):
 
 
 def check_several_queries(ops, config=DIRECT):
-    """Pitfall 12: several query tokens of a request, causal among themselves, equal one at a time."""
+    """Pitfall 12: assert that a decode of several query tokens equals decoding them one at a time."""
     query_lens, seq_lens = [4, 1, 0, 3], [20, 16, 9, 3]
     batch = make_batch(query_lens, seq_lens)
     entries = make_entries(batch, config.head_size, F64)
@@ -349,7 +350,7 @@ def test_several_queries(ops):
 
 
 def check_batch_composition(ops, config=LOW_RANK):
-    """A request's rows do not depend on who else is in the batch, in which order, or where its pages lie."""
+    """Assert that a request's rows do not depend on the rest of the batch, its order, or the request's blocks."""
     batch = make_batch([1, 2, 1, 1], [33, 16, 0, 1])
     entries = make_entries(batch, config.head_size, F64)
     ql, q_pe = (
@@ -373,7 +374,7 @@ def test_batch_composition(ops):
 
 
 def test_schedule_and_hints_change_nothing(ops):
-    """`max_query_len` is an upper bound: a launch hint, never a value."""
+    """`max_query_len` is an upper bound and a launch hint: another one changes no value."""
     batch = make_batch([1, 2], [9, 20])
     entries = make_entries(batch, DIRECT.head_size, F64)
     cache = make_cache(batch, entries, DIRECT.head_size, F64)
@@ -390,14 +391,14 @@ def test_schedule_and_hints_change_nothing(ops):
 
 
 def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64, threshold=1, **options):
-    """Serve requests step by step over one cache; each step gives new tokens per request. Returns outputs [S, H]."""
+    """Serve requests over one cache; each step has the new tokens of each request. Return outputs [S, H] by request."""
     layer = make_layer(ops, config, weights, F64, **options)
     totals = [len(h) for h in hiddens]
     full = make_batch([0] * len(totals), totals, block_size)
     cache = torch.full((full.num_blocks, block_size, config.head_size), torch.nan, dtype=F64)
     done, outputs = [0] * len(totals), [[] for _ in totals]
     for step in steps:
-        # who decodes comes first
+        # decodes come first
         order = sorted(range(len(totals)), key=lambda r: (step[r] > threshold, r))
         lens, after = [step[r] for r in order], [done[r] + step[r] for r in order]
         table = full.common.block_table[order]
@@ -417,7 +418,7 @@ def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64,
 
 
 def check_layer(ops, config, steps, **options):
-    """Any way of cutting requests into steps gives what the whole sequence gives at once; unowned bytes stay NaN."""
+    """Assert that requests served in steps get the outputs of the whole sequence, and unowned slots stay NaN."""
     weights = make_weights(config, F64)
     totals = [sum(step[r] for step in steps) for r in range(len(steps[0]))]
     hiddens = [random64(total, config.hidden_size) for total in totals]
@@ -425,7 +426,7 @@ def check_layer(ops, config, steps, **options):
         outputs, cache, full = run_steps(ops, config, weights, hiddens, steps, **options)
     for hidden, got in zip(hiddens, outputs, strict=True):
         assert_close64(got, oracle_layer(config, weights, hidden))
-    owned = {home for own in full.homes for home in own}
+    owned = {slot for own in full.slots for slot in own}
     for block in range(full.num_blocks):
         for at in range(full.block_size):
             assert cache[block, at].isnan().any().item() is ((block, at) not in owned)
@@ -442,12 +443,12 @@ STEPS = {
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer(ops, config, steps):
-    """Prefill = decode token by token = chunked = mixed; pitfalls 14 and 15 end to end."""
+    """Prefill, token-by-token decode, chunked prefill and mixed steps give equal outputs (also pitfalls 14 and 15)."""
     check_layer(ops, config, steps)
 
 
 def test_layer_with_short_queries_absorbed(ops):
-    """Several query tokens of a request down the absorbed path."""
+    """Requests with several query tokens take the absorbed path."""
     check_layer(ops, DIRECT, [(3, 2), (1, 3), (2, 2), (9, 3)], threshold=3)
 
 
@@ -468,7 +469,7 @@ def test_layer_with_a_given_scale(ops, config, scale):
 
 
 def test_memory_profile_run(ops):
-    """`metadata=None`: zeros, and the cache stays as it is."""
+    """With `metadata=None` a layer returns zeros and does not change the cache."""
     layer = make_layer(ops, DIRECT, make_weights(DIRECT, F64), F64, workspace_tokens=128)
     cache = torch.randn(2, 16, DIRECT.head_size, dtype=F64)
     was = cache.clone()
@@ -490,7 +491,7 @@ def test_rms_norm(ops):
     x, weight = random64(5, 7), random64(7)
     wanted = torch.stack([weight * row / (row.dot(row) / 7 + 1e-5).sqrt() for row in x])
     assert_close64(ops.rms_norm(x, weight, 1e-5), wanted)
-    tiny = ops.rms_norm(1e-4 * x, weight, 1e-5)  # where epsilon rules
+    tiny = ops.rms_norm(1e-4 * x, weight, 1e-5)  # values so small that epsilon dominates
     assert_close64(tiny, torch.stack([weight * row / (row.dot(row) / 7 + 1e-5).sqrt() for row in 1e-4 * x]))
 
 
@@ -504,7 +505,7 @@ def test_layer_constructor_refuses(ops, plain_errors):
 
 
 def test_inputs_were_not_degenerate():
-    """Pitfall 21: keys, values and queries of the factories differ from zero and from each other."""
+    """Pitfall 21: the keys, values and queries of the factories are not 0 and not equal to each other."""
     batch = make_batch((1, 2), (18, 5))
     entries = make_entries(batch, 20, torch.bfloat16)
     for own in entries:

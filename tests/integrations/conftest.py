@@ -1,4 +1,4 @@
-"""The models that the tests of the adapter take turns at."""
+"""Fixtures: the models that the tests of the adapter use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def name(request):
 
 @pytest.fixture
 def model():
-    """A stock model that a test may change."""
+    """A copy of a stock model, which a test may change."""
     from ..support.transformers_models import STOCK  # needs transformers
 
     return copy.deepcopy(STOCK["v3-yarn"])

@@ -1,4 +1,4 @@
-"""The transformers adapter on its bounds: the least sizes, calls by position, how pages are counted and grow."""
+"""The transformers adapter at its limits: smallest sizes, positional arguments, number and growth of cache blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_least_sizes_serve(ops):
 
 
 def test_arguments_by_position(ops):
-    """As many as the base model takes by position mean what they mean by name; one more is an error."""
+    """Positional arguments mean the same as by name, as many as the base model takes; one more is an error."""
     base, ids = served("v3-yarn", ops).model, prompt()
     positions, mask = torch.arange(6)[None], torch.ones_like(ids)
     mask[0, :2] = 0
@@ -49,7 +49,7 @@ def test_arguments_by_position(ops):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_positions_of_one_row_are_those_of_all(ops, dtype):
-    """Positions [1, Q] and [B, Q] are the same, and without any they continue behind the cache."""
+    """Positions [1, Q] and [B, Q] give the same result; without positions they continue after the cached tokens."""
     model, ids = served("v3-yarn", ops), prompt(3, 7)
     with torch.no_grad():
         found = []
@@ -68,13 +68,13 @@ def test_positions_of_one_row_are_those_of_all(ops, dtype):
 
 
 def test_pages_are_reserved_for_what_comes():
-    """A table is as wide as needed, at least twice as wide where it grows, and narrow again for another batch."""
+    """A table is as wide as needed; when it grows its width at least doubles; a new batch starts narrow again."""
     record = BatchRecord(4)
     asked = [(2, 0, 0), (2, 1, 1), (2, 4, 1), (2, 5, 2), (2, 8, 2), (2, 9, 4), (2, 16, 4), (2, 40, 10), (2, 41, 20)]
     for rows, tokens, width in asked:
         table = record.reserve(rows, tokens)
         assert table.shape == (rows, width) and table.dtype == torch.int32
-        assert table.flatten().tolist() == list(range(rows * width)), "each row has pages of its own"
+        assert table.flatten().tolist() == list(range(rows * width)), "rows share blocks"
         assert record.reserve(rows, tokens) is table
         record.commit(tokens, torch.full((rows,), tokens, dtype=torch.int32), None)
     assert record.reserve(3, 9).shape == (3, 3)
@@ -84,7 +84,7 @@ def test_pages_are_reserved_for_what_comes():
 
 
 def test_a_record_counts_what_is_kept():
-    """Real tokens of cropped and chosen rows are those of the mask; a mask without padding is dropped."""
+    """After `crop` and row selection, the counted tokens are those of the mask; a mask without padding is dropped."""
     record, mask = BatchRecord(4), torch.ones(3, 6, dtype=torch.bool)
     mask[0, :2], mask[1, 5] = False, False
     record.commit(6, mask.sum(1, dtype=torch.int32), mask)
@@ -101,7 +101,7 @@ def test_a_record_counts_what_is_kept():
 
 
 def test_a_layer_keeps_its_entries_where_it_grows(ops):
-    """Rows keep their blocks in their order; a cache that is large enough is not copied; another batch starts anew."""
+    """When a cache grows, rows keep their entries; a large enough cache is not copied; a new batch starts empty."""
     record = BatchRecord(BLOCK)
     layer = LatentCacheLayer(record, leads=True)
     first = layer.reserve(ops, 2, 2, HEAD_SIZE, torch.float32, torch.device("cpu"))
@@ -118,7 +118,7 @@ def test_a_layer_keeps_its_entries_where_it_grows(ops):
 
 
 def test_layers_of_a_cache(ops):
-    """One layer leads the record that all share; a cache of this model is taken as it is, one of others is refused."""
+    """All layers share a record, which one layer updates; a cache of another model is refused, one's own is used."""
     layers = latent_layers(DynamicCache(), LAYERS, BLOCK)
     assert [layer.leads for layer in layers] == [True, False]
     assert layers[0].record is layers[1].record and layers[0].record.block_size == BLOCK
@@ -139,7 +139,7 @@ def test_layers_of_a_cache(ops):
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_a_packed_batch_is_one_row(ops, rows):
-    """Neither none nor several."""
+    """A packed batch must have exactly one row."""
     model = served("v3-yarn", ops)
     caches = [torch.zeros(2, BLOCK, HEAD_SIZE) for _ in range(LAYERS)]
     step = packed_step(ops, [6], [6], torch.tensor([[0, 1]], dtype=torch.int32))

@@ -43,7 +43,7 @@ def test_logits_with_padding_of_every_kind(name, ops):
 
 @pytest.mark.parametrize(("cuts", "decode_threshold"), [((1, 5, 6), 1), ((4, 8, 9), 3)])
 def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
-    """Chunks of context expanded in a workspace of four blocks, and pieces that are all padding in some row."""
+    """A prompt in several calls: context in chunks of four blocks, and calls that are all padding for some row."""
     ids, mask = padded_batch()
     bounds = (0, *cuts, ids.shape[1])
 
@@ -60,7 +60,7 @@ def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
 
 @pytest.mark.parametrize("pitfall", [14, 15])
 def test_a_wrong_rope_is_seen(ops, pitfall, monkeypatch):
-    """Pitfalls 14 and 15: without YaRN's mscale squared, or with the other pairing of rope elements, parity fails."""
+    """Pitfalls 14 and 15: without YaRN's mscale^2, or with the other pairing of rope elements, parity fails."""
     ids, mask = padded_batch()
     checked = lambda: assert_same(  # noqa: E731
         lambda model: model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()], "v3-yarn", ops
@@ -82,7 +82,7 @@ def test_a_wrong_rope_is_seen(ops, pitfall, monkeypatch):
 
 
 def test_the_latent_norms_own_epsilon_is_read(name, ops):
-    """The modules' `variance_epsilon`, here far from the 1e-6 of the config, decides and not `rms_norm_eps`."""
+    """The norm modules' `variance_epsilon`, here far from the config's `rms_norm_eps` of 1e-6, is used."""
     ids, mask = padded_batch()
 
     def with_epsilon(model):
@@ -101,7 +101,7 @@ def test_the_latent_norms_own_epsilon_is_read(name, ops):
             model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()] for model in (gold, low, other, value)
         )
         unchanged = gold_model(name)(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-    assert (gold - unchanged).abs().max() > 0.01, "an epsilon that decides nothing"
+    assert (gold - unchanged).abs().max() > 0.01, "the epsilon changes nothing"
     result = compare("logits", value, furthest_off([low, other], gold), gold)
     assert result.passed, result
 
@@ -116,7 +116,7 @@ def test_two_latent_norms_of_different_epsilons_are_refused(ops):
 
 @pytest.mark.parametrize("fields", [dict(sliding_window=8), dict(attn_logit_softcapping=2.0)])
 def test_use_mla_refuses_other_attention(model, ops, fields):
-    """A model that asks for other attention stays stock: the reason names the field."""
+    """A model with another kind of attention is refused and stays unchanged; the reason names the field."""
     for field, asked in fields.items():
         setattr(model.config, field, asked)
     with pytest.raises(UnsupportedConfiguration, match=f"^config.{next(iter(fields))}: "):
@@ -175,7 +175,7 @@ def test_packed_batch_against_each_request_alone(name, ops):
 
 
 class LargestTensor(TorchDispatchMode):
-    """The most elements of any result, as transformers' side of the model sees it."""
+    """Record the largest number of elements of any result that transformers' part of the model computes."""
 
     elements = 0
 
@@ -204,7 +204,7 @@ def test_no_square_mask_is_ever_built(ops):
 
 
 def test_a_model_on_several_ranks(ops):
-    """A packed batch gets the tokens of one rank; a padded one is refused, and so are weights that were moved since."""
+    """A packed batch gets the tokens of one rank; a padded batch is refused, as are weights that were moved later."""
 
     def program(ranks):
         model = copy.deepcopy(STOCK["v3-yarn"])

@@ -1,4 +1,4 @@
-"""The latent cache under `use_mla`: operations of transformers, padding, growth, a forward that failed."""
+"""The latent cache under `use_mla`: operations of transformers, padding, growth, failed forwards."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_cache_operations_mean_what_stock_means(ops, operation):
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize("amount", [0, -1, -6, -9, 3, 6, 8])
 def test_crop_takes_the_convention_of_the_installed_version(ops, amount):
-    """A positive argument is the length to keep in some versions and an error in others; ours is as stock's is."""
+    """A positive argument is the length to keep in some transformers versions, an error in others; ours agrees."""
     outcomes = []
     for model in (STOCK["v3-yarn"], served("v3-yarn", ops)):
         with torch.no_grad():
@@ -90,7 +90,7 @@ def test_reset_takes_another_batch(ops):
 
 
 def record_allocations(ops, monkeypatch):
-    """Every allocated cache, filled with NaN."""
+    """Return a list that collects every allocated cache; the caches are filled with NaN."""
     made, allocate = [], ops.allocate_kv_cache
 
     def poisoned(*args, **kwargs):
@@ -102,7 +102,7 @@ def record_allocations(ops, monkeypatch):
 
 
 def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeypatch):
-    """Pitfall 7: every byte that no real token owns is NaN, the tail of the last page included."""
+    """Pitfall 7: every slot without a real token stays NaN, also in the tail of the last block."""
     record_allocations(ops, monkeypatch)
     ids, mask = padded_batch()
     model = served("v3-yarn", ops)
@@ -123,7 +123,7 @@ def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeyp
 def test_pages_grow_by_doubling(ops, monkeypatch):
     made = record_allocations(ops, monkeypatch)
     served("v3-yarn", ops).generate(torch.randint(1, VOCAB, (2, 5)), max_new_tokens=14, do_sample=False)
-    widths = [2, 4, 8]  # blocks of 4 tokens a row: 5 tokens, then 9, 17
+    widths = [2, 4, 8]  # blocks of 4 tokens for each row, after 5, 9 and 17 tokens
     assert [made[i].shape[0] for i in range(len(made))] == [2 * width for width in widths for _ in range(LAYERS)]
 
 

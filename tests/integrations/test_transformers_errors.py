@@ -1,4 +1,4 @@
-"""What `use_mla`, `restore` and a served model refuse, with the message, and that a refusal changes nothing."""
+"""Errors of `use_mla`, `restore` and a served model: their messages, and that a refusal changes nothing."""
 
 from __future__ import annotations
 

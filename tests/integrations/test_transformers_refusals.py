@@ -1,4 +1,4 @@
-"""Calls under `use_mla` that would give wrong numbers and are refused, and those that are like them and are served."""
+"""Calls under `use_mla` that are refused because they would give wrong numbers, and similar calls that are served."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ TABLE = torch.tensor([[3, 0]], dtype=torch.int32)
 
 
 def packed_call(ops, model, caches):
-    """The logits of a packed batch of one request of 6 tokens in blocks 3 and 0."""
+    """Return the logits of a packed batch: one request of 6 tokens in blocks 3 and 0."""
     with torch.no_grad():
         return model(torch.arange(1, 7)[None], mla_kv_caches=caches, **packed_step(ops, [6], [6], TABLE)).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_refused(ops, dtype):
-    """Planted: autocast accepted, so that projections round to another dtype than that of the cache."""
+    """Planted: autocast is accepted, so projections round to another dtype than that of the cache."""
     model, ids = served("v3-yarn", ops), torch.arange(1, 13).view(2, 6)
     cache = DynamicCache(config=model.config)
     caches = [torch.zeros(4, BLOCK, HEAD_SIZE) for _ in range(LAYERS)]
@@ -65,7 +65,7 @@ def test_autocast_to_the_dtype_of_the_model_is_refused(ops):
 
 
 def test_one_cache_for_two_layers_is_refused(ops):
-    """Planted: one cache accepted for two layers, so that the second layer overwrites the entries of the first."""
+    """Planted: one cache is accepted for two layers, so the second layer overwrites the entries of the first."""
     model = served("v3-yarn", ops)
     for wide in (torch.zeros(4, BLOCK, HEAD_SIZE), torch.zeros(4, 2, BLOCK, HEAD_SIZE)):
         one = wide if wide.dim() == 3 else wide[:, 1]
@@ -73,7 +73,7 @@ def test_one_cache_for_two_layers_is_refused(ops):
             with pytest.raises(ValueError, match="^mla_kv_caches: expected a separate cache for each layer, got one"):
                 packed_call(ops, model, caches)
         assert not wide.any()
-    layers = torch.zeros(4, LAYERS, BLOCK, HEAD_SIZE)  # all layers in one tensor, one beside another
+    layers = torch.zeros(4, LAYERS, BLOCK, HEAD_SIZE)  # all layers next to each other in one tensor
     apart = [torch.zeros(4, BLOCK, HEAD_SIZE) for _ in range(LAYERS)]
     inside = packed_call(ops, model, list(layers.unbind(1)))
     assert torch.equal(inside, packed_call(ops, model, apart))
@@ -81,7 +81,7 @@ def test_one_cache_for_two_layers_is_refused(ops):
         assert torch.equal(layers[:, layer], kv_cache) and int(kv_cache.any(-1).sum()) == 6
 
 
-LEFT = {  # what leaves no padded token of a batch whose row 0 ends in three padded ones
+LEFT = {  # operations that remove all padding of a batch whose row 0 ends with three padding tokens
     "crop": lambda cache, ids: (cache.crop(-3), ids[:, :-3])[1],
     "crop, then crop": lambda cache, ids: (cache.crop(-1), cache.crop(-2), ids[:, :-3])[2],
     "crop beyond": lambda cache, ids: (cache.crop(-5), ids[:, :-5])[1],
@@ -92,7 +92,7 @@ LEFT = {  # what leaves no padded token of a batch whose row 0 ends in three pad
 
 @pytest.mark.parametrize("operation", LEFT)
 def test_a_cache_without_padding_left_needs_no_mask(ops, operation):
-    """Planted: `crop` leaves a mask behind that hides nothing, and a step without a mask is refused from then on."""
+    """Planted: `crop` keeps a mask that hides nothing, so later steps without a mask are refused."""
     ids = torch.randint(1, VOCAB, (3, 9))
     mask = torch.ones_like(ids)
     mask[0, 6:] = 0
@@ -117,7 +117,7 @@ def test_a_cache_without_padding_left_needs_no_mask(ops, operation):
 
 
 def test_a_cropped_cache_that_holds_padding_still_needs_its_mask(ops):
-    """The control: of three padded tokens one is left."""
+    """The control: one of three padding tokens remains."""
     ids = torch.randint(1, VOCAB, (2, 9))
     mask = torch.ones_like(ids)
     mask[0, 6:] = 0

@@ -1,1 +1,1 @@
-"""Kernels by themselves, below their public functions."""
+"""Tests of kernels that call the launchers of a backend instead of the public functions."""

@@ -1,6 +1,6 @@
-"""The cpu kernels' pieces: as large as their bound allows and no larger, over keys that a row sees and no others.
+"""The cpu kernels work in chunks: as large as their bound allows, and only over keys that a row sees.
 
-The values are the same whatever the pieces are, so that no comparison of values sees a piece of another size.
+The size of a chunk changes no value, so a comparison of values cannot detect a wrong size; these tests check the sizes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..support.factories import (
 )
 
 
-def room(name):
+def cpu_module(name):
     return importlib.import_module(f"fast.kernels.cpu.{name}")
 
 
 class Shapes(TorchDispatchMode):
-    """Shapes of the results of an op, or of every op, in the order of the calls."""
+    """Collects the shapes of the results of some ops, or of every op, in the order of the calls."""
 
     def __init__(self, *ops: str):
         super().__init__()
@@ -55,13 +55,16 @@ PAGE = BLOCK * WIDTH * 8  # bytes in float64
 )
 @pytest.mark.parametrize("spread", [True, False], ids=["pages apart", "pages side by side"])
 def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, spread):
-    """At least one page, at most the longest request's; the buffer is as large as that, the last piece is shorter."""
-    decode, asked = room("decode"), []
+    """A chunk has as many blocks as fit into the bound: at least one, at most those of the longest request.
+
+    The buffer has the size of a chunk; the last chunk of a request may be shorter.
+    """
+    decode, reads = cpu_module("decode"), []
 
     class Reader(decode._BlockReader):
         def read(self, blocks, count):
             found = super().read(blocks, count)
-            asked.append((self.chunk_blocks, count))
+            reads.append((self.chunk_blocks, count))
             assert found.shape == (count, WIDTH)
             assert self.buffer is None or self.buffer.shape[0] == self.chunk_blocks
             return found
@@ -72,7 +75,7 @@ def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, sprea
     batch = make_batch([1, 1, 2], lens, BLOCK)
     plan = reference.build_mla_metadata(batch.common, BLOCK, 64, 2).decode
     cache = make_cache(batch, make_entries(batch, WIDTH, torch.float64), WIDTH, torch.float64)
-    if not spread:  # the same entries, the pages of a request side by side
+    if not spread:  # the same entries, with the blocks of a request next to each other
         table = torch.arange(plan.block_table.numel(), dtype=torch.int32).view_as(plan.block_table)
         packed = torch.full((table.numel(), BLOCK, WIDTH), torch.nan, dtype=torch.float64)
         for request, length in enumerate(lens):
@@ -84,21 +87,25 @@ def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, sprea
     assert_states64(found, reference.mla_decode(ql_nope, q_pe, cache, plan, 0.3))
     piece = pages * BLOCK
     wanted = [min(piece, length - first) for length in lens for first in range(0, length, piece)]
-    assert asked == [(pages, count) for count in wanted]
+    assert reads == [(pages, count) for count in wanted]
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("rows", "keys"), [(3, 5), (4, 4), (1, 7), (64, 64)])
 def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
-    """A product for each block of queries and of keys that its last row sees; a mask where its first row sees fewer."""
-    attention = room("attention")
+    """There is one product for each pair of query and key blocks in which the last query row sees a key.
+
+    A product is masked only if the block's first query row sees fewer of these keys than its last row.
+    """
+    attention = cpu_module("attention")
     monkeypatch.setattr(attention, "QUERY_BLOCK", rows)
     monkeypatch.setattr(attention, "KEY_BLOCK", keys)
     query_lens, key_lens, heads = (9, 1, 0, 4, 6), (14, 8, 3, 4, 2), 2
     q, k, v = (torch.randn(sum(n), heads, width, dtype=torch.float64) for n, width in
                ((query_lens, 6), (key_lens, 6), (key_lens, 5)))  # fmt: skip
     rest = v, offsets(query_lens), offsets(key_lens), 9, 14, 0.3, causal
-    with Shapes("baddbmm_", "triu_") as shapes:  # the kernel itself: a mode does not see into an op
+    # calls the kernel, as a dispatch mode does not see into a registered op
+    with Shapes("baddbmm_", "triu_") as shapes:
         found = reference.AttentionState(*attention.flash_attn_varlen(q, k, None, *rest, torch.float64))
     assert_states64(found, reference.flash_attn_varlen(q, k, *rest))
     wanted = []
@@ -116,9 +123,9 @@ def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
 @pytest.mark.parametrize("piece", [1, 5, 64])
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "whole"])
 def test_reorg_in_pieces(monkeypatch, piece, apart):
-    """Token order over many pieces, and no index tensor longer than one."""
-    kernel = room("context_parallel").reorg_kvcache
-    monkeypatch.setattr(room("context_parallel"), "CHUNK_TOKENS", piece)
+    """Tokens are put into order over many chunks, and no index tensor is longer than a chunk."""
+    kernel = cpu_module("context_parallel").reorg_kvcache
+    monkeypatch.setattr(cpu_module("context_parallel"), "CHUNK_TOKENS", piece)
     size, interleave, lens = 3, 2, (5, 0, 23, 1)
     chunk = ContextChunk(integers(*[0] * 4), offsets(lens), sum(lens), max(lens))
     chunk = fast.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
@@ -137,28 +144,28 @@ def test_reorg_in_pieces(monkeypatch, piece, apart):
     assert shapes.found == [shape for shape in pieces for _ in range(2)]
 
 
-def test_ranks_without_keys_have_no_share():
-    """The shares of a row that some rank saw sum to 1; those of a row that no rank saw are 0 and not NaN."""
+def test_ranks_without_keys_have_weight_zero():
+    """The weights of a row sum to 1 if some rank has keys of it; if no rank has, they are 0 and not NaN."""
     lses = torch.randn(3, 2, 4, dtype=torch.float64)
     lses[1, 0], lses[:, 1, 2] = -torch.inf, -torch.inf
-    shares, total = room("context_parallel").merge_weights(lses)
-    assert shares[1, 0].eq(0).all() and shares[:, 1, 2].eq(0).all() and total[1, 2] == -torch.inf
+    weights, total = cpu_module("context_parallel").merge_weights(lses)
+    assert weights[1, 0].eq(0).all() and weights[:, 1, 2].eq(0).all() and total[1, 2] == -torch.inf
     seen = total.isfinite()
     assert seen.sum() == 7
-    torch.testing.assert_close(shares.sum(0)[seen], torch.ones(7, dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(weights.sum(0)[seen], torch.ones(7, dtype=torch.float64), rtol=0, atol=1e-15)
     torch.testing.assert_close(total[seen], lses.logsumexp(0)[seen], rtol=1e-15, atol=1e-15)
 
 
 @pytest.mark.parametrize("piece", [1, 5, 64])
 def test_gather_in_pieces(monkeypatch, piece):
-    """The pieces of several requests, and no index tensor longer than one piece."""
-    monkeypatch.setattr(room("cache"), "CHUNK_TOKENS", piece)
+    """Context of several requests is gathered in chunks, and no index tensor is longer than a chunk."""
+    monkeypatch.setattr(cpu_module("cache"), "CHUNK_TOKENS", piece)
     batch = make_batch([1, 1, 1], [20, 1, 33], 4)
     entries = make_entries(batch, 6, torch.float32)
     cache, starts, lens = make_cache(batch, entries, 6, torch.float32), (4, 0, 8), (15, 1, 21)
     out = torch.full((sum(lens), 6), torch.nan)
     with Shapes("arange", "searchsorted") as shapes:
-        room("cache").gather_and_maybe_dequant_cache(
+        cpu_module("cache").gather_and_maybe_dequant_cache(
             cache, batch.common.block_table, offsets(lens), integers(*starts), out
         )
     wanted = torch.cat([own[start : start + n] for own, start, n in zip(entries, starts, lens, strict=True)])
@@ -168,8 +175,10 @@ def test_gather_in_pieces(monkeypatch, piece):
 
 
 def test_pieces_are_worth_a_turn_of_the_loop():
-    """The bounds as they ship are neither so small that the loop is what takes time, nor larger than a cache."""
-    assert 1 << 20 <= room("decode").CHUNK_BYTES <= 1 << 24
-    for tokens in (room("cache").CHUNK_TOKENS, room("context_parallel").CHUNK_TOKENS):
+    """The default bounds are not so small that the loop dominates the time, nor larger than a processor's cache."""
+    assert 1 << 20 <= cpu_module("decode").CHUNK_BYTES <= 1 << 24
+    for tokens in (cpu_module("cache").CHUNK_TOKENS, cpu_module("context_parallel").CHUNK_TOKENS):
         assert 1 << 10 <= tokens <= 1 << 16
-    assert all(1 << 6 <= size <= 1 << 10 for size in (room("attention").QUERY_BLOCK, room("attention").KEY_BLOCK))
+    assert all(
+        1 << 6 <= size <= 1 << 10 for size in (cpu_module("attention").QUERY_BLOCK, cpu_module("attention").KEY_BLOCK)
+    )

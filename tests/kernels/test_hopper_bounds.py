@@ -1,6 +1,6 @@
-"""Hopper decode sized by `max_seq_len`: splits and buffers follow the longest request, not the block table.
+"""Hopper decode is sized by `max_seq_len`: splits and buffers follow the longest request, not the block table's width.
 
-The sizes are integers and are tested anywhere; the kernels run on a Hopper GPU only.
+Tests of the sizes alone run on any machine; tests that launch kernels need a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def schedule_for(cut, plan, heads):
 
 
 def test_one_short_request_is_cut_into_few_splits():
-    """1 x 1024 at 128 heads on 132 processors: 8 splits and 2 MiB of partial outputs, by the table 64 and 16 MiB."""
+    """One request of 1024 tokens, 128 heads, 132 multiprocessors: 8 splits and 2 MiB of partial outputs.
+
+    Sized by a block table for 40960 tokens, it would have 64 splits and 16 MiB.
+    """
     processors, heads, latent = 132, 128, 512
     for keys, splits in ((1024, 8), (2560 * 16, 64)):
         rows = select.choose_program_rows(False, False, 1, heads, heads, keys, processors)
@@ -43,7 +46,7 @@ def test_one_short_request_is_cut_into_few_splits():
 
 
 def test_choices_are_made_once_in_a_tile_of_steps():
-    """A request that grows by a token a step asks for the number of splits anew only where a tile is full."""
+    """The number of splits is computed once for all lengths of one tile, not in every step of a growing request."""
     select.best_num_splits.cache_clear()
     for keys in range(1025, 1089):
         select.assign_evenly(4, 4 * 128, 64, 2, keys, 132)
@@ -96,7 +99,7 @@ def test_a_bound_of_zero(cut, heads):
 @on_hopper
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_neighbours_bounds_change_no_bit(heads):
-    """Cut by its own length, a request has the same bits whatever bound its neighbours give the batch."""
+    """With batch invariance a request has the same bits whatever `max_seq_len` its neighbours give the batch."""
     ql, q_pe, cache, plan = make_inputs([1], [1500], heads, torch.bfloat16)
     schedule = schedule_of(plan, heads, 0, True)
     states = [launch(ql, q_pe, cache, replace(plan, max_seq_len=bound), schedule=schedule) for bound in

@@ -1,7 +1,7 @@
-"""The Hopper kernels compiled for sm_90 without a GPU: what the loops that multiply must not contain.
+"""Compile the Hopper kernels for sm_90 without a GPU: main loops without spilled registers, launch choices, warm-up.
 
-A register spilled within them, or products that the assembler runs one after another, cost a third of the speed and no
-test of results would notice. Compilers change: this runs with the pinned Triton and with any other that is installed.
+Registers spilled in a main loop, or matrix products that the assembler serialises, cost a third of the speed, but no
+test of results fails. Compilers change, so this file runs with the pinned Triton and with any other installed one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..support.backends import cpu_backend, with_backends
 from ..support.compiled import Recorded, RecordedGluon, Source, compiled
 from ..support.decode_inputs import cut_of, schedule_of
 from ..support.factories import LOW_RANK, integers, offsets
-from ..test_compilation import ROOMS, serve
+from ..test_compilation import LAUNCHERS, serve
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -52,14 +52,14 @@ DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
-ONLY_MANY = CUTS[-2:]  # heads
+ONLY_MANY = CUTS[-2:]  # only for more than 32 heads
 LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch}  # fmt: skip
 
 
 def record(monkeypatch, launches: dict) -> None:
-    """No kernel is launched from now on: what each launch would compile is noted."""
+    """Replace the Hopper kernels by recorders: a launch stores in `launches` what Triton would compile."""
     for kernel, launcher in LAUNCHED_BY.items():
         monkeypatch.setattr(launcher, kernel.fn.__name__, RecordedGluon(kernel, launches))
 
@@ -68,7 +68,7 @@ def recorded(
     monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, as_chosen=False,
     out_dtype=None,
 ):  # fmt: skip
-    """What one launch of `mla_decode` would compile: the kernel, its arguments' kinds, its constants."""
+    """Launch `mla_decode` on one request; return the recorded kernel, the kinds of its arguments, its constants."""
     launches = {}
     record(monkeypatch, launches)
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
@@ -91,12 +91,12 @@ def recorded(
         torch.zeros(40, block_size, latent + rope, dtype=dtype), plan.block_table, plan.seq_lens, plan.query_start_loc,
         plan.visible_lens, 1, plan.max_seq_len, 0.1, out_dtype or dtype, *cut_of(schedule),
     )  # fmt: skip
-    *_, launch = launches.values()  # behind one that clears
+    *_, launch = launches.values()  # the last launch; two phases launch `_clear_kernel` before
     return launch
 
 
 def watched(monkeypatch) -> list[tuple]:
-    """Of every launch that is recorded from now on: the kernel's name, its programs, and its arguments by name."""
+    """Return a list that collects, for every recorded launch, kernel name, grid, and arguments by name."""
     launches = []
 
     def noted(self, grid):
@@ -117,7 +117,7 @@ def run(tool, *arguments) -> str:
 
 
 def product_loops(disassembly: str) -> list[list[str]]:
-    """The innermost loops that multiply, as instructions; not the one of the last tiles, which also reads the table."""
+    """Return the instructions of each innermost loop that contains matrix products (HGMMA)."""
     instructions, labels = [], {}
     for line in disassembly.splitlines():
         if found := re.match(r"\s*(\.L\w+):", line):
@@ -127,7 +127,7 @@ def product_loops(disassembly: str) -> list[list[str]]:
     loops = []
     for end, text in enumerate(instructions):
         found = re.search(r"\bBRA\b.*`\((\.L\w+)\)", text)
-        if text.startswith("BRA `"):  # the way back from where a barrier is asked again, not the end of a loop
+        if text.startswith("BRA `"):  # unconditional: it returns from polling a barrier and ends no loop
             continue
         if found and labels.get(found.group(1), end + 1) <= end:
             loops.append((labels[found.group(1)], end))
@@ -138,7 +138,7 @@ def product_loops(disassembly: str) -> list[list[str]]:
 
 
 def arrivals_for_all(ptx: str) -> list[list[str]]:
-    """Before each arrival of one thread for its group: the instructions since the one before it."""
+    """Return, for each mbarrier arrival of one thread for its group, the instructions since the previous arrival."""
     groups: list[list[str]] = [[]]
     for line in map(str.strip, ptx.splitlines()):
         if re.match(r"@%p\d+ mbarrier\.arrive\.shared", line):
@@ -148,8 +148,8 @@ def arrivals_for_all(ptx: str) -> list[list[str]]:
     return groups[:-1]
 
 
-def all_are_there(before: list[str]) -> bool:
-    """Whether all threads of the group have met since one of them touched memory, or fenced what it had touched."""
+def all_have_met(before: list[str]) -> bool:
+    """Return whether a barrier of the group follows the last memory access or fence in these instructions."""
     for line in reversed(before):
         if re.match(r"bar\.(sync|warp\.sync)\b", line):
             return True
@@ -162,7 +162,7 @@ def all_are_there(before: list[str]) -> bool:
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     if heads <= 32 and cut in ONLY_MANY:
-        pytest.skip("few heads have no such")
+        pytest.skip("only for more than 32 heads")
     kernel = compiled(*recorded(monkeypatch, heads, cut))
     assert kernel.metadata.shared <= H200.shared
     (tmp_path / "kernel.cubin").write_bytes(kernel.asm["cubin"])
@@ -170,23 +170,24 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     disassembly = run("nvdisasm", "-c", tmp_path / "kernel.cubin")
     loops = product_loops(disassembly)
     assert loops
-    groups = 2 if heads > 32 and cut != "batch-invariant, two phases" else 1
-    main = [loop for loop in loops if not any("LDG" in text for text in loop)] if groups == 2 else loops
-    assert len(main) == groups  # one each
-    if cut == "batch-invariant, two phases":  # a program scores once, in no loop: nothing spills at all
+    consumers = 2 if heads > 32 and cut != "batch-invariant, two phases" else 1
+    # with two consumers, the loop of a request's last tiles also loads (LDG) from the block table: left out
+    main = [loop for loop in loops if not any("LDG" in text for text in loop)] if consumers == 2 else loops
+    assert len(main) == consumers  # a main loop for each consumer
+    if cut == "batch-invariant, two phases":  # the score products are in no loop, so nothing in the kernel may spill
         main = [disassembly.splitlines()]
     for loop in main:
         assert not [text for text in loop if re.search(r"\b(LDL|STL)\b", text)]
     writes = heads == 128 and cut not in ("split", *ONLY_MANY)
-    assert ("UTMASTG" in disassembly) == writes, "the copy engine writes outputs"
-    said = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
-    assert "serialized" not in said
+    assert ("UTMASTG" in disassembly) == writes, "TMA stores of outputs"
+    messages = run("ptxas", "-v", "-arch=sm_90a", "-o", tmp_path / "again.cubin", tmp_path / "kernel.ptx")
+    assert "serialized" not in messages
     arrivals = arrivals_for_all(kernel.asm["ptx"])
-    assert arrivals and all(map(all_are_there, arrivals))
+    assert arrivals and all(map(all_have_met, arrivals))
 
 
 def count_arrivals() -> None:
-    """Print of three kernels their key, how many arrivals there are, and before how many every thread arrives."""
+    """Print for three kernels: cache key, number of arrivals, number of those before which every thread arrives."""
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
             kernel, *given = recorded(patch, heads, cut)
@@ -196,7 +197,7 @@ def count_arrivals() -> None:
 
 
 def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
-    """In the form that `tests.memory_checks` asks for, and in no other; neither is ever taken for the other."""
+    """Every thread arrives in the form for racecheck, not in the served form; the two have different cache keys."""
     count_arrivals()
     served = re.findall(r"^arrivals (\w+) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)
     program = f"""if True:
@@ -211,7 +212,8 @@ def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
     assert len(served) == len(checked) == 3
     for (key, count, few), (other_key, other_count, every) in zip(served, checked, strict=True):
         assert key != other_key and int(count) == int(other_count) == int(every) >= 3
-        assert int(few) < int(count)  # two phases copy row values without the engine
+        # in the served form only two phases copy row values with cp.async, where every thread arrives
+        assert int(few) < int(count)
 
 
 @pytest.mark.parametrize("block_size, widths, dtype", [
@@ -220,15 +222,15 @@ def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
 ])  # fmt: skip
 @pytest.mark.parametrize("heads, cut", [(16, CUTS[0]), (32, CUTS[0]), (128, CUTS[0]), (128, CUTS[-1])])
 def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
-    """Pages of every size, every preset's widths: compiled, and within the shared memory of the chip."""
+    """For every block size and all widths of presets, the compiled kernel fits into an H200's shared memory."""
     if not DEEP and (heads, block_size) not in ((32, 16), (16, 32)):
-        pytest.skip("under HYPOTHESIS_PROFILE=deep")
+        pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
     kernel = compiled(*recorded(monkeypatch, heads, cut, block_size, widths, dtype))
     assert kernel.metadata.shared <= H200.shared
 
 
 def test_choice_of_splits():
-    """One program a processor where there are few; no split where they fill the device; never more than the tiles."""
+    """Splits fill the GPU if row blocks are few; there is one split if row blocks fill it; never more than tiles."""
     for program_rows in (16, 64):
         choose = partial(select.best_num_splits, program_rows=program_rows, row_blocks=1, processors=132)
         assert choose(items=1, rows=program_rows, keys=131072) > 40
@@ -237,7 +239,7 @@ def test_choice_of_splits():
 
 
 def test_choice_of_runs():
-    """Splits by their own length are spread over programs where there are programs to spare, never more than splits."""
+    """Batch-invariant splits are spread over several programs if programs are idle, never over more than splits."""
     for heads, program_rows in ((16, 16), (32, 32), (128, 64)):
         cut = measured_schedule_costs(heads).cut
         choose = partial(select.best_num_programs, heads=heads, program_rows=program_rows, processors=132, cut=cut)
@@ -250,7 +252,10 @@ def test_choice_of_runs():
 
 
 def test_choice_of_rows():
-    """Few rows where one request's programs of 4 tiles would leave processors idle, as few as still fit; else all."""
+    """Row blocks become smaller if one request's programs of at least 4 tiles would leave multiprocessors idle.
+
+    The chosen size is the smallest for which all programs still run at once; other requests keep the largest size.
+    """
     for requests, rows, keys, chosen in (
         (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 64),
         (4, 128, 8192, 64), (1, 128, 131072, 64), (128, 128, 4096, 64), (128, 128, 64, 64), (1, 24, 131072, 32),
@@ -278,7 +283,10 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
     (128, "batch-invariant", 512, torch.float16, None), (100, "whole", 512, BF16, None),
 ])  # fmt: skip
 def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box, monkeypatch):
-    """Of 64 rows of one token, whole or none, as they lie in the queries' memory: no other dtype fits there."""
+    """TMA (the GPU's bulk copy engine) writes outputs only for whole row blocks of 64 heads of one token.
+
+    The outputs are staged in the memory of the queries, so their dtype must be that of the queries.
+    """
     launches = watched(monkeypatch)
     kernel = compiled(*recorded(monkeypatch, heads, cut, widths=(latent, 64), out_dtype=out_dtype))
     given = launches[-1][2]["out_rows"]
@@ -293,21 +301,27 @@ def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box
     (64, "batch-invariant", False),
 ])  # fmt: skip
 def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
-    """One block of rows a token, and whole requests: a program's first request is known before any list is read."""
+    """A program prefetches only if each token is one row block and requests are not split.
+
+    In that case it knows its first request before it reads any list.
+    """
     ptx = compiled(*recorded(monkeypatch, heads, cut)).asm["ptx"]
     assert ("cp.async.bulk.prefetch.L2.global" in ptx) == ahead
-    if ahead:  # while the kernel before may run, but after the next one may be launched
+    if ahead:  # order: permit the next launch, prefetch while the preceding kernel may run, wait for that kernel
         order = [ptx.index(what) for what in ("griddepcontrol.launch", "cp.async.bulk.prefetch", "griddepcontrol.wait")]
         assert order == sorted(order)
 
 
 def test_slices_where_processors_are_idle(monkeypatch):
-    """Of requests that are cut by their own length, unplanned, if twice as many programs still fit; of 512 latents.
+    """A row block gets two slices, a program each, if all of these hold:
 
-    Slices are programs of their own; `row_blocks_16_32` has none.
+    - the decode is batch-invariant and unplanned
+    - twice as many programs still fit on the multiprocessors
+    - Lkv is 512
+    - there are more than 32 heads (`row_blocks_16_32` has no slices)
     """
     launches = watched(monkeypatch)
-    monkeypatch.setattr(select, "best_num_programs", lambda *_: 3)  # 128 heads: by two blocks of rows
+    monkeypatch.setattr(select, "best_num_programs", lambda *_: 3)  # 128 heads have two row blocks: 6 programs
     for heads, processors, widths, cut, slices, programs in (
         (128, 132, (512, 64), "batch-invariant, sliced", 2, 12), (128, 12, (512, 0), "batch-invariant, sliced", 2, 12),
         (128, 11, (512, 64), "batch-invariant, sliced", 1, 6), (128, 5, (512, 64), "batch-invariant, sliced", 1, 5),
@@ -318,7 +332,7 @@ def test_slices_where_processors_are_idle(monkeypatch):
     ):  # fmt: skip
         monkeypatch.setitem(globals(), "H200", H200._replace(processors=processors))
         _, _, constants = recorded(monkeypatch, heads, cut, widths=widths)
-        assert constants["c"].SLICES == slices
+        assert slices == constants["c"].SLICES
         assert launches[-1][1] == programs
 
 
@@ -329,9 +343,10 @@ def test_slices_where_processors_are_idle(monkeypatch):
     (16, "batch-invariant, planned", 1, 3, 10, 10, 0),
 ])  # fmt: skip
 def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, monkeypatch):
-    """40 tiles, 3 splits of 16 tiles or 10 of 4: parts for every slot, and behind what programs keep between splits.
+    """The buffers hold every partial output and, behind them, the states that programs keep between splits.
 
-    A schedule of 3 programs leaves at most one request unfinished each. Rows of parts are counted in requests.
+    The request has 40 tiles: 3 splits of 16 tiles or 10 of 4. With a schedule of 3 programs, each program leaves at
+    most one request unfinished. `partial_rows` counts rows of one request.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: runs)
@@ -344,10 +359,11 @@ def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, m
 
 
 def test_two_phases_where_processors_are_idle(monkeypatch):
-    """As many programs as score or as multiply, no more than processors, if every pair of tiles then has one.
+    """Two phases are chosen if every score block gets a program of its own.
 
-    40 pages: of 64 keys 20 pairs of tiles and 3 splits, of 16 keys 5 and 1. Programs wait for each other, so they are
-    launched together.
+    The number of programs is the larger of the numbers of score blocks and column blocks, at most one for each
+    multiprocessor. Programs wait for each other, so the launch is cooperative. The table has 40 blocks: 20 pairs of
+    tiles and 3 splits with 64 tokens a block, 5 pairs and 1 split with 16.
     """
     launched = watched(monkeypatch)
     unplanned = "batch-invariant"
@@ -379,36 +395,36 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
             assert launched[0][1] == triton.cdiv(units * 129, 1024) and given["words"].numel() == units * 129
             assert given["row_values"].numel() == units * 256 and given["pairs"] == block_size * 20 // 64
             assert given["probabilities"].shape == given["probability_pairs"].base.shape == (units * 128, 64)
-            slots = 3 if splits == 3 else 0  # what is one split is no part
+            slots = 3 if splits == 3 else 0  # a single split needs no partial output
             assert given["num_partials"] == slots and given["written"].partial_out.numel() == slots * heads * 512
             assert given["splits_bound"] == splits
-    # a table of no page
+    # a block table without columns
     assigned = select.assign_by_length(3, 64, 64, 0, 64, 512, 132, measured_schedule_costs(64).cut)
     assert assigned == select.Assignment(6, 1, 0, 0, most_splits=1, slices=2)
 
 
 def test_memory_checkers_see_every_variant(monkeypatch):
-    """What `tests.memory_checks` launches on an H200, as the launcher chooses there."""
+    """The launches of `tests.memory_checks` on an H200 include every Hopper kernel and every variant."""
     launches = {}
     record(monkeypatch, launches)
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
-        *tensors, cut, _ = given  # the last is the name of the backend
+        *tensors, cut, _ = given  # the last argument is the name of the backend
         decode.mla_decode(*tensors, InvariantCut(*cut))
-    told = []
+    lines = []
     for kernel, kinds, constants in launches.values():
         source = Source(kernel, kinds, constants)
-        told.append(describe(kernel.fn.__name__, source.signature, source.constants))
-    assert {line.split()[0] for line in told} == memory_checks.kernels_of(["hopper"])
-    assert not [missing for missing in memory_checks.never_launched(told, hopper=True) if " of " in missing]
+        lines.append(describe(kernel.fn.__name__, source.signature, source.constants))
+    assert {line.split()[0] for line in lines} == memory_checks.kernels_of(["hopper"])
+    assert not [missing for missing in memory_checks.never_launched(lines, hopper=True) if " of " in missing]
 
 
 @pytest.mark.parametrize("heads, query_len, rows", [
     (16, 1, 16), (16, 2, 32), (16, 5, 32), (4, 4, 16), (4, 5, 32), (20, 1, 32), (32, 8, 32), (33, 1, 64), (128, 4, 64),
 ])  # fmt: skip
 def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
-    """Up to 32 heads stay with blocks of 16 or 32 rows, however many query tokens a neighbour has; more with 64."""
+    """Batch-invariant: up to 32 heads use row blocks of 16 or 32 for any number of query tokens, more heads use 64."""
     asked = []
     monkeypatch.setattr(select, "best_num_programs", lambda *given: asked.append(given[4]) or 1)
     monkeypatch.setattr(decode, "rows_of_a_request", lambda *_: heads * query_len)
@@ -417,13 +433,13 @@ def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
 
 
 def test_queries_in_words():
-    """Those that can be copied 16 bytes at a time stay where they are; others are copied first."""
+    """Queries whose rows consist of aligned 16-byte words are used in place; others are copied first."""
     storage = torch.randn(4 * 3 * 512 + 16, dtype=torch.bfloat16)
     packed = storage[: 3 * 4 * 512].view(3, 4, 512)
     for there, strides in (
         (packed, [2048, 512]),
         (packed.transpose(0, 1), [512, 2048]),
-        (packed[:1, :, :256], [0, 512]),  # of one token, whatever its stride
+        (packed[:1, :, :256], [0, 512]),  # one token, so its stride does not matter
         (packed[:, :1].expand(3, 4, 512), [2048, 0]),
         (packed[:, :, :0], [2048, 512]),
     ):
@@ -442,7 +458,7 @@ def test_queries_in_words():
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("heads", [4, 20, 40, 64, 128])
 def test_warmup_knows_a_request_alone(heads, query_len):
-    """Of every length: with how many rows a program, split or whole, and how its parts are merged."""
+    """For one request, the lengths of warm-up cover every choice of row block, split and combine tile."""
     rows = heads * query_len
 
     def launched(length: int) -> set[tuple]:
@@ -461,9 +477,9 @@ def test_warmup_knows_a_request_alone(heads, query_len):
     (4, False, 256), (40, False, 256), (64, False, 256), (20, True, 256), (40, True, 256), (40, True, 512),
 ])  # fmt: skip
 def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monkeypatch):
-    """What steps of every kind launch was launched ahead; the launchers serve the CPU meanwhile."""
+    """Steps of every kind launch only kernel variants that warm-up launched; the launchers serve the CPU here."""
     found = {}
-    for name in ROOMS:
+    for name in LAUNCHERS:
         module = importlib.import_module(f"fast.kernels.{name}")
         for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
             monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))

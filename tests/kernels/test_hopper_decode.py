@@ -1,6 +1,6 @@
-"""The Hopper decode kernels against the reference: every shape they declare, and values they must survive.
+"""The Hopper decode kernels compared with the reference: lengths, schedules, batch invariance and invalid values.
 
-Gluon has no interpreter, so they run on a GPU only; `test_hopper_compilation` compiles them anywhere.
+Gluon has no interpreter, so these tests need a Hopper GPU; `test_hopper_compilation` compiles the kernels anywhere.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from fast.kernels.hopper.mla_decode import select
 DTYPES = [torch.bfloat16, torch.float16]
 BF16, FP16 = DTYPES
 FEW_AND_MANY = [3, 16, 32, 64, 128]
-LENS = {  # query lengths and lengths; 0 with a query is a padding row
+LENS = {  # query lengths and sequence lengths; length 0 with a query token is a padding row
     "one each": ([1, 1, 1], [1, 130, 67]),
     "page edges": ([1, 1, 1, 1, 1], [63, 64, 65, 127, 128]),
     "long": ([1, 1, 1], [1025, 640, 1536]),
@@ -67,9 +67,10 @@ rows_where_alone, scored_at_once = select._rows_where_alone, select._scored_at_o
 
 @pytest.fixture(autouse=True)
 def rows_as_of_many_requests(monkeypatch):
-    """Requests of these tests are so short that `row_blocks_16_32` would take every one that stands alone.
+    """Choose kernels as for many requests.
 
-    And so few that `two_phases` would take what is batch-invariant and not planned: `test_hopper_two_phases` has that.
+    The requests of these tests are few and short: without this, the launcher would choose row blocks of 16 or 32 for
+    single requests and two phases for unplanned batch-invariant decodes, which `test_hopper_two_phases` tests.
     """
     monkeypatch.setattr(select, "_rows_where_alone", lambda program_rows, *_: program_rows)
     monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
@@ -90,7 +91,7 @@ def test_lengths(lens, heads, dtype):
 @pytest.mark.parametrize("splits", [2, 3, 16])
 @pytest.mark.parametrize("heads", [4, 32, 64])
 def test_splits(heads, splits, monkeypatch):
-    """Pitfall 2: more splits than tiles, so that some attend nothing."""
+    """Pitfall 2: more splits than tiles, so that some splits have no keys."""
     monkeypatch.setattr(select, "best_num_splits", lambda *bounds: splits)
     check_parity([1, 0, 2, 1], [590, 9, 267, 0], heads, BF16)
 
@@ -99,7 +100,7 @@ def test_splits(heads, splits, monkeypatch):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("heads", [20, 64, 128])
 def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
-    """Requests of more rows than a block of 16 or 32: some blocks lie across two tokens, some beyond all."""
+    """Requests have more rows than a row block: some row blocks span two tokens, some lie past the last token."""
     monkeypatch.setattr(select, "_rows_where_alone", lambda *_: rows)
     monkeypatch.setattr(select, "best_num_splits", lambda *_: splits)
     for dtype, block_size, widths in ((BF16, 64, (512, 64)), (torch.float16, 16, (256, 32))):
@@ -109,7 +110,7 @@ def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
 @pytest.mark.parametrize("length", [40, 700, 3000, 9000])
 @pytest.mark.parametrize("heads", [40, 64, 128])
 def test_one_request(heads, length, monkeypatch):
-    """As the launcher chooses rows and splits."""
+    """One request, or few, with the rows and splits that the launcher chooses."""
     monkeypatch.setattr(select, "_rows_where_alone", rows_where_alone)
     check_parity([1], [length], heads, BF16)
     check_parity([2, 1], [length, 70], heads, BF16)
@@ -119,12 +120,12 @@ def test_one_request(heads, length, monkeypatch):
 @pytest.mark.parametrize("programs", [0, 1, 3, 40])
 @pytest.mark.parametrize("heads", [4, 32, 40, 128])
 def test_scheduled(heads, programs, batch_invariant):
-    """Requests cut anywhere, whole requests between two cuts, idle programs, rows without keys or without queries.
+    """Schedules with split and whole requests, idle programs, rows without keys, and requests without queries.
 
-    With no programs nothing is planned.
+    `programs` 0 means no schedule.
     """
     if programs == 0 and not batch_invariant:
-        pytest.skip("no schedule")
+        pytest.skip("neither scheduled nor batch-invariant")
     lens, query_lens = [0, 1100, 70, 9, 0, 300, 64, 33, 0], [1, 1, 2, 3, 2, 1, 0, 1, 1]
     for dtype, overhead in zip(DTYPES, (0, 5), strict=True):
         inputs = make_inputs(query_lens, lens, heads, dtype)
@@ -135,17 +136,20 @@ def test_scheduled(heads, programs, batch_invariant):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [4, 32, 40, 128])
 def test_short_before_long(heads, batch_invariant):
-    """One program's first pieces have a tile or none: what the fetching warp waits for at first is not asked later."""
+    """One program gets a work item of one tile or none before a long one.
+
+    The producer must not wait at a later work item for a barrier that is used only at the first.
+    """
     for lens in ([64, 1300, 64, 2100], [0, 1300, 33, 1100], [64, 0, 70, 1300]):
         inputs = make_inputs([1] * 4, lens, heads, BF16)
         schedule = schedule_of(inputs[3], heads, 1, batch_invariant)
-        for _ in range(20):  # who is first differs
+        for _ in range(20):  # the order of the warps differs between launches
             state = launch(*inputs, schedule=schedule)
         verdict(state, *inputs)
 
 
 def one_request(inputs, request, more=0):
-    """Of a batch one request alone: queries, cache, and a plan whose table has so many more columns of GARBAGE."""
+    """Return queries, cache and plan of one request of a batch; its block table gets `more` columns of GARBAGE."""
     ql, q_pe, cache, plan = inputs
     first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
     table = plan.block_table[request : request + 1]
@@ -158,7 +162,7 @@ def one_request(inputs, request, more=0):
 
 
 def assert_same_rows(alone, beside, plan, request):
-    """A request's state is, bit for bit, that of its rows in a batch."""
+    """Assert that the state of one request has the bits of its rows in the batch."""
     first, last = plan.query_start_loc[request], plan.query_start_loc[request + 1]
     assert_same_bits(alone.out, beside.out[first:last])
     assert_same_bits(alone.lse, beside.lse[:, first:last])
@@ -172,9 +176,9 @@ def assert_same_rows(alone, beside, plan, request):
 def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     """Pitfall 19: neighbours, position, padding and the number of programs, planned or not, change no bit.
 
-    A page outside the cache in the midst of a request sends a program's whole run by the loop that masks.
+    With `torn`, a block id outside the cache in the middle of a request makes a program use the loop that masks.
     """
-    lens, query_lens = [1085, 70, 5200, 64, 0, 2500], [1, 1, 1, 2, 1, 3]  # 1085: a last split of one tile
+    lens, query_lens = [1085, 70, 5200, 64, 0, 2500], [1, 1, 1, 2, 1, 3]  # 1085 tokens: the last split has one tile
     inputs = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
     plan = inputs[3]
     if torn:
@@ -198,7 +202,7 @@ def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     (16, 64, (512, 64), BF16), (32, 16, (256, 32), FP16), (64, 64, (512, 64), BF16), (128, 64, (512, 32), BF16),
 ], ids=str)  # fmt: skip
 def test_no_bit_tells_how_wide_the_table_is(heads, block_size, widths, dtype, monkeypatch):
-    """As the launcher chooses runs, slices and two phases, by the width of the table and the number of requests."""
+    """Programs, slices and two phases as the launcher chooses them by table width and number of requests."""
     monkeypatch.setattr(select, "_scored_at_once", scored_at_once)
     lens, query_lens = [1085, 70, 2500, 0], [1, 1, 2, 1]
     inputs = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
@@ -210,14 +214,14 @@ def test_no_bit_tells_how_wide_the_table_is(heads, block_size, widths, dtype, mo
             assert_same_rows(alone, beside, inputs[3], request)
 
 
-@pytest.mark.parametrize("length", [5000, 2**31 - 1])  # keys of the last one's last tile wrap
+@pytest.mark.parametrize("length", [5000, 2**31 - 1])  # in the last tile of 2^31 - 1 keys, int32 positions overflow
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_lengths_beyond_the_table(batch_invariant, length):
-    """A length that the table cannot hold is read as far as the table goes, and harms no neighbour."""
+    """A length beyond the block table is clamped to the table and changes no other request."""
     for heads in (4, 64):
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], heads, BF16)
         far = replace(plan, seq_lens=integers(1100, length, 70))
-        # by the fast wing: the reference walks 2^25 tiles one by one
+        # planned by `fast`: the reference would loop over 2^25 tiles
         schedule = fast.plan_decode(far.seq_lens, 5, measured_schedule_costs(heads), batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
         verdict(state, ql, q_pe, cache, plan)  # that request still sees 64 keys, as `visible_lens` says
@@ -226,7 +230,7 @@ def test_lengths_beyond_the_table(batch_invariant, length):
 @pytest.mark.parametrize("heads, dtype", [(4, BF16), (16, FP16), (64, BF16)], ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded", "folded, planned"])
 def test_wide_output(cut, heads, dtype, monkeypatch):
-    """States that are merged later keep float32; or the other of both dtypes, from queries of one."""
+    """Outputs in float32, for states that are merged later, or in the other 16-bit dtype than the queries'."""
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 1)
     inputs = make_inputs([1, 2], [1300, 131], heads, dtype)
@@ -236,13 +240,13 @@ def test_wide_output(cut, heads, dtype, monkeypatch):
     wide = launch(*inputs, schedule=schedule, out_dtype=torch.float32)
     assert wide.out.dtype == torch.float32
     for narrow in DTYPES:
-        assert not torch.equal(wide.out.to(narrow).float(), wide.out), "rounded on the way"
+        assert not torch.equal(wide.out.to(narrow).float(), wide.out), "float32 outputs were rounded"
         assert torch.equal(wide.out.to(narrow), launch(*inputs, schedule=schedule, out_dtype=narrow).out)
 
 
 @pytest.mark.parametrize("heads", [5, 32, 100])
 def test_mask_is_data(heads):
-    """Any visible length, as under context parallelism; later rows may see less than earlier ones."""
+    """Rows may have any visible length, as in context parallelism; later rows may see fewer keys than earlier ones."""
     ql, q_pe, cache, plan = make_inputs([4, 2, 3], [250, 170, 40], heads, BF16)
     plan = replace(plan, visible_lens=integers(250, 0, 64, 1, 0, 0, 39, 40, 3))
     verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
@@ -252,9 +256,10 @@ def test_mask_is_data(heads):
 @pytest.mark.parametrize("heads", FEW_AND_MANY)
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_rising_scores(heads, cut, block_size, monkeypatch):
-    """References move at first and at second tiles, in some rows and not in others: the values move with them.
+    """The largest score rises in first and in second tiles of pairs, in only some rows; the sums are rescaled.
 
-    Also from split to split of a request that one program folds, which up to 16 heads has several of these lengths.
+    With "folded" it also rises from split to split that one program combines. For these lengths only up to 16 heads
+    have several splits.
     """
     inputs = rising_inputs(heads, BF16, block_size=block_size)
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
@@ -268,7 +273,10 @@ def test_rising_scores(heads, cut, block_size, monkeypatch):
 @pytest.mark.parametrize("scale", [0.0, -0.13, 1.0, 30.0])
 @pytest.mark.parametrize("heads", [5, 64])
 def test_any_scale(heads, scale):
-    """Negative ones too, though the kernels look for the largest score before they scale; empty rows stay empty."""
+    """Any softmax scale, also a negative one: the kernels find the largest score before they scale the scores.
+
+    Rows without keys stay 0 and -inf.
+    """
     ql, q_pe, cache, plan = make_inputs([1, 2, 1], [250, 170, 0], heads, BF16)
     plan = replace(plan, visible_lens=integers(250, 0, 170, 0))
     state = launch(ql, q_pe, cache, plan, scale=scale)
@@ -284,7 +292,7 @@ def test_any_scale(heads, scale):
 @pytest.mark.parametrize("cut", [InvariantCut(2, 3, 6, 7), InvariantCut(8, 1, 8, 1)], ids=str)
 @pytest.mark.parametrize("heads", [5, 32, 64, 128])
 def test_any_invariant_cut(heads, cut, monkeypatch):
-    """The cut comes with the schedule: planned, spread over programs and in two phases the same bits."""
+    """A schedule with its own invariant cut gives the same bits planned, unplanned over programs, and in two phases."""
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], heads, BF16)
     planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(cut=cut), True)
     unplanned = DecodeSchedule(batch_invariant=True, cut=cut)
@@ -302,7 +310,7 @@ def test_any_invariant_cut(heads, cut, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [4, 64])
 def test_a_length_that_was_not_planned(heads, batch_invariant):
-    """One of 2^31 keys under a schedule for other lengths ends as soon as any, and harms no neighbour."""
+    """A length of almost 2^31 that was not planned neither lengthens the loop nor changes other requests."""
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], heads, BF16)
     schedule = schedule_of(plan, heads, 5, batch_invariant)
     wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
@@ -327,7 +335,7 @@ def test_values_outside_the_tensors(heads, block_size, cut):
     def decoded(plan):
         schedule = schedule_of(None, heads, 0, True) if cut == "batch-invariant" else None
         if cut in ("scheduled", "batch-invariant, planned"):
-            lens = plan.seq_lens.clamp(min=0)  # who plans on a CPU refuses less
+            lens = plan.seq_lens.clamp(min=0)  # the planner on a CPU refuses lengths below 0
             schedule = fast.plan_decode(lens, 3, measured_schedule_costs(heads), batch_invariant=cut != "scheduled")
         return launch(ql, q_pe, cache, plan, schedule=schedule)
 
@@ -376,7 +384,10 @@ def test_nan_stays_with_its_owner(heads):
     (16, 16, (256, 32), FP16), (64, 32, (256, 64), FP16),
 ], ids=str)  # fmt: skip
 def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monkeypatch):
-    """16, 32 and 64 rows a program, two query tokens a request; of runs the merge folds what the first one left."""
+    """1000 decodes give the same bits, with every row block and cut.
+
+    With "runs", two programs share a request, and the combine kernel adds the splits that the first one left.
+    """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 2 if cut == "runs" else 1)
     inputs = make_inputs([1, 2, 1, 1], [900, 265, 0, 1501], heads, dtype, widths, block_size)
@@ -394,7 +405,7 @@ def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monke
 
 @pytest.mark.parametrize("heads", [4, 40])
 def test_strides(heads):
-    """Pitfall 18: one layer of many; queries and tables that are slices of larger tensors."""
+    """Pitfall 18: the cache is one layer of several, and queries and tables are slices of larger tensors."""
     ql, q_pe, cache, plan = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x
                              for x in make_inputs([1, 2], [130, 64], heads, BF16))  # fmt: skip
     dense = launch(ql, q_pe, cache, plan)
@@ -406,7 +417,7 @@ def test_strides(heads):
     odd = torch.stack((q_pe, q_pe), dim=-1)[..., 1]
     table = torch.stack((plan.block_table,) * 2, dim=-1)[..., 0]
     cut = replace(plan, block_table=table, visible_lens=torch.stack((plan.visible_lens,) * 2, dim=-1)[:, 0])
-    # rows that do not begin at 16-byte words, and those that do while the first one does not
+    # uneven: rows do not start at multiples of 16 bytes; shifted: the strides are such multiples, the address is not
     uneven = torch.cat((ql, ql), dim=-1)[..., 1 : ql.shape[-1] + 1].copy_(ql)
     shifted = ql.new_empty(ql.numel() + 1)[1:].view(ql.shape).copy_(ql)
     for queries, pages in ((heads_first, layers[:, 1]), (uneven, wide[..., 8:]), (shifted, cache)):
@@ -418,7 +429,7 @@ def test_strides(heads):
 @pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
 @pytest.mark.parametrize("heads", [4, 40, 64])
 def test_query_offsets_out_of_range(heads, starts, monkeypatch):
-    """They are clamped to the tokens: nothing outside the queries is read, nobody's outputs are written."""
+    """Query offsets are clamped to the tokens: no read outside the queries, no write to outputs of no request."""
     ql, q_pe, cache, plan = make_inputs([8], [40], heads, BF16)
     clean = launch(ql, q_pe, cache, plan)
     empty = torch.empty
@@ -439,7 +450,7 @@ def test_query_offsets_out_of_range(heads, starts, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [4, 40, 64, 128])
 def test_fewer_programs_than_requests(heads, batch_invariant, monkeypatch):
-    """Without a plan too a program goes from request to request: queries come where outputs have just been."""
+    """Without a schedule a program also takes several requests; the next queries use the memory of the last outputs."""
     facts = decode.device_facts(DEVICE)
     monkeypatch.setattr(decode, "device_facts", lambda _: facts._replace(processors=3))
     inputs = make_inputs([1, 2, 0, 1, 3, 1, 2], [130, 70, 20, 0, 700, 64, 300], heads, BF16)
@@ -447,8 +458,8 @@ def test_fewer_programs_than_requests(heads, batch_invariant, monkeypatch):
 
 
 def test_query_strides_beyond_32_bit():
-    """Pitfall 8: queries as `query_to_latent` leaves them, head by head, but further apart."""
-    for query_lens in ([2, 1], [22, 3]):  # 6 and 66 rows: both kernels
+    """Pitfall 8: queries head by head, as from `query_to_latent`, but 2^30 elements apart."""
+    for query_lens in ([2, 1], [22, 3]):  # 6 and 66 rows: one request in each kernel
         ql, q_pe, cache, plan = make_inputs(query_lens, [40, 17], 3, BF16)
         near = launch(ql, q_pe, cache, plan)
         far = launch(far_heads(ql.to(DEVICE)), far_heads(q_pe.to(DEVICE)), cache, plan)
@@ -459,7 +470,7 @@ def test_query_strides_beyond_32_bit():
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_offsets_beyond_32_bit(heads, block_size):
-    """Pitfall 8: the requests live past element 2^31 of the cache."""
+    """Pitfall 8: the blocks of the requests lie past element 2^31 of the cache."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [130, 67], heads, BF16, block_size=block_size)
     away = 2**31 // cache[0].numel() + 5
     if torch.cuda.mem_get_info()[0] < 2 * (away + 100) * cache[0].numel() * 2:
@@ -473,8 +484,8 @@ def test_offsets_beyond_32_bit(heads, block_size):
 @pytest.mark.parametrize("heads, requests", [(16, 2500), (128, 620)])
 @pytest.mark.parametrize("planned", [False, True])
 def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
-    """Pitfall 8: splits of the last request have their parts past element 2^31 of all parts."""
-    pages = 2048  # of 64 keys: as many splits as any request may have
+    """Pitfall 8: the partial outputs of the last request lie past element 2^31 of the buffer."""
+    pages = 2048  # blocks of 64 tokens: as many splits as any request may have
     slots = requests * most_invariant_splits(pages, measured_schedule_costs(heads).cut)
     if torch.cuda.mem_get_info()[0] < 3 * slots * heads * 512 * 4:
         pytest.skip("too little memory")
@@ -505,7 +516,7 @@ def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_graph_replays_with_other_lengths(heads, batch_invariant):
-    """Captured once without a copy to the host; a replay reads the lengths that stand in the buffers then."""
+    """A decode is captured without a copy to the host; each replay reads the lengths now in the plan's buffers."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, BF16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=schedule_of(plan, heads, 0, batch_invariant))
@@ -517,11 +528,11 @@ def test_graph_replays_with_other_lengths(heads, batch_invariant):
         verdict(AttentionState(out.cpu(), lse.cpu()), ql, q_pe, cache, other)
 
 
-# Which kernel set a call goes to.
+# Which backend serves a call.
 
 
 def test_what_it_does_not_cover_goes_to_triton():
-    """Under `backend=None`, and `explain` says why; asked for by name it raises every reason."""
+    """With `backend=None` Triton serves it and `explain` gives the reason; `backend="hopper"` raises all reasons."""
     config = MLAConfig.from_preset("deepseek-v3")
     settings = {"device": DEVICE, "dtype": BF16}
     assert "mla_decode: hopper" in backends.explain(config, **settings)
@@ -543,7 +554,7 @@ def test_what_it_does_not_cover_goes_to_triton():
 
 
 def test_caches_the_copy_engine_cannot_read():
-    """Entries that are no whole 16-byte words, or none at all, are read by the portable kernel."""
+    """The Triton kernel serves caches that are empty, or whose entries are not whole, aligned 16-byte words."""
     ql, q_pe, cache, plan = make_inputs([1, 2], [130, 64], 4, BF16)
     wanted = launch(ql, q_pe, cache, plan)
     on = ql.to(DEVICE), q_pe.to(DEVICE)

@@ -1,4 +1,4 @@
-"""The Hopper decode kernels at every shape they declare: heads, query tokens, block sizes and widths of an entry."""
+"""The Hopper decode kernels at every shape that they declare: heads, query tokens, block sizes, widths of an entry."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_parity(*args, **options):
 
 @pytest.mark.parametrize("heads", [1, 2, 7, 8, 17, 33, 40, 96, 126, 127, 128])
 def test_heads(heads):
-    """Not only powers of two; several tokens share a block of rows, or one token fills several."""
+    """Any number of heads: several tokens share a row block, or one token fills several row blocks."""
     check_parity([1, 2, 0, 5], [66, 333, 5, 129], heads, BF16)
 
 
@@ -58,7 +58,10 @@ def test_blocks_and_widths(block_size, widths):
     (128, (512, 0), BF16),
 ], ids=str)  # fmt: skip
 def test_cuts_of_widths(block_size, widths, dtype, heads, cut, monkeypatch):
-    """However requests are cut; a program folds splits, and leaves parts of others. 16 heads: 32 rows of two tokens."""
+    """All widths with every cut, also where a program combines splits and writes partial outputs of others.
+
+    With 16 heads, a row block of 32 rows holds two tokens.
+    """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 2)
     monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)

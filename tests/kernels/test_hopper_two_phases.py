@@ -1,6 +1,6 @@
-"""Decode in two phases on Hopper: bit for bit what one program finds that folds split after split.
+"""Decode in two phases on Hopper gives the bits of `row_blocks_64`, where one program combines split after split.
 
-That is also what a batch-invariant plan gives (`test_hopper_decode`), which leaves this kernel no rounding of its own.
+`test_hopper_decode` shows that a batch-invariant schedule also gives those bits, so two phases may not round elsewhere.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from fast.kernels.hopper.mla_decode import launch as decode
 from fast.kernels.hopper.mla_decode import select
 
 BF16, FP16 = torch.bfloat16, torch.float16
-UNPLANNED = schedule_of(None, 64, 0, True)  # the same of all heads above 32
+UNPLANNED = schedule_of(None, 64, 0, True)  # the same for any number of heads above 32
 launch = partial(decode_inputs.launch, decode, schedule=UNPLANNED)
 taken = []
 
 
 @pytest.fixture(autouse=True)
 def noted(monkeypatch):
-    """Which launches had two phases."""
+    """Record the launches of two phases in `taken`."""
     launcher = decode.launch_two_phases
     taken.clear()
     monkeypatch.setattr(decode, "launch_two_phases", lambda *args: taken.append(args) or launcher(*args))
 
 
 def in_one_phase(*inputs, **options) -> AttentionState:
-    """The same requests split after split."""
+    """Decode with `row_blocks_64`, which takes the splits of a request one after another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(select, "_scored_at_once", lambda *_: False)
         return launch(*inputs, **options)
@@ -65,15 +65,15 @@ def check_same_bits(*inputs, **options) -> None:
 
 
 @pytest.mark.parametrize("lens", [
-    ([1], [8320]),  # whose table has as many pairs as 132 programs score with 128 heads
+    ([1], [8320]),  # 65 pairs of tiles: with 128 heads 130 score blocks, the most for 132 programs
     ([1, 1, 1, 1, 1, 1], [1, 63, 65, 127, 129, 1025]), ([1, 1, 1], [1024, 1085, 1049]), ([2, 1], [1500, 1170]),
     ([3, 0, 1], [331, 0, 530]), ([1, 1], [0, 0]), ([8], [700]),
-    ([1] * 22, list(range(0, 253, 12))),  # several shares a program, some of no pair
+    ([1] * 22, list(range(0, 253, 12))),  # several column blocks a program, some of them without keys
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("heads, dtype", [(128, BF16), (100, FP16), (40, BF16), (64, BF16)], ids=str)
 def test_bits_of_one_phase(heads, dtype, lens):
     *inputs, plan = make_inputs(*lens, heads, dtype)
-    if plan.max_seq_len == 0:  # padding rows alone, under the bound of an engine: one pair that nobody has
+    if plan.max_seq_len == 0:  # only padding rows, with a bound as an engine sets it: one pair of tiles without keys
         plan = replace(plan, max_seq_len=128)
     check_same_bits(*inputs, plan)
     verdict(launch(*inputs, plan), *inputs, plan)
@@ -81,7 +81,7 @@ def test_bits_of_one_phase(heads, dtype, lens):
 
 @pytest.mark.parametrize("lens", [[16768], [1085] * 13], ids=["one split", "several shares"])
 def test_more_pairs_than_wait_in_shared_memory(lens):
-    """A split of 16 pairs; shares of 8 pairs, of which a program has two: slices come in the place of those before."""
+    """Stages are reused: one split of 16 pairs of tiles, or column blocks of 8 pairs, of which a program takes two."""
     inputs = make_inputs([1] * len(lens), lens, 64, BF16)
     check_same_bits(*inputs)
 
@@ -98,7 +98,7 @@ def test_pages_and_widths(block_size, widths, dtype):
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_rising_scores(heads, block_size):
-    """References move at first and at second tiles: programs agree on them, and values follow."""
+    """The largest score rises in first and in second tiles of pairs; all programs rescale by the same references."""
     inputs = rising_inputs(heads, BF16, block_size=block_size)
     check_same_bits(*inputs)
     verdict(launch(*inputs), *inputs)
@@ -106,7 +106,7 @@ def test_rising_scores(heads, block_size):
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_pages_outside_the_cache(heads):
-    """They are masked, whatever a neighbour has; a whole split of them finds nothing."""
+    """Blocks outside the cache are masked; a split of only such blocks has no keys."""
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1600, 1085, 1500], heads, BF16)
     table = plan.block_table.clone()
     table[0, 3], table[1, 16], table[2, :17] = GARBAGE, -1, 2**31 - 1
@@ -114,11 +114,11 @@ def test_pages_outside_the_cache(heads):
 
 
 def test_hostile_lists():
-    """Lengths beyond the table, offsets out of range: in order, and as in one phase."""
+    """Lengths beyond the table give the bits of one phase; with query offsets out of range the kernel still ends."""
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 640, 70], 64, BF16)
     for lens in ((2**31 - 1, 640, 70), (-5, 2147480000, 0)):
         check_same_bits(ql, q_pe, cache, replace(plan, seq_lens=integers(*lens)))
-    # more pairs of a split than are looked at at a time: splits grow with the length, and the table ends
+    # a split with more pairs than the kernel checks at a time: splits grow with the length, but the table ends before
     long = make_inputs([1], [8000], 64, BF16)
     for length in (2**31 - 1, 300_000, 262_145):
         check_same_bits(*long[:3], replace(long[3], seq_lens=integers(length), visible_lens=integers(length)))
@@ -140,14 +140,14 @@ def test_wide_output():
 
 
 def test_nan_stays_with_its_owner():
-    """Also where all of a row's scores are NaN: its bits are not those of a word that nobody has told."""
+    """A row with NaN scores changes no other row; no NaN has the bits of the sentinel for "not written yet"."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [1300, 1170], 64, BF16)
     clean = launch(ql, q_pe, cache, plan)
     assert taken
     for value in (torch.nan, -torch.nan):
         spoilt = ql.clone()
         spoilt[0, 2] = value
-        spoilt.view(torch.int16)[0, 5] = -1  # a NaN of all bits
+        spoilt.view(torch.int16)[0, 5] = -1  # a NaN with all bits set
         state = launch(spoilt, q_pe, cache, plan)
         assert state.out[0, [2, 5]].isnan().all()
         state.out[0, [2, 5]], state.lse[[2, 5], 0] = clean.out[0, [2, 5]], clean.lse[[2, 5], 0]
@@ -157,7 +157,7 @@ def test_nan_stays_with_its_owner():
 
 @pytest.mark.parametrize("heads, lens", [(128, [8192]), (64, [900, 265, 0, 1501])])
 def test_same_bits_a_thousand_times(heads, lens):
-    """Programs that wait for each other: whoever is first, and whatever the words held before."""
+    """The bits do not depend on which program is first, or on the earlier content of the words."""
     inputs = make_inputs([1] * len(lens), lens, heads, BF16)
     given = arguments(*inputs, schedule=UNPLANNED)
     first = decode.mla_decode(*given)
@@ -167,7 +167,7 @@ def test_same_bits_a_thousand_times(heads, lens):
 
 
 def test_graph_replays_with_other_lengths():
-    """Captured once, cooperative launch and all; a replay reads the lengths that stand in the buffers then."""
+    """A captured graph includes the cooperative launch; each replay reads the lengths now in the plan's buffers."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [1300, 1150], 128, BF16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=UNPLANNED)

@@ -1,6 +1,6 @@
-"""Triton decode sized by `max_seq_len`: splits and buffers follow the longest request, not the block table.
+"""Triton decode is sized by `max_seq_len`: splits and buffers follow the longest request, not the block table's width.
 
-On a GPU the kernels run compiled, at real widths; without one this file runs itself again in Triton's interpreter.
+On a GPU the kernels run compiled, at the widths of real models; else this file runs again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def schedule_for(cut, plan, heads):
 
 
 def widened(plan, columns):
-    """The same requests in a table of more columns, whose entries nobody owns."""
+    """Return the plan with more columns in its block table; their entries belong to no request."""
     tails = torch.full((plan.block_table.shape[0], columns), GARBAGE, dtype=torch.int32)
     return replace(plan, block_table=torch.cat((plan.block_table, tails), 1))
 
@@ -42,7 +42,7 @@ def widened(plan, columns):
 @runs
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_wide_table_costs_nothing(cut):
-    """A request in a table that is far too wide has the splits and the buffers that its own length asks for."""
+    """A much wider block table changes neither the splits nor the sizes of the buffers."""
     ql, q_pe, cache, plan = make_inputs([1], [KEYS], 16)
     schedule = schedule_for(cut, plan, 16)
     wide = widened(plan, 2544)
@@ -57,7 +57,7 @@ def test_a_wide_table_costs_nothing(cut):
 
 @runs
 def test_one_short_request_is_cut_into_few_splits():
-    """1 x 1024 at 128 heads on 132 processors: 16 splits; by the width of a table for 40960 tokens 66."""
+    """One request of 1024 tokens, 128 heads, 132 multiprocessors: 16 splits; by a table for 40960 tokens 66."""
     found = [decode._num_splits(programs=2, rows=128, keys=keys, processors=132) for keys in (1024, 40960)]
     assert found == [16, 66]
 
@@ -83,7 +83,7 @@ def test_longer_lengths_are_read_as_the_bound(cut, dtype):
 @runs
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_bound_of_zero(cut):
-    """Of padding rows alone: nothing is read, and every row is empty."""
+    """With `max_seq_len` 0 (only padding rows) no key is read: outputs are 0 and LSEs -inf."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [0, 0], 3)
     assert plan.max_seq_len == 0
     hostile = replace(plan, seq_lens=integers(5, 2**31 - 1), visible_lens=integers(5, 7))

@@ -1,7 +1,7 @@
-"""The Triton decode kernel against the reference: keys split among programs, pages, masks, and values it must survive.
+"""The Triton decode kernel compared with the reference: splits, block sizes, masks and invalid values.
 
-On a GPU it runs compiled, at real widths; without one this file runs itself again in Triton's interpreter, at small
-ones. What a schedule cuts has a file of its own.
+On a GPU it runs compiled, at the widths of real models; else this file runs again in Triton's interpreter, at small
+widths. `test_triton_scheduled_decode` tests decodes with a schedule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_
 if ON_GPU or INTERPRETED:
     from fast.kernels.triton import decode
 
-LENS = {  # query lengths and lengths; 0 with a query is a padding row
+LENS = {  # query lengths and sequence lengths; length 0 with a query token is a padding row
     "one each": ([1, 1, 1], [1, 130, 67]),
     "page edges": ([1, 1, 1, 1], [63, 64, 65, 128]),
     "uniform": ([2, 2, 2], [97, 2, 64]),
@@ -82,7 +82,7 @@ def test_widths(widths, dtype):
 @runs
 @pytest.mark.parametrize("splits", [1, 2, 9])
 def test_splits(splits, monkeypatch):
-    """Pitfall 2: more splits than keys, so that some attend nothing."""
+    """Pitfall 2: more splits than keys, so that some splits have no keys."""
     monkeypatch.setattr(decode, "_num_splits", lambda *bounds: splits)
     for heads in (4, 40):
         check_parity([1, 0, 2, 1], [90, 9, 67, 0], heads, DTYPES[-1])
@@ -92,9 +92,9 @@ def test_splits(splits, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
 def test_rising_scores(cut, dtype, monkeypatch):
-    """The largest score jumps at some tiles, in some rows and not in others: the sums move with it."""
-    # between keys that nearly tie, a float32 result turns on how scores of hundreds round: of a few rows, the error of
-    # the reference, which sets the budget, may by luck be small
+    """The largest score rises at some tiles, in only some rows; the kernel rescales its sums there."""
+    # Scores are in the hundreds. Where two keys have nearly equal largest scores, the rounding of these scores decides
+    # a float32 result. With few rows the error of the reference, which sets the budget, can be small by chance.
     heads = 64 if dtype == torch.float32 else 4
     inputs = rising_inputs(heads, dtype, WIDTH)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
@@ -105,7 +105,7 @@ def test_rising_scores(cut, dtype, monkeypatch):
 @runs
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_wide_output(scheduled):
-    """States that are merged later keep float32."""
+    """Outputs in float32, for states that are merged later."""
     inputs = make_inputs([1, 2], [300, 131], 4, DTYPES[-1])
     schedule = schedule_of(inputs[3], 4, 3) if scheduled else None
     wide = launch(*inputs, schedule=schedule, out_dtype=torch.float32)
@@ -115,7 +115,7 @@ def test_wide_output(scheduled):
 
 @runs
 def test_choice_of_splits():
-    """One program a processor where there are few; no split where they fill the device; never more than the keys."""
+    """Splits fill the GPU if there are few programs; one split if programs fill it; never more splits than keys."""
     assert decode._num_splits(programs=1, rows=16, keys=131072, processors=132) > 100
     assert decode._num_splits(programs=128, rows=2048, keys=4096, processors=132) == 1
     assert decode._num_splits(programs=1, rows=16, keys=64, processors=132) == 1
@@ -124,7 +124,7 @@ def test_choice_of_splits():
 
 @runs
 def test_mask_is_data():
-    """Any visible length, as under context parallelism; later rows may see less than earlier ones."""
+    """Rows may have any visible length, as in context parallelism; later rows may see fewer keys than earlier ones."""
     ql, q_pe, cache, plan = make_inputs([4, 2, 3], [150, 70, 40], 5, DTYPES[-1])
     plan = replace(plan, visible_lens=integers(150, 0, 64, 1, 0, 0, 39, 40, 3))
     verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
@@ -195,7 +195,7 @@ def test_same_bits_every_time(heads):
 @runs
 @pytest.mark.parametrize("heads", [4, 40])
 def test_strides(heads):
-    """Pitfall 18: one layer of many, either way round; queries and tables that are slices of larger tensors."""
+    """Pitfall 18: the cache is one layer of several, and queries and tables are slices of larger tensors."""
     ql, q_pe, cache, plan = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x
                              for x in make_inputs([1, 2], [130, 64], heads, DTYPES[-1]))  # fmt: skip
     dense = launch(ql, q_pe, cache, plan)
@@ -222,14 +222,14 @@ def test_float64_is_refused_by_name():
 @runs
 @pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
 def test_query_offsets_out_of_range(starts):
-    """They are clamped to the tokens: nothing outside the queries is read, nothing outside the result written."""
+    """Query offsets are clamped to the tokens: no read outside the queries, no write outside the result."""
     ql, q_pe, cache, plan = make_inputs([8], [40], 40)
     assert launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts))).out.shape == ql.shape
 
 
 @runs
 def test_query_strides_beyond_32_bit():
-    """Pitfall 8: queries as `query_to_latent` leaves them, head by head, but further apart."""
+    """Pitfall 8: queries head by head, as from `query_to_latent`, but 2^30 elements apart."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [40, 17], 3, torch.float16)
     near = launch(ql, q_pe, cache, plan)
     far = launch(far_heads(ql.to(DEVICE)), far_heads(q_pe.to(DEVICE)), cache, plan)
@@ -241,7 +241,7 @@ def test_query_strides_beyond_32_bit():
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_offsets_beyond_32_bit(heads, block_size):
-    """Pitfall 8: the requests live past element 2^31 of the cache."""
+    """Pitfall 8: the blocks of the requests lie past element 2^31 of the cache."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [130, 67], heads, torch.bfloat16, block_size=block_size)
     away = 2**31 // cache[0].numel() + 5
     if torch.cuda.mem_get_info()[0] < 2 * (away + 100) * cache[0].numel() * 2:
@@ -255,7 +255,7 @@ def test_offsets_beyond_32_bit(heads, block_size):
 @gpu_only
 @pytest.mark.parametrize("heads", [16, 128])
 def test_graph_replays_with_other_lengths(heads):
-    """Captured once without a copy to the host; a replay reads the lengths that stand in the buffers then."""
+    """A decode is captured without a copy to the host; each replay reads the lengths now in the plan's buffers."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, torch.bfloat16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers)

@@ -1,7 +1,7 @@
-"""The Triton decode as a schedule cuts it, against the reference: parts and their merge, and bits that stay.
+"""The Triton decode with a schedule, compared with the reference: partial outputs, their combine, batch invariance.
 
-On a GPU it runs compiled, at real widths; without one this file runs itself again in Triton's interpreter, at small
-ones.
+On a GPU it runs compiled, at the widths of real models; else this file runs again in Triton's interpreter, at small
+widths.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def test_in_the_interpreter():
     [(1, 4, 3), (1, 4, 20), (1, 4, 140), (2, 4, 20), (2, 4, 140), (1, 128, 3), (1, 128, 20), (1, 128, 70)],
 )
 def test_many_parts(requests, heads, splits):
-    """Each tile of the merge, and more parts than it takes at a time, against their sum in float64."""
+    """The combine kernel, with each of its tiles and with more splits than it adds at a time, against float64."""
     latent, rows = 40, requests * heads
     values = torch.randn(splits, rows, latent)
     largest, totals = 5 * torch.randn(splits, rows), torch.rand(splits, rows) + 0.5
-    values[1], largest[1], totals[1] = 0, -torch.inf, 0  # a part that found nothing
+    values[1], largest[1], totals[1] = 0, -torch.inf, 0  # a split without keys
     out, lse = torch.empty(requests, heads, latent, device=DEVICE), torch.empty(heads, requests, device=DEVICE)
     parts = values.flatten().to(DEVICE), torch.stack((largest, totals)).flatten().to(DEVICE)
     combine_launch.combine_partial_outputs(*parts, offsets([1] * requests).to(DEVICE), 1, None, None, False, out, lse)
@@ -50,7 +50,7 @@ def test_many_parts(requests, heads, splits):
     weights = torch.exp2(largest.double() - highest)
     total = (totals * weights).sum(0)
     wanted, most = (((part.double() * weights[:, :, None]).sum(0) / total[:, None]) for part in (values, values.abs()))
-    rounded = (splits + 16) * 2.0**-24  # of every sum and product a term goes through, exp2 and division included
+    rounded = (splits + 16) * 2.0**-24  # rounding of all operations on a term, exp2 and division included
     assert ((out.flatten(0, 1).cpu() - wanted).abs() <= rounded * most).all()
     wanted_lse = (highest + total.log2()) * math.log(2)
     assert ((lse.T.flatten().cpu() - wanted_lse).abs() <= rounded * (1 + wanted_lse.abs())).all()
@@ -58,16 +58,17 @@ def test_many_parts(requests, heads, splits):
 
 @runs
 def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
-    """Where the reference stays parts are added, else folded one by one: of all, and of one, rows are the same.
+    """The batch-invariant combine has the same bits however many splits it loads at a time.
 
-    Some rows find nothing at first, at last or in between, and values of both zeros.
+    While the largest score does not rise, the kernel adds partial outputs directly; else it rescales, split by split.
+    Some rows have no keys in the first, the last or an inner split, and some values are 0.0 or -0.0.
     """
     latent, heads, splits = 40, 8, 21
     values = torch.randn(splits, heads, latent)
     largest, totals = 20 * torch.randn(splits, heads), torch.rand(splits, heads) + 0.5
     largest[splits // 2 :, 3:] += 200
-    for place, row in ((0, 0), (-1, 0), (0, 4), (7, 4), (slice(None), 5)):
-        values[place, row], largest[place, row], totals[place, row] = 0, -torch.inf, 0
+    for split, row in ((0, 0), (-1, 0), (0, 4), (7, 4), (slice(None), 5)):
+        values[split, row], largest[split, row], totals[split, row] = 0, -torch.inf, 0
     values[:, 1, ::2], values[:, 2, ::2] = -0.0, 0.0
     parts = torch.cat((largest.flatten(), totals.flatten(), integers(1, splits).cpu().view(torch.float32)))
     found = []
@@ -88,16 +89,17 @@ def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
     (1, 4, 3, 1), (1, 4, 12, 5), (1, 4, 70, 7), (1, 4, 5, 5), (2, 4, 20, 3), (2, 4, 20, 19), (3, 3, 5, 5),
 ])  # fmt: skip
 def test_folded_parts(requests, heads, splits, folded, planned):
-    """The merge of splits by their own length: the first slot and those behind what it holds, against float64.
+    """The batch-invariant combine adds the sum at partial index 0 and the splits that it does not contain.
 
-    Slots that nobody wrote are NaN. Where the first slot holds all splits, rows are whole already and stay.
+    `folded` splits are combined at index 0; partial indices that no program writes are NaN. If index 0 contains all
+    splits, the decode has written the output, and the combine kernel must not. Values are compared with float64.
     """
     latent, slots = 160, splits + 2
     values = torch.randn(splits, requests, heads, latent)
     largest, totals = 60 * torch.randn(splits, requests, heads), torch.rand(splits, requests, heads) + 0.5
-    largest[splits // 2 :] += 200  # the reference moves, among the parts that are merged at a time and at their end
+    largest[splits // 2 :] += 200  # the largest score rises within a group of splits loaded at a time, and at its end
     largest[-1] += 200
-    values[-2], largest[-2], totals[-2] = 0, -torch.inf, 0  # a split that found nothing
+    values[-2], largest[-2], totals[-2] = 0, -torch.inf, 0  # a split without keys
 
     def summed(begin, end):
         highest = largest[begin:end].double().amax(0)
@@ -124,7 +126,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
         return
     summed_values, highest, total = summed(0, splits)
     most = (values.abs() * torch.exp2(largest.double() - highest)[..., None]).sum(0) / total[..., None]
-    rounded = (splits + 16) * 2.0**-24  # as above, and of what the first slot was rounded to
+    rounded = (splits + 16) * 2.0**-24  # as above; twice, as index 0 was rounded before
     assert ((out.cpu() - summed_values / total[..., None]).abs() <= 2 * rounded * most).all()
     wanted_lse = (highest + total.log2()) * math.log(2)
     assert ((lse.T.cpu() - wanted_lse).abs() <= 2 * rounded * (1 + wanted_lse.abs())).all()
@@ -133,8 +135,8 @@ def test_folded_parts(requests, heads, splits, folded, planned):
 @runs
 @pytest.mark.parametrize("programs, num_runs", [(1, 0), (3, 0), (0, 1), (0, 3)])
 def test_rising_folds(programs, num_runs, monkeypatch):
-    """The largest score jumps from one split to the next by more than the reference of a fold stays for."""
-    inputs = rising_inputs(4, DTYPES[-1], WIDTH)  # of so few heads three splits
+    """The largest score rises from one split to the next by so much that the combined sums are rescaled."""
+    inputs = rising_inputs(4, DTYPES[-1], WIDTH)  # with 4 heads the longest request has three splits
     monkeypatch.setattr(decode, "_num_splits", lambda *_: num_runs)
     verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, programs, True)), *inputs)
 
@@ -145,12 +147,12 @@ def test_rising_folds(programs, num_runs, monkeypatch):
     "programs, dtype", [(0, DTYPES[-1]), (1, DTYPES[-1]), (40, DTYPES[-1]), *((3, dtype) for dtype in DTYPES)], ids=str
 )
 def test_scheduled(programs, batch_invariant, dtype):
-    """Requests cut anywhere, whole requests between two cuts, idle programs, rows without keys or without queries.
+    """Schedules with split and whole requests, idle programs, rows without keys, and requests without queries.
 
-    With no programs nothing is planned.
+    `programs` 0 means no schedule.
     """
     if programs == 0 and not batch_invariant:
-        pytest.skip("no schedule")
+        pytest.skip("neither scheduled nor batch-invariant")
     lens = [0, 1100, 70, 9, 0, 300, 64, 33, 0], [1, 1, 2, 3, 2, 1, 0, 1, 1]
     for heads, request_cost in ((4, 0), (40, 5)):
         inputs = make_inputs(lens[1], lens[0], heads, dtype)
@@ -169,7 +171,7 @@ def test_scheduled_shapes(widths, block_size):
 @runs
 @pytest.mark.parametrize("cut", [InvariantCut(2, 3, 6, 7), InvariantCut(8, 1, 8, 1)], ids=str)
 def test_any_invariant_cut(cut, monkeypatch):
-    """The cut comes with the schedule: planned and not, the same bits, whatever its numbers."""
+    """A schedule with its own invariant cut gives the same bits planned and unplanned."""
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], 4, DTYPES[-1], next(iter(NARROW.values())))
     planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(cut=cut), True)
     states = [launch(*inputs, schedule=planned)]
@@ -191,9 +193,10 @@ def test_nothing_but_padding_is_scheduled():
 
 @runs
 def test_batch_invariance(monkeypatch):
-    """Pitfall 19: what stands beside a request changes no bit of its result, under that schedule.
+    """Pitfall 19: with a batch-invariant schedule, neighbours change no bit of a request's result.
 
-    Few and many parts, few and many programs for them, planned or not, and neighbours with more query tokens.
+    The requests have few and many splits and different numbers of query tokens; the decodes are planned and unplanned,
+    with few and many programs.
     """
     lens, query_lens = [1100, 70, 5200, 64, 0, 20], [1, 1, 1, 2, 1, 0]
     ql, q_pe, cache, plan = make_inputs(query_lens, lens, 16, DTYPES[-1], next(iter(NARROW.values())))
@@ -224,12 +227,12 @@ def test_batch_invariance(monkeypatch):
 @pytest.mark.parametrize("length", [5000, 2**31 - 1])
 @pytest.mark.parametrize("programs, batch_invariant", [(5, False), (5, True), (0, True)])
 def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch):
-    """A length that the table cannot hold is read as far as the table goes, and harms no neighbour."""
+    """A length beyond the block table is clamped to the table and changes no other request."""
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3)
-    for readable in (64, 1152):  # a page, and all of the table: more than one split
+    for readable in (64, 1152):  # one block, and the whole table, which is more than one split
         ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, readable, 70], 4, DTYPES[-1], next(iter(NARROW.values())))
         far = replace(plan, seq_lens=integers(1100, length, 70))
-        # by the fast wing: the reference walks 2^25 tiles one by one
+        # planned by `fast`: the reference would loop over 2^25 tiles
         schedule = schedule_of(far, 4, 0, True)
         if programs > 0:
             costs = measured_schedule_costs(4)
@@ -243,7 +246,7 @@ def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch
 @pytest.mark.parametrize("splits", [0, 2])
 @pytest.mark.parametrize("starts", [(2, -536870913), (1, -(2**31)), (-(2**31), 8), (0, 2**31 - 1), (2, 1)], ids=str)
 def test_merge_of_query_offsets_out_of_range(starts, splits, batch_invariant):
-    """Of a request without keys and of one in parts: nothing beyond the tokens is written."""
+    """The combine kernel writes nothing past the tokens, for a request without keys and for one with splits."""
     tokens, latent, spare = 2, 24, 64
     for heads in (1, 4):
         whole = torch.full(((tokens + spare) * heads * latent,), torch.nan, device=DEVICE)

@@ -1,1 +1,1 @@
-"""Multi-head Latent Attention."""
+"""Tests of Multi-head Latent Attention: layer, builder, weights, cascade, context parallelism."""

@@ -1,6 +1,6 @@
-"""A plan knows the block size that it was made for; a cache of another raises before anything is written.
+"""A plan records its block size, and a cache with another block size raises before anything is written.
 
-Without the comparison the layer read the wrong pages: off by 0.107 where values reached 0.127.
+Without this check the layer read the wrong blocks: errors of 0.107 in values of at most 0.127.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def ops(request):
 
 
 def other_blocks(cache):
-    """The same bytes as blocks of half as many tokens."""
+    """Return the same memory as blocks of half as many tokens."""
     return cache.view(2 * cache.shape[0], cache.shape[1] // 2, cache.shape[2])
 
 
 def refuses(call, argument, cache):
-    """The call raises one line that names the argument and both sizes, and leaves the cache as it was."""
+    """Assert that a call raises one line with the argument and both block sizes, and does not write the cache."""
     before = cache.clone()
     with pytest.raises(ValueError) as error:
         call()
@@ -88,7 +88,7 @@ def test_ops_refuse_a_plan_for_another_block_size(ops, plain_errors):
 
 
 def test_slots_of_another_block_size_are_refused(ops, plain_errors):
-    """A batch that `from_lens` made records the block size of its slots; one that an engine made may."""
+    """A batch of `from_lens` records the block size of its slots; a batch of an engine may record it."""
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
     common = CommonAttentionMetadata.from_lens([1, 1], [20, 9], table, 16)
     wanted = "^common.block_size: expected 8, the block size of the plan, got 16$"

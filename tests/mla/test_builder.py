@@ -1,4 +1,4 @@
-"""The plan of a step, integer by integer, against brute force over tokens; both wings, bit-exact with each other."""
+"""The plan of a step: its integers compared with brute force over tokens, and bit by bit between both packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SINGLE, UNIFORM, VARLEN = QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, 
 
 
 def check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold):
-    """Pitfall 12: row by row, a decode sees the keys up to and with itself, and never past its sequence."""
+    """Pitfall 12: each row of a decode sees the keys up to its own position, and none past its sequence."""
     batch = make_batch(query_lens, seq_lens, block_size, padding=2)
     plan = ops.build_mla_metadata(batch.common, block_size, workspace, threshold)
     decodes, prefills, decode_tokens, _ = brute_split(query_lens, threshold, False)
@@ -40,7 +40,7 @@ def check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold):
     visible = []
     for query_len, length in zip(query_lens[:decodes], seq_lens[:decodes], strict=True):
         positions = range(length)[length - query_len :] if length else [-1] * query_len
-        visible += [position + 1 for position in positions]  # positions up to and with its own
+        visible += [position + 1 for position in positions]  # a row sees the positions up to its own
     assert plan.decode.visible_lens.dtype == torch.int32 and plan.decode.visible_lens.tolist() == visible
     assert plan.decode.seq_lens.tolist() == list(seq_lens[:decodes])
     assert plan.decode.query_start_loc.tolist() == offsets(query_lens[:decodes]).tolist()
@@ -57,13 +57,13 @@ def check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold):
 
 @given(batches(), st.sampled_from([2, 16]), st.integers(0, 60), st.sampled_from([1, 2, 3]))
 def test_plan(lens, block_size, extra, threshold):
-    """Both wings against brute force, and every field of one against the other."""
+    """The plans of both packages equal brute force, and each other in every field."""
     query_lens, seq_lens = lens
     workspace = max(1, len(query_lens)) * block_size + extra
     common = make_batch(query_lens, seq_lens, block_size).common
     decodes = reference.split_decodes_and_prefills(common, threshold).num_decodes
     if any(new > 0 and length == 0 for new, length in zip(query_lens[decodes:], seq_lens[decodes:], strict=True)):
-        for ops in (reference, fast):  # padding computed as a prefill would not come out as zero
+        for ops in (reference, fast):  # a padding row that was taken for a prefill would not give 0
             with pytest.raises(ValueError, match="^seq_lens: expected padding rows among the decodes only"):
                 ops.build_mla_metadata(common, block_size, workspace, threshold)
         return
@@ -76,7 +76,7 @@ def test_plan(lens, block_size, extra, threshold):
 
 @given(batches(), st.sampled_from([2, 16]), st.booleans())
 def test_parts_agree(lens, block_size, uniform):
-    """Tier 1, one by one."""
+    """Tier 1: the planning functions that make up a plan agree between the packages, each by itself."""
     query_lens, seq_lens = lens
     common = make_batch(query_lens, seq_lens, block_size).common
     for threshold in (1, 3):
@@ -87,7 +87,7 @@ def test_parts_agree(lens, block_size, uniform):
 
 
 def test_graph_padding_rows_are_inert(ops):
-    """Pitfalls 6 and 16: rows added after planning began still get seq_len 0, slot -1 and see nothing."""
+    """Pitfalls 6 and 16: padding rows of a graph get length 0 and slot -1, and see no key."""
     batch = make_batch((1, 1, 1, 1), (20, 7, 0, 0))
     plan = ops.build_mla_metadata(batch.common, 16, 64)
     assert plan.num_decodes == 4
@@ -126,7 +126,7 @@ def test_planning_does_not_write_its_input(wing):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-# Who decodes: the threshold, the kernel's support, the choice of the path.
+# Which requests are decodes: threshold, query lengths that the kernel supports, choice of the path.
 
 
 def decodes_of(ops, query_lens, seq_lens, **options):
@@ -135,7 +135,7 @@ def decodes_of(ops, query_lens, seq_lens, **options):
 
 @given(batches(), st.sampled_from([1, 2, 5]), st.sampled_from([UNIFORM, VARLEN]), st.booleans(), st.booleans())
 def test_choices_agree(lens, threshold, support, asked, ordered):
-    """Every way to say who decodes, order required or not: the same plan or the same refusal."""
+    """Both packages give the same plan or the same error, for every option that decides which requests are decodes."""
     query_lens, seq_lens = lens
     common, found = make_batch(query_lens, seq_lens).common, []
     costs = PathCosts(expanded_request=2e6)  # so that short queries choose the absorbed path even without context
@@ -151,7 +151,7 @@ def test_choices_agree(lens, threshold, support, asked, ordered):
 
 
 def test_path_choice_makes_decodes(ops):
-    """The absorbed requests lead, whatever their query lengths, and the first expanded one ends them."""
+    """Decodes are the leading requests that choose the absorbed path, whatever their query lengths."""
     lens = [8, 1, 20, 600, 1], [5000, 30, 4000, 900, 77]
     assert decodes_of(ops, *lens) == 0
     assert decodes_of(ops, *lens, config=V3) == 3
@@ -168,9 +168,9 @@ def test_path_choice_makes_decodes(ops):
     ("query_lens", "seq_lens"), [([2, 0], [9000, 4]), ([0, 3, 1, 0], [4, 9000, 30, 7]), ([2, 0, 600], [9000, 4, 900])]
 )
 def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
-    """Planted: decodes taken for queries of one token because they have as many tokens as requests.
+    """Planted: decodes are taken for one-token queries because the number of tokens equals the number of requests.
 
-    A request without new tokens makes up for one of several, which chose the absorbed path beyond the threshold of 1.
+    Here a request without new tokens balances one with several, which chose the absorbed path beyond threshold 1.
     """
     plan = ops.build_mla_metadata(make_batch(query_lens, seq_lens).common, 16, 8192, config=V3)
     decodes = sum(query_len < 600 for query_len in query_lens)
@@ -181,7 +181,7 @@ def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
 
 
 def test_order_required(ops, plain_errors):
-    """The request is named, for expanded requests that stand before absorbed ones."""
+    """If an expanded request stands before an absorbed one, the error names the request."""
     common = make_batch([1, 30, 2, 1], [40, 90, 9, 8]).common
     wanted = "^common: expected absorbed requests before the expanded one at request 1, got one at"
     with pytest.raises(ValueError, match=f"{wanted} 3$"):
@@ -222,17 +222,17 @@ def test_slots_past_the_tokens(plain_errors):
             CommonAttentionMetadata.make(offsets([1]).cpu(), integers(4).cpu(), table, slots)
 
 
-# The builder of engines.
+# The builder that engines use.
 
 
 def make_builder(ops, **options):
     sizes = {"block_size": 16, "max_model_len": 512, "max_num_seqs": 8, "workspace_tokens": 64}
-    given = sizes | {"schedule_costs": ScheduleCosts()} | options  # both packages reckon alike, on any device
+    given = sizes | {"schedule_costs": ScheduleCosts()} | options  # the same costs in both packages, on any device
     return ops.MLAMetadataBuilder(given.pop("config", DIRECT), **given)
 
 
 MANY_HEADS = replace(DIRECT, num_heads=80)
-OPTIONS = {  # of a builder, beside the numbers that hypothesis draws
+OPTIONS = {  # options of a builder, besides the numbers that hypothesis draws
     "plain": {},
     "costs": {"costs": PathCosts(absorbed_request=1e15)},
     "other costs": {"costs": PathCosts(expanded_request=1e15)},
@@ -245,20 +245,20 @@ OPTIONS = {  # of a builder, beside the numbers that hypothesis draws
 
 
 def uniform_length(query_lens, threshold):
-    """The most frequent length that decodes, of equals the longest; 0 where nobody does."""
+    """Return the most frequent query length up to the threshold; the longest of equals; 0 if there is none."""
     lens = [q for q in query_lens if 0 < q <= threshold]
     return max(set(lens), key=lambda q: (lens.count(q), q), default=0)
 
 
 def schedule_pays(lens, programs, overhead):
-    """Whether padding every request to the longest takes more tiles than a start for each request and program."""
+    """Return whether padding all requests to the longest costs more tiles than the starts of requests and programs."""
     tiles = [-(-length // 64) for length in lens if length > 0]
     return sum(max(tiles) - count for count in tiles) > overhead * (len(tiles) + programs) if tiles else False
 
 
 @given(batches(), st.sampled_from(sorted(OPTIONS)), st.sampled_from([0, 3]), st.booleans(), st.sampled_from([0, 5]))
 def test_builders_agree(lens, name, drafted, fast_build, programs):
-    """After reordering as it says, a builder accepts any batch whose padding decodes; both wings plan the same."""
+    """A builder accepts any batch in the order that it asked for; both packages' builders give the same plan."""
     options = {"num_programs": programs, "num_speculative_tokens": drafted, "max_model_len": 50_000} | OPTIONS[name]
     support, threshold = options.get("query_len_support", VARLEN), 1 if name == "one token" else 1 + drafted
     query_lens, seq_lens = list(lens[0]), [length and length + 20_000 * (name == "many heads") for length in lens[1]]
@@ -300,7 +300,7 @@ def test_builders_agree(lens, name, drafted, fast_build, programs):
 
 
 def test_builder_for_graphs(ops, plain_errors):
-    """What is captured: decodes of one length up to the threshold, padding rows among them."""
+    """A plan for capture takes decodes of one length up to the threshold, with padding rows."""
     builder = make_builder(ops, num_speculative_tokens=1, num_programs=3)
     assert builder.reorder_batch_threshold == 2
     kinds = {((2, 2, 2), (9, 40, 0)): True, ((1, 1), (9, 3)): True, ((1, 2), (9, 9)): False, ((), ()): False,
@@ -317,7 +317,7 @@ def test_builder_for_graphs(ops, plain_errors):
 
 
 def test_programs_by_query_length(ops):
-    """A number holds up to the threshold; a function gets the longest query; lengths differ, so two are enough."""
+    """`num_programs` as a number holds up to the threshold; as a function it gets the longest query length."""
     common = make_batch([1, 6], [40, 4000]).common
     costs = PathCosts(expanded_request=1e15)
     sizes = {"costs": costs, "max_model_len": 4096}
@@ -328,7 +328,7 @@ def test_programs_by_query_length(ops):
 
 
 def test_captured_plans_are_updated_in_place(ops, plain_errors):
-    """Pitfalls 16 and 17: what a captured graph reads stays where it is; plans of `build` are nobody else's."""
+    """Pitfalls 16 and 17: a captured plan is updated in the same tensors; plans of `build` share no tensor."""
     builder = make_builder(ops, num_speculative_tokens=1, num_programs=3, max_model_len=2000)
     captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
     tensors = captured.decode.visible_lens, captured.schedule.tile_ranges, captured.schedule.split_offsets
@@ -337,7 +337,7 @@ def test_captured_plans_are_updated_in_place(ops, plain_errors):
         common = make_batch([2] * 3, lens).common
         builder.update_captured(captured, common)
         fresh = builder.build(0, common)
-        planned = ops.plan_decode(common.seq_lens, 3)  # a captured plan has one whatever the lengths
+        planned = ops.plan_decode(common.seq_lens, 3)  # a captured plan has a schedule for any lengths
         same(tensors, (fresh.decode.visible_lens, planned.tile_ranges, planned.split_offsets))
         assert [tensor.data_ptr() for tensor in tensors] == places
         assert fresh.schedule is None or fresh.schedule.tile_ranges.data_ptr() not in places
@@ -347,7 +347,7 @@ def test_captured_plans_are_updated_in_place(ops, plain_errors):
             builder.update_captured(captured, make_batch(query_lens, [9] * len(query_lens)).common)
     unplanned = make_builder(ops, num_speculative_tokens=1, num_programs=0, batch_invariant=True, max_model_len=2000)
     captured = unplanned.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
-    unplanned.update_captured(captured, common)  # there is no schedule to write
+    unplanned.update_captured(captured, common)  # a plan without a schedule is updated too
     assert vars(captured.schedule) == vars(DecodeSchedule(batch_invariant=True))
     same(captured.decode.visible_lens, fresh.decode.visible_lens)
 
@@ -379,13 +379,13 @@ def test_captured_plans_of_another_builder_are_refused(ops, plain_errors):
 
 
 def test_requests_without_new_tokens_take_no_path(ops):
-    """A row of length 0 behind the prefills, as an engine that pads at the end leaves it, is no disorder."""
+    """A request without new tokens may stand behind the prefills, where an engine that pads at the end puts it."""
     plan = make_builder(ops).build(0, make_batch([1, 50, 0], [10, 50, 0]).common)
     assert (plan.num_decodes, plan.num_prefills) == (1, 2)
 
 
 def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
-    """One request without drafts does not send the others down the expanded path."""
+    """One request without draft tokens does not make requests with drafts prefills."""
     builder = make_builder(ops, num_speculative_tokens=3, query_len_support=UNIFORM)
     swaps = builder.reorder_batch(integers(1, 4, 4, 4).cpu(), integers(49, 56, 0, 76).cpu())
     assert swaps == ((0, 3),)
@@ -397,7 +397,7 @@ def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
 
 
 def test_the_most_frequent_length_decodes(ops):
-    """Wherever it stands between the shortest and the longest that may decode."""
+    """Decodes are the requests of the most frequent length, also if it is neither the shortest nor the longest."""
     builder = make_builder(ops, num_speculative_tokens=5, query_len_support=UNIFORM)
     for most in range(1, 7):
         query_lens = [6, 1, most, most, most, 5]
@@ -408,7 +408,7 @@ def test_the_most_frequent_length_decodes(ops):
 
 
 def test_a_loose_bound_changes_nothing(ops):
-    """`max_query_len` is a bound: plans hold the true lengths."""
+    """`max_query_len` of a batch is only a bound: plans hold the true lengths."""
     for lens in (([1, 1], [9, 30]), ([1, 0, 9], [9, 4, 30]), ([2, 2], [9, 0])):
         exact = make_batch(*lens).common
         loose = replace(exact, max_query_len=exact.max_query_len + 30)
@@ -421,7 +421,7 @@ def test_a_loose_bound_changes_nothing(ops):
 
 
 def test_early_refusals(ops, plain_errors):
-    """What no prefill of this batch needs is refused as well, before the first one fails in service."""
+    """Invalid options for prefills are refused also for a batch without prefills, so not only at the first prefill."""
     common = make_batch([1], [4]).common
     with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 15$"):
         ops.build_mla_metadata(common, 16, 15)
@@ -442,7 +442,7 @@ def test_builder_refuses(ops, plain_errors):
         make_builder(ops).build(0, make_batch([9, 1], [9, 30]).common)
 
 
-# On a GPU: nothing is read back, and buffers are not written while a copy reads them.
+# On a GPU: the host reads nothing back, and writes no buffer while a copy reads it.
 
 
 @pytest.fixture
@@ -489,7 +489,7 @@ def test_planning_does_not_wait(request):
 
 
 def to_cpu(value):
-    """A plan with its tensors on the CPU."""
+    """Return a plan with its tensors on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, tuple):
@@ -501,7 +501,7 @@ def to_cpu(value):
 
 
 def test_staging_survives_many_plans():
-    """Hundreds of plans sent without a wait, behind a busy stream: each arrives as it was."""
+    """Hundreds of plans are copied without a wait behind a busy stream; each arrives unchanged."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     from fast.mla.builder import StagingBuffer

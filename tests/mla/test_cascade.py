@@ -1,4 +1,4 @@
-"""Cascade decode: shared blocks found by brute force, cut and merged to what one decode gives."""
+"""Cascade decode: the common prefix equals brute force, and prefix and suffixes merge to the result of one decode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = MLAConfig.from_preset("deepseek-v2-lite")
 
 
 def shared_batch(query_lens, seq_lens, shared_blocks, block_size=4):
-    """Requests whose first blocks are those of the first one; padding rows (S = 0) keep garbage."""
+    """Return requests that share the first blocks of request 0; block tables of padding rows (S = 0) keep GARBAGE."""
     batch = make_batch(query_lens, seq_lens, block_size)
     common = batch.common
     table = common.block_table.clone()
@@ -45,7 +45,7 @@ def legal(pairs):
 
 @given(LENS, st.integers(0, 6))
 def test_common_prefix(pairs, shared):
-    """The longest run of blocks that lies in every context and is the same everywhere, by trying each length."""
+    """The common prefix is the longest sequence of blocks that all contexts begin with, found by trying each length."""
     query_lens, seq_lens = legal(pairs)
     _, common = shared_batch(query_lens, seq_lens, shared)
     contexts = [s - q for q, s in zip(query_lens, seq_lens, strict=True) if s]
@@ -83,7 +83,7 @@ def check_cascade(ops, pairs, shared):
 
 @given(LENS, st.integers(1, 6))
 def test_cascade_is_the_whole(pairs, shared):
-    """Float64, padding rows and several query tokens included; the same cut in both wings."""
+    """In float64 the cascade equals one decode, also with padding rows and several query tokens; packages agree."""
     found = []
     for ops in (reference, fast):
         torch.manual_seed(0)
@@ -94,7 +94,7 @@ def test_cascade_is_the_whole(pairs, shared):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_parity(dtype):
-    """States stay in float32 until they are merged, so that the whole decode's budget holds."""
+    """States stay in float32 until they are merged, so a cascade is within the budget of one decode."""
     num_blocks, common = shared_batch([1, 2, 1], [33, 40, 21], 5)
     plan = reference.build_mla_metadata(common, 4, 64, 2).decode
     cascade = fast.split_shared_prefix(plan, 20, 4)
@@ -107,7 +107,7 @@ def test_parity(dtype):
 
 
 def counted(prefix, query_lens, seq_lens, config, stored=2, state=4):
-    """The decision again, request by request; bytes of an element of the cache and of an attention state."""
+    """Compute the decision request by request; `stored` and `state` are bytes of a cache and of a state element."""
     read = shared_read = flops = tokens = 0
     for q, s in zip(query_lens, seq_lens, strict=True):
         if s:
@@ -136,7 +136,7 @@ def test_decision(pairs, prefix, config, sizes):
 
 
 def test_bytes_come_from_the_format(ops, monkeypatch):
-    """A smaller entry makes the prefix cheaper to read twice; planted: two bytes for any cache."""
+    """The decision uses the bytes of the cache format. Planted: 2 bytes an element for every cache."""
     stored = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16,))
     monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": stored})
     query_lens, lengths, differ = [1] * 8, [4096] * 8, 0
@@ -149,7 +149,10 @@ def test_bytes_come_from_the_format(ops, monkeypatch):
 
 
 def test_when_it_pays(ops):
-    """A long prompt shared by many pays with few heads; not with one request, nor where products are the limit."""
+    """With few heads a cascade pays for a long prompt that many requests share.
+
+    It does not pay with one request, or where matrix products and not bytes limit the speed.
+    """
     many, one = (integers(*[1] * n).cpu() for n in (64, 1))
     lens = integers(*[8192] * 64).cpu()
     assert ops.use_cascade_attention(4096, many, lens, SMALL)
@@ -160,7 +163,7 @@ def test_when_it_pays(ops):
 
 
 def test_layer_takes_the_cascade(ops):
-    """The builder plans it, the layer attends it: the same output as without."""
+    """The builder plans a cascade and the layer computes it, with the same output as without a cascade."""
     from ..support.factories import make_layer, make_weights
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Absorbed or expanded: both wings against a count of every product, and the crossover in closed form."""
+"""The choice of the absorbed or the expanded path, compared with a count of all products and with the crossover."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MEASURED = PathCosts(2.0, 3.5, 1.5, 2.1e-9, 1.7e-9, 1.6e-9, 2.4e-7)
 
 
 def counted(config, query_len, context_len, costs, element=2, stored=2):
-    """What each path costs, from the shapes of its matrix products, token by token.
+    """Compute the cost of each path from the shapes of its matrix products, token by token.
 
-    `element` and `stored` are the bytes of an element of the queries and of the cache.
+    `element` and `stored` are the bytes of one element of the queries and of the cache.
     """
     c, keys = config, query_len + context_len
     latent, rope, nope, value = c.kv_lora_rank, c.qk_rope_head_dim, c.qk_nope_head_dim, c.v_head_dim
@@ -74,7 +74,7 @@ def test_against_a_count(preset, query_len, context_len, costs, dtype):
     st.sampled_from(list(QueryLenSupport)), st.sampled_from(sorted(ELEMENTS, key=str)),
 )  # fmt: skip
 def test_wings_agree(lens, config, costs, threshold, support, dtype):
-    """Bit by bit, whatever the lengths, and one by one as together."""
+    """Both packages make the same choices, for a batch and for each of its requests alone."""
     query_lens, context_lens = (integers(*(pair[i] for pair in lens)).cpu() for i in (0, 1))
     ours, theirs = (
         ops.choose_paths(query_lens, context_lens, threshold, config, costs, support, dtype=dtype)
@@ -88,7 +88,10 @@ def test_wings_agree(lens, config, costs, threshold, support, dtype):
 
 
 def test_crossover_of_flops(ops):
-    """For context beside which the query is nothing: Lkv (P + V) / (2 Lkv - P - V) tokens, 171 for DeepSeek-V3."""
+    """With a context much longer than the query, paths cross at Lkv (P + V) / (2 Lkv - P - V) query tokens.
+
+    This is 171 tokens for DeepSeek-V3.
+    """
     assert round(512 * 256 / (1024 - 256)) == 171
     for preset in ("deepseek-v3", "deepseek-v2", "kimi-k2", "glm-5", "moonlight"):
         config = MLAConfig.from_preset(preset)
@@ -104,10 +107,10 @@ STORED = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16, torch.float
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_come_from_the_format(ops, dtype, monkeypatch, plain_errors):
-    """A cache of one byte an element, and queries of two or four; planted: the dtype of the queries for the cache's.
+    """The choice uses the bytes of the cache format, here 1, not those of the queries, here 2 or 4 (planted).
 
-    Both paths read the cache once, so its bytes decide only beside what is computed: `flop` makes absorbed attention
-    cost just above or below the difference.
+    Both paths read the cache once, so its bytes matter only together with the arithmetic: `flop` makes absorbed
+    attention cost slightly more or less than the difference in bytes.
     """
     monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": STORED})
     config, element = V3, ELEMENTS[dtype]
@@ -127,14 +130,14 @@ def test_bytes_come_from_the_format(ops, dtype, monkeypatch, plain_errors):
 
 
 def test_ends(ops):
-    """A token over a long context is absorbed; a prompt without context is expanded."""
+    """One token with a long context takes the absorbed path, a prompt without context the expanded path."""
     assert ops.choose_path(1, 4096, V3) == "absorbed"
     assert ops.choose_path(4096, 0, V3) == "expanded"
     assert ops.choose_path(0, 0, V3) == "absorbed"
 
 
 def test_measured_path_costs(monkeypatch, tmp_path):
-    """Of the card's name and the nearest number of heads, on a logarithmic scale; of no other card."""
+    """Measured costs are found by the name of the GPU and the nearest number of heads on a logarithmic scale."""
     from fast.mla import choose_path as path
 
     assert path.costs_file("NVIDIA H200", 16) == "h200-16.json"
@@ -150,7 +153,7 @@ def test_measured_path_costs(monkeypatch, tmp_path):
 
 
 def test_shipped_costs():
-    """Every file that ships is one that `choose_path` takes, and still chooses as the ends demand."""
+    """With every shipped file of costs, `choose_path` works and makes the choices of `test_ends`."""
     from fast.mla.choose_path import COSTS
 
     files = sorted(COSTS.glob("*.json"))
@@ -177,12 +180,12 @@ def test_costs(tmp_path, plain_errors):
 
 
 def test_a_query_token_sees_itself(ops):
-    """q tokens without context are q (q + 1) / 2 pairs: one token is a whole pair, not half of one."""
+    """q tokens without context are q (q + 1) / 2 pairs of query and key, so one token is a pair, not half a pair."""
     config = V3
     pair = 2 * config.num_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
     for tokens, pairs in ((1, 1.0), (3, 6.0), (8, 36.0)):
         for factor, wanted in ((0.99, "expanded"), (1.01, "absorbed")):
             costs = PathCosts(
                 0.0, factor * pairs * pair, 0.0, 1.0, 0.0, 0.0, 0.0
-            )  # attention of the absorbed path alone
+            )  # only the attention of the absorbed path costs anything here
             assert ops.choose_path(tokens, 0, config, costs) == wanted, (tokens, factor)

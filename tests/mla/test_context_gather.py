@@ -1,6 +1,6 @@
-"""Context gathered from all ranks and put into token order: the bits of one rank that holds everything.
+"""Context gathered from all ranks and put into token order has the bits of a single rank that holds all tokens.
 
-Mistakes are planted: each turns the comparison red.
+Planted mistakes each make the comparison fail.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import fast
 import reference
 from reference.interfaces import ContextChunk, TokenOwnership
 
-from ..support.context_parallel import CONFIGS, dealt_pieces
+from ..support.context_parallel import CONFIGS, gathered_chunk
 from ..support.even_chunks import even_chunks
 from ..support.factories import GARBAGE, assert_same_bits, integers, offsets
 from ..support.ranks import owners
@@ -24,14 +24,14 @@ from ..support.ranks import owners
 @pytest.mark.parametrize("interleave", [1, 3, 16])
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
 def test_reorg(ops, size, interleave, dtype):
-    """Equal to the entries themselves, bit by bit; NaN where nobody handed anything in reaches nothing."""
+    """The result has the bits of the entries; the NaN in rows that no rank filled reaches no result."""
     turn = size * interleave
     lens, starts = (5, 0, 1, turn, 3 * turn + 2, 200), (0, 0, 0, 0, turn, 2 * turn)
     ends = [start + length for start, length in zip(starts, lens, strict=True)]
     entries = [torch.randn(end, 6, dtype=torch.float64).to(dtype) for end in ends]
     chunk = ContextChunk(integers(*starts), offsets(lens), sum(lens), max(lens))
     chunk = ops.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
-    gathered = dealt_pieces(entries, starts, size, interleave, chunk.padded_tokens)
+    gathered = gathered_chunk(entries, starts, size, interleave, chunk.padded_tokens)
     wanted = torch.cat([own[start:] for own, start in zip(entries, starts, strict=True)])
     assert_same_bits(ops.reorg_kvcache(gathered, chunk), wanted)
     wider = torch.cat((gathered, gathered), -1)[..., :6]
@@ -45,7 +45,7 @@ def test_reorg(ops, size, interleave, dtype):
 @pytest.mark.parametrize(("size", "interleave", "cut"), [(1, 1, "packed"), (2, 1, "packed"), (3, 16, "even"),
                                                             (4, 4, "packed"), (8, 2, "even")])  # fmt: skip
 def test_gather_equals_one_rank(ops, size, interleave, cut):
-    """Chunk by chunk the very bits that one rank with everything would read, on every rank, over NaN-poisoned pages."""
+    """Each chunk on each rank has the bits that a single rank would read; unowned slots of the caches are NaN."""
     contexts, block_size, width = (333, 0, 5, 64, 1), 16, 7
     entries = [torch.randn(length, width) for length in contexts]
     unit = reference.interfaces.context_unit(block_size, size, interleave)
@@ -77,7 +77,7 @@ def test_gather_equals_one_rank(ops, size, interleave, cut):
 
 
 def test_gather_in_a_workspace():
-    """Both what is handed in and what arrives lie in (D + 1) / D of the chunk's rows."""
+    """A workspace of (D + 1) / D times the chunk's rows holds this rank's rows and the gathered rows."""
     config = CONFIGS["direct"]
     cache = torch.randn(30, 16, config.head_size)
     table = torch.arange(12, dtype=torch.int32)[None]
@@ -99,7 +99,10 @@ def test_gather_in_a_workspace():
 
 
 def context_left_in_the_order_of_ranks(patch):
-    """Rank after rank: harmless to unmasked attention but for rope, which is in the entries; the bits differ."""
+    """Leave the tokens in rank order.
+
+    Entries contain rope, so attention without a mask gives the same result; only a comparison of bits detects it.
+    """
 
     def wrong(gathered, chunk):
         rows = []
@@ -113,7 +116,7 @@ def context_left_in_the_order_of_ranks(patch):
 
 
 def padding_taken_for_tokens(patch):
-    """Pieces read at one offset on all ranks, as if all held as much as the first (vLLM #28526)."""
+    """Read every rank's rows of a request at rank 0's offset, as if all ranks held as many tokens (vLLM #28526)."""
 
     def wrong(gathered, chunk):
         rows, size, interleave = [], chunk.ownership.size, chunk.ownership.interleave

@@ -1,7 +1,7 @@
-"""Whole layers and serving loops on ranks that share sequences, against one rank that holds everything.
+"""Whole layers and serving loops on ranks that share sequences, compared with one rank that holds all tokens.
 
-The ranks are simulated here; `test_process_groups` runs the same on real ones. Mistakes are planted: each turns the
-comparison red.
+The ranks are simulated here; `test_process_groups` runs the same tasks in real processes. Planted mistakes each make
+the comparison fail.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..support.context_parallel import CONFIGS, HEADS, INTERLEAVES, MERGES, SIZE
 from ..support.factories import DIRECT, assert_close64, integers, make_batch, make_weights
 from ..support.ranks import Steps, make_loop, make_rank_layer, owners, serve
 
-# prompts, then decodes of one to three tokens beside prefills that go on over their context; some ranks own nothing
+# Prompts, then decodes of one to three tokens beside prefills with context; some ranks own no token of a request.
 GROWING = (((40, 40), (5, 5), (7, 7)), ((1, 41), (3, 8), (90, 97)), ((2, 43), (1, 9), (1, 98)),
            ((3, 46), (60, 69), (50, 148)))  # fmt: skip
 
@@ -34,13 +34,13 @@ GROWING = (((40, 40), (5, 5), (7, 7)), ((1, 41), (3, 8), (90, 97)), ((2, 43), (1
 
 @functools.cache
 def alone(config: str) -> tuple[torch.Tensor, ...]:
-    """What one rank of the reference gets, in float64 and with no more than one chunk."""
+    """Return the outputs of the reference on one rank, in float64 and with one chunk of context."""
     with torch.device("cpu"):
         return tuple(serve(reference, CONFIGS[config], Steps(GROWING, 64, 4096, 3)))
 
 
 def check_ranks_are_one(ops, config, size, interleave, merge="a2a", units=40, total=None):
-    """Every rank has the output of one that holds everything, step by step."""
+    """Assert that in each step every rank has the output of a single rank that holds all tokens."""
     unit = reference.interfaces.context_unit(64, size, interleave)
     steps = Steps(GROWING, 64, units * unit, 3)
     program = functools.partial(serve, ops, CONFIGS[config], steps)
@@ -53,7 +53,7 @@ def check_ranks_are_one(ops, config, size, interleave, merge="a2a", units=40, to
 @pytest.mark.parametrize("interleave", INTERLEAVES)
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_are_one(ops, size, interleave, units):
-    """Prefills with context in several chunks, decodes of one to three tokens, requests shorter than a rank's turn."""
+    """Steps with context in several chunks, decodes of one to three tokens, and requests shorter than I tokens."""
     check_ranks_are_one(ops, "low-rank", size, interleave, MERGES[size % 2], units)
 
 
@@ -65,7 +65,7 @@ def test_other_layers(ops, config, merge):
 
 @pytest.mark.parametrize(("size", "total"), [(2, 4), (1, 3), (4, 8)])
 def test_fewer_ranks_share_sequences_than_heads(ops, size, total):
-    """TP of several D: groups of D hold the same keys, every rank its own heads."""
+    """`total` ranks share the heads; each group of `size` of them shares the sequences, and groups hold equal keys."""
     check_ranks_are_one(ops, "low-rank", size, 16, total=total)
 
 
@@ -80,7 +80,7 @@ def test_64_ranks(ops):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_low_precision(merge):
-    """The decode of four ranks in bfloat16, both wings' kernels for a CPU, on the budget of the reference's ranks."""
+    """The decode of four ranks in bfloat16 on a CPU is within the budget of the reference's ranks."""
     config = CONFIGS["low-rank"]
     batch = make_batch([1, 2, 1, 0], [70, 130, 3, 0], 16)
     entries = [torch.randn(length, config.head_size).bfloat16() for length in batch.seq_lens]
@@ -99,8 +99,8 @@ def test_low_precision(merge):
             return ops.dcp_decode(q[:, heads, :latent].to(dtype), q[:, heads, latent:].to(dtype), cache, plan,
                                   config.softmax_scale, ranks)  # fmt: skip
 
-        homes = ops.simulate(size, 4, program, merge=merge)
-        return AttentionState(torch.cat([home.out for home in homes], 1), torch.cat([home.lse for home in homes]))
+        merged = ops.simulate(size, 4, program, merge=merge)
+        return AttentionState(torch.cat([own.out for own in merged], 1), torch.cat([own.lse for own in merged]))
 
     gold = decoded(reference, torch.float64, 1)
     for parity in compare_states("decode", decoded(fast, torch.bfloat16, 4), decoded(reference, torch.bfloat16, 4),
@@ -109,7 +109,7 @@ def test_low_precision(merge):
 
 
 def test_memory_profile_run(ops):
-    """Without a plan every rank touches its largest buffers and gets zeros."""
+    """Without a plan (memory profiling) every rank allocates its largest buffers and returns zeros."""
     config = CONFIGS["direct"]
 
     def program(ranks):
@@ -123,7 +123,7 @@ def test_memory_profile_run(ops):
 
 @pytest.mark.parametrize("query_len", [1, 2])
 def test_graphs(ops, query_len):
-    """A decode graph with padding gives what the layer gives with a plan of the step."""
+    """A decode graph with padding rows gives the outputs of the layer with the plan of the step."""
     config = CONFIGS["low-rank"]
     lens = (70, 9, 33)
 
@@ -156,7 +156,7 @@ def test_graphs(ops, query_len):
 
 
 def test_serving(ops):
-    """The tokens of one rank, D times the tokens in a cache of as many bytes."""
+    """Ranks generate the tokens of a single rank, and caches of the same size hold D times as many tokens."""
     config = CONFIGS["low-rank"]
     wanted = [request.generated_ids for request in make_loop(ops, config, None, "cpu", torch.float64).run()]
     assert len({tuple(ids) for ids in wanted}) == 4 and all(len(set(ids)) > 3 for ids in wanted)
@@ -171,7 +171,7 @@ def test_serving(ops):
 
 
 def test_no_step_follows_a_lost_one(ops):
-    """The others may stand in the middle of it."""
+    """After a failed step the loop refuses further steps, as other ranks may still be inside the failed one."""
 
     def program(ranks):
         loop = make_loop(ops, CONFIGS["direct"], ranks, "cpu", torch.float64)
@@ -189,7 +189,7 @@ def test_no_step_follows_a_lost_one(ops):
     assert ops.simulate(2, 1, program) == [40, 40]
 
 
-# Mistakes, planted: each turns the identity red.
+# Planted mistakes: each makes the identity fail.
 
 
 def ranks_in_the_wrong_order(patch):
@@ -199,7 +199,7 @@ def ranks_in_the_wrong_order(patch):
 
 
 def causal_bound_of_the_local_position(patch):
-    """The last token of a query sees all keys that lie here, the one before it one fewer (vLLM #50391)."""
+    """The last query token sees all rank-local keys, each earlier one a key fewer (vLLM #50391)."""
 
     def wrong(common, *args, ownership, build=reference.build_mla_metadata, **kwargs):
         plan = build(common, *args, ownership=ownership, **kwargs)
@@ -220,7 +220,7 @@ def lse_in_base_2(patch):
     patch.setattr(reference.distributed.merge, "_shares_of", lambda lses: whole(lses * 1.4426950408889634))
 
 
-def outputs_summed_without_their_shares(patch):
+def outputs_summed_without_weights(patch):
     whole = reference.distributed.merge._shares_of
     patch.setattr(reference.distributed.merge, "_shares_of", lambda lses: (torch.ones_like(lses), whole(lses)[1]))
 
@@ -237,7 +237,7 @@ def a_rank_is_left_out(patch):
 
 
 def owner_without_interleave(patch):
-    """Masks as if tokens were dealt one by one, over a cache that holds runs of them."""
+    """Compute masks for an interleave of 1, over a cache with a larger interleave."""
 
     def wrong(common, *args, ownership, build=reference.build_mla_metadata, **kwargs):
         plan = build(common, *args, ownership=ownership, **kwargs)
@@ -252,7 +252,7 @@ def owner_without_interleave(patch):
 
 
 LAYER_MISTAKES = (ranks_in_the_wrong_order, causal_bound_of_the_local_position, lse_in_bfloat16, lse_in_base_2,
-                  outputs_summed_without_their_shares, a_rank_is_left_out, owner_without_interleave)  # fmt: skip
+                  outputs_summed_without_weights, a_rank_is_left_out, owner_without_interleave)  # fmt: skip
 
 
 @pytest.mark.parametrize("mistake", LAYER_MISTAKES, ids=lambda mistake: mistake.__name__)

@@ -1,4 +1,4 @@
-"""Plans of ranks that share sequences, the builder and captured plans, against tokens dealt out card by card."""
+"""Plans of ranks that share sequences, of the builder and for capture, compared with each token's owner rank."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ..support.ranks import owners
 @given(batch=batches(), size=st.sampled_from([1, 2, 3, 8]), interleave=st.sampled_from([1, 4, 16]),
        units=st.integers(7, 9), threshold=st.integers(1, 4))  # fmt: skip
 def test_plans(batch, size, interleave, units, threshold):
-    """Both wings plan the same; lengths and masks are those of dealt tokens, pieces cover the context."""
+    """Both packages give the same plan; lengths and masks fit each rank's own tokens; chunks cover the context."""
     query_lens, seq_lens = batch
-    # a padding row may stand among decodes only
+    # padding rows may stand only among decodes
     if any(q > 0 and s == 0 for q, s in zip(query_lens, seq_lens, strict=True)):
         query_lens = [min(q, 1) for q in query_lens]
     batch, block_size = make_batch(query_lens, seq_lens, 16), 16
@@ -66,7 +66,7 @@ def check_rank_plan(batch, plan, ownership, workspace):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_builder(ops, merge):
-    """The builder plans for its rank, and its schedule is of the gathered heads."""
+    """The builder plans for its rank, with a schedule for the heads of all ranks, which a decode gathers."""
     batch, config = make_batch([1, 1, 40], [7000, 9, 100], 16), CONFIGS["direct"]
 
     def program(ranks):
@@ -83,7 +83,7 @@ def test_builder(ops, merge):
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_captured_plans(ops, query_len):
-    """A plan that a graph reads is brought up to date in place: lengths of this rank, its masks, its schedule."""
+    """A captured plan is updated in place: rank-local lengths, masks, schedule."""
     first, second = ([(query_len, s) for s in lens] for lens in ((70, 9, 33), (17, 64, 65)))
 
     def program(ranks):

@@ -1,4 +1,4 @@
-"""Malformed input of context parallelism: one line that names the argument, before anything is exchanged."""
+"""Malformed input of context parallelism raises one line that names the argument, before any exchange."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TestBadInput:
                 ops.simulate(2, 1, lambda ranks, merge=merge, narrow=narrow: merge(narrow, ranks.cp_group))
 
     def test_batch_invariance(self, ops):
-        """The sum of a reduce-scatter is in the engine's order."""
+        """A reduce-scatter adds in an order that the communication library chooses, so it is not batch-invariant."""
         ranks = ops.simulate(2, 1, lambda ranks: ranks, merge="ag_rs")[0]
         wanted = '^batch_invariant: expected False, or groups with merge "a2a", got True with "ag_rs"$'
         with pytest.raises(ValueError, match=wanted):
@@ -84,7 +84,7 @@ class TestBadInput:
                                    context_parallel=ops.simulate(2, 3, lambda ranks: ranks)[0])  # fmt: skip
 
     def test_gather(self, ops):
-        """A piece of another share, or of none, before anything is exchanged."""
+        """A chunk for another ownership, or for none, is refused before any exchange."""
         plain = ContextChunk(integers(0), offsets([5]), 5, 5)
         plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, (), 16)
         chunk = ops.rank_local_chunk(plain, TokenOwnership(2, 0))
@@ -119,7 +119,7 @@ class TestBadInput:
             ops.reorg_kvcache(torch.zeros(2, 3, 6), ContextChunk(integers(0), offsets([5]), 5, 5))
 
     def test_layers(self, ops):
-        """A plan for another share, heads that do not divide, a bias that would be added on each rank."""
+        """Refused: a plan for another ownership, heads that D does not divide, a bias that each rank would add."""
         config = CONFIGS["direct"]
         batch = make_batch([1, 20], [20, 40], 16)
         cache = torch.zeros(batch.num_blocks, 16, config.head_size, dtype=torch.float64)
@@ -158,7 +158,7 @@ class TestBadInput:
         assert cache.eq(0).all()
 
     def test_shares_of_projections(self, ops):
-        """What a view of the weight alone would lose is refused."""
+        """A projection that is more than its weight is refused, as slicing the weight would lose the rest."""
         ranks = ops.simulate(2, 1, lambda ranks: ranks)[1]
         plain = torch.nn.Linear(8, 12, bias=False)
         assert ranks.shard_linear("q_proj", plain, 0, 4).weight.equal(plain.weight[6:])

@@ -1,4 +1,4 @@
-"""The up-projection: split, absorbed, recovered from whatever holds it."""
+"""The up-projection `kv_b_proj`: split into W_UK and W_UV, absorbed, and recovered from any kind of linear module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..support.factories import (
 
 
 class Int8Linear(nn.Module):
-    """A weight-only quantised linear, as a stranger would write one."""
+    """A weight-only quantised linear as a third-party library may write it."""
 
     def __init__(self, weight, bias=None):
         super().__init__()
@@ -56,7 +56,7 @@ def test_split_is_what_the_projection_does(ops, config):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_absorption_moves_the_product(ops, config):
-    """(W_UK c) . q = c . (W_UK^T q), and the value half behind the sum."""
+    """(W_UK c) . q = c . (W_UK^T q), and W_UV may be applied after the sum over keys."""
     w_uk, w_uv = make_up_projections(config, torch.float64)
     w_uk_t, w_uv_absorbed = ops.absorb(w_uk, w_uv)
     assert w_uk_t.shape == (config.num_heads, config.qk_nope_head_dim, config.kv_lora_rank)
@@ -121,7 +121,7 @@ def test_dense_weight_refuses(ops, plain_errors):
 
 
 class PairLinear(nn.Module):
-    """A linear that returns (product, bias), as vLLM's and Megatron's do."""
+    """A linear module that returns (product, bias), as those of vLLM and Megatron do."""
 
     def __init__(self, weight, bias=None, skip_bias_add=False):
         super().__init__()
@@ -152,7 +152,7 @@ def test_layer_of_linears_that_return_pairs(ops, config):
     weights = make_weights(config, torch.float64)
     plain, pairs = (ops.MLAAttention(config, **modules_of(weights, kind)) for kind in (linear, PairLinear))
     table = torch.tensor([[0, 1], [3, 2]], dtype=torch.int32)
-    common = CommonAttentionMetadata.from_lens([1, 6], [3, 6], table, 4)  # a decode behind two cached tokens, a prompt
+    common = CommonAttentionMetadata.from_lens([1, 6], [3, 6], table, 4)  # a decode with context, a prompt
     metadata = ops.build_mla_metadata(common, 4, 64)
     hidden, positions = torch.randn(7, config.hidden_size, dtype=torch.float64), torch.tensor([2, 0, 1, 2, 3, 4, 5])
     cache = torch.randn(4, 4, config.head_size, dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_layer_of_linears_that_return_pairs(ops, config):
 
 @pytest.mark.parametrize("name", ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"])
 def test_layer_refuses_a_bias_beside_the_product(ops, name, plain_errors):
-    """skip_bias_add: the bias is not in the product, and to drop it would be silent; nothing is written."""
+    """A bias that a module returns beside the product (skip_bias_add) is refused, not dropped; nothing is written."""
     config = CONFIGS["direct" if name == "q_proj" else "low-rank"]
     weights = make_weights(config, torch.float32)
     modules = modules_of(weights, PairLinear)
@@ -181,7 +181,7 @@ def test_linear_output_refuses(output, plain_errors):
 
 
 def test_refresh_in_place(ops):
-    """A recovered weight is refreshed where it lies, for captured graphs; a plain one is the parameter itself."""
+    """A recovered weight is refreshed in place, for captured graphs; a plain weight is the parameter itself."""
     config = CONFIGS["direct"]
     weights = make_weights(config, torch.float32)
     layer = make_layer(ops, config, weights, torch.float32)
@@ -204,7 +204,7 @@ def test_refresh_in_place(ops):
 
 
 class Doubling(torch.Tensor):
-    """A tensor subclass that claims the dtype of its data, as torchao's quantised weights do."""
+    """A tensor subclass that reports the dtype of its data, as torchao's quantised weights do."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -233,7 +233,7 @@ def replaced(w):
 
 @pytest.mark.parametrize("wrap", [doubled, hooked, replaced])
 def test_a_linear_that_is_more_than_its_parameter_is_recovered(ops, wrap, plain_errors):
-    """A subclassed weight, a hook or a replaced forward: what counts is the product, not what .weight says."""
+    """With a subclassed weight, a hook or a replaced forward, the weight is recovered from products, not `.weight`."""
     weight = torch.randn(10, 6)
     module = wrap(weight)
     assert not ops.is_plain_linear(module, torch.float32)
@@ -242,7 +242,7 @@ def test_a_linear_that_is_more_than_its_parameter_is_recovered(ops, wrap, plain_
 
 
 def test_layer_reads_norms_that_were_replaced(ops):
-    """load_state_dict(assign=True) puts another parameter in place; the layer computes with that one."""
+    """After `load_state_dict(assign=True)` replaced a parameter, the layer computes with the new one."""
     config = CONFIGS["direct"]
     layer = make_layer(ops, config, make_weights(config, torch.float32), torch.float32)
     hidden, positions = torch.randn(2, config.hidden_size), torch.arange(2)
@@ -252,7 +252,7 @@ def test_layer_reads_norms_that_were_replaced(ops):
 
 
 def test_layer_refuses_a_hooked_norm(ops, plain_errors):
-    """Its weight is read and its forward is not called, so a hook would be passed by."""
+    """The layer reads a norm's weight and does not call its forward, so it would ignore a hook."""
     config = CONFIGS["direct"]
     weights = make_weights(config, torch.float32)
     modules = {name: linear(w) if w.dim() == 2 else norm(w) for name, w in weights.items()}

@@ -1,4 +1,4 @@
-"""The workspace that a plan was cut for and the one that a layer was profiled with belong together."""
+"""A plan's chunks fit into the workspace that the memory-profile run of its layer allocated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_plan_says_its_workspace(ops):
 
 
 def test_a_chunk_beyond_the_profiled_workspace_raises(ops, plain_errors):
-    """Without the check the memory-profile run measured 8192 tokens, and a long context then expanded 65536."""
+    """Without this check a layer profiled with 8192 tokens expanded 65536 tokens of a long context."""
     batch = make_batch([9], [100])
     layer = make_layer(ops, CONFIG, make_weights(CONFIG, torch.float32), torch.float32, workspace_tokens=48)
     entries = make_entries(batch, CONFIG.head_size, torch.float32)
@@ -52,7 +52,7 @@ def test_a_chunk_beyond_the_profiled_workspace_raises(ops, plain_errors):
 
 
 def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
-    """As many tokens as a plan may expand at once: by default what the builder of a long-context model asks for."""
+    """The profile run expands as many tokens as a plan may, by default as many as a long-context builder's plan."""
     expanded = []
     room = __import__(f"{ops.__name__}.mla.layer", fromlist=["layer"])
     monkeypatch.setattr(room, "expand_kv", lambda latents, *_: expanded.append(latents.shape[0]))
@@ -69,7 +69,7 @@ def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
 @pytest.mark.parametrize("block_size", [16, 48, 96, 100, 65536])
 @pytest.mark.parametrize("size", [1, 3])
 def test_defaults_fit_together(ops, block_size, size):
-    """What a builder takes by itself a layer allows by itself, also where 65536 is no multiple of a unit."""
+    """The default workspace of a builder fits the default of a layer, also if 65536 is not a multiple of the unit."""
     ranks = None if size == 1 else ops.simulate(size, 1, lambda ranks: ranks, tensor_parallel_size=3)[0]
     layer = make_layer(ops, CONFIG, make_weights(CONFIG, torch.float32), torch.float32)
     for sequences in (8, 2048):
@@ -81,7 +81,7 @@ def test_defaults_fit_together(ops, block_size, size):
 
 
 def test_a_loop_expands_no_more_than_the_layers_of_its_model(ops, plain_errors):
-    """`use_mla` profiles its layers for its own workspace; a loop with a larger one would fail at a long prompt."""
+    """A loop refuses a larger workspace than that of its model's layers; it would fail later, at a long prompt."""
     pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM
 

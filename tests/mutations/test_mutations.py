@@ -496,4 +496,4 @@ def test_planted_mistake_is_found(ops, monkeypatch, name, mutant, check):
 
 def test_batches_are_long_enough_for_stale_blocks():
     """A control that needs a second block has one."""
-    assert max(len(own) for own in make_batch([1, 2, 1], [17, 40, 0]).homes) > 16
+    assert max(len(own) for own in make_batch([1, 2, 1], [17, 40, 0]).slots) > 16

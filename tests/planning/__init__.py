@@ -1,1 +1,1 @@
-"""The integers of a step."""
+"""Tests of the planners, which compute all integers of a step."""

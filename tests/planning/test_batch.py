@@ -1,4 +1,4 @@
-"""Who decodes and who prefills, reordering, slots, virtual batches: both wings against brute force over tokens."""
+"""Split into decodes and prefills, reordering, slots and virtual batches: both packages against brute force."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import reference
 from reference.interfaces import BatchSplit
 
 from ..support.factories import assert_same_bits, assert_states64, integers, make_batch, offsets
-from ..support.planning import QUERY_LENS, WINGS, batches, same
+from ..support.planning import PACKAGES, QUERY_LENS, batches, same
 from ..support.properties import given, st
 
 
 def check_slots(ops, query_lens, seq_lens, block_size, padding=0):
-    """Every new token's slot is the home that its own page gives it; padding gets -1."""
+    """Assert that each new token gets the slot of its position in its own block, and padding tokens get -1."""
     batch = make_batch(query_lens, seq_lens, block_size, padding)
     common = batch.common
     got = ops.slot_mapping(
@@ -28,13 +28,13 @@ def check_slots(ops, query_lens, seq_lens, block_size, padding=0):
     assert len(set(owned)) == len(owned)
 
 
-@given(batches(), st.sampled_from([1, 2, 7, 16, 64]), st.integers(0, 3), WINGS)
+@given(batches(), st.sampled_from([1, 2, 7, 16, 64]), st.integers(0, 3), PACKAGES)
 def test_slot_mapping(lens, block_size, padding, ops):
     check_slots(ops, *lens, block_size, padding)
 
 
 def test_slot_mapping_is_64_bit(ops):
-    """Pitfall 8: block x block_size passes 2^31 without a cache behind it."""
+    """Pitfall 8: block x block_size exceeds 2^31; no cache of that size is needed."""
     table = integers(2**31 - 2, 40_000_000).view(1, 2)
     slots = ops.slot_mapping(integers(0, 2), integers(65), table, 64, 3)
     assert slots.dtype == torch.int64
@@ -42,7 +42,7 @@ def test_slot_mapping_is_64_bit(ops):
 
 
 def brute_split(query_lens, threshold, uniform):
-    """The longest prefix all of whose members may decode, by trying every prefix."""
+    """Return the longest prefix of requests that may all be decodes, by trying every prefix."""
 
     def fits(prefix):
         lengths = {n for n in prefix if n > 0}
@@ -63,7 +63,7 @@ def check_split(ops, query_lens, threshold, uniform):
     assert type(split) is BatchSplit and split == brute_split(query_lens, threshold, uniform)
 
 
-@given(QUERY_LENS, st.sampled_from([1, 2, 3, 16, 17]), st.booleans(), WINGS)
+@given(QUERY_LENS, st.sampled_from([1, 2, 3, 16, 17]), st.booleans(), PACKAGES)
 def test_split(query_lens, threshold, uniform, ops):
     check_split(ops, query_lens, threshold, uniform)
 
@@ -76,7 +76,7 @@ def apply(swaps, order):
 
 
 def fewest_swaps(flags):
-    """By breadth-first search over every sequence of swaps."""
+    """Return the smallest number of swaps that bring decodes to the front, by breadth-first search."""
     seen, front, depth = {flags}, {flags}, 0
     while not any(state == tuple(sorted(state, reverse=True)) for state in front):
         reached = {
@@ -89,7 +89,7 @@ def fewest_swaps(flags):
 
 @pytest.mark.parametrize("requests", range(8))
 def test_reorder_with_the_fewest_swaps(requests, ops):
-    """Every batch of up to 7 requests: decodes lead afterwards, by as few swaps as an exhaustive search finds."""
+    """For every batch of up to 7 requests, decodes come first after as few swaps as an exhaustive search finds."""
     for flags in itertools.product((True, False), repeat=requests):
         swaps = ops.reorder_batch_to_split_decodes_and_prefills(torch.tensor(flags, dtype=torch.bool, device="cpu"))
         assert apply(swaps, flags) == sorted(flags, reverse=True)
@@ -110,15 +110,15 @@ def test_reorder_keeps_every_request(flags):
 
 
 def local_attention(ops, batch, chunk, q, entries):
-    """Attention of the virtual batch over the pages, [T, N, D] and [N, T]."""
+    """Return the virtual batch and its attention over the paged cache: out [T, N, D], lse [N, T]."""
     virtual = ops.make_local_attention_virtual_batches(batch.common, chunk, batch.block_size)
     lens = virtual.seq_lens
     ends = offsets(lens.tolist())
-    pages = torch.full((batch.num_blocks, batch.block_size, q.shape[2]), torch.nan, dtype=torch.float64)
-    for own, homes in zip(entries, batch.homes, strict=True):
-        for entry, (block, at) in zip(own, homes, strict=True):
-            pages[block, at] = entry
-    keys = ops.gather_and_maybe_dequant_cache(pages, virtual.block_table, ends, torch.zeros_like(lens), int(ends[-1]))
+    cache = torch.full((batch.num_blocks, batch.block_size, q.shape[2]), torch.nan, dtype=torch.float64)
+    for own, slots in zip(entries, batch.slots, strict=True):
+        for entry, (block, at) in zip(own, slots, strict=True):
+            cache[block, at] = entry
+    keys = ops.gather_and_maybe_dequant_cache(cache, virtual.block_table, ends, torch.zeros_like(lens), int(ends[-1]))
     k = keys[:, None].expand(-1, q.shape[1], -1)
     bounds = virtual.max_query_len, max(lens.tolist(), default=0)
     return virtual, ops.flash_attn_varlen(q, k, k, virtual.query_start_loc, ends, *bounds, 0.3, True)
@@ -146,7 +146,7 @@ def check_virtual_batches(ops, query_lens, seq_lens, chunk, block_size):
 
 @pytest.mark.parametrize("length", range(1, 26))
 def test_local_attention_of_every_length(length, ops):
-    """Every query length of every length over chunks of three blocks, against a mask written out."""
+    """For chunks of three blocks, every query length of a sequence length is compared with an explicit mask."""
     for query_len in range(1, length + 1):
         check_virtual_batches(ops, [query_len], [length], 6, 2)
 

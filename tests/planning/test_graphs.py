@@ -1,6 +1,6 @@
-"""The decode graph: padded to the next captured size, replayed with any lengths, tables and slots.
+"""The decode graph: batches are padded to the next captured size and replayed with any lengths, tables and slots.
 
-On a CPU `fast` runs the same buffers without a graph; on a GPU it captures, and this file runs there as it is.
+On a CPU `fast` uses the same buffers without a graph; on a GPU it captures graphs, with the same tests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reference.interfaces import CommonAttentionMetadata
 from ..support.factories import CONFIGS, DIRECT, GARBAGE, make_batch, make_cache, make_entries, make_layer, make_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-STEPS = ([20, 7, 40], [3], [1, 0, 64, 33], [90, 2, 5, 8, 13], [0], [17, 18])  # lengths of request after request
+STEPS = ([20, 7, 40], [3], [1, 0, 64, 33], [90, 2, 5, 8, 13], [0], [17, 18])  # sequence lengths
 BLOCK, BLOCKS, WIDTH = 16, 40, 8
 
 
@@ -26,7 +26,7 @@ def moved(common, device):
 
 
 def steps(config, dtype, query_len):
-    """Batches over one cache size, with their caches and hidden states; lengths of 0 are padding rows of the engine."""
+    """Yield batches with caches of one size and hidden states; requests of length 0 are an engine's padding rows."""
     for lengths in STEPS:
         with torch.device("cpu"):
             lengths = [length and max(length, query_len) for length in lengths]
@@ -42,7 +42,7 @@ def steps(config, dtype, query_len):
 
 
 def make_graph(ops, config, weights, dtype, device, query_len, **options):
-    """A graph over one layer, and the cache that the layer serves."""
+    """Return a layer, its cache, and a decode graph over this layer."""
     layer = make_layer(ops, config, weights, dtype).to(device)
     held = torch.zeros(BLOCKS, BLOCK, config.head_size, dtype=dtype, device=device)
 
@@ -55,13 +55,13 @@ def make_graph(ops, config, weights, dtype, device, query_len, **options):
 
 
 def make_builder(ops, config=DIRECT, query_len=1, **options):
-    """For 6 requests of as many tokens as the block table of a graph holds."""
+    """Return a builder for 6 requests, each as long as the block table of a graph allows."""
     sizes = {"max_model_len": BLOCK * WIDTH, "max_num_seqs": 6, "num_speculative_tokens": query_len - 1} | options
     return ops.MLAMetadataBuilder(config, BLOCK, **sizes)
 
 
 def judged_steps(config, weights, dtype, query_len):
-    """`steps`, each with what the reference layer makes of it, in float64 and in `dtype`."""
+    """Yield `steps`, each with the outputs of the reference layer in float64 and in `dtype`."""
     with torch.device("cpu"):
         gold_layer = make_layer(reference, config, {n: w.double() for n, w in weights.items()}, torch.float64)
         low_layer = make_layer(reference, config, weights, dtype)
@@ -77,7 +77,7 @@ def judged_steps(config, weights, dtype, query_len):
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_replays(config, query_len, programs, invariant):
-    """Each step as the reference layer alone gives it, on the budget; the cache bit by bit where the layers agree."""
+    """Each replayed step is within the budget of the reference layer; caches agree bit by bit where the layers do."""
     dtype = torch.float32
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     options = {"num_programs": programs, "batch_invariant": invariant}
@@ -94,14 +94,14 @@ def test_replays(config, query_len, programs, invariant):
             parity = compare(name, found, low, gold)
             assert parity.passed, parity
         size = next(size for size in graph.batch_sizes if size >= len(batch.query_lens))
-        assert graph.replay(size)[batch.num_tokens :].eq(0).all(), "the rows that the batch was padded with"
+        assert graph.replay(size)[batch.num_tokens :].eq(0).all(), "padding rows are not 0"
         padding = (batch.common.seq_lens == 0).repeat_interleave(query_len).cpu()
         assert value[padding].eq(0).all()
-        assert held.cpu().isnan().equal(ref_held.isnan()), "written where the reference writes, and nowhere else"
+        assert held.cpu().isnan().equal(ref_held.isnan()), "other slots are written than by the reference"
 
 
 def test_a_run_leaves_nothing_behind():
-    """A small batch after a large one: its padding rows are not the large one's rows, whatever those held."""
+    """A small batch after a large one gets padding rows without values of the large one."""
     config, dtype = DIRECT, torch.float32
     weights = make_weights(config, dtype)
     seen = []
@@ -138,11 +138,11 @@ def test_a_run_leaves_nothing_behind():
         assert plan.slot_mapping[0] == common.slot_mapping[0]
         assert plan.schedule.split_offsets.tolist() == [0, 1, 1]
         assert (plan.num_decodes, plan.num_prefills, plan.num_actual_tokens) == (2, 0, 2)
-    assert weights and GARBAGE  # the batch's own garbage tails stay where they are
+    assert weights and GARBAGE
 
 
 def test_in_any_grad_mode():
-    """Made under inference mode, run outside it, and the other way round."""
+    """A graph made in inference mode runs outside it, and the reverse."""
     for make_mode, run_mode in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
         with torch.device("cpu"):
             with make_mode():
@@ -164,7 +164,7 @@ def test_nothing_to_do(ops):
 
 
 def test_refusals(ops, plain_errors):
-    """Growing after capture raises, before any buffer is written."""
+    """A batch that exceeds the captured sizes raises before any buffer is written."""
     steps_run = []
 
     def step(hidden_states, positions, metadata):
@@ -220,13 +220,13 @@ def test_refusals(ops, plain_errors):
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_captured_memory_stands_still():
-    """Pitfall 17: hundreds of replays with other lengths allocate nothing that stays and move no buffer."""
+    """Pitfall 17: hundreds of replays with other lengths keep no new memory and move no buffer."""
     config, dtype = DIRECT, torch.bfloat16
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, 1, num_programs=4)
     runs = [(h.to(DEVICE), p.to(DEVICE), moved(b.common, DEVICE)) for b, _, h, p in steps(config, dtype, 1)]
     held.zero_()
-    for _ in range(2):  # the runs share blocks: from the second round on each finds what the round before left
+    for _ in range(2):  # all runs use the same blocks, so runs of the second round read a cache that was written
         first = [graph.run(*run).clone() for run in runs]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

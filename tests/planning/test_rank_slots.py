@@ -1,4 +1,4 @@
-"""Which rank holds which token, and its slot: lengths and slots of every rank against tokens dealt out card by card."""
+"""Rank-local lengths and slots of every rank, compared with a loop that assigns token after token to ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_local_lengths(ops, size, interleave):
 
 
 def dealt_slots(batch, table, block_size, size, rank, interleave):
-    """Slots by dealing every token of every request, and counting what a rank has."""
+    """Return the slots of a rank, found by assigning every token to a rank and counting the rank's tokens."""
     slots = []
     for request, (query_len, length) in enumerate(zip(batch.query_lens, batch.seq_lens, strict=True)):
         held = 0
@@ -48,7 +48,7 @@ def dealt_slots(batch, table, block_size, size, rank, interleave):
 @given(batch=batches(), size=st.sampled_from([1, 2, 3, 4, 8]), interleave=st.sampled_from([1, 2, 4, 8]),
        blocks=st.integers(1, 3), padding=st.integers(0, 2))  # fmt: skip
 def test_slots(batch, size, interleave, blocks, padding):
-    """Every token has one slot on one rank, and every block is filled in the order of its tokens."""
+    """Every token has one slot on exactly one rank, and every block is filled in token order."""
     block_size = interleave * blocks
     batch = make_batch(*batch, block_size, padding)
     common, tokens = batch.common, batch.num_tokens + padding

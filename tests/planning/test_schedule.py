@@ -1,4 +1,4 @@
-"""Context cut into chunks, decodes cut over programs: both wings against brute force, bit-exact with each other."""
+"""Context chunks and decode schedules: both packages against brute force, and bit by bit against each other."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from reference.interfaces import InvariantCut, ScheduleCosts, invariant_split_ti
 
 from ..support.even_chunks import even_chunks
 from ..support.factories import integers
-from ..support.planning import WINGS, same
+from ..support.planning import PACKAGES, same
 from ..support.properties import given, st
 
 CONTEXTS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 97, 200]), max_size=6)
 
 
 def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1):
-    """Every context token in exactly one chunk, starts on units, chunks within the workspace and full; the chunks."""
+    """Plan chunks, check them and return them.
+
+    Every context token is in exactly one chunk, starts are multiples of the unit, no chunk exceeds the workspace, and
+    all chunks but the last are full.
+    """
     unit = block_size if ranks == 1 else math.lcm(block_size, ranks * interleave)
     chunks = ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, ranks, interleave)
     seen = [[] for _ in context_lens]
@@ -31,39 +35,39 @@ def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1
         assert chunk.starts.dtype == chunk.cu_seq_lens.dtype == torch.int32
         assert chunk.cu_seq_lens[0] == 0 and chunk.cu_seq_lens[-1] == chunk.num_tokens == sum(pieces)
         assert 0 < chunk.num_tokens <= workspace and chunk.max_seq_len == max(pieces)
-        assert sum(-(-length // unit) for length in pieces) <= workspace // unit, "pieces take whole units"
+        assert sum(-(-length // unit) for length in pieces) <= workspace // unit, "requests take whole units"
         present = [request for request, length in enumerate(pieces) if length]
         for request, (start, length) in enumerate(zip(chunk.starts.tolist(), pieces, strict=True)):
             assert start % unit == 0 and length >= 0 and (length or start == 0)
             if start:
-                assert request == present[0] and seen[request], "only the first continues"
+                assert request == present[0] and seen[request], "only the first request continues"
             seen[request] += range(start, start + length)
         if number + 1 < len(chunks):
-            assert sum(-(-length // unit) for length in pieces) == workspace // unit, "all but the last are full"
+            assert sum(-(-length // unit) for length in pieces) == workspace // unit, "all chunks but the last are full"
     assert seen == [list(range(length)) for length in context_lens]
     assert len(chunks) == -(-sum(-(-length // unit) for length in context_lens) // (workspace // unit))
     return chunks
 
 
-@given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), WINGS)
+@given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), PACKAGES)
 def test_context_chunks(context_lens, block_size, extra, ops):
-    """Property: whatever the partition, nothing is lost and nothing is read twice."""
+    """Whatever the chunks are, each context token is read exactly once."""
     check_chunks(ops, context_lens, block_size + extra, block_size)
 
 
 @given(
     CONTEXTS, st.sampled_from([1, 3, 16]), st.sampled_from([2, 3, 4]), st.sampled_from([1, 2, 16, 64]),
-    st.integers(0, 90), WINGS,
+    st.integers(0, 90), PACKAGES,
 )  # fmt: skip
 def test_context_chunks_of_ranks(context_lens, block_size, ranks, interleave, extra, ops):
-    """Pitfall 10: the cuts fall on whole turns of the ranks, whatever block, ranks and interleave."""
+    """Pitfall 10: chunks start at multiples of D x I tokens, for any block size, D and I."""
     unit = math.lcm(block_size, ranks * interleave)
     check_chunks(ops, context_lens, unit + extra, block_size, ranks, interleave)
 
 
 @given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), st.sampled_from([(1, 1), (1, 64), (3, 16), (4, 1)]))
 def test_chunk_planners_agree(context_lens, block_size, extra, ranks):
-    """Tier 1; and an equal share for each request never needs fewer chunks."""
+    """Tier 1: both packages give the same chunks; chunks of equal size (`even_chunks`) are never fewer."""
     unit = block_size if ranks[0] == 1 else math.lcm(block_size, math.prod(ranks))
     workspace = max(1, sum(n > 0 for n in context_lens)) * unit + extra
     ours, theirs = (
@@ -80,7 +84,7 @@ def test_one_request_takes_the_whole_workspace(ops):
 
 
 def test_one_long_context_among_short_ones(ops):
-    """Pitfall 11: an equal share for each request reads the long context 2048 tokens at a time."""
+    """Pitfall 11: with as much workspace for each request, the long context is read 2048 tokens at a time."""
     contexts = [60_000] + 31 * [16]
     assert len(even_chunks(contexts, 65536, 16)) == 30
     assert len(check_chunks(ops, contexts, 65536, 16)) == 1
@@ -89,7 +93,7 @@ def test_one_long_context_among_short_ones(ops):
 
 
 def test_chunk_refusals(ops, plain_errors):
-    """Pitfall: a sum that wraps. And who is negative is named."""
+    """A sum of lengths that overflows int32 is refused; the error about a negative length names the request."""
     with pytest.raises(ValueError, match="^workspace_tokens: expected less than 2.31, got 2147483648$"):
         ops.plan_context_chunks(integers(5).cpu(), 2**31, 64)
     with pytest.raises(ValueError, match="^context_lens: expected lengths >= 0, got -1 at request 1$"):
@@ -111,7 +115,7 @@ def tiles_of(lens):
 
 
 def taken_by(schedule, lens):
-    """[(request, tile), ..] of each program, and the number of its first split."""
+    """Return for each program its tiles as [(request, tile), ..] and the number of its first split."""
     tiles, found = tiles_of(lens), []
     for first, last, first_tile, last_tile, split in schedule.tile_ranges.tolist():
         if last < first:
@@ -127,7 +131,11 @@ def taken_by(schedule, lens):
 
 
 def check_schedule(ops, lens, programs, overhead):
-    """Each tile once and in order; nobody carries more than its share and one overhead; splits as programs see them."""
+    """Check a schedule.
+
+    Each tile occurs once and in order, no program has more than an equal part of the cost plus one request's cost, and
+    split numbers count the programs of a request.
+    """
     schedule = ops.plan_decode(integers(*lens), programs, ScheduleCosts(request_cost=overhead))
     assert schedule.tile_ranges.dtype == schedule.split_offsets.dtype == torch.int32
     assert schedule.tile_ranges.shape == (programs, 5) and not schedule.batch_invariant
@@ -135,11 +143,11 @@ def check_schedule(ops, lens, programs, overhead):
     everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
     assert [item for own, _ in ranges for item in own] == everything
     length = sum(count + overhead for count in tiles if count)
-    ownership = max(1, -(-length // programs))
+    per_program = max(1, -(-length // programs))
     parts = [0] * len(lens)
     for own, split in ranges:
         requests = list(dict.fromkeys(request for request, _ in own))
-        assert len(own) + overhead * len(requests) <= ownership + overhead
+        assert len(own) + overhead * len(requests) <= per_program + overhead
         if own:
             assert split == parts[requests[0]]
         for request in requests:
@@ -148,7 +156,7 @@ def check_schedule(ops, lens, programs, overhead):
     assert all((count == 0) == (length == 0) for count, length in zip(parts, lens, strict=True))
 
 
-@given(LENS, PROGRAMS, st.sampled_from([0, 1, 5, 20]), WINGS)
+@given(LENS, PROGRAMS, st.sampled_from([0, 1, 5, 20]), PACKAGES)
 def test_schedule(lens, programs, overhead, ops):
     check_schedule(ops, lens, programs, overhead)
 
@@ -161,13 +169,13 @@ def test_decode_planners_agree(lens, programs, overhead, heads, batch_invariant)
 
 @pytest.mark.parametrize("heads", [16, 17])
 def test_planners_agree_on_long_requests(heads):
-    """Every branch of the batch-invariant cut, up to the most splits."""
+    """The planners agree on every branch of the batch-invariant cut, up to the largest number of splits."""
     lens = integers(8193, 17_000, 70_000, 140_000)
     same(*(ops.plan_decode(lens, 33, measured_schedule_costs(heads), True) for ops in (reference, fast)))
 
 
 def test_costs_decide_where_programs_begin():
-    """Without costs of its own, a plan reckons with the neutral ones, the same in both packages."""
+    """A plan without given costs uses the neutral costs, the same in both packages."""
     lens = integers(700, 64, 3000, 129)
     for ops in (reference, fast):
         neutral, given_them, none = (
@@ -178,7 +186,7 @@ def test_costs_decide_where_programs_begin():
 
 
 def test_measured_schedule_costs_by_heads():
-    """Plans of fast's builders stay what they were before the figures of one chip became a record."""
+    """The measured costs are those that `fast` had as constants before they became a record."""
     few, some, many = InvariantCut(4, 32, 16, 128), InvariantCut(16, 8, 32, 64), InvariantCut(16, 8, 32, 64)
     wanted = {1: (5, 1, few), 16: (5, 1, few), 17: (5, 4, some), 32: (5, 4, some), 33: (8, 4, many), 128: (8, 4, many)}
     for heads, (request_cost, split_cost, cut) in wanted.items():
@@ -187,7 +195,7 @@ def test_measured_schedule_costs_by_heads():
 
 @pytest.mark.parametrize("heads, each, sizes", [(16, 1, (10, 4, 4)), (17, 4, (32, 16, 16))])
 def test_splits_cost_a_part_of_a_request(heads, each, sizes, ops):
-    """Of a request's cost of 5 each split has some tiles and the first the rest: programs begin where the line says."""
+    """A request's cost of 5 tiles is `each` for every split and the rest for the first; programs begin accordingly."""
     tiles, starts, place = (300, 40, 100), [], 0
     for request, (count, size) in enumerate(zip(tiles, sizes, strict=True)):
         place += 5 - each
@@ -195,8 +203,8 @@ def test_splits_cost_a_part_of_a_request(heads, each, sizes, ops):
             starts.append((place, request, tile))
             place += each + min(size, count - tile)
     for programs in range(1, 12):
-        ownership = -(-place // programs)
-        firsts = [next(s for s in starts if s[0] // ownership == p)[1:] for p in range(programs)]
+        per_program = -(-place // programs)
+        firsts = [next(s for s in starts if s[0] // per_program == p)[1:] for p in range(programs)]
         lens = integers(*(64 * count for count in tiles))
         ranges = ops.plan_decode(lens, programs, measured_schedule_costs(heads), True).tile_ranges
         assert [(first, tile) for first, _, tile, _, _ in ranges.tolist()] == firsts
@@ -212,7 +220,7 @@ def test_batch_invariant_cut(heads, tiles, size):
 
 @pytest.mark.parametrize("heads", [16, 17])
 def test_most_batch_invariant_splits(heads):
-    """Enough for every request that fits, and no more than some request of that length or less has."""
+    """The bound on splits is the largest number of splits of any request of that many tiles or fewer."""
     most, cut = 1, measured_schedule_costs(heads).cut
     for tiles in range(1, 4200):
         most = max(most, -(-tiles // invariant_split_tiles(tiles, cut)))
@@ -222,20 +230,23 @@ def test_most_batch_invariant_splits(heads):
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 20), st.integers(0, 60), st.integers(0, 3000))
 def test_buffers_hold_the_splits_of_any_cut(small_pairs, small_splits, more_pairs, more_splits, tiles):
-    """Kernels size their buffers by `most_invariant_splits`: no request of so many tiles or fewer has more splits."""
+    """`most_invariant_splits`, which sizes buffers, bounds the splits of any request of that many tiles or fewer."""
     cut = InvariantCut(2 * small_pairs, small_splits, 2 * (small_pairs + more_pairs), small_splits + more_splits)
-    ScheduleCosts(cut=cut)  # what it accepts
+    ScheduleCosts(cut=cut)  # it accepts the cut
     bound = most_invariant_splits(tiles, cut)
     for count in {*range(max(0, tiles - 40), tiles + 1), *range(0, tiles, 7)}:
         assert -(-count // invariant_split_tiles(count, cut)) <= bound
 
 
-@given(LENS, PROGRAMS, st.sampled_from([0, 5]), st.sampled_from([16, 128]), WINGS)
+@given(LENS, PROGRAMS, st.sampled_from([0, 5]), st.sampled_from([16, 128]), PACKAGES)
 def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
-    """Each tile once; a request is cut every so many tiles, alone as in company; a program's splits are whole."""
+    """Check a batch-invariant schedule.
+
+    Each tile occurs once, the splits of a request depend only on its own length, and programs take whole splits.
+    """
     costs = replace(measured_schedule_costs(heads), request_cost=overhead)
     schedule = ops.plan_decode(integers(*lens), programs, costs, True)
-    assert schedule.cut == costs.cut  # the kernel cuts as the plan does
+    assert schedule.cut == costs.cut  # the kernel reads the cut from the schedule
     tiles, ranges = tiles_of(lens), taken_by(schedule, lens)
     everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
     assert [item for own, _ in ranges for item in own] == everything and schedule.batch_invariant
@@ -247,18 +258,18 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
     assert schedule.split_offsets.tolist() == [sum(parts[:request]) for request in range(len(lens) + 1)]
     each = min(overhead, 1 if heads <= 16 else 4)
     length = sum(count + each * own + (overhead - each) * (own > 0) for count, own in zip(tiles, parts, strict=True))
-    ownership = max(1, -(-length // programs))
+    per_program = max(1, -(-length // programs))
     for own, split in ranges:
         if own:
             (request, tile), (last, last_tile) = own[0], own[-1]
             assert tile % sizes[request] == 0 and split == tile // sizes[request]
             assert (last_tile + 1) % sizes[last] == 0 or last_tile + 1 == tiles[last]
-            # its splits start within its share of the line; what the last one has lies beyond
+            # a program's splits start within its equal part of the cost; its last split may extend beyond
             last_split = last_tile - last_tile // sizes[last] * sizes[last] + 1
             splits = {(request, tile // sizes[request]) for request, tile in own}
             begun = {request for request, tile in own[1:] if tile == 0}
             carried = len(own) + each * len(splits) + (overhead - each) * len(begun)
-            assert carried <= ownership - 1 + each + last_split
+            assert carried <= per_program - 1 + each + last_split
     for request, length in enumerate(lens):
         alone = ops.plan_decode(integers(length), 3, costs, True)
         assert alone.split_offsets.tolist() == [0, parts[request]]
@@ -274,7 +285,7 @@ def test_schedule_of_nothing(ops):
 
 @pytest.mark.parametrize("lens", [(64 * 10, 64 * 10), (64 * 25,), (64 * 3, 64 * 3, 64 * 30)])
 def test_schedule_by_hand(lens, ops):
-    """Two programs; a request costs 2 tiles; the line of the three examples is 24, 27 and 42 long."""
+    """Schedules by hand for two programs and a cost of 2 tiles a request; the three examples cost 24, 27 and 42."""
     expected = {
         (640, 640): [[0, 0, 0, 10, 0], [1, 1, 0, 10, 0]],
         (1600,): [[0, 0, 0, 12, 0], [0, 0, 12, 25, 1]],

@@ -1,4 +1,4 @@
-"""Steps are planned by default: which decodes get a schedule, by whom that is decided, and what the plan says of it."""
+"""Schedules by default: which decodes get one, which function decides, and what the plan records of the choice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..support.properties import given, st
 
 CONFIG = CONFIGS["direct"]
 EQUAL, RAGGED = [3000] * 6, [30_000, 64, 200, 1000, 90, 130]
-START = {1: 5, 32: 5, 33: 8, 128: 8}  # what starting on a request was measured to cost, in tiles, by heads
+START = {1: 5, 32: 5, 33: 8, 128: 8}  # number of heads to measured cost of starting a request, in tiles
 
 
 @pytest.fixture(params=["reference", "fast"])
@@ -32,16 +32,16 @@ def ops(request):
 
 @pytest.fixture
 def eight_programs(monkeypatch):
-    """A device that runs eight programs at once, asked as a GPU would be."""
-    asked = []
+    """Let the device report eight programs, as a GPU does; return the list of the calls that asked for them."""
+    calls = []
 
     def decode_programs(config, **given):
-        asked.append((config.num_heads, given))
+        calls.append((config.num_heads, given))
         return 8
 
     fast.mla.device_choices.forget_choices()
     monkeypatch.setattr(fast.mla.device_choices, "decode_programs", decode_programs)
-    yield asked
+    yield calls
     fast.mla.device_choices.forget_choices()
 
 
@@ -53,7 +53,7 @@ def batch_of(seq_lens, query_len=1, ownership=None):
 
 @given(st.lists(st.integers(0, 9000), max_size=8), st.integers(0, 9), st.sampled_from(sorted(START)), st.booleans())
 def test_lengths_that_differ_are_planned(lens, programs, heads, invariant):
-    """Planned where padding all requests to the longest costs more than a start for each request and program."""
+    """A decode is planned if padding all requests to the longest costs more than starting requests and programs."""
     choice = choose_schedule(integers(*lens).cpu(), programs, measured_schedule_costs(heads), invariant)
     tiles = [len(range(0, length, DECODE_TILE)) for length in lens if length > 0]
     if programs == 0 or not lens:
@@ -71,7 +71,10 @@ TIMES = json.loads((Path(__file__).parents[2] / "docs/results/h200-schedule-choi
 
 @pytest.mark.parametrize("invariant, most", [(False, 1.042), (True, 1.056)])
 def test_the_choice_is_nearly_the_faster_way(invariant, most):
-    """Of every shape that was timed on an H200, replayed; `docs/log.md` has the same bounds."""
+    """For every shape timed on an H200 with graphs, the choice costs at most `most` times the faster way's time.
+
+    `docs/log.md` has the same bounds.
+    """
     lost = {}
     for row in TIMES:
         dims, times = Row(**row["dims"]), row["times"]["replayed"]
@@ -85,7 +88,7 @@ def test_the_choice_is_nearly_the_faster_way(invariant, most):
 
 
 def test_ragged_steps_are_planned_by_default(eight_programs, plain_errors):
-    """The trap: an engine that asked for nothing had no schedule, 941 us instead of 372 on ragged lengths."""
+    """A ragged step is planned without any option; without a schedule such a decode took 941 us instead of 372 us."""
     for make in (
         lambda common: fast.build_mla_metadata(common, 64, 4096, config=CONFIG),
         lambda common: fast.MLAMetadataBuilder(CONFIG, 64, 40_000, 8).build(0, common),
@@ -99,21 +102,21 @@ def test_ragged_steps_are_planned_by_default(eight_programs, plain_errors):
     heads, how = eight_programs[0]
     assert heads == CONFIG.num_heads
     assert (how["dtype"], how["block_size"], how["query_len"]) == (torch.bfloat16, 64, 1)
-    assert len(eight_programs) == 1  # kept: a step does not ask the device again
+    assert len(eight_programs) == 1  # the answer is cached: later steps do not ask the device
 
 
 def test_zero_never_plans(ops, eight_programs):
     for plan in (
         ops.build_mla_metadata(batch_of(RAGGED), 64, 4096, config=CONFIG, num_programs=0),
         ops.MLAMetadataBuilder(CONFIG, 64, 40_000, 8, num_programs=0).build(0, batch_of(RAGGED)),
-        ops.build_mla_metadata(batch_of(RAGGED), 64, 4096),  # nobody knows the heads
+        ops.build_mla_metadata(batch_of(RAGGED), 64, 4096),  # no config, so the number of heads is unknown
     ):
         assert plan.schedule is None and plan.schedule_choice == ScheduleChoice(0, 0, 0, 0, False)
     assert eight_programs == []
 
 
 def test_the_device_of_the_reference_runs_one_program():
-    """As `DecodeGraph`: None is 1 there, and one program has nothing to share out."""
+    """On the reference's device `num_programs=None` means one program, and one program needs no schedule."""
     plan = reference.build_mla_metadata(batch_of(RAGGED), 64, 4096, config=CONFIG)
     assert plan.schedule is None and plan.schedule_choice == ScheduleChoice(1, 6, 469, 495, False)
     plan = fast.build_mla_metadata(batch_of(RAGGED), 64, 4096, config=CONFIG)
@@ -125,7 +128,7 @@ def test_the_device_of_the_reference_runs_one_program():
 @pytest.mark.parametrize("programs", [1, 5, 132])
 @pytest.mark.parametrize("size", [1, 3])
 def test_both_make_the_same_choice(lens, programs, size):
-    """With the same number and the same costs the same choice, from the rank-local lengths, and the same plan."""
+    """With equal numbers of programs and costs, both packages make the same choice and plan from rank-local lengths."""
     plans = []
     for ops in (reference, fast):
         ownership = None if size == 1 else ops.TokenOwnership(size, 1)
@@ -142,7 +145,7 @@ def test_both_make_the_same_choice(lens, programs, size):
 
 
 def test_invariant_cuts_are_chosen_alike(ops):
-    """A batch-invariant builder always cuts by length; the choice decides only whether programs are planned."""
+    """Batch-invariant splits always depend on length alone; the choice decides only whether there is a schedule."""
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 40_000, 8, num_programs=5, batch_invariant=True)
     ragged, equal = (builder.build(0, batch_of(lens)) for lens in (RAGGED, EQUAL))
     assert ragged.schedule.batch_invariant and ragged.schedule.tile_ranges.shape == (5, 5)
@@ -150,7 +153,7 @@ def test_invariant_cuts_are_chosen_alike(ops):
 
 
 def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
-    """A graph serves lengths that are not known yet: the builder's bounds hold, and there is always a schedule."""
+    """A captured plan uses the builder's bounds and always has a schedule, as later lengths are not known."""
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5, schedule_costs=ScheduleCosts())
     captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     assert captured.schedule_choice.planned and captured.schedule.tile_ranges.shape == (5, 5)
@@ -167,12 +170,12 @@ def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
 
 
 def test_bounds_of_a_plan(ops, plain_errors):
-    """`max_seq_len` of the decodes alone, local to a rank; a bound of the batch that is too small is refused."""
+    """A plan's `max_seq_len` covers its decodes and is rank-local; a batch's bound that is too small is refused."""
     common = make_batch([1, 1, 30], [20, 33, 400]).common
     plan = ops.build_mla_metadata(common, 16, 512)
     assert (common.max_seq_len, plan.decode.max_seq_len, plan.num_decodes) == (400, 33, 2)
     loose = replace(make_batch([1, 1], [20, 33]).common, max_seq_len=999)
-    assert ops.build_mla_metadata(loose, 16, 512).decode.max_seq_len == 999  # an engine's bound, as inside a graph
+    assert ops.build_mla_metadata(loose, 16, 512).decode.max_seq_len == 999  # the engine's bound is kept
     ownership = ops.TokenOwnership(2, 1)
     plan = ops.build_mla_metadata(
         replace(common, slot_mapping=common.slot_mapping * 0 - 1), 16, 512, ownership=ownership
@@ -199,7 +202,7 @@ def test_the_longest_lengths_do_not_overflow(plain_errors):
 
 
 def test_a_loose_bound_is_no_longer_request(ops, plain_errors):
-    """`max_seq_len` of a batch may be an engine's constant; a captured plan is held to the lengths themselves."""
+    """A batch's `max_seq_len` may be a constant of the engine; a captured plan checks the lengths themselves."""
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5, schedule_costs=ScheduleCosts())
     captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     builder.update_captured(captured, replace(batch_of([64, 1, 3, 4, 5, 6]), max_seq_len=1000))

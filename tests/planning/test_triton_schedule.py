@@ -1,7 +1,6 @@
-"""The Triton planner of decode schedules against the reference, integer by integer.
+"""The Triton planner of decode schedules gives the integers of the reference.
 
-Hypothesis drives it on a GPU (`pytest --device cuda tests/planning/test_schedule.py`). Here are the cases that walk
-each branch.
+These cases take every branch. On a GPU, `pytest --device cuda tests/planning/test_schedule.py` draws random cases.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ def test_schedules(lens, batch_invariant):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("requests", [256, 257, 1025])
 def test_many_requests(requests, batch_invariant):
-    """One chunk that is just full, and several."""
+    """Requests that exactly fill one chunk of the planner, and several chunks."""
     draw = random.Random(requests)
     check([draw.choice([0, 1, 70, 700, 3000]) for _ in range(requests)], 13, 128, 5, batch_invariant)
 
 
 @runs
 def test_extreme_lengths():
-    """A negative length counts as none, the longest does not overflow."""
+    """A negative length counts as 0, and the largest int32 length does not overflow."""
     lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
     ranges, offsets = schedule.plan_decode(lens, 2, 5, 1, NEUTRAL_CUT, False)
     assert offsets.tolist() == [0, 0, 2, 2, 3]

@@ -1,1 +1,1 @@
-"""What several tests share: inputs, oracles, ranks, processes."""
+"""Helpers that several test modules use: inputs, oracles, ranks, processes."""

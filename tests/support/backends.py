@@ -1,4 +1,4 @@
-"""Backends that exist for the length of a test."""
+"""Backends that are registered for the duration of one test."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from fast.backends import Backend, OpSupport
 
 
 def with_backends(monkeypatch, *wanted: Backend) -> None:
-    """These backends and no others are registered until the test ends."""
+    """Register these backends and no others until the test ends."""
     registry = sys.modules["fast.backends.registry"]
     monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
-    plans = sys.modules["fast.mla.device_choices"]  # what it keeps of a choice outlives no test
+    plans = sys.modules["fast.mla.device_choices"]  # it caches choices; remove the caches until the test ends
     for kept in ("_of_device", "_programs_of_device", "_costs_of_device"):
         function = getattr(plans, kept)
-        monkeypatch.setattr(plans, kept, getattr(function, "__wrapped__", function))  # twice in one test too
+        # without __wrapped__ the cache is removed already: the test called this function before
+        monkeypatch.setattr(plans, kept, getattr(function, "__wrapped__", function))
 
 
 def cpu_backend(kernels: Mapping[str, Callable]) -> Backend:
-    """A backend that serves tensors on a CPU with these launchers."""
+    """Return a backend that serves CPU tensors with the given launchers (op name to launcher)."""
     return Backend("cpu", 0, "cpu", {op: OpSupport(launch) for op, launch in kernels.items()})

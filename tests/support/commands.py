@@ -1,4 +1,4 @@
-"""Commands that the GPU suite runs."""
+"""Runs the commands of the GPU suite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE
 
 
 def run(command: Sequence[str], timeout: float, cwd: Path = ROOT, **environment: str) -> tuple[int, str]:
-    """Exit status and output of a command; a status of 124 where it ran out of time."""
+    """Run a command and return its exit status and output; the status is 124 after `timeout` seconds."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **environment}
     try:

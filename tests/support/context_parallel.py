@@ -1,4 +1,4 @@
-"""Ranks that share sequences: sizes, batches of one rank, states and gathered context dealt out card by card."""
+"""Helpers for ranks that share sequences: sizes, the batch of one rank, states of all ranks, gathered context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reference.interfaces import AttentionState
 from .factories import DIRECT, LOW_RANK, NO_ROPE
 from .ranks import owners
 
-HEADS = 24  # D of 1, 2, 3, 4 and 8 divide them
+HEADS = 24  # divisible by every D in SIZES
 CONFIGS = {
     "direct": replace(DIRECT, num_heads=HEADS),
     "low-rank": replace(LOW_RANK, num_heads=HEADS),
@@ -22,7 +22,7 @@ SIZES, INTERLEAVES, MERGES = (1, 2, 3, 4, 8), (1, 16, 64), ("a2a", "ag_rs")
 
 
 def of_rank(common, block_size, ownership):
-    """The same batch with a rank's slots instead of one rank's."""
+    """Return the batch with the slot mapping of one rank: -1 for the tokens that the rank does not own."""
     slots = reference.dcp_slot_mapping(
         common.query_start_loc, common.seq_lens, common.block_table, block_size, common.slot_mapping.shape[0],
         ownership.size, ownership.rank, ownership.interleave,
@@ -30,14 +30,17 @@ def of_rank(common, block_size, ownership):
     return replace(common, slot_mapping=slots)
 
 
-def dealt_pieces(entries, starts, share_size, interleave, padded):
-    """What each rank hands in of the pieces [start, end) of requests: dealt tokens, then NaN."""
-    gathered = torch.full((share_size, padded, entries[0].shape[1]), torch.nan, dtype=entries[0].dtype)
-    for rank in range(share_size):
+def gathered_chunk(entries, starts, size, interleave, padded):
+    """Return the all-gathered rows of a chunk, [D, padded, width].
+
+    A rank contributes the tokens that it owns among the tokens `[start, S)` of each request; its other rows are NaN.
+    """
+    gathered = torch.full((size, padded, entries[0].shape[1]), torch.nan, dtype=entries[0].dtype)
+    for rank in range(size):
         rows = [
             own[token]
             for own, start in zip(entries, starts, strict=True)
-            for token, owner in enumerate(owners(own.shape[0], share_size, interleave))
+            for token, owner in enumerate(owners(own.shape[0], size, interleave))
             if owner == rank and token >= start
         ]
         if rows:
@@ -46,7 +49,11 @@ def dealt_pieces(entries, starts, share_size, interleave, padded):
 
 
 def rank_states(size, tokens, heads, value, dtype):
-    """A state for each rank; some ranks hold no key of some rows, and one row has none anywhere."""
+    """Return a state for each rank.
+
+    Some ranks hold no key of some rows, the last rank holds no key of head 0, and the row of head 1 and token 2 has no
+    key on any rank.
+    """
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     states = []
     for rank in range(size):
@@ -61,7 +68,7 @@ def rank_states(size, tokens, heads, value, dtype):
 
 
 def over_ranks(ops, states, merge, interleave=1):
-    """Each rank's heads of the merge, together again."""
+    """Merge the states of all ranks and return one state with the heads of every owner rank."""
     function = {"a2a": ops.cp_lse_a2a, "ag_rs": ops.cp_lse_ag_out_rs}[merge]
-    homes = ops.simulate(len(states), interleave, lambda ranks: function(states[ranks.rank], ranks.cp_group))
-    return AttentionState(torch.cat([home.out for home in homes], 1), torch.cat([home.lse for home in homes]))
+    merged = ops.simulate(len(states), interleave, lambda ranks: function(states[ranks.rank], ranks.cp_group))
+    return AttentionState(torch.cat([own.out for own in merged], 1), torch.cat([own.lse for own in merged]))

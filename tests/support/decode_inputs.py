@@ -1,4 +1,4 @@
-"""What the tests of decode kernels share: inputs that betray mistakes, the launch, and the verdict on its outcome."""
+"""Helpers for the tests of decode kernels: inputs that reveal mistakes, the launch, and the check of its result."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCALE = 0.13
 
 
 def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512, 64), block_size=64):
-    """Queries, cache and plan on the CPU: unowned bytes NaN, block-table tails GARBAGE."""
+    """Return ql_nope, q_pe, cache and plan on the CPU; unowned cache bytes are NaN, block-table tails GARBAGE."""
     latent, rope = widths
     batch = make_batch(query_lens, seq_lens, block_size)
     cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype)
@@ -28,21 +28,23 @@ def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512,
 
 
 def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
-    """Inputs whose largest scores jump by far more than 2^8 from some tiles to the next, in every second head alone.
+    """Return inputs whose largest scores (base 2) rise by more than 8 from some tiles to the next.
 
-    Elsewhere random scores stay below what came first, and a kernel that never rescaled its sums would go unnoticed.
+    Only the even heads have such scores. In other tests the later scores rarely exceed the first tile's, so a kernel
+    that never rescaled its sums would pass them.
     """
     inputs = make_inputs([1, 2, 1], [700, 330, 190], heads, dtype, widths, block_size)
     ql, q_pe, cache, plan = inputs
     ql[:, 1::2] /= 4096
     q_pe[:, 1::2] /= 4096
-    # of tiles of 64 keys, in powers of two, so that nothing is rounded; enough for exp2 of a later score, relative to
-    # the first tile's, to overflow, and not much more: the larger a score, the larger its own rounding
-    grows = (1, 1, 4, 4, 2, 16, 16, 1, 128, 16, 4)
+    # One factor for each tile of 64 keys; powers of two, so that no key is rounded. The factors are large enough that
+    # exp2(later score - score of the first tile) overflows. They are not larger, as the rounding of a score grows with
+    # the score.
+    factors = (1, 1, 4, 4, 2, 16, 16, 1, 128, 16, 4)
     for request, length in enumerate(plan.seq_lens.tolist()):
-        for page in range(-(-length // block_size)):
-            cache[plan.block_table[request, page]] *= grows[page * block_size // 64]
-    queries = torch.cat((ql, q_pe), -1)[0].float()  # of the longest request
+        for column in range(-(-length // block_size)):
+            cache[plan.block_table[request, column]] *= factors[column * block_size // 64]
+    queries = torch.cat((ql, q_pe), -1)[0].float()  # request 0, the longest
     keys = cache[plan.block_table[0, : -(-700 // block_size)].long()].flatten(0, 1)[:700].float()
     highest = torch.stack([tile.amax(-1) for tile in (queries @ keys.T * SCALE * 1.4427).split(64, -1)], -1)
     jumps = highest[:, 1:] - highest.cummax(-1).values[:, :-1] > 8  # [heads, tiles but the first]
@@ -51,13 +53,13 @@ def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
 
 
 def on_device(plan: DecodeMetadata) -> DecodeMetadata:
-    """Its tensors there."""
+    """Return the plan with its tensors on the device of these tests."""
     tensors = {name: value.to(DEVICE) for name, value in vars(plan).items() if isinstance(value, torch.Tensor)}
     return replace(plan, **tensors)
 
 
 def cut_of(schedule) -> tuple:
-    """What kernels take of a schedule, on the device."""
+    """Return the arguments of a decode kernel that come from a schedule, on the device."""
     if schedule is None:
         return None, None, False, NEUTRAL_CUT
     tensors = (t if t is None else t.to(DEVICE) for t in (schedule.tile_ranges, schedule.split_offsets))
@@ -65,7 +67,7 @@ def cut_of(schedule) -> tuple:
 
 
 def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> tuple:
-    """What the decode of a kernel set takes, on the device; what is there already stays the same tensor."""
+    """Return the arguments of a backend's decode, on the device; a tensor that is there already is not copied."""
     p = on_device(plan)
     return (
         ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
@@ -74,14 +76,14 @@ def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None)
 
 
 def launch(kernels, *inputs, **options) -> AttentionState:
-    """The kernels of a set on the device; the state comes back to the CPU."""
+    """Launch the decode of a backend on the device and return its state on the CPU."""
     out, lse = kernels.mla_decode(*arguments(*inputs, **options))
     assert out.is_contiguous() and lse.is_contiguous()
     return AttentionState(out.cpu(), lse.cpu())
 
 
 def differences(decode, arguments, first, times) -> int:
-    """In how many elements so many decodes differ from the first, by their bits."""
+    """Decode `times` times and return how many elements differ in their bits from those of `first`."""
     differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(times):
         for mine, other in zip(decode(*arguments), first, strict=True):
@@ -91,7 +93,10 @@ def differences(decode, arguments, first, times) -> int:
 
 
 def captured(kernels, *inputs, schedule=None):
-    """A graph of a decode, and what its replays write; they read the tensors of a plan that is on the device."""
+    """Capture a decode in a graph; return the graph, and the output and LSE that a replay writes.
+
+    A replay reads the plan's own tensors if they are on the device; else it reads copies.
+    """
     given = arguments(*inputs, schedule=schedule)
     kernels.mla_decode(*given)
     graph = torch.cuda.CUDAGraph()
@@ -101,7 +106,7 @@ def captured(kernels, *inputs, schedule=None):
 
 
 def verdict(value, ql, q_pe, cache, plan):
-    """Within the budget that the reference in the same dtype sets; empty rows are exactly 0 and -inf."""
+    """Assert that a state is within the budget of the reference in the same dtype; rows without keys are 0 and -inf."""
     gold = reference.mla_decode(ql.double(), q_pe.double(), cache.double(), plan, SCALE)
     low = reference.mla_decode(ql, q_pe, cache, plan, SCALE)
     assert value.out.dtype == low.out.dtype and value.lse.dtype == low.lse.dtype
@@ -112,7 +117,7 @@ def verdict(value, ql, q_pe, cache, plan):
 
 
 def schedule_of(plan, heads, programs, batch_invariant=False, request_cost=5):
-    """The reference's, with the costs of the kernels for GPUs; for no programs the one that plans nothing."""
+    """Return the reference's schedule with the costs of the GPU kernels; for 0 programs a schedule without a plan."""
     costs = replace(measured_schedule_costs(heads), request_cost=request_cost)
     if programs == 0:
         return DecodeSchedule(batch_invariant=batch_invariant, cut=costs.cut)

@@ -1,4 +1,4 @@
-"""Another partition of context than `plan_context_chunks` makes: an equal share of the workspace for each request."""
+"""A simpler partition of context than `plan_context_chunks` makes: each request gets equally much of the workspace."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from .factories import integers, offsets
 def even_chunks(
     context_lens: list[int], workspace: int, block_size: int, ranks: int = 1, interleave: int = 1
 ) -> tuple[ContextChunk, ...]:
-    """Chunks in which every request with context has the same share of the workspace, in whole units."""
-    busy = [length for length in context_lens if length]
-    if not busy:
+    """Return chunks in which every request with context has the same number of tokens, a multiple of the unit.
+
+    The unit is a block, or with several ranks the least common multiple of a block and `ranks * interleave` tokens.
+    """
+    with_context = [length for length in context_lens if length]
+    if not with_context:
         return ()
     unit = block_size if ranks == 1 else math.lcm(block_size, ranks * interleave)
-    share = workspace // len(busy) // unit * unit
+    tokens = workspace // len(with_context) // unit * unit
     chunks = []
-    for start in range(0, max(busy), share):
-        lengths = [min(max(length - start, 0), share) for length in context_lens]
+    for start in range(0, max(with_context), tokens):
+        lengths = [min(max(length - start, 0), tokens) for length in context_lens]
         starts = integers(*(start if length else 0 for length in lengths)).cpu()
         chunks.append(ContextChunk(starts, offsets(lengths).cpu(), sum(lengths), max(lengths)))
     return tuple(chunks)

@@ -1,6 +1,7 @@
-"""Random inputs that are never degenerate, and oracles whose index arithmetic is neither wing's.
+"""Random inputs that are never degenerate, and oracles that compute indices in another way than both packages.
 
-Every byte of a cache that no request owns is NaN; every block-table entry past a request's last block is GARBAGE.
+In a cache, every element of a slot that no request owns is NaN. In a block table, every entry past a request's last
+block is GARBAGE.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ GARBAGE = 2147480000
 HEADS = (1, 3, 16, 64, 126, 128)
 YARN = YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=1.0)
 
-# Two small layers between them hold every branch of a config: low-rank and direct query, YaRN and default rotary,
+# These two small configs together take every branch of a config: low-rank and direct query, YaRN and default rope,
 # interleaved and half-split pairs.
 DIRECT = MLAConfig(48, 3, None, 24, 12, 8, 10, 1e-5, RopeConfig(interleaved=False))
 LOW_RANK = MLAConfig(40, 16, 20, 32, 16, 16, 24, 1e-6, RopeConfig(theta=5000.0, interleaved=True, yarn=YARN))
@@ -26,33 +27,33 @@ CONFIGS = {"direct": DIRECT, "low-rank": LOW_RANK, "no-rope": NO_ROPE}
 
 
 def integers(*values: int) -> Tensor:
-    """A vector of int32."""
+    """Return an int32 vector of these values."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def offsets(lengths) -> Tensor:
-    """Prefix sum from 0, int32."""
+    """Return the prefix sums of the lengths, from 0, as int32: [B + 1]."""
     return integers(*(sum(lengths[:i]) for i in range(len(lengths) + 1)))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Requests with random pages.
+    """Requests whose tokens lie in random blocks of the cache.
 
     Attributes:
         query_lens: new tokens of each request.
-        seq_lens: its tokens after the step; 0 with a query is a padding row.
-        block_size: tokens a page.
-        num_blocks: pages of the cache, some of them nobody's.
-        homes: for each request, the (block, offset) of each of its tokens.
-        common: the same as the scheduler hands it over.
+        seq_lens: tokens of each request after the step; 0 with new tokens makes a padding request.
+        block_size: tokens a block.
+        num_blocks: blocks of the cache, of which some belong to no request.
+        slots: for each request, the slot of each of its tokens as (block, offset).
+        common: the same batch in the form that a scheduler gives to a builder.
     """
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
     block_size: int
     num_blocks: int
-    homes: tuple[tuple[tuple[int, int], ...], ...]
+    slots: tuple[tuple[tuple[int, int], ...], ...]
     common: CommonAttentionMetadata
 
     @property
@@ -65,41 +66,41 @@ class Batch:
 
 
 def make_batch(query_lens, seq_lens, block_size: int = 16, padding: int = 0, spare_blocks: int = 3) -> Batch:
-    """A batch whose pages lie in random order; `padding` tokens follow the last request's."""
+    """Return a batch whose blocks lie in random order; `padding` tokens without a request stand at its end."""
     query_lens, seq_lens = tuple(query_lens), tuple(seq_lens)
     used = [math.ceil(length / block_size) for length in seq_lens]
     num_blocks = sum(used) + spare_blocks
     free = torch.randperm(num_blocks).tolist()
     table = torch.full((len(seq_lens), max(used, default=0) + 2), GARBAGE, dtype=torch.int32)
-    homes = []
-    for request, blocks in enumerate(used):
-        pages = [free.pop() for _ in range(blocks)]
-        table[request, :blocks] = integers(*pages)
-        homes.append(tuple((page, at) for page in pages for at in range(block_size))[: seq_lens[request]])
-    number = {home: slot for slot, home in enumerate((b, at) for b in range(num_blocks) for at in range(block_size))}
     slots = []
-    for query_len, length, own in zip(query_lens, seq_lens, homes, strict=True):
-        slots += [number[home] for home in own[length - query_len :]] if length else [-1] * query_len
+    for request, count in enumerate(used):
+        blocks = [free.pop() for _ in range(count)]
+        table[request, :count] = integers(*blocks)
+        slots.append(tuple((block, at) for block in blocks for at in range(block_size))[: seq_lens[request]])
+    numbers = {slot: i for i, slot in enumerate((b, at) for b in range(num_blocks) for at in range(block_size))}
+    mapping = []
+    for query_len, length, own in zip(query_lens, seq_lens, slots, strict=True):
+        mapping += [numbers[slot] for slot in own[length - query_len :]] if length else [-1] * query_len
     common = CommonAttentionMetadata.make(
         offsets(query_lens).cpu(),
         integers(*seq_lens).cpu(),
         table,
-        torch.tensor(slots + [-1] * padding, dtype=torch.int64),
+        torch.tensor(mapping + [-1] * padding, dtype=torch.int64),
     )
-    return Batch(query_lens, seq_lens, block_size, num_blocks, tuple(homes), common)
+    return Batch(query_lens, seq_lens, block_size, num_blocks, tuple(slots), common)
 
 
 def make_entries(batch: Batch, head_size: int, dtype: torch.dtype) -> list[Tensor]:
-    """A latent entry for each token of each request: [S, Lkv + R]."""
+    """Return a random cache entry for each token: one tensor [S, Lkv + R] for each request."""
     return [torch.randn(length, head_size, dtype=torch.float64).to(dtype) for length in batch.seq_lens]
 
 
 def make_cache(
     batch: Batch, entries: list[Tensor], head_size: int, dtype: torch.dtype, new_tokens: bool = True
 ) -> Tensor:
-    """A cache that holds the entries, without the new tokens' where `new_tokens` is False; the rest is NaN."""
+    """Return a cache that holds the entries, those of the new tokens only if `new_tokens`; every other slot is NaN."""
     cache = torch.full((batch.num_blocks, batch.block_size, head_size), torch.nan, dtype=dtype)
-    for request, own in enumerate(batch.homes):
+    for request, own in enumerate(batch.slots):
         held = len(own) if new_tokens else batch.context_lens[request]
         for token, (block, at) in enumerate(own[:held]):
             cache[block, at] = entries[request][token].to(dtype)
@@ -107,7 +108,7 @@ def make_cache(
 
 
 def last_rows(batch: Batch, per_request: list[Tensor]) -> Tensor:
-    """The new tokens' rows of each request, packed; padding requests get random rows."""
+    """Pack the rows of each request's new tokens, [T, ..]; padding requests get random rows."""
     rows = []
     for query_len, length, own in zip(batch.query_lens, batch.seq_lens, per_request, strict=True):
         rows.append(own[length - query_len :] if length else torch.randn(query_len, *own.shape[1:]).to(own.dtype))
@@ -115,7 +116,10 @@ def last_rows(batch: Batch, per_request: list[Tensor]) -> Tensor:
 
 
 def far_heads(x: Tensor) -> Tensor:
-    """The same [T, N, D], 2^30 elements from head to head: three heads pass 2^31. What lies between is untouched."""
+    """Return a copy of x, [T, N, D], whose heads are 2^30 elements apart, so that three heads pass offset 2^31.
+
+    The memory between the heads is not written.
+    """
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -126,7 +130,7 @@ def far_heads(x: Tensor) -> Tensor:
 
 
 def make_up_projections(config: MLAConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """W_UK [Lkv, N, P] and W_UV [Lkv, N, V] that keep the latent's magnitude."""
+    """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V], scaled to keep the magnitude of the latent."""
 
     def weight(width: int) -> Tensor:
         values = torch.randn(config.kv_lora_rank, config.num_heads, width, dtype=torch.float64)
@@ -136,7 +140,7 @@ def make_up_projections(config: MLAConfig, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def make_weights(config: MLAConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Random weights of one layer under their constructor names."""
+    """Return random weights of one layer, by the names of the constructor's arguments."""
     c = config
     shapes = {
         "kv_a_proj_with_mqa": (c.head_size, c.hidden_size),
@@ -156,33 +160,33 @@ def make_weights(config: MLAConfig, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def linear(weight: Tensor) -> nn.Linear:
-    """A linear module without a bias around a weight."""
+    """Return a linear module without bias that has this weight."""
     module = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
     module.weight = nn.Parameter(weight.clone(), requires_grad=False)
     return module
 
 
 def norm(weight: Tensor) -> nn.RMSNorm:
-    """A norm module around a weight; its own epsilon is one that nobody may use."""
+    """Return a norm module with this weight; its own epsilon, 0.5, must not be used."""
     module = nn.RMSNorm(weight.shape[0], eps=0.5, dtype=weight.dtype)
     module.weight = nn.Parameter(weight.clone(), requires_grad=False)
     return module
 
 
 def make_layer(ops, config: MLAConfig, weights: dict[str, Tensor], dtype: torch.dtype, **options):
-    """A layer of either wing over those weights."""
+    """Return a layer of either package with these weights."""
     cast = {name: weight.to(dtype) for name, weight in weights.items()}
     given = {name: linear(weight) if weight.dim() == 2 else norm(weight) for name, weight in cast.items()}
     return ops.MLAAttention(config, **given, **options)
 
 
 def preset(name: str) -> MLAConfig:
-    """The config of a preset; MiniCPM3's with half-split pairs, as its LongRoPE is not implemented."""
+    """Return the config of a preset; MiniCPM3 gets plain half-split rope, as its LongRoPE is not implemented."""
     return MLAConfig.from_preset(name, **({"rope": RopeConfig(interleaved=False)} if name == "minicpm3" else {}))
 
 
 def softmax_scale(config: MLAConfig) -> float:
-    """The scale law, written out again; a given scale replaces it."""
+    """Return the softmax scale of a config, computed here independently; a given scale replaces it."""
     if config.given_softmax_scale is not None:
         return config.given_softmax_scale
     scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -193,11 +197,11 @@ def softmax_scale(config: MLAConfig) -> float:
     return scale
 
 
-# Oracles. Float64; no pages, no packing, no absorbed path.
+# Oracles in float64, without paged cache, packed requests or absorbed path.
 
 
 def oracle_rope(x: Tensor, positions: Tensor, config: MLAConfig) -> Tensor:
-    """Rotate [S, .., R] by complex multiplication with angles computed in Python floats, pair by pair."""
+    """Rotate [S, .., R] pair by pair with complex multiplication; the angles are computed in Python floats."""
     width, rope = x.shape[-1], config.rope
     out = x.double().clone()
     for pair in range(width // 2):
@@ -210,11 +214,11 @@ def oracle_rope(x: Tensor, positions: Tensor, config: MLAConfig) -> Tensor:
 
 
 def oracle_turn(position: int, pair: int, width: int, rope: RopeConfig) -> complex:
-    """The complex number that a pair is multiplied by, YaRN's stretch and magnitude included."""
+    """Return the complex number that a pair is multiplied by, with YaRN's frequency correction and magnitude."""
     frequency, magnitude = rope.theta ** (-2 * pair / width), 1.0
     if (yarn := rope.yarn) is not None:
 
-        def pair_of(rotations):  # the pair index whose wavelength fits `rotations` times into the original context
+        def pair_of(rotations):  # index of the pair whose wavelength fits `rotations` times into the original context
             return width / 2 * math.log(yarn.original_max_position_embeddings / (rotations * 2 * math.pi), rope.theta)
 
         low, high = max(math.floor(pair_of(yarn.beta_fast)), 0), min(math.ceil(pair_of(yarn.beta_slow)), width - 1)
@@ -231,13 +235,13 @@ def oracle_turn(position: int, pair: int, width: int, rope: RopeConfig) -> compl
 
 
 def oracle_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> AttentionState:
-    """One request, element by element with exact sums: q [Sq, N, D], k [S, N, D], v [S, N, Dv], all tiny."""
+    """Attend one tiny request element by element with exact sums: q [Sq, N, D], k [S, N, D], v [S, N, Dv]."""
     queries, heads, _ = q.shape
     keys = k.shape[0]
     out = torch.zeros(queries, heads, v.shape[2], dtype=torch.float64)
     lse = torch.full((heads, queries), -torch.inf, dtype=torch.float64)
     for i in range(queries):
-        # a causal query is seen off by as many keys as queries come after it
+        # a causal query sees all keys but as many of the last ones as queries follow it
         seen = [j for j in range(keys) if not causal or keys - j > queries - 1 - i]
         for head in range(heads):
             scores = [
@@ -257,7 +261,7 @@ def oracle_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 
 
 def oracle_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Causal attention of the last Sq of S tokens through torch's own kernel, [Sq, N, Dv], in a dtype."""
+    """Return causal attention of the last Sq of S tokens by torch's own kernel, computed in `dtype`: [Sq, N, Dv]."""
     keys_after = torch.arange(k.shape[0]).flip(0)
     queries_after = torch.arange(q.shape[0]).flip(0)
     seen = keys_after[None, :] >= queries_after[:, None]
@@ -266,7 +270,7 @@ def oracle_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtyp
 
 
 def oracle_layer(config: MLAConfig, weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
-    """One request's whole sequence through the layer, [S, H] -> [S, H], without cache or absorption."""
+    """Compute the layer for the whole sequence of one request, [S, H] -> [S, H], without cache and absorbed path."""
     c, w = config, {name: weight.double() for name, weight in weights.items()}
     x, positions = hidden.double(), torch.arange(hidden.shape[0])
 
@@ -292,10 +296,10 @@ def oracle_layer(config: MLAConfig, weights: dict[str, Tensor], hidden: Tensor) 
 
 
 def assert_close64(actual: Tensor, expected: Tensor) -> None:
-    """Equal to float64 rounding: 1e-12 of the larger of 1 and the largest value; infinities in the same places."""
+    """Assert equality to float64 rounding: 1e-12 x max(1, largest value); NaN and infinities at the same elements."""
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     finite = expected.isfinite()
-    assert torch.equal(actual.isfinite(), finite), "values that are not finite stand in other places"
+    assert torch.equal(actual.isfinite(), finite), "NaN or infinity at different elements"
     assert torch.equal(actual[~finite].isnan(), expected[~finite].isnan())
     infinite = expected.isinf()
     assert torch.equal(actual[infinite].double(), expected[infinite].double())
@@ -305,13 +309,13 @@ def assert_close64(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_states64(actual: AttentionState, expected: AttentionState) -> None:
-    """Both halves of a state equal to float64 rounding."""
+    """Assert that outputs and LSEs are equal up to float64 rounding."""
     assert_close64(actual.out, expected.out)
     assert_close64(actual.lse, expected.lse)
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """Equal bit by bit, NaN payloads included."""
+    """Assert that shape, dtype and all bits are equal, NaN payloads included."""
     assert actual.shape == expected.shape and actual.dtype == expected.dtype
     assert torch.equal(
         actual.contiguous().view(-1).view(torch.uint8) if actual.numel() else actual,

@@ -1,4 +1,4 @@
-"""Values that a call must refuse, by the annotation of the argument that they stand for."""
+"""Malformed values for the arguments of a call, and whether an argument's annotation admits a value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .factories import DIRECT, integers
 
 
 class Anything:
-    """An object that is nothing a function asks for."""
+    """An object of a type that no function accepts."""
 
     def __repr__(self) -> str:
         return "an object\nof two lines"
@@ -29,7 +29,7 @@ ANYTHING = Anything()
 
 
 def scalars() -> dict[str, Any]:
-    """Values that any argument may be given by mistake, by the name that the report uses."""
+    """Return values that a caller may pass by mistake for any argument, by their names in the report."""
     return {
         "None": None,
         "a float": 3.5,
@@ -45,14 +45,14 @@ def scalars() -> dict[str, Any]:
         "a 0-d tensor": torch.tensor(3),
         "a vector": torch.arange(3.0),
         "a config": DIRECT,
-        "a share": TokenOwnership(1, 0),
+        "an ownership": TokenOwnership(1, 0),
         "a decode plan": DecodeMetadata(*(integers(1) for _ in dataclasses.fields(DecodeMetadata))),
         "a dtype of ints": torch.int8,
     }
 
 
 def tensors(like: Tensor) -> dict[str, Tensor]:
-    """Tensors like a good one, but of another dtype, rank, layout or device."""
+    """Return tensors that differ from a good one in dtype, rank, layout or device, by their names in the report."""
     floating = like.is_floating_point()
     made = {
         "a bool tensor": like != 0,
@@ -78,7 +78,7 @@ def tensors(like: Tensor) -> dict[str, Tensor]:
 
 
 def admits(annotation: str, value: Any) -> bool:
-    """Whether a value has the type of an annotation, so that a call may take it or refuse it as it sees fit."""
+    """Return whether a value has the type of an annotation; a call may then accept it or refuse it."""
     annotation = annotation.replace("BackendChoice", "str | Mapping[str, str] | None")
     for part in re.split(r"\s*\|\s*(?![^\[]*\])", annotation):
         kind = part.split("[")[0].strip()
@@ -99,11 +99,12 @@ def admits(annotation: str, value: Any) -> bool:
 
 
 def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]]:
-    """Values to put where a good one stands.
+    """Yield malformed variants of a good argument: the argument replaced, or one field or item of it replaced.
 
     Yields:
-        The dotted path below the argument ("" for the argument itself), the name of the value, the argument with it,
-        and whether its type is right. An argument that cannot be made so is the error instead.
+        Dotted path of the replaced part below the argument ("" for the argument itself), name of the value that
+        replaces it, the resulting argument, and whether the value has the right type. Variants that a record's own
+        checks refuse are left out.
     """
     for label, value in scalars().items():
         if not (
@@ -121,7 +122,7 @@ def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]
             for path, label, value, well in malformed(str(field.type), held):
                 try:
                     changed = dataclasses.replace(good, **{field.name: value})
-                except (ValueError, TypeError):  # a record that checks itself has calls of its own
+                except (ValueError, TypeError):  # the constructor of a record that checks itself is a call of its own
                     continue
                 yield f".{field.name}{path}", label, changed, well
     elif isinstance(good, list | tuple) and good and isinstance(good[0], Tensor):

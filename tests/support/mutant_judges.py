@@ -11,7 +11,7 @@ class Judge:
 
     Attributes:
         modules: test modules in `tests`, without suffix.
-        selection: of those tests, the ones that match this expression (`pytest -k`); "" takes all.
+        selection: expression that selects some of the modules' tests (`pytest -k`); "" selects all.
     """
 
     modules: tuple[str, ...]
@@ -19,7 +19,7 @@ class Judge:
 
     @property
     def command(self) -> list[str]:
-        """Arguments of pytest."""
+        """The arguments of pytest that run the judge."""
         paths = [f"tests/{module}.py" for module in self.modules]
         return [*paths, *(["-k", self.selection] if self.selection else [])]
 
@@ -42,7 +42,7 @@ BUILDER = Judge(
     ),
     "not test_context_parallel_refusals or test_plans",
 )
-# whole layers and serving loops over many ranks take most of the time of these modules
+# The expression leaves out whole layers and serving loops over many ranks: they take most of these modules' time.
 CONTEXT_PARALLEL = Judge(
     (
         "planning/test_rank_slots",
@@ -58,7 +58,7 @@ CONTEXT_PARALLEL = Judge(
     ),
     "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
 )
-# slots of one rank, and of ranks that share a sequence
+# The slot mapping of one rank, and of ranks that share a sequence.
 SLOT_MAPPING = Judge((*BATCH.modules, "planning/test_rank_slots"))
 OWNERSHIP = Judge(
     ("interfaces/test_interfaces", "planning/test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection
@@ -129,7 +129,7 @@ TABLE = {
     "fast/integrations/transformers/cache.py": ADAPTER,
     "fast/integrations/transformers/padding.py": ADAPTER,
 }  # fmt: skip
-SUBJECTS = {  # of a file, by the first of these that its path has
+SUBJECTS = {  # subject of a file: the value of the first key that occurs in the file's path
     "fast/kernels/cpu/schedule": "planning",
     "fast/kernels/cpu/": "cpu kernels",
     "fast/kernels/rotation": "cpu kernels",

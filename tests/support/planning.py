@@ -1,4 +1,4 @@
-"""What the tests of the planners share: batches drawn at random, plans compared bit by bit."""
+"""Helpers for the tests of the planners: strategies for random batches, comparison of plans bit by bit."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import reference
 
 from .properties import st
 
-WINGS = st.sampled_from(["reference", "fast"]).map({"reference": reference, "fast": fast}.get)
+PACKAGES = st.sampled_from(["reference", "fast"]).map({"reference": reference, "fast": fast}.get)
 QUERY_LENS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 17]), max_size=7)
 
 
 @st.composite
 def batches(draw):
-    """Query and sequence lengths: padding rows, empty queries, pages that just fit."""
+    """Draw query and sequence lengths, among them padding requests, empty queries and lengths of 16 and 17 tokens."""
     query_lens = draw(QUERY_LENS)
     seq_lens = [
         draw(st.one_of(st.just(0), st.integers(q, q + 40), st.just(max(q, 16)), st.just(max(q, 17))))
@@ -27,7 +27,7 @@ def batches(draw):
 
 
 def same(ours, theirs, name="metadata"):
-    """Equal dataclasses, tensors bit by bit and in dtype."""
+    """Assert that two plans are equal, field by field; tensors in dtype, shape and all bits."""
     if isinstance(ours, Tensor):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.equal(theirs), name
     elif dataclasses.is_dataclass(ours):

@@ -1,7 +1,7 @@
-"""Starts ranks as processes of this machine, on the loopback interface, and always ends them.
+"""Starts ranks as processes of this machine, connected by the loopback interface, and ends every process.
 
-Not torchrun, which kills the survivors of a rank that died: what they say is what is tested. The processes fork off a
-server that has imported everything, so that a start takes a moment, not seconds.
+It does not use torchrun: when a rank dies, torchrun kills the surviving ranks, and the tests check the errors of those.
+The processes are forked from a server that has imported all modules, so a rank starts without seconds of imports.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ PRELOADED = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank.
+    """Result of one rank.
 
     Attributes:
-        value: what its task returned, None where it did not.
-        error: type and message of what it raised, None where it did not.
-        exit_status: negative: the signal that ended it; None: it had to be killed after the limit.
-        seconds: from the start of the task to the return or error; None where it ended otherwise.
-        said: what it wrote to stderr.
-        ended: when the process was seen to have ended, by the clock of `time.monotonic`.
+        value: value that its task returned; None if the task did not return.
+        error: type and message of the exception that its task raised; None if there was none.
+        exit_status: exit status of its process; -n if signal n ended the process, None if it was killed at the limit.
+        seconds: time from the start of the task to its return or exception; None if the process ended otherwise.
+        stderr: text that it wrote to stderr.
+        ended: when its process was first observed to have ended, by `time.monotonic`.
     """
 
     value: Any
     error: str | None
     exit_status: int | None
     seconds: float | None
-    said: str
+    stderr: str
     ended: float
 
 
@@ -68,14 +68,17 @@ def run_ranks(
     """Run `task(*arguments)` on every rank of a process group.
 
     Args:
-        size: ranks.
-        task: a function of a module that can be imported.
-        arguments: that pickle.
-        backend: gloo or nccl; with nccl rank r has CUDA device r.
-        timeout_s: of the group.
-        limit_s: after which ranks are killed and the run has hung.
-        meanwhile: called with the process ids once all ranks have said that they serve (`serving`).
-        stands_still: a rank that is not waited for.
+        size: number of ranks.
+        task: function of a module that can be imported.
+        arguments: its arguments; they are pickled.
+        backend: gloo or nccl; with nccl rank r uses CUDA device r.
+        timeout_s: timeout of the process group, in seconds.
+        limit_s: time limit of the run, in seconds; ranks that have not ended by then are killed.
+        meanwhile: called with the process ids after every rank has called `serving`.
+        stands_still: rank whose end is not waited for.
+
+    Returns:
+        The outcome of every rank, in rank order.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -102,27 +105,27 @@ def run_ranks(
                 process.join()
         outcomes = []
         for rank, process in enumerate(processes):
-            said, told = (Path(folder, f"{rank}.{what}") for what in ("said", "told"))
-            value, error, seconds = pickle.loads(told.read_bytes()) if told.exists() else (None, None, None)
-            words = said.read_text(errors="replace") if said.exists() else ""
+            stderr, result = (Path(folder, f"{rank}.{what}") for what in ("stderr", "result"))
+            value, error, seconds = pickle.loads(result.read_bytes()) if result.exists() else (None, None, None)
+            text = stderr.read_text(errors="replace") if stderr.exists() else ""
             status = process.exitcode if rank in ended else None
-            outcomes.append(Outcome(value, error, status, seconds, words, ended.get(rank, time.monotonic())))
+            outcomes.append(Outcome(value, error, status, seconds, text, ended.get(rank, time.monotonic())))
     return outcomes
 
 
-_STORE: list[dist.TCPStore] = []  # of a process that is a rank
+_STORE: list[dist.TCPStore] = []  # in the process of a rank: its connection to the store; empty elsewhere
 
 
 def serving() -> None:
-    """Tell the caller that this rank serves; more than once does nothing."""
+    """Report to `run_ranks` that this rank serves; further calls have no effect."""
     _STORE[0].set(f"serving {dist.get_rank()}", "")
 
 
 def _rank(rank, size, port, backend, timeout_s, limit_s, folder, task, arguments) -> None:
-    """What a process does: join, run, tell."""
-    signal.alarm(int(2 * limit_s) + 30)  # ends it should nobody be there to do so
+    """Main function of a rank's process: join the group, run the task, write its result to a file."""
+    signal.alarm(int(2 * limit_s) + 30)  # ends the process even if its parent has died
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.dup2(os.open(Path(folder, f"{rank}.said"), os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(Path(folder, f"{rank}.stderr"), os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -138,13 +141,13 @@ def _rank(rank, size, port, backend, timeout_s, limit_s, folder, task, arguments
         outcome, status = (None, f"{type(error).__name__}: {error}", time.monotonic() - started), 1
     written = Path(folder, f"{rank}.writing")
     written.write_bytes(pickle.dumps(outcome))
-    written.rename(Path(folder, f"{rank}.told"))
+    written.rename(Path(folder, f"{rank}.result"))
     sys.stderr.flush()
-    os._exit(status)  # destroying a group waits for ranks that may be gone
+    os._exit(status)  # an ordinary exit destroys the group, which would wait for ranks that may have died
 
 
 def values_of(outcomes: list[Outcome]) -> list[Any]:
-    """What every rank returned; a rank that did not is an error with all it said."""
+    """Return the value of every rank; assert that each rank returned, with its stderr as the message."""
     for rank, outcome in enumerate(outcomes):
-        assert outcome.exit_status == 0, f"rank {rank}: {outcome.error or outcome.exit_status}\n{outcome.said}"
+        assert outcome.exit_status == 0, f"rank {rank}: {outcome.error or outcome.exit_status}\n{outcome.stderr}"
     return [outcome.value for outcome in outcomes]

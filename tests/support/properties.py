@@ -1,4 +1,4 @@
-"""Hypothesis, or, where it is not installed, stand-ins under which a property test is skipped with the reason."""
+"""Names of hypothesis; where it is not installed, stand-ins that skip each property test with the reason."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError:
 
     class _Strategies:
-        """Any strategy, called with anything, mapped and filtered."""
+        """Stand-in for every strategy: each attribute and each call returns it again."""
 
         def __getattr__(self, name):
             return self
@@ -21,7 +21,7 @@ except ModuleNotFoundError:
     st = _Strategies()
 
     def given(*_args, **_kwargs):
-        """A test that says what is missing, in place of one that draws its arguments."""
+        """Replace a property test by a test that is skipped."""
 
         def replace(test):
             def skipped():
@@ -33,7 +33,7 @@ except ModuleNotFoundError:
         return replace
 
     def assume(_condition):
-        """Never reached: no property test runs."""
+        """Fail: this is never called, as no property test runs without hypothesis."""
         raise AssertionError("hypothesis is not installed")
 
 

@@ -1,6 +1,6 @@
-"""One served sequence of steps on ranks that share heads and sequences: what simulations and real processes both run.
+"""Tasks of ranks that share heads and sequences, for simulated ranks and for real processes.
 
-Everything is drawn from a seed, so that a rank needs no more than its groups to know its part.
+All inputs and weights are drawn from a seed, so that a rank needs only its groups to compute its own heads and tokens.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Steps:
 
     Attributes:
         lens: for each step, (new tokens, tokens after the step) of each request; decodes stand first.
-        block_size: tokens a page.
-        workspace_tokens: context tokens expanded at once.
-        decode_threshold: longest query that decodes.
+        block_size: tokens a block.
+        workspace_tokens: context tokens that are expanded at once.
+        decode_threshold: largest number of new tokens of a request that is a decode.
     """
 
     lens: tuple[tuple[tuple[int, int], ...], ...]
@@ -45,12 +45,12 @@ class Steps:
 
 
 def owners(length: int, size: int, interleave: int) -> list[int]:
-    """The rank of each token, dealt out like cards: I to each rank in turn."""
-    dealt: list[int] = []
-    while len(dealt) < length:
+    """Return the rank that owns each token: I consecutive tokens to rank 0, the next I to rank 1, and so on."""
+    ranks: list[int] = []
+    while len(ranks) < length:
         for rank in range(size):
-            dealt += [rank] * interleave
-    return dealt[:length]
+            ranks += [rank] * interleave
+    return ranks[:length]
 
 
 def make_rank_layer(
@@ -61,7 +61,7 @@ def make_rank_layer(
     context_parallel: ContextParallel | None,
     device: str,
 ):
-    """A layer whose projections are this rank's share of the weights of all heads."""
+    """Return a layer whose projections hold only this rank's heads, cut from the weights of all heads."""
     modules = {name: linear(x.to(dtype)) if x.dim() == 2 else norm(x.to(dtype)) for name, x in weights.items()}
     if context_parallel is not None:
         for name in HEAD_DIMENSION.keys() & modules.keys():
@@ -80,7 +80,7 @@ def serve(
     seed: int = 0,
     device: str = "cpu",
 ) -> list[Tensor]:
-    """The layer's output in each step, [T, H], over a cache whose unowned bytes are NaN."""
+    """Run a layer over the steps and return its output in each step, [T, H]; unowned slots of its cache are NaN."""
     cp = context_parallel
     ownership = None if cp is None else cp.ownership
     size, rank, interleave = (1, 0, 1) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
@@ -90,9 +90,9 @@ def serve(
         longest = [max(step[request][1] for step in steps.lens) for request in range(len(steps.lens[0]))]
         hidden = [
             torch.randn(length, config.hidden_size, dtype=torch.float64).to(dtype) for length in longest
-        ]  # before what depends on D
-        turn = steps.block_size * size  # tokens behind one column of the table
-        columns = [-(-length // turn) for length in longest]
+        ]  # drawn before the block table, whose size depends on D: every rank count gets the same hidden states
+        column_tokens = steps.block_size * size  # one column of the table: a block on each rank
+        columns = [-(-length // column_tokens) for length in longest]
         free = torch.randperm(sum(columns) + 2).tolist()
         table = torch.full((len(longest), max(columns) + 1), GARBAGE, dtype=torch.int32)
         for request, count in enumerate(columns):
@@ -125,21 +125,21 @@ def serve(
 
 
 def make_groups(size: int, interleave: int = 1, merge: str = "a2a") -> ContextParallel:
-    """Every `size` consecutive processes share sequences; all share the heads."""
+    """Return groups in which each `size` consecutive processes share sequences, and all processes share the heads."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, interleave, merge)
 
 
 class SmallModel(nn.Module):
-    """Two layers of attention and nothing else, called as `fast.demo.serving` calls a model.
+    """Model of two attention layers and an embedding, with the signature that `fast.demo.serving` calls.
 
     Args:
-        ops: the wing.
-        config: of its layers.
-        context_parallel: the groups.
-        device: where it lies.
-        dtype: of its weights.
+        ops: package of the layers, `reference` or `fast`.
+        config: config of the layers.
+        context_parallel: groups of ranks; None on a single rank.
+        device: device of the weights.
+        dtype: dtype of the weights.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class SmallModel(nn.Module):
 def make_loop(
     ops: ModuleType, config: MLAConfig, context_parallel: ContextParallel | None, device: str, dtype, shift=0, **options
 ):
-    """A loop over a small model with a few requests waiting; their tokens may be shifted."""
+    """Return a serving loop over a small model with four waiting requests; `shift` changes their prompt tokens."""
     from fast.demo.serving import ServingLoop
 
     model = SmallModel(ops, config, context_parallel, device, dtype)
@@ -178,7 +178,7 @@ def make_loop(
 
 
 def die_at(context_parallel: ContextParallel, exchange: int) -> None:
-    """Let this process be killed at the beginning of an exchange, counted over both groups."""
+    """Make this process kill itself at the beginning of the given exchange, counted from 1 over both groups."""
     left = [exchange]
     for group in (context_parallel.cp_group, context_parallel.tp_group):
         begin = group._begin
@@ -192,11 +192,11 @@ def die_at(context_parallel: ContextParallel, exchange: int) -> None:
         group._begin = counted
 
 
-# What real processes run; each returns what pickles.
+# Tasks of real processes. Their results are pickled.
 
 
 def exchange_everything(size: int, interleave: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Both merges of fixed states, a gather of context, and the steps of a layer, in both wings."""
+    """Return the results of `everything` in both packages."""
     import fast
     import reference
 
@@ -205,11 +205,11 @@ def exchange_everything(size: int, interleave: int, dtype: torch.dtype, device: 
 
 
 def everything(
-    ranks: ContextParallel, wings: dict[str, ModuleType], dtype: torch.dtype, device: str
+    ranks: ContextParallel, packages: dict[str, ModuleType], dtype: torch.dtype, device: str
 ) -> dict[str, Tensor]:
-    """The results of one rank, by name, on the CPU."""
+    """Merge fixed states and run the steps of a layer, with both merges; return this rank's results on the CPU."""
     found = {}
-    for name, ops in wings.items():
+    for name, ops in packages.items():
         for merge, function in (("a2a", ops.cp_lse_a2a), ("ag_rs", ops.cp_lse_ag_out_rs)):
             torch.manual_seed(1000 + ranks.rank)
             with torch.device("cpu"):
@@ -218,8 +218,8 @@ def everything(
                 empty = torch.rand(12, 9) < 0.3
             lse = lse.to(torch.float64 if dtype == torch.float64 else torch.float32).masked_fill(empty, -torch.inf)
             state = AttentionState(out.masked_fill(empty.T[..., None], 0).to(device), lse.to(device))
-            home = function(state, ranks.cp_group)
-            found[f"{name} {merge} out"], found[f"{name} {merge} lse"] = home.out, home.lse
+            merged = function(state, ranks.cp_group)
+            found[f"{name} {merge} out"], found[f"{name} {merge} lse"] = merged.out, merged.lse
             steps = Steps(STEPS, 16, 4 * math.lcm(16, ranks.size * ranks.interleave), 2)
             outputs = serve(ops, RANK_CONFIG, steps, dtype, replace(ranks, merge=merge), device=device)
             found |= {f"{name} {merge} step {number}": x for number, x in enumerate(outputs)}
@@ -227,10 +227,10 @@ def everything(
 
 
 def serve_and_die(size: int, victim: int | None, exchange: int, device: str, dtype: torch.dtype) -> list[list[int]]:
-    """Serve a few requests; the victim is killed at the beginning of one of its exchanges."""
+    """Serve a few requests and return their tokens; rank `victim` is killed at the beginning of its given exchange."""
     import fast
 
-    if device == "cuda":  # compile before anybody waits for anybody
+    if device == "cuda":  # compile all kernels before ranks wait for each other
         fast.simulate(size, 4, lambda ranks: make_loop(fast, RANK_CONFIG, ranks, device, dtype).run(),
                       dist.get_world_size())  # fmt: skip
     ranks = make_groups(size, 4)
@@ -243,7 +243,12 @@ def serve_and_die(size: int, victim: int | None, exchange: int, device: str, dty
 def replay_decodes(
     size: int, merge: str, query_len: int, device: str, dtype: torch.dtype
 ) -> tuple[list[tuple[Tensor, Tensor]], int]:
-    """Decode steps as the layer gives them with a plan and out of a graph; and how many amounts of memory were held."""
+    """Run three decode steps of a layer eagerly and by graph replay.
+
+    Returns:
+        For each step, the eager and the replayed output, [T, H]; and how many different amounts of reserved memory
+        were observed after the steps.
+    """
     import fast
 
     ranks = make_groups(size, 16, merge)
@@ -284,7 +289,7 @@ def replay_decodes(
 
 
 def serve_for_ever(size: int, device: str, dtype: torch.dtype) -> None:
-    """Serve the same requests again and again, until something stops it."""
+    """Serve the same requests again and again until the process is ended."""
     import fast
 
     ranks = make_groups(size, 4)
@@ -294,7 +299,7 @@ def serve_for_ever(size: int, device: str, dtype: torch.dtype) -> None:
 
 
 def disagree(facts: dict[str, list]) -> None:
-    """`verify_group` with facts by rank, the groups' own among them."""
+    """Call `verify_group` with facts that differ by rank; size, interleave and merge are facts of the groups."""
     import fast
 
     mine = {name: values[dist.get_rank()] for name, values in facts.items()}
@@ -306,7 +311,7 @@ def disagree(facts: dict[str, list]) -> None:
 
 
 def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
-    """Groups from a device mesh instead of process groups."""
+    """Make groups from a device mesh; return the group size, a sum over the group, and its members."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("others", "context"))
@@ -316,7 +321,7 @@ def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
 
 
 def disagree_in_a_loop(size: int, options: dict[str, list]) -> list:
-    """A serving loop made with options by rank, then run."""
+    """Run a serving loop whose options differ by rank and return the tokens of its requests."""
     import fast
 
     mine = {name: values[dist.get_rank()] for name, values in options.items()}

@@ -1,4 +1,4 @@
-"""Tiny random DeepSeek models of transformers, stock and under `use_mla`, and comparisons of the two."""
+"""Tiny random DeepSeek models of transformers, unchanged ("stock") and under `use_mla`, and comparisons of the two."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ CONFIGS = {
     "v3-yarn": (3, dict(q_lora_rank=20, rope_parameters=YARN, rope_interleave=True, first_k_dense_replace=1)),
     "v3-half": (3, dict(q_lora_rank=None, rope_parameters=PLAIN, rope_interleave=False)),
 }
-# The annotations of every module on the way are checked in the tests of one forward; a whole generation would spend
-# most of its time on them.
+# For tests of a whole generation, which would spend most of its time on run-time checks of annotations. The tests of a
+# single forward keep those checks.
 WITHOUT_SHAPE_CHECKS = pytest.mark.usefixtures("plain_errors")
 GREEDY = dict(do_sample=False, max_new_tokens=5)
 
 
 def build(name: str, seed: int = 0, **fields):
-    """A tiny random model in eval mode."""
+    """Return a tiny random model in eval mode; `fields` replace fields of its config."""
     generation, special = CONFIGS[name]
     kind = transformers.DeepseekV2Config if generation == 2 else transformers.DeepseekV3Config
     sizes = dict(
@@ -46,11 +46,11 @@ def build(name: str, seed: int = 0, **fields):
     )  # fmt: skip
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(kind(**{**sizes, **special, **fields}))
-    with torch.no_grad():  # norms that are not all ones
+    with torch.no_grad():  # norm weights are all 1 by default
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
-    model.set_experts_implementation("eager")  # the grouped one has no float64
+    model.set_experts_implementation("eager")  # the grouped implementation does not support float64
     return model.eval()
 
 
@@ -71,7 +71,7 @@ def eager_model(name: str):
 
 @functools.cache
 def moved_model(name: str, draw: int):
-    """The eager model, its weights moved by at most one unit in the last place, as rounding might move anything."""
+    """Return the eager model with its weights changed by at most one unit in the last place, as rounding may do."""
     model = copy.deepcopy(eager_model(name))
     generator = torch.Generator().manual_seed(draw)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def served(name: str, ops, **options):
 
 
 def padded_batch():
-    """Left padding, a hole and right padding, [3, 11]; the last column of row 2 is padding."""
+    """Return ids and mask [3, 11]: row 0 has left padding, row 1 a hole, row 2 one column of right padding."""
     ids = torch.randint(1, VOCAB, (3, 11))
     mask = torch.ones_like(ids)
     mask[0, :4], mask[1, 5:7], mask[2, 10] = 0, 0, 0
@@ -94,18 +94,19 @@ def padded_batch():
 
 
 def furthest_off(results: list[torch.Tensor], gold: torch.Tensor) -> torch.Tensor:
-    """At each element, which of some results in float32 lies furthest from gold."""
+    """Return, at each element, the value among the float32 results that is furthest from gold."""
     return functools.reduce(
         lambda low, other: torch.where((low - gold).abs() > (other - gold).abs(), low, other), results
     )
 
 
 def assert_same(scenario, name: str, ops, **options) -> None:
-    """`scenario(model) -> logits` of a served model within the budget that stock float32 sets against stock float64.
+    """Assert that the logits of a served model, `scenario(model)`, are within the budget of stock float32.
 
-    What float32 costs is taken from both of stock's own attentions, and from four models whose weights were moved by a
-    unit in the last place: at each element, the one that lies furthest off. Some tokens are far worse conditioned than
-    others, and one result alone may be lucky there: 1 of 40 draws then missed twice its error.
+    The budget is computed from the error of stock float32 against stock float64 (gold). Six float32 models are run: the
+    two stock attentions, and four models whose weights were changed by a unit in the last place. At each element the
+    result furthest from gold counts. One model is not enough: its error can be small by chance at a badly conditioned
+    token. With one model, 1 of 40 draws exceeded twice its error.
     """
     with torch.no_grad():
         gold = scenario(gold_model(name))

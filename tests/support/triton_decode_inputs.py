@@ -1,6 +1,6 @@
-"""What the tests of portable decode share: dtypes and widths, the inputs, and the launch.
+"""Helpers for the tests of the portable Triton decode: dtypes, widths, inputs, launch.
 
-On a GPU the kernels run compiled, at real widths; else in Triton's interpreter, at small ones.
+On a GPU the kernels run compiled, at the widths of real models; else in Triton's interpreter, at small widths.
 """
 
 from __future__ import annotations
@@ -27,5 +27,5 @@ if ON_GPU or INTERPRETED:
 
 
 def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=WIDTH, block_size=64):
-    """Those of `decode_inputs`, at these widths."""
+    """Return the inputs of `decode_inputs.make_inputs`, by default at the first width of WIDTHS."""
     return decode_inputs.make_inputs(query_lens, seq_lens, heads, dtype, widths, block_size)

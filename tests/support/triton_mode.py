@@ -1,7 +1,7 @@
-"""How the Triton kernels run in these tests: compiled where there is a GPU, else in Triton's interpreter.
+"""Decides how the Triton kernels run in these tests: compiled where there is a GPU, else in Triton's interpreter.
 
-A file of kernel tests runs itself again with TRITON_INTERPRET=1 where it finds no GPU: the variable must be set before
-Triton is imported.
+Without a GPU, a file of kernel tests starts itself again in a process with TRITON_INTERPRET=1, as the variable must be
+set before Triton is imported.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 runs = pytest.mark.skipif(not (ON_GPU or INTERPRETED), reason="neither a GPU nor TRITON_INTERPRET=1")
 gpu_only = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
-starts_interpreter = pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run here themselves")
+starts_interpreter = pytest.mark.skipif(ON_GPU or INTERPRETED, reason="the kernels run in this process")
 
 
 def run_in_interpreter(file: str) -> None:
-    """Run a test file in Triton's interpreter; every test of it passes, and some ran."""
+    """Run a test file in Triton's interpreter; assert that none of its tests fails and that at least one passes."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True,

@@ -222,7 +222,7 @@ def check_visible_lens(ops, dtype=torch.float64):
     verdict("mla_decode", state, *(reference.mla_decode(ql, q_pe, cache, plan, 0.3) for _ in range(2)))
     assert state.lse[:, [0, 5]].eq(-torch.inf).all() and state.out[[0, 5]].eq(0).all()
     hidden = cache.clone()
-    for block, at in batch.homes[1][16:]:
+    for block, at in batch.slots[1][16:]:
         hidden[block, at] = 1e3
     again = ops.mla_decode(ql, q_pe, hidden, plan, 0.3)
     assert_same_bits(again.out, state.out)
@@ -392,7 +392,7 @@ def test_bad_keys_stay_with_their_request(ops, bad, pieces):
     """Owned keys or values that are not finite may poison their own request, never another's."""
     batch, _, cache, plan, ql, q_pe = decode_inputs(DIRECT, [2, 1, 1], [20, 33, 17], torch.float32)
     clean = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
-    block, at = batch.homes[1][5]
+    block, at = batch.slots[1][5]
     cache[block, at, 3] = bad
     state = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
     others = [0, 1, 3]
@@ -415,7 +415,7 @@ def test_bad_keys_in_context_stay_with_their_request(ops):
     batch = make_batch([3, 2, 4], [35, 18, 36])
     weights, inputs = make_weights(config, torch.float32), layer_inputs(config, batch, torch.float32, 0)
     clean, _ = layer_step(ops, config, weights, torch.float32, inputs, batch)
-    block, at = batch.homes[1][2]
+    block, at = batch.slots[1][2]
     inputs[2][block, at] = torch.nan
     out, _ = layer_step(ops, config, weights, torch.float32, inputs, batch)
     assert out[3:5].isnan().any()
