@@ -211,18 +211,18 @@ def causal_bound_of_the_local_position(patch):
 
 
 def lse_in_bfloat16(patch):
-    whole = reference.distributed.merge._shares_of
-    patch.setattr(reference.distributed.merge, "_shares_of", lambda lses: whole(lses.bfloat16().to(lses.dtype)))
+    whole = reference.distributed.merge._merge_weights
+    patch.setattr(reference.distributed.merge, "_merge_weights", lambda lses: whole(lses.bfloat16().to(lses.dtype)))
 
 
 def lse_in_base_2(patch):
-    whole = reference.distributed.merge._shares_of
-    patch.setattr(reference.distributed.merge, "_shares_of", lambda lses: whole(lses * 1.4426950408889634))
+    whole = reference.distributed.merge._merge_weights
+    patch.setattr(reference.distributed.merge, "_merge_weights", lambda lses: whole(lses * 1.4426950408889634))
 
 
 def outputs_summed_without_weights(patch):
-    whole = reference.distributed.merge._shares_of
-    patch.setattr(reference.distributed.merge, "_shares_of", lambda lses: (torch.ones_like(lses), whole(lses)[1]))
+    whole = reference.distributed.merge._merge_weights
+    patch.setattr(reference.distributed.merge, "_merge_weights", lambda lses: (torch.ones_like(lses), whole(lses)[1]))
 
 
 def a_rank_is_left_out(patch):
