@@ -1,1 +1,1 @@
-"""The GPU suite and the benchmarks, as far as they run without a GPU."""
+"""Tests of the GPU suite and of the benchmarks that run without a GPU."""

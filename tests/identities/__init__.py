@@ -1,1 +1,1 @@
-"""Identities in float64, of one package by itself."""
+"""Identities in float64; each test uses one package only."""
