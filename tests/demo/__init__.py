@@ -1,1 +1,1 @@
-"""The main job and its serving loop."""
+"""Tests of the main job and of its serving loop."""

@@ -1,4 +1,7 @@
-"""A step that waits on a GPU for a dead rank ends its process, whatever has become of the process's own streams."""
+"""Tests of the deadline that ends a process whose step waits on a GPU for a dead rank.
+
+The process must end even if its own output streams or log handlers are broken.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,10 @@ LINE = f"no answer within 0.5 s: {WAITS}; {WAITS}; requests in flight: 3, 5\n"
 
 @pytest.mark.parametrize("case", ["plain", "closed", "broken handler", "in time", "gloo"])
 def test_deadline(case):
-    """Over gloo, whose exchanges fail by themselves, and in time nothing happens."""
+    """A step that is late ends the process with status 70 and one message.
+
+    A step in time does not, and neither does a step over gloo, whose exchanges fail without help.
+    """
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", SCRIPT, case], cwd=root, capture_output=True, text=True, timeout=50,
                           check=False)  # fmt: skip

@@ -167,8 +167,8 @@ def test_what_racecheck_must_say():
     """The race check passes only if two conditions hold.
 
     - No share reports a race, except those at Triton's `warp_specialize`.
-    - The controls have the expected results: racecheck reports no race in the kernel whose order is right, and a race
-      in each kernel whose order is missing.
+    - The controls have the expected results: racecheck reports no race where every thread arrives and a race where no
+      thread waits, and both controls with a barrier give right values.
     """
     head, call = places(*TRITONS)
     kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["combine", "triton"])]

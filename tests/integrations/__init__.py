@@ -1,1 +1,1 @@
-"""Adapters to other libraries."""
+"""Tests of the adapters to other libraries."""

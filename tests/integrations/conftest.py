@@ -1,4 +1,4 @@
-"""The models that the tests of the adapter take turns at."""
+"""Fixtures with the models on which the tests of the transformers adapter run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def name(request):
 
 @pytest.fixture
 def model():
-    """A stock model that a test may change."""
+    """Return a copy of a stock model, which a test may change."""
     from ..support.transformers_models import STOCK  # needs transformers
 
     return copy.deepcopy(STOCK["v3-yarn"])

@@ -1,4 +1,4 @@
-"""What `use_mla` leaves alone: hooks, copies, saved checkpoints, and the model itself after `restore`."""
+"""Tests that `use_mla` does not change hooks, copies and saved checkpoints, and that `restore` undoes it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_restore_leaves_the_model_as_it_was(model, ops):
     assert attributes(model) == before and vars(model.config) == config
     with torch.no_grad():
         assert torch.equal(model(ids, attention_mask=mask).logits, expected)
-    use_mla(model, ops=ops)  # and again
+    use_mla(model, ops=ops)  # a restored model can be served again
     restore(model)
 
 

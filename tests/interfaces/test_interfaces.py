@@ -125,7 +125,7 @@ def test_fields_replace_those_of_a_preset():
 
 
 def test_a_preset_without_its_rope_is_refused(plain_errors):
-    """The preset of MiniCPM3 needs a given rope: no `RopeConfig` expresses its LongRoPE, and a default would be wrong."""
+    """The preset of MiniCPM3 needs a given rope, because no `RopeConfig` expresses its LongRoPE."""
     with pytest.raises(UnsupportedConfiguration, match="^rope: expected a RopeConfig for 'minicpm3', whose LongRoPE "):
         MLAConfig.from_preset("minicpm3")
     rope = RopeConfig(interleaved=False)
