@@ -1,4 +1,4 @@
-"""Time the operations that move bytes: gather, cache write, block copy, reorder, merge and a plain copy; DeepSeek-V3.
+"""Time the operations that move bytes, with the dims of DeepSeek-V3: gather, cache write, block copy, reorder, merge.
 
     python -m tests.benchmarks.bytes
     python -m tests.benchmarks.bytes --rows gather,65536 merge,65536 --json bytes.json
@@ -52,7 +52,7 @@ class Row:
 
     @classmethod
     def parse(cls, op: str, tokens: str) -> Row:
-        """Return the row of the texts of an operation and a number of tokens.
+        """Return the row that is given by the texts of an operation and a number of tokens.
 
         Raises:
             ValueError: the operation is unknown, or the number of tokens is invalid.
@@ -91,7 +91,7 @@ def random_cache(blocks: int, device: str) -> Tensor:
 
 
 def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls and a check: gather the blocks of several requests, from the second block on, into a workspace."""
+    """Return calls that gather several requests, from the second block on, into a workspace, and a check of them."""
     width = row.tokens // REQUESTS // BLOCK_SIZE + 1
     cache = random_cache(sets * REQUESTS * width, device)
     index = dict(dtype=torch.int32, device=device)
@@ -111,7 +111,7 @@ def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[
 
 
 def cache_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls and a check: write new entries to random blocks of a cache that has twice as many slots."""
+    """Return calls that write new entries to random blocks of a cache with twice as many slots, and a check of them."""
     cache = torch.full((2 * sets * row.tokens // BLOCK_SIZE, BLOCK_SIZE, WIDTH), torch.nan, dtype=DTYPE, device=device)
     order = torch.randperm(cache.shape[0], device=device)[: sets * row.tokens // BLOCK_SIZE]
     slots = (order[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)).view(sets, row.tokens)
@@ -132,7 +132,7 @@ def cache_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[
 
 
 def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls and a check: copy whole blocks to other blocks of the same cache."""
+    """Return calls that copy whole blocks to other blocks of the same cache, and a check of them."""
     pairs = row.tokens // BLOCK_SIZE
     cache = random_cache(2 * sets * pairs, device)
     mappings = torch.randperm(cache.shape[0], device=device).view(sets, pairs, 2)
@@ -150,7 +150,7 @@ def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[
 
 
 def reorg(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls and a check: put the gathered context of several requests from RANKS ranks into token order."""
+    """Return calls that put the gathered context of RANKS ranks into token order, and a check of them."""
     interleave, each = REORG_INTERLEAVE[row.op], row.tokens // REQUESTS
     gathered = [torch.randn(RANKS, row.tokens // RANKS, WIDTH, dtype=DTYPE, device=device) for _ in range(sets)]
     lens = each * torch.arange(REQUESTS + 1, dtype=torch.int32)
@@ -170,7 +170,7 @@ def reorg(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[C
 
 
 def merge(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls and a check: merge two attention states of all heads."""
+    """Return calls that merge two attention states of all heads, and a check of them."""
     dtype = merge_dtype(row)
 
     def state() -> AttentionState:

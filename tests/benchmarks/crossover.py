@@ -37,7 +37,7 @@ from .timing import Clock
 
 QUERY_LENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512)
 CONTEXT_LENS = (0, 128, 512, 2048, 8192, 32768)
-REQUESTS = 2  # a step has about so many prefills beside its decodes; the contexts of two requests fit one workspace
+REQUESTS = 2  # a step often has about two prefills beside its decodes; the contexts of two requests fit one workspace
 BLOCK_SIZE, WORKSPACE = 64, 65536
 MOST_LOST = 0.10
 SLOWER = 8.0  # the absorbed path is not timed for longer queries once it is this many times slower

@@ -72,7 +72,7 @@ class Row:
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """Return the row of the texts of four sizes and a distribution of lengths.
+        """Return the row that is given by the texts of four sizes and a distribution of lengths.
 
         Raises:
             ValueError: a text is not a number, or a value is out of range.

@@ -1,4 +1,4 @@
-"""Time one decoded token through one attention layer of DeepSeek-V2-Lite's dims: transformers, reference and fast.
+"""Time one decoded token in one attention layer with DeepSeek-V2-Lite's dims: transformers, reference and fast.
 
     python -m tests.benchmarks.decode_vs_transformers
     python -m tests.benchmarks.decode_vs_transformers --contexts 4096 --json decode_vs_transformers.json
@@ -76,8 +76,8 @@ def filled_paged_cache(model: DeepseekV2Model, ops, entries: torch.Tensor) -> Dy
     cache.layers[:] = latent_layers(cache, 1, BLOCK_SIZE)
     layer, tokens = cache.layers[0], entries.shape[0]
     table = layer.record.reserve(1, tokens)
-    pages = layer.reserve(ops, 1, table.shape[1], entries.shape[1], entries.dtype, entries.device)
-    pages.view(-1, entries.shape[1])[:tokens] = entries
+    kv_cache = layer.reserve(ops, 1, table.shape[1], entries.shape[1], entries.dtype, entries.device)
+    kv_cache.view(-1, entries.shape[1])[:tokens] = entries
     layer.record.commit(tokens, torch.tensor([tokens], dtype=torch.int32), None)
     return cache
 

@@ -59,7 +59,7 @@ class Row:
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """Return the row of the texts of four sizes and a mask, "causal" or "full".
+        """Return the row that is given by the texts of four sizes and a mask, "causal" or "full".
 
         Raises:
             ValueError: a text is not a number, or a value is out of range.
@@ -134,7 +134,7 @@ def make_inputs(row: Row, device: torch.device | str) -> Inputs:
     )  # fmt: skip
 
 
-def checked_pieces(row: Row) -> list[tuple[int, int, int]]:
+def checked_ranges(row: Row) -> list[tuple[int, int, int]]:
     """Return (request, first query, number of queries) of the row ranges that are compared with the reference.
 
     The ranges lie at the start, in the middle and at the end of the first and of the last request.
@@ -158,7 +158,7 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
     out = value.out if isinstance(value, AttentionState) else value
     heads = torch.tensor(spread_out(row.N, CHECKED_HEADS), device=out.device)
     found = [finite("flash_attn_varlen", out)]
-    for request, start, length in checked_pieces(row):
+    for request, start, length in checked_ranges(row):
         rows = slice(request * row.Sq + start, request * row.Sq + start + length)
         seen = row.Skv - row.Sq + start + length if row.causal else row.Skv
         keys = slice(request * row.Skv, request * row.Skv + seen)

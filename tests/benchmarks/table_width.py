@@ -49,7 +49,7 @@ class Row:
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """Return the row of the texts of five sizes.
+        """Return the row that is given by the texts of five sizes.
 
         Raises:
             ValueError: a text is not a number, or a value is out of range.

@@ -57,7 +57,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Ceilings: the highest rates that simple operations reached on this GPU in this run.
+    """Highest rates that simple operations reached on this GPU in this run.
 
     Attributes:
         copy_gb_s: rate of a large contiguous copy, bytes read plus bytes written.
@@ -78,15 +78,15 @@ class Ceilings:
 
 
 def input_sets(bytes_per_call: int, l2_bytes: int, at_most: int = 32) -> int:
-    """Return the number of sets of inputs of a replay: together they are 4 times the L2 cache, at most `at_most` sets.
+    """Return the number of input sets of a replay, at most `at_most`.
 
-    With so many sets, a call does not find its inputs in the L2 cache.
+    Together the sets have 4 times the bytes of the L2 cache, so that a call does not find its inputs in the cache.
     """
     return max(1, min(at_most, -(-4 * l2_bytes // bytes_per_call)))
 
 
 def rounds_for(milliseconds: float, one_round_ms: float) -> int:
-    """Return the number of rounds that fit into a time; bounds keep quartiles meaningful and runs short."""
+    """Return the number of rounds that fit into a time, at least MIN_ROUNDS and at most MAX_ROUNDS."""
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(milliseconds / max(one_round_ms, 1e-6))))
 
 
@@ -203,7 +203,8 @@ class Clock:
 def measure_ceilings(clock: Clock) -> Ceilings:
     """Measure the rates of a copy, a read and a matrix product on this GPU.
 
-    The rates come from medians of flushed runs; the product takes the fastest of a few short bursts.
+    A rate comes from the median of flushed runs. For the product, several short bursts and one long run are timed, and
+    the fastest of them counts.
     """
     source = torch.randn(COPY_BYTES // 4, device="cuda")
     target = torch.empty_like(source)

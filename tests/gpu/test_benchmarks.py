@@ -55,7 +55,7 @@ def test_prefill_counts():
     causal = replace(full, mask="causal")
     assert causal.flops == 687_194_767_360
     assert causal.flops / 1059e-6 == pytest.approx(649e12, rel=1e-3)
-    # q 201, k_nope 134, k_pe 0.5, v 134, out 134 MB
+    # in MB: q 201, k_nope 134, k_pe 0.5, v 134, out 134
     assert causal.bytes == full.bytes == 201_326_592 + 134_217_728 + 524_288 + 134_217_728 + 134_217_728
     # aligned at the bottom right, a causal mask removes no pair of a query and a context key
     assert prefill.Row(1, 4, 10, 1, "causal").flops == 2 * (40 - 8) * 320

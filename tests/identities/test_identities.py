@@ -55,7 +55,7 @@ def random_state(tokens: int, heads: int, width: int, spread: float = 3.0) -> At
     return AttentionState(random64(tokens, heads, width), spread * random64(heads, tokens))
 
 
-# Attention against exact sums.
+# Attention, compared with exact sums.
 
 
 def check_attention(ops, query_lens, key_lens, heads: int, causal: bool, width: int = 6, value: int = 4):
@@ -461,7 +461,7 @@ def check_layer(ops, config, steps, **options):
         outputs, cache, full = run_steps(ops, config, weights, hiddens, steps, **options)
     for hidden, got in zip(hiddens, outputs, strict=True):
         assert_close64(got, oracle_layer(config, weights, hidden))
-    owned = {home for own in full.homes for home in own}
+    owned = {slot for own in full.homes for slot in own}
     for block in range(full.num_blocks):
         for at in range(full.block_size):
             assert cache[block, at].isnan().any().item() is ((block, at) not in owned)

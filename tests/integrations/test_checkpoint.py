@@ -67,7 +67,7 @@ def test_bits_per_byte(ops):
 
 
 def test_log_of_the_shipped_weights():
-    """The training log of the weights has at most 2 bits per byte on held-out files, a tenth of all files."""
+    """On the held-out files, a tenth of all files, the training log of the weights has at most 2 bits per byte."""
     lines = (ASSETS / "train_tiny_mla.log.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     held_out = [event for event in events if event["event"] == "held_out"]

@@ -160,16 +160,16 @@ def test_no_exception_is_idle(reports):
         assert any((not row[4] and not row[3]) or "takes no arguments" in row[5] for row in fits), pattern
 
 
-# The judge: what it must see.
+# Tests of `fault` itself.
 
 
 def unchecked(config, seq_lens):
-    """A function that trusts its arguments."""
+    """Function that does not check its arguments."""
     return config.num_heads + int(seq_lens.max())
 
 
 def late(config, kv_cache):
-    """A function that checks after it has written."""
+    """Function that writes before it checks its arguments."""
     kv_cache.add_(1)
     check_type("config", config, MLAConfig)
 

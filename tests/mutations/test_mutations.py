@@ -1,4 +1,4 @@
-"""Tier 5: mistakes that real systems had are planted in each package, and a check of the test suite must fail.
+"""Tier 5: each test plants a mistake of a real system in a package, and a check of the other tests must fail.
 
 A mutant is a function of a package and a `monkeypatch`; it returns the package with the mistake. The same check must
 pass on the package without the mistake.
@@ -125,7 +125,7 @@ def cos_sin_magnitude_missing(ops, patch):
 
 
 def mask_shifted(by):
-    """Return a mutant whose decode rows attend `by` keys more, within the sequence, or fewer."""
+    """Return a mutant whose decode rows attend `by` more keys of the sequence; a negative `by` removes keys."""
 
     def mutant(ops, patch):
         def wrong(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule=None):
@@ -139,7 +139,7 @@ def mask_shifted(by):
 
 
 def per_request(ops, change):
-    """Return a package whose causal attention gets `change(q, k, v)` for each request and keeps its first rows."""
+    """Return a package whose causal attention runs on `change(q, k, v)` of each request; added rows are dropped."""
 
     def wrong(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype=None):
         outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(q.shape[1], 0)]
@@ -321,7 +321,7 @@ def rope_before_latent(function):
 
 
 def zero_times_everything(function):
-    """The output contains 0 times every cache entry, unowned entries included."""
+    """The output has 0 times the sum of the cache added, so NaN in an unowned entry reaches every output."""
 
     def wrong(ql_nope, q_pe, kv_cache, *args, **kwargs):
         state = function(ql_nope, q_pe, kv_cache, *args, **kwargs)

@@ -1,8 +1,8 @@
 """Tiers 3 and 4: results of `fast` within budgets that are computed from `reference`, and the law of NaN.
 
 A budget comes from the error of the reference in the same dtype. float64 has no such budget; there the packages agree
-to about 1e-12, as in test_identities. Of tier 1 (equal bits) this file has repeated calls; test_cache and the tests of
-the planners have cache bytes and plans. The pitfall numbers are those of the list in tests/__init__.py.
+to about 1e-12, as in test_identities. Tier 1 (equal bits) is tested here for repeated calls, in test_cache for cache
+bytes and in the tests of the planners for plans. The pitfall numbers are those of the list in tests/__init__.py.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def test_attention_any_lengths(lens, causal):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_out_dtype(dtype):
-    """With `out_dtype` the output of packed attention is float32, or float64 for float64 inputs, as a prefill needs."""
+    """Packed attention returns the given `out_dtype`; a prefill needs float32, or float64 for float64 inputs."""
     tensors = [torch.randn(6, 2, 8).to(dtype) for _ in range(3)]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     rest = (offsets([6]), offsets([6]), 6, 6, 0.4, True, wide)
@@ -125,9 +125,9 @@ def test_out_dtype(dtype):
 
 
 def check_merge_parity(ops, dtype):
-    """Check a merge whose LSEs are float32 or float64 in any dtype of `out`, and that empty rows are handled exactly.
+    """Compare a merge with the reference; the LSEs are float32 or float64 for every dtype of `out`.
 
-    A row may be empty in one state or in both (pitfalls 2 and 4).
+    Rows that are empty in one state or in both must be exact (pitfalls 2 and 4).
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     states = []
@@ -226,7 +226,7 @@ def test_decode_pages_side_by_side():
 
 
 def check_visible_lens(ops, dtype=torch.float64):
-    """Check that `visible_lens` is the mask: a row attends exactly so many keys, 0 included, and no key after them."""
+    """Check that a row attends exactly its first `visible_lens` keys, which may be 0 keys."""
     batch, _entries, cache, plan, ql, q_pe = decode_inputs(DIRECT, [3, 2, 1], [33, 18, 20], dtype)
     plan = replace(plan, visible_lens=torch.tensor([0, 33, 7, 16, 1, 0], dtype=torch.int32))
     state = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
@@ -247,9 +247,9 @@ def test_visible_lens(pieces):
 
 
 def check_prefill_parity(ops, config, query_lens, context_lens, workspace, dtype, block_size=16):
-    """Compare a prefill with the reference; the context chunks are merged into a float32 or float64 state.
+    """Compare a prefill with the reference and return its number of context chunks.
 
-    Returns the number of chunks (pitfall 1).
+    The chunks are merged into a state that is float32 or float64 (pitfall 1).
     """
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
     batch = make_batch(query_lens, seq_lens, block_size)
@@ -353,10 +353,7 @@ def test_same_bits_again(dtype):
 
 
 def check_unowned_bytes(ops, dtype=torch.float32):
-    """Check that cache entries without an owner do not change the outputs, filled with NaN, infinity or 3e4.
-
-    Pitfalls 6 and 7.
-    """
+    """Check that the outputs are the same when unowned cache entries hold NaN, infinity or 3e4 (pitfalls 6 and 7)."""
     config = LOW_RANK
     batch = make_batch([1, 1, 1, 9, 2], [17, 33, 0, 40, 2], padding=2)
     weights = make_weights(config, dtype)

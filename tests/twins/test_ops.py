@@ -102,7 +102,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
             (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse), backend)
         ],
         "mla_twins::mla_decode": decodes,
-        # 8 tokens of 2 heads: the parts of a message need no padding, which would stay unwritten
+        # with 8 tokens of 2 heads a message has no padding; padding would stay unwritten
         "mla_twins::pack_attn_state": [(rand(8, 4, 5), torch.randn(4, 8, dtype=lse), 2, backend)],
         "mla_twins::merge_packed_attn_states": [
             (fast.distributed.merge._pack_attn_state(rand(3, 4, 5), torch.randn(4, 3, dtype=lse), 2, backend), 3, 2, 5,
@@ -171,7 +171,7 @@ def test_fake_results(name, layout, dtype):
         for r, f in zip(tree_leaves(real), tree_leaves(fake), strict=True):
             if isinstance(r, torch.Tensor):
                 assert (r.dtype, r.device, r.stride()) == (f.dtype, f.device, f.stride())
-                known = all(isinstance(size, int) for size in f.shape)  # else the kernel decides the shape
+                known = all(isinstance(size, int) for size in f.shape)  # else: the kernel decides a size
                 assert f.shape == r.shape if known else (f.dim() == r.dim() and name.endswith("_parts"))
 
 

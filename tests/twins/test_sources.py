@@ -11,7 +11,7 @@ import pytest
 import reference
 
 ROOT = Path(reference.__file__).parents[1]
-WINDOW = 20  # lines
+WINDOW = 20  # number of consecutive lines that must not occur twice
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:

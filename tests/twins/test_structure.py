@@ -337,7 +337,7 @@ def test_docstrings(package):
 
 @pytest.mark.parametrize("package", ["reference", "fast"])
 def test_no_ambient_state(package):
-    """No function rebinds a global name of its module, and a name with a literal value is written as a constant."""
+    """No function rebinds a global name, and a module assigns literals only to names in upper case or with `__`."""
     for path in (ROOT / package).rglob("*.py"):
         tree = parse(path)
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"
@@ -350,7 +350,7 @@ def test_no_ambient_state(package):
 
 
 def test_memory_is_poisoned():
-    """The tests run with NaN (large values for integers) in every new tensor, so a read of unwritten memory shows."""
+    """New tensors hold NaN (large values for integers) under test, so that a test that reads one can fail."""
     assert torch.empty(64).isnan().all() and torch.empty_like(torch.zeros(64)).isnan().all()
     assert torch.zeros(2).new_empty(64, dtype=torch.bfloat16).isnan().all()
     assert (torch.empty(64, dtype=torch.int32) > 2**30).all()
