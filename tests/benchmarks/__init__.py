@@ -1,1 +1,4 @@
-"""Benchmarks: each prints a table of medians and spread, and writes JSON where asked; none is a test."""
+"""Benchmarks: each module prints a table of medians and quartiles, and writes JSON if `--json` is given.
+
+No module of this package is a test.
+"""

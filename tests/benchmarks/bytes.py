@@ -1,10 +1,11 @@
-"""What moves bytes around attention, DeepSeek-V3's dims: gather, write, copy_blocks, reorg, merge, and a plain copy.
+"""Time the operations that move bytes, with the dims of DeepSeek-V3: gather, cache write, block copy, reorder, merge.
 
     python -m tests.benchmarks.bytes
     python -m tests.benchmarks.bytes --rows gather,65536 merge,65536 --json bytes.json
 
-Each row stands beside a contiguous copy of as many bytes, since a copy of this size does not reach the ceiling that a
-large one does. Movements are compared bit by bit, whole; the merge on a computed budget, in part.
+Each row is also timed as a contiguous copy of the same number of bytes, because a copy of this size does not reach the
+rate of a large copy. The whole output of a movement must equal the expected bits. A part of the output of a merge is
+compared with the reference on a computed budget.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ REORG_INTERLEAVE = {"reorg": 1, "reorg_64": 64}
 
 @dataclass(frozen=True)
 class Row:
-    """One movement.
+    """One operation and its size.
 
     Attributes:
-        op: gather, cache_write, copy_blocks, reorg (context from 4 ranks, dealt out token by token) or reorg_64 (64
-            tokens at a time), merge (both states float32, as in a prefill) or merge_bfloat16.
-        tokens: how many.
+        op: gather, cache_write, copy_blocks, reorg (context of 4 ranks, interleaved token by token), reorg_64 (the
+            same, interleaved by 64 tokens), merge (both states float32, as in a prefill) or merge_bfloat16.
+        tokens: number of tokens.
     """
 
     op: str
@@ -51,10 +52,10 @@ class Row:
 
     @classmethod
     def parse(cls, op: str, tokens: str) -> Row:
-        """From a name and a number.
+        """Return the row that is given by the texts of an operation and a number of tokens.
 
         Raises:
-            ValueError: what is wrong with them.
+            ValueError: the operation is unknown, or the number of tokens is invalid.
         """
         if op not in MAKERS or int(tokens) < 1 or int(tokens) % (REQUESTS * BLOCK_SIZE):
             raise ValueError(f"one of {', '.join(MAKERS)}, and a multiple of {REQUESTS * BLOCK_SIZE} tokens")
@@ -62,7 +63,10 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Entries read once and written once, with the indices; for a merge both states read, one written."""
+        """Bytes of the operation.
+
+        A movement reads and writes every entry once and reads the indices. A merge reads two states and writes one.
+        """
         entries = 2 * self.tokens * WIDTH * DTYPE.itemsize
         if self.op.startswith("merge"):
             return 3 * self.tokens * HEADS * (VALUE * merge_dtype(self).itemsize + torch.float32.itemsize)
@@ -77,17 +81,17 @@ class Row:
 
 
 def merge_dtype(row: Row) -> torch.dtype:
-    """The dtype of both states."""
+    """Return the dtype of both states of a merge."""
     return DTYPE if row.op == "merge_bfloat16" else torch.float32
 
 
 def random_cache(blocks: int, device: str) -> Tensor:
-    """[blocks, block_size, Lkv + R]."""
+    """Return a cache with random entries, [blocks, block_size, Lkv + R]."""
     return torch.randn(blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device=device)
 
 
 def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Pages of several requests into a workspace, each from its second page on."""
+    """Return calls that gather several requests, from the second block on, into a workspace, and a check of them."""
     width = row.tokens // REQUESTS // BLOCK_SIZE + 1
     cache = random_cache(sets * REQUESTS * width, device)
     index = dict(dtype=torch.int32, device=device)
@@ -107,7 +111,7 @@ def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[
 
 
 def cache_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """New entries into random slots of a cache twice their size."""
+    """Return calls that write new entries to random blocks of a cache with twice as many slots, and a check of them."""
     cache = torch.full((2 * sets * row.tokens // BLOCK_SIZE, BLOCK_SIZE, WIDTH), torch.nan, dtype=DTYPE, device=device)
     order = torch.randperm(cache.shape[0], device=device)[: sets * row.tokens // BLOCK_SIZE]
     slots = (order[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)).view(sets, row.tokens)
@@ -128,7 +132,7 @@ def cache_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[
 
 
 def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Whole blocks to other places of one cache."""
+    """Return calls that copy whole blocks to other blocks of the same cache, and a check of them."""
     pairs = row.tokens // BLOCK_SIZE
     cache = random_cache(2 * sets * pairs, device)
     mappings = torch.randperm(cache.shape[0], device=device).view(sets, pairs, 2)
@@ -146,7 +150,7 @@ def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[
 
 
 def reorg(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Pieces of several requests from RANKS ranks into the order of their tokens."""
+    """Return calls that put the gathered context of RANKS ranks into token order, and a check of them."""
     interleave, each = REORG_INTERLEAVE[row.op], row.tokens // REQUESTS
     gathered = [torch.randn(RANKS, row.tokens // RANKS, WIDTH, dtype=DTYPE, device=device) for _ in range(sets)]
     lens = each * torch.arange(REQUESTS + 1, dtype=torch.int32)
@@ -166,7 +170,7 @@ def reorg(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[C
 
 
 def merge(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Two states of all heads into one."""
+    """Return calls that merge two attention states of all heads, and a check of them."""
     dtype = merge_dtype(row)
 
     def state() -> AttentionState:
@@ -202,13 +206,16 @@ ROWS = tuple(Row(op, 65536) for op in MAKERS)
 
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
-    """Inputs and contenders of one row; no peer moves these bytes, so `peers` only names an option all have."""
+    """Return the inputs and contenders of one row.
+
+    `peers` is not used, since no peer offers these operations; every benchmark has the option.
+    """
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
     calls, check = MAKERS[row.op](row, input_sets(row.bytes, l2_bytes), backend, device)
     sources, targets = (
         [torch.randn(row.bytes // 4, device=device).to(torch.bfloat16) for _ in calls] for _ in range(2)
     )
-    # a kernel, and none that a graph would turn into a memcpy node, which some cards run at another speed
+    # copy by a kernel: a graph would turn `copy_` into a memcpy node, which some GPUs run at another speed
     copies = [lambda s=s, t=t: torch.mul(s, 1, out=t) for s, t in zip(sources, targets, strict=True)]
 
     def check_either(output) -> list[Parity]:
@@ -218,10 +225,10 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check and time the rows; the exit status."""
+    """Check and time the rows, and return the exit status."""
     return run_benchmark(
         "bytes", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"), bandwidth="copy_gb_s",
-        epilog="A row is an operation and a number of tokens.",
+        epilog="A row has an operation and a number of tokens.",
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""Kernels side by side on one row of work: parity first, then times in turns, then one table and one JSON file.
+"""Compare kernels on the same rows of work: check parity, time them in turns, write one table and one JSON file.
 
-A row is timed only after the output of `fast` passed on a budget computed from the reference. Peers are held against
-the same budget, and one that misses it is timed and marked.
+A row is one shape. It is timed only after the output of `fast` passed on a budget that is computed from the reference.
+The output of a peer (a kernel of another project) is compared with the same budget; a peer that exceeds the budget is
+still timed, and the table marks it with "!".
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ from .report import provenance
 from .timing import Call, Ceilings, Clock, Spread, measure_ceilings
 
 OURS = "fast"
-SHARES = (("tflops", "share_of_matmul", "flops"), ("gb_s", "share_of_bandwidth", "bytes"))  # rate, its share, its work
+# for each rate: key of the rate, key of the fraction of the ceiling, key of the work that the rate counts
+RATES = (("tflops", "share_of_matmul", "flops"), ("gb_s", "share_of_bandwidth", "bytes"))
 
 
 class CannotRun(Exception):
-    """Why a benchmark cannot run here, in one line."""
+    """A benchmark cannot run here; the message gives the reason in one line."""
 
 
 @dataclass
 class Contender:
-    """One implementation of a row's work.
+    """One implementation of the work of a row.
 
     Attributes:
-        calls: one for each set of inputs; nothing but the work itself.
-        view: brings the output of a call into the shape that is checked; not timed.
+        calls: one call for each set of inputs; a call does the timed work and nothing else.
+        view: converts the output of a call to the shape that the check expects; its time is not measured.
     """
 
     calls: Sequence[Call]
@@ -49,14 +51,14 @@ class Contender:
 
 @dataclass
 class Case:
-    """One row with its inputs.
+    """One row and its inputs.
 
     Attributes:
         flops: floating-point operations that the work needs.
-        bytes: the fewest bytes that it moves: each input read once, each output written once.
-        contenders: by name; `fast` is the first.
-        check: compares an output for the first set of inputs with what it must be.
-        absent: contenders that do not take this row, with the reason.
+        bytes: the least memory traffic of the work: each input is read once, each output is written once.
+        contenders: the implementations by name; `fast` is the first.
+        check: compares the output for the first set of inputs with the expected output.
+        absent: contenders that cannot compute this row, with the reason.
     """
 
     flops: int
@@ -67,17 +69,20 @@ class Case:
 
 
 def is_ours(who: str) -> bool:
-    """`fast`, or `fast` in another way: "fast, planned"."""
+    """Return True for `fast` and its variants, such as "fast, planned"."""
     return who.split(",")[0] == OURS
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message without its line breaks."""
+    """Return the message of an error in one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def finite(op: str, value: torch.Tensor) -> Parity:
-    """No element of a whole output is NaN or infinite; the rest of a check may then look at a part."""
+    """Compare the number of NaN and infinite elements of a whole output with 0.
+
+    A check calls it before it compares a part of the output with the reference.
+    """
     wrong = float((~value.isfinite()).sum())
     return Parity(f"{op}: elements not finite", wrong, 0.0, 0.0, 0.0)
 
@@ -86,13 +91,13 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
     """Check and time one row.
 
     Args:
-        case: the row.
-        clock: what times it.
-        ways: names of the clock's methods: "flushed", "replayed".
+        case: the row and its inputs.
+        clock: clock that times the contenders.
+        ways: methods of the clock to use, such as "flushed" and "replayed".
 
     Returns:
-        flops, bytes, parity by contender, the absent with their reasons, and, where `fast` passed, times by way and
-        contender, the host's time to launch each, and how fast `fast` is against each.
+        flops, bytes, parity by contender, and the absent contenders with their reasons. If `fast` passed, also the
+        times by way and contender, the host time to launch each contender, and the speed of `fast` relative to each.
     """
     absent, parity = dict(case.absent), {}
     for who, contender in case.contenders.items():
@@ -100,9 +105,9 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
             parity[who] = case.check(contender.view(contender.calls[0]()))
         except ValueError as error:
             if is_ours(who):
-                raise  # what it was asked cannot be served: no result of a row, but a reason not to start
+                raise  # the request itself is wrong (such as an unknown backend): end the benchmark
             absent[who] = one_line(error)
-        except Exception as error:  # whatever broke, the other contenders and rows stand
+        except Exception as error:  # one contender failed: still check the other contenders and rows
             absent[who] = f"{type(error).__name__}: {one_line(error)}"
     row: dict[str, Any] = {
         "flops": case.flops,
@@ -130,12 +135,12 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
 
 
 def add_shares(row: dict[str, Any], ceilings: Ceilings, bandwidth: str) -> None:
-    """Achieved rates beside each time, and what part of the ceilings they are.
+    """Add the achieved rates, and each rate divided by its ceiling, to every time of a row.
 
     Args:
-        row: what `contest` returned.
-        ceilings: of this run.
-        bandwidth: which of them the bytes are held against: "read_gb_s" or "copy_gb_s".
+        row: result of `contest`; it is changed in place.
+        ceilings: ceilings measured in this run.
+        bandwidth: ceiling by which the bytes per second are divided, "read_gb_s" or "copy_gb_s".
     """
     for times in row.get("times", {}).values():
         for found in times.values():
@@ -145,14 +150,16 @@ def add_shares(row: dict[str, Any], ceilings: Ceilings, bandwidth: str) -> None:
 
 
 def draw_table(title: str, columns: Sequence[str], rows: Sequence[Mapping], ways: Sequence[str], bandwidth: str):
-    """One section a row, one line a contender; rates and shares are those of the first way of timing.
+    """Return a table with one section for each row and one line for each contender.
+
+    The rates and their fractions of the ceilings belong to the first way of timing.
 
     Args:
-        title: over the table.
-        columns: names of a row's dims.
-        rows: what `contest` returned, with "dims" and the shares.
-        ways: of timing.
-        bandwidth: as in `add_shares`.
+        title: title of the table.
+        columns: names of the dims of a row.
+        rows: results of `contest`, with "dims" and the results of `add_shares`.
+        ways: ways of timing, as in `contest`.
+        bandwidth: ceiling of the bytes per second, as in `add_shares`.
     """
     table = Table(title=title)
     for column in columns:
@@ -162,7 +169,7 @@ def draw_table(title: str, columns: Sequence[str], rows: Sequence[Mapping], ways
         table.add_column(f"{way} us", justify="right", no_wrap=True)
         table.add_column("quartiles", justify="right", no_wrap=True)
     table.add_column("host us", justify="right", no_wrap=True)
-    shown = [what for what, _, work in SHARES if any(row[work] for row in rows)]
+    shown = [what for what, _, work in RATES if any(row[work] for row in rows)]
     heads = {"tflops": ("TFLOPS", "of matmul"), "gb_s": ("GB/s", f"of {bandwidth.split('_')[0]}")}
     for column in [column for what in shown for column in heads[what]] + ["error / budget"]:
         table.add_column(column, justify="right", no_wrap=True)
@@ -184,7 +191,7 @@ def draw_table(title: str, columns: Sequence[str], rows: Sequence[Mapping], ways
                     cells += [f"{found['median_us']:.1f}", f"{low:.1f} - {high:.1f}"]
                 found = row["times"][ways[0]][who]
                 cells.append(f"{row['host_us'][who]:.0f}")
-                rates = {what: [f"{found[what]:.0f}", f"{found[share]:.0%}"] for what, share, _ in SHARES}
+                rates = {what: [f"{found[what]:.0f}", f"{found[share]:.0%}"] for what, share, _ in RATES}
                 cells += [cell for what in shown for cell in rates[what]]
                 against = [f"{row['fast_against'][way].get(who, math.nan):.2f}" for way in ways if who != OURS]
             else:
@@ -197,7 +204,7 @@ def draw_table(title: str, columns: Sequence[str], rows: Sequence[Mapping], ways
 
 
 def failures(rows: Sequence[Mapping]) -> list[str]:
-    """A line for each comparison of `fast` that failed, and for each row on which it broke."""
+    """Return one line for each comparison that `fast` failed, and for each row on which `fast` raised an error."""
     lines = []
     for row in rows:
         name = " ".join(f"{dim} {size}" for dim, size in row["dims"].items())
@@ -215,7 +222,7 @@ def failures(rows: Sequence[Mapping]) -> list[str]:
 
 
 def load_peers(folder: Path) -> ModuleType:
-    """The module peers.py of a folder of peer kernels."""
+    """Load the module peers.py of a folder of peer kernels."""
     spec = importlib.util.spec_from_file_location("peers", folder / "peers.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -233,20 +240,20 @@ def run_benchmark(
     bandwidth: str,
     epilog: str = "",
 ) -> int:
-    """The whole program of one benchmark.
+    """Run one benchmark from its options to its exit status.
 
     Args:
-        name: of its module.
-        description: one line.
-        all_rows: what it times by default, frozen dataclasses; their fields are the table's first columns.
-        make_case: row, peers and kernel set to inputs.
-        argv: the options; those of the process where None.
-        ways: of timing.
-        bandwidth: as in `add_shares`.
-        epilog: closes the help.
+        name: name of the benchmark's module.
+        description: one line for the help and the title of the table.
+        all_rows: default rows, frozen dataclasses; their fields are the first columns of the table.
+        make_case: function that makes the case of a row from the row, the peers and the name of a backend.
+        argv: options of the command line; None takes those of the process.
+        ways: ways of timing, as in `contest`.
+        bandwidth: ceiling of the bytes per second, as in `add_shares`.
+        epilog: sentence before the exit status at the end of the help.
 
     Returns:
-        The exit status: 0, 1 where a row failed its parity, 2 where the benchmark cannot run here.
+        The exit status: 0 on success, 1 if a row failed its parity, 2 if the benchmark cannot run here.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = make_parser(name, description, all_rows, epilog).parse_args(argv)
@@ -258,34 +265,35 @@ def run_benchmark(
 
 
 def row_name(row: Any) -> str:
-    """A row as `--rows` takes it: its fields, with commas."""
+    """Return a row as `--rows` takes it: its fields, separated by commas."""
     return ",".join(str(value) for value in asdict(row).values())
 
 
 def make_parser(name: str, description: str, all_rows: Sequence[Any], epilog: str) -> argparse.ArgumentParser:
-    """The options that all benchmarks share."""
+    """Return a parser with the options that all benchmarks have."""
     fields = ",".join(asdict(all_rows[0]))
     parser = argparse.ArgumentParser(
         prog=f"python -m tests.benchmarks.{name}",
         description=description,
-        epilog=f"{epilog} Exit status: 0, 1 where a row's output lies outside its budget (that row is not timed), 2 "
-        "where the benchmark cannot run here.".strip(),
+        epilog=f"{epilog} Exit status: 0 on success, 1 if the output of a row lies outside its budget (that row is not "
+        "timed), 2 if the benchmark cannot run here.".strip(),
     )
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with peers.py: its kernels are timed as well")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write hardware, versions, ceilings and rows here")
+    parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with a module peers.py, whose kernels "
+                        "are timed as well")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions, ceilings and rows")
     parser.add_argument("--rows", nargs="+", metavar=fields.upper(), help=f"rows to time, such as "
                         f"{row_name(all_rows[0])} (default: all {len(all_rows)})")  # fmt: skip
-    parser.add_argument("--backend", metavar="NAME", help="kernel set of fast (default: chosen by capability)")
-    parser.add_argument("--time", type=float, default=200.0, metavar="MS", help="how long each contender is timed in "
-                        "each row, each way (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--backend", metavar="NAME", help="backend of fast (default: chosen for the device)")
+    parser.add_argument("--time", type=float, default=200.0, metavar="MS", help="milliseconds of timing for each row, "
+                        "contender and way of timing (default: %(default)s)")  # fmt: skip
     return parser
 
 
 def parse_rows(all_rows: Sequence[Any], texts: Sequence[str] | None) -> list[Any]:
-    """The rows that `--rows` names; any row of the right form may be asked for, not only the default ones.
+    """Return the rows that `--rows` names; a row need not be one of the default rows.
 
     Raises:
-        CannotRun: a text that is no row.
+        CannotRun: a text does not describe a row.
     """
     if texts is None:
         return list(all_rows)
@@ -331,7 +339,7 @@ def _run(name, description, all_rows, make_case, argv, arguments, ways, bandwidt
     for who, reason in sorted(clock.not_captured.items()):
         console.print(f"{who}: not captured: {reason}", markup=False, soft_wrap=True)
     for who, reason in sorted({pair for result in results for pair in result["absent"].items() if pair[0] != OURS}):
-        console.print(f"{who}: left out where {reason}", markup=False, soft_wrap=True)
+        console.print(f"{who}: not timed in some rows: {reason}", markup=False, soft_wrap=True)
     failed = failures(results)
     for line in failed:
         console.print(f"FAILED {line}", markup=False, soft_wrap=True)

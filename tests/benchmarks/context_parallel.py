@@ -1,12 +1,15 @@
-"""One decode step whose keys lie on several GPUs, bfloat16, DeepSeek-V3's dims, beside one GPU that holds everything.
+"""Time a decode step whose keys are divided over several GPUs, and the same step on one GPU; bfloat16, DeepSeek-V3.
 
     python -m tests.benchmarks.context_parallel --ranks 4
     python -m tests.benchmarks.context_parallel --ranks 2 --rows 32,131072,128 --json h200-x2.json
 
-It starts a process a GPU, over NCCL. A step is the gather of the queries, the decode of the keys that lie here and the
-merge over ranks, replayed out of a captured graph; the one GPU decodes all heads over all keys, on every card at once,
-so that all are as warm. Times are medians of the slowest rank. Bytes that a rank received are counted and stand beside
-the formula. Both sides have a schedule of `plan_decode`, which is not in the time.
+The benchmark starts one process for each GPU; the processes communicate through NCCL. A step has three parts: gather
+the queries, decode over the rank-local keys, merge over the ranks. It is replayed from a CUDA graph.
+
+For comparison, each GPU also decodes all heads over all keys by itself. All GPUs do this at the same time, so that all
+of them are equally warm. A time is the median of the slowest rank. The table shows the bytes that a rank received
+beside the bytes that `dcp_wire_bytes` predicts. Both sides use a schedule of `plan_decode`; the planning is not in the
+times.
 """
 
 from __future__ import annotations
@@ -51,9 +54,9 @@ class Row:
     """One shape.
 
     Attributes:
-        B: requests, of one new token each.
-        S: keys of each.
-        N: heads.
+        B: number of requests, with one new token each.
+        S: keys of each request.
+        N: number of heads.
     """
 
     B: int
@@ -66,18 +69,21 @@ FLOORS = {(2, ROWS[0]): 1.7, (4, ROWS[0]): 3.0}
 
 
 def entries_of(row: Row, request: int) -> Tensor:
-    """[S, Lkv + R], the same on every card."""
+    """Return the cache entries of one request, [S, Lkv + R]; they are the same on every GPU."""
     generator = torch.Generator("cuda").manual_seed(request)
     return torch.randn(row.S, WIDTH, dtype=DTYPE, device="cuda", generator=generator)
 
 
 def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tensor, Any, Any]:
-    """The cache of this rank, or of all, behind a random block table; the decode's plan and schedule."""
+    """Return a cache, the plan of the decode and its schedule.
+
+    The cache holds the tokens of this rank, or all tokens if `ranks` is None. The block table is random.
+    """
     ownership = None if ranks is None else ranks.ownership
     size, rank, interleave = (
         (1, 0, BLOCK_SIZE) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
     )
-    local = row.S // size  # whole turns: S is a multiple of D I
+    local = row.S // size  # rank-local tokens of a request; S is a multiple of D I
     blocks = -(-local // BLOCK_SIZE)
     table = torch.randperm(row.B * blocks, generator=torch.Generator().manual_seed(1)).view(row.B, blocks).int().cuda()
     cache = torch.empty(row.B * blocks, BLOCK_SIZE, WIDTH, dtype=DTYPE, device="cuda")
@@ -96,7 +102,10 @@ def make_plan(row: Row, ranks: ContextParallel | None, heads: int) -> tuple[Tens
 
 
 def captured_us(step: Callable[[], object]) -> list[float]:
-    """Microseconds of a step out of a graph of several, for a few replays; all ranks begin together."""
+    """Return the microseconds of one step in each of ROUNDS replays of a graph of REPLAYS steps.
+
+    A barrier before each replay makes all ranks begin together.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -122,7 +131,7 @@ def captured_us(step: Callable[[], object]) -> list[float]:
 
 
 def oracle(row: Row, q: Tensor, heads: slice, dtype: torch.dtype) -> AttentionState:
-    """The reference over whole sequences, for the checked requests and the first heads of `heads`."""
+    """Return the reference's result over whole sequences, for the checked requests and the first heads of `heads`."""
     heads = slice(heads.start, heads.start + CHECKED_HEADS)
     blocks = row.S // BLOCK_SIZE
     cache = torch.cat([entries_of(row, request).view(blocks, BLOCK_SIZE, WIDTH) for request in range(checked(row))])
@@ -135,18 +144,18 @@ def oracle(row: Row, q: Tensor, heads: slice, dtype: torch.dtype) -> AttentionSt
 
 
 def checked(row: Row) -> int:
-    """How many requests are compared."""
+    """Return the number of requests that are compared with the reference."""
     return min(CHECKED_REQUESTS, row.B)
 
 
 def measure(rows: list[Row]) -> list[dict[str, Any]]:
-    """What one rank finds, row by row."""
+    """Return the measurements of one rank, one dictionary for each row."""
     groups = make_groups(dist.get_world_size(), INTERLEAVE)
     return [measure_row(row, groups) for row in rows]
 
 
 def measure_row(row: Row, groups: ContextParallel) -> dict[str, Any]:
-    """Times, parity and bytes of one row on one rank."""
+    """Return times, parity and received bytes of one row on one rank."""
     generator = torch.Generator("cuda").manual_seed(7)
     q = torch.randn(row.B, row.N, WIDTH, dtype=DTYPE, device="cuda", generator=generator)
 
@@ -157,9 +166,9 @@ def measure_row(row: Row, groups: ContextParallel) -> dict[str, Any]:
     result: dict[str, Any] = {"times": {"one GPU": captured_us(alone)}, "parity": {}, "received": {}, "passed": True}
     *paged, schedule = make_plan(row, groups, row.N)
     own = row.N // groups.size
-    home = slice(groups.rank * own, (groups.rank + 1) * own)
-    low, gold = oracle(row, q, home, DTYPE), oracle(row, q, home, torch.float64)
-    mine = q[:, home].contiguous()
+    heads = slice(groups.rank * own, (groups.rank + 1) * own)  # this rank owns the merged output of these heads
+    low, gold = oracle(row, q, heads, DTYPE), oracle(row, q, heads, torch.float64)
+    mine = q[:, heads].contiguous()
 
     def together(ranks: ContextParallel) -> AttentionState:
         q_parts = mine[..., :LATENT], mine[..., LATENT:]
@@ -181,17 +190,17 @@ def measure_row(row: Row, groups: ContextParallel) -> dict[str, Any]:
 
 
 def head(arguments: Sequence[str]) -> dict[str, Any]:
-    """Hardware and versions, told by a process that may look at the GPUs."""
+    """Return the provenance of the results; the caller must be a process that uses a GPU."""
     return provenance("context_parallel", arguments, device="cuda", nccl=".".join(map(str, torch.cuda.nccl.version())))
 
 
 def rank_task(rows: list[Row], arguments: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What each process runs."""
+    """Return provenance and measurements; every rank's process runs this function."""
     return head(arguments), measure(rows)
 
 
 def summarise(row: Row, size: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row of the results: the slowest rank's times, everybody's parity, bytes beside their formula."""
+    """Return one row of the results: times of the slowest rank, parity of all ranks, received and predicted bytes."""
     times = {}
     for way in ranks[0]["times"]:
         slowest = [max(at) for at in zip(*(rank["times"][way] for rank in ranks), strict=True)]
@@ -214,7 +223,7 @@ def summarise(row: Row, size: int, ranks: list[dict[str, Any]]) -> dict[str, Any
 
 
 def show(size: int, rows: list[dict[str, Any]]) -> None:
-    """A line a row and variant."""
+    """Print one line for each row and merge variant."""
     columns = f"{'variant':18} {'one GPU':>10} {f'{size} GPUs':>10} {'gain':>6}  received (formula)"
     print(f"{'B':>4} {'S':>7} {'N':>4}  {columns}")
     for row in rows:
@@ -230,11 +239,15 @@ def show(size: int, rows: list[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it; the exit status is 1 where parity fails or a floor is missed, 2 without the GPUs."""
+    """Run the benchmark and return the exit status.
+
+    The status is 1 if a parity fails or a speedup is below its floor, and 2 if the GPUs are missing or a row is
+    invalid.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.context_parallel", description=__doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="GPUs (default: %(default)s)")
-    parser.add_argument("--rows", nargs="+", metavar="B,S,N", help="shapes (default: those of the results)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="where the results go")
+    parser.add_argument("--ranks", type=int, default=2, help="number of GPUs (default: %(default)s)")
+    parser.add_argument("--rows", nargs="+", metavar="B,S,N", help="shapes to time (default: those of docs/results)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for the results")
     args = parser.parse_args(argv)
     present = torch.cuda.device_count()
     if present < args.ranks:
@@ -244,7 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for row in rows:
         whole = row.S % (BLOCK_SIZE * args.ranks) == 0 and row.N % args.ranks == 0
         if not whole:
-            print(f"error: --rows: expected S in whole blocks and N in whole shares, got {row}", file=sys.stderr)
+            expected = f"S to be a multiple of {BLOCK_SIZE * args.ranks} and N a multiple of {args.ranks}"
+            print(f"error: --rows: expected {expected}, got {row}", file=sys.stderr)
             return 2
     given = sys.argv[1:] if argv is None else list(argv)
     told = values_of(run_ranks(args.ranks, rank_task, rows, given, backend="nccl", timeout_s=120.0, limit_s=540.0))

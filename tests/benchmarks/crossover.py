@@ -1,12 +1,17 @@
-"""Where the absorbed path stops being the faster one: both paths over a grid of lengths, and constants fitted to it.
+"""Time the absorbed and the expanded path over a grid of lengths, and fit the constants that `choose_path` uses.
 
     python -m tests.benchmarks.crossover --costs fast/assets/costs
     python -m tests.benchmarks.crossover --heads 16 128 --json crossover.json
 
-Each point is a batch of equal requests through attention alone, up-projections included: `query_to_latent`,
-`mla_decode` with a schedule and `latent_to_value`, or `forward_prefill`. The constants of `PathCosts` are fitted to two
-measurements of the grid, so that `choose_path` loses least on it; then it is measured once more, and what the choices
-lose there is shown, point by point. Between the points of the grid, and for other heads, they are a model.
+Each point of the grid is a batch of equal requests. The time is that of attention with its up-projections:
+`query_to_latent`, `mla_decode` with a schedule and `latent_to_value` on the absorbed path, `forward_prefill` on the
+expanded path.
+
+1. The grid is measured twice, and the constants of `PathCosts` are fitted to the mean. The fit minimises the time that
+   `choose_path` loses by choosing the slower path.
+2. The grid is measured once more. The table shows both times and the loss of the chosen path at every point.
+
+Between the points of the grid, and for other numbers of heads, the constants are a model and not a measurement.
 """
 
 from __future__ import annotations
@@ -32,23 +37,23 @@ from .timing import Clock
 
 QUERY_LENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512)
 CONTEXT_LENS = (0, 128, 512, 2048, 8192, 32768)
-REQUESTS = 2  # as many as a step has beside its decodes; their contexts fit one workspace
+REQUESTS = 2  # a step often has about two prefills beside its decodes; the contexts of two requests fit one workspace
 BLOCK_SIZE, WORKSPACE = 64, 65536
 MOST_LOST = 0.10
-SLOWER = 8.0  # a path this many times slower at a smaller query is not timed any more
+SLOWER = 8.0  # the absorbed path is not timed for longer queries once it is this many times slower
 CONSTANTS = tuple(asdict(PathCosts()))
 
 
 @dataclass(frozen=True)
 class Point:
-    """One batch and what it took.
+    """One batch and its times.
 
     Attributes:
-        N: heads.
+        N: number of heads.
         query_len: new tokens of each request.
-        context_len: cached tokens of each.
-        absorbed_us: of one request, half of what a batch of two takes.
-        expanded_us: likewise; infinity where it was left out.
+        context_len: context tokens of each request.
+        absorbed_us: time of the absorbed path for one request (time of the batch / REQUESTS), infinity if not timed.
+        expanded_us: time of the expanded path for one request.
     """
 
     N: int
@@ -59,14 +64,14 @@ class Point:
 
 
 class Paths:
-    """Both paths over one batch of equal requests, random values.
+    """Both paths over one batch of equal requests with random values.
 
     Args:
-        config: the layer.
+        config: dims of the layer.
         query_len: new tokens of each request.
-        context_len: cached tokens of each.
-        dtype: of everything.
-        device: where.
+        context_len: context tokens of each request.
+        dtype: dtype of all tensors.
+        device: device of all tensors.
     """
 
     def __init__(self, config: MLAConfig, query_len: int, context_len: int, dtype: torch.dtype, device: str):
@@ -102,7 +107,7 @@ class Paths:
         )
 
     def absorbed(self) -> Tensor:
-        """[T, N, V] by the latents themselves."""
+        """Return the output of the absorbed path, [T, N, V]."""
         c = self.config
         w_uk_t, w_uv = fast.absorb(self.w_uk, self.w_uv)
         q_nope, q_pe = self.q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
@@ -111,32 +116,32 @@ class Paths:
         return fast.latent_to_value(state.out, w_uv)
 
     def expanded(self) -> Tensor:
-        """[T, N, V] by expanded keys and values."""
+        """Return the output of the expanded path, [T, N, V]."""
         return fast.forward_prefill(
             self.q, self.latents, self.k_pe, self.cache, self.prefill, self.w_uk, self.w_uv, self.config.softmax_scale
         ).out
 
 
 def measure(config: MLAConfig, clock: Clock) -> list[Point]:
-    """The grid of one number of heads."""
+    """Return the measured grid for the number of heads of `config`."""
     points = []
     for context_len in CONTEXT_LENS:
-        hopeless: set[str] = set()
+        too_slow: set[str] = set()
         for query_len in QUERY_LENS:
             paths = Paths(config, query_len, context_len, torch.bfloat16, "cuda")
-            calls = {who: [getattr(paths, who)] for who in ("absorbed", "expanded") if who not in hopeless}
+            calls = {who: [getattr(paths, who)] for who in ("absorbed", "expanded") if who not in too_slow}
             found = {who: spread.median_us / REQUESTS for who, spread in clock.flushed(calls).items()}
             times = [found.get(who, float("inf")) for who in ("absorbed", "expanded")]
             points.append(Point(config.num_heads, query_len, context_len, *times))
             if times[0] > SLOWER * times[1]:
-                hopeless.add("absorbed")  # and more so with every token
+                too_slow.add("absorbed")  # the ratio grows with every further query token
             del paths, calls
             torch.cuda.empty_cache()
     return points
 
 
 def mean(once: Sequence[Point], again: Sequence[Point]) -> list[Point]:
-    """The same points, each time the mean of two."""
+    """Return the points with the means of the times of two measurements."""
     return [
         replace(a, absorbed_us=(a.absorbed_us + b.absorbed_us) / 2, expanded_us=(a.expanded_us + b.expanded_us) / 2)
         for a, b in zip(once, again, strict=True)
@@ -144,7 +149,7 @@ def mean(once: Sequence[Point], again: Sequence[Point]) -> list[Point]:
 
 
 def features(points: Sequence[Point], config: MLAConfig) -> tuple[Tensor, Tensor]:
-    """What the constants multiply, [points, 7] for each path, in the arithmetic of `choose_path`'s docstring."""
+    """Return the factors of the seven constants for each path, [points, 7]; `choose_path` documents the formula."""
     rows: tuple[list[list[float]], list[list[float]]] = ([], [])
     for point in points:
         c, n, q, s = config, point.N, point.query_len, point.query_len + point.context_len
@@ -159,16 +164,18 @@ def features(points: Sequence[Point], config: MLAConfig) -> tuple[Tensor, Tensor
 
 
 def model(constants: Tensor, work: Tensor) -> Tensor:
-    """What the constants say that points cost, [points]."""
+    """Return the time of each point that the constants predict, [points]."""
     fixed = work[:, :3] @ constants[:3]
     return fixed + torch.maximum(work[:, 3:6] @ constants[3:6], work[:, 6] * constants[6])
 
 
 def fit(points: Sequence[Point], config: MLAConfig, steps: int = 3000, trials: int = 20_000) -> PathCosts:
-    """The constants that lose least.
+    """Return the constants with which `choose_path` loses least.
 
-    First by descent on the logarithm of the paths' ratio, weighted where it is small, and of their times; then small
-    random changes are kept that lower the worst loss, or the sum of losses where that stays.
+    1. Gradient descent on the squared errors of two logarithms: the ratio of the times of both paths, weighted higher
+       where the ratio is near 1, and the times themselves.
+    2. Random search with small changes of the constants. A change is kept if it lowers the largest loss, or if it keeps
+       the largest loss and lowers the sum of the losses.
     """
     work = features(points, config)
     times = torch.tensor([(p.absorbed_us, p.expanded_us) for p in points], dtype=torch.float64)
@@ -203,20 +210,22 @@ def fit(points: Sequence[Point], config: MLAConfig, steps: int = 3000, trials: i
 
 
 def lost(point: Point, config: MLAConfig, costs: PathCosts | None) -> float:
-    """How much slower the chosen path is than the better one, as a part of that one's time."""
+    """Return the loss of the chosen path: its time divided by the time of the faster path, minus 1."""
     path = fast.choose_path(point.query_len, point.context_len, config, costs)
     return getattr(point, f"{path}_us") / min(point.absorbed_us, point.expanded_us) - 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, fit, write; the exit status: 0, or 2 where it cannot run here."""
+    """Measure the grid, fit the constants and write both; the exit status is 2 without a CUDA device, else 0."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.crossover", description=__doc__.splitlines()[0])
-    parser.add_argument("--heads", type=int, nargs="+", default=[16, 128], metavar="N", help="heads (default: 16 128)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write hardware, versions, points and costs here")
-    parser.add_argument("--costs", type=Path, metavar="DIR", help="write the constants here, one file for each number "
+    parser.add_argument(
+        "--heads", type=int, nargs="+", default=[16, 128], metavar="N", help="numbers of heads (default: 16 128)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions, points and constants")
+    parser.add_argument("--costs", type=Path, metavar="DIR", help="folder for the constants, one file for each number "
                         "of heads; fast.mla.choose_path.measured_path_costs reads fast/assets/costs")  # fmt: skip
-    parser.add_argument("--time", type=float, default=20.0, metavar="MS", help="how long each path is timed at each "
-                        "point (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--time", type=float, default=20.0, metavar="MS", help="milliseconds of timing for each point "
+                        "and path (default: %(default)s)")  # fmt: skip
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
@@ -228,12 +237,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = MLAConfig.from_preset("deepseek-v3", num_heads=heads)
         points = mean(measure(config, clock), measure(config, clock))
         costs = fit(points, config)
-        points = measure(config, clock)  # again: the verdict is not on the times that were fitted
+        points = measure(config, clock)  # a new measurement: the losses are not those of the fitted times
         losses = {
             "measured": [lost(p, config, costs) for p in points],
             "counted": [lost(p, config, None) for p in points],
         }
-        table = Table(title=f"{heads} heads: us a request, absorbed / expanded; the choice")
+        table = Table(
+            title=f"{heads} heads: us for each request, absorbed / expanded, chosen path (a or e) and its loss"
+        )
         for column in ("new tokens", *(f"{length} cached" for length in CONTEXT_LENS)):
             table.add_column(column, justify="right")
         for query_len in QUERY_LENS:
@@ -247,7 +258,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             table.add_row(str(query_len), *cells)
         console.print(table)
         console.print(
-            f"lost at worst: measured {max(losses['measured']):.1%}, counted {max(losses['counted']):.1%}; {costs}"
+            f"largest loss: {max(losses['measured']):.1%} with the fitted constants, {max(losses['counted']):.1%} with "
+            f"counted costs; {costs}"
         )
         worst = max(worst, *losses["measured"])
         results.append({
@@ -262,7 +274,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         grid = {"requests": REQUESTS, "block_size": BLOCK_SIZE, "workspace_tokens": WORKSPACE}
         arguments.json.write_text(json.dumps({**head, "grid": grid, "heads": results}, indent=1) + "\n")
     console.print(
-        f"within {MOST_LOST:.0%} everywhere" if worst <= MOST_LOST else f"beyond {MOST_LOST:.0%} at some point"
+        f"loss at most {MOST_LOST:.0%} at all points"
+        if worst <= MOST_LOST
+        else f"loss above {MOST_LOST:.0%} at one point or more"
     )
     return 0
 

@@ -1,13 +1,19 @@
-"""Absorbed decode over a paged latent cache, bfloat16, DeepSeek-V3's dims: fast beside its peers.
+"""Time the absorbed decode over a paged latent cache: fast and its peers, bfloat16, dims of DeepSeek-V3.
 
     python -m tests.benchmarks.decode
     python -m tests.benchmarks.decode --peers .peers --rows 128,4096,1,128,equal 128,4096,1,16,mixed --json decode.json
 
-Split and combine are both inside the time. FLOPs are 2 Sq N S (576 + 512) a request, bytes are the cache, q and out.
-"fast" cuts every request into equally many parts. "fast, planned" plans a schedule and follows it, both inside the
-time, though a step plans once for all its layers. "fast, invariant" and "fast, invariant, planned" are the same where a
-request is cut by its own length alone, whatever stands beside it. "fast, by default" is the one of the first two that
-`build_mla_metadata` chooses where nothing is asked of it. FlashMLA's schedule is not in its time.
+A time contains the splits and their combination. FLOPs are 2 Sq N S (576 + 512) for each request; bytes are those of
+the cache, q and out. The variants of fast differ in how they split requests:
+
+- "fast": every request has the same number of splits.
+- "fast, planned": the splits follow a schedule of `plan_decode`. The time contains the planning, although an engine
+  plans once for all layers of a step.
+- "fast, invariant": batch-invariant; the splits of a request depend on its own length alone.
+- "fast, invariant, planned": batch-invariant, with a schedule whose planning is in the time.
+- "fast, by default": "fast" or "fast, planned", as `build_mla_metadata` chooses without further options.
+
+The time of FlashMLA does not contain the computation of its schedule.
 """
 
 from __future__ import annotations
@@ -48,12 +54,14 @@ class Row:
     """One shape.
 
     Attributes:
-        B: requests.
-        S: keys of each, new tokens included.
-        Sq: new tokens of each.
-        N: heads.
-        lens: "equal"; "mixed": S is the longest and the others go evenly down to a sixteenth of it; "ragged": drawn
-            from S / 128 to S, log-uniform; "80%": evenly from 80 % of S up to S, in an order drawn once.
+        B: number of requests.
+        S: keys of the longest request, new tokens included.
+        Sq: new tokens of each request.
+        N: number of heads.
+        lens: how the key counts of the requests are distributed. "equal": every request has S keys. "mixed": from
+            S / 16 to S, evenly spaced on a logarithmic scale, in a fixed random order. "ragged": random, log-uniform
+            from S / 128 to S. "80%" (or another percentage): evenly spaced from 80 % of S to S, in a fixed random
+            order.
     """
 
     B: int
@@ -64,10 +72,10 @@ class Row:
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """From four sizes and a word.
+        """Return the row that is given by the texts of four sizes and a distribution of lengths.
 
         Raises:
-            ValueError: what is wrong with them.
+            ValueError: a text is not a number, or a value is out of range.
         """
         *sizes, lens = texts
         batch, keys, queries, heads = (int(text) for text in sizes)
@@ -78,7 +86,7 @@ class Row:
 
     @property
     def seq_lens(self) -> list[int]:
-        """Of each request; mixed ones evenly between on a logarithmic scale, in an order drawn once."""
+        """Number of keys of each request."""
         if self.lens == "equal" or self.B == 1:
             return [self.S] * self.B
         if self.lens == "ragged":
@@ -93,12 +101,12 @@ class Row:
 
     @property
     def flops(self) -> int:
-        """Of both products, mask not deducted."""
+        """Floating-point operations of both matrix products, masked keys included."""
         return 2 * self.Sq * self.N * sum(self.seq_lens) * (WIDTH + LATENT)
 
     @property
     def bytes(self) -> int:
-        """Cache once, q once, out once."""
+        """Bytes of the cache entries, q and out, each counted once."""
         return DTYPE.itemsize * (sum(self.seq_lens) * WIDTH + self.B * self.Sq * self.N * (WIDTH + LATENT))
 
 
@@ -117,13 +125,13 @@ ROWS = tuple(
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random requests over one cache: several block tables, so that replays go round different pages.
+    """Random requests over one cache, with several disjoint block tables so that consecutive calls read other blocks.
 
     Attributes:
-        ql_nope: [B Sq, N, Lkv].
-        q_pe: [B Sq, N, R].
-        cache: [sets B W, block_size, Lkv + R].
-        metadata: one for each set of pages.
+        ql_nope: absorbed queries [B Sq, N, Lkv].
+        q_pe: rope parts of the queries [B Sq, N, R].
+        cache: paged cache [sets B W, block_size, Lkv + R].
+        metadata: one plan for each set of blocks.
     """
 
     ql_nope: Tensor
@@ -133,7 +141,7 @@ class Inputs:
 
 
 def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
-    """Random values everywhere, pages in random order."""
+    """Return random queries and cache entries; the blocks of the requests are in random order."""
     width = -(-row.S // BLOCK_SIZE)
     blocks = sets * row.B * width
     ql_nope, q_pe = (torch.randn(row.B * row.Sq, row.N, w, dtype=DTYPE, device=device) for w in (LATENT, ROPE))
@@ -149,32 +157,32 @@ def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
 
 
 def spread_out(count: int, at_most: int) -> list[int]:
-    """First, last and evenly between."""
+    """Return at most `at_most` indices below `count`: the first, the last and evenly spaced ones between them."""
     picked = min(count, at_most)
     return sorted({round(i * (count - 1) / max(picked - 1, 1)) for i in range(picked)})
 
 
 def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Parity]:
-    """The whole output is finite, and some heads of some requests lie within the budget of the reference.
+    """Check that the whole output is finite, and compare a few heads of a few requests with the reference.
 
     Args:
         row: the shape.
-        inputs: of which the first set of pages was read.
-        value: a state, or out [B Sq, N, Lkv] alone.
+        inputs: inputs of the call, which read the first set of blocks.
+        value: output of the call: an attention state, or out [B Sq, N, Lkv] alone.
     """
     out = value.out if isinstance(value, AttentionState) else value
     device, metadata = out.device, inputs.metadata[0]
     heads = torch.tensor(spread_out(row.N, CHECKED_HEADS), device=device)
     requests = torch.tensor(spread_out(row.B, CHECKED_REQUESTS), device=device)
     tokens = (requests[:, None] * row.Sq + torch.arange(row.Sq, device=device)).flatten()
-    pages = metadata.block_table[requests]
+    blocks = metadata.block_table[requests]
     index = dict(dtype=torch.int32, device=device)
     part = DecodeMetadata(
-        torch.arange(pages.numel(), **index).view(pages.shape), metadata.seq_lens[requests],
+        torch.arange(blocks.numel(), **index).view(blocks.shape), metadata.seq_lens[requests],
         row.Sq * torch.arange(len(requests) + 1, **index), row.Sq, metadata.visible_lens[tokens],
         metadata.max_seq_len, BLOCK_SIZE,
     )  # fmt: skip
-    tensors = [inputs.ql_nope[tokens][:, heads], inputs.q_pe[tokens][:, heads], inputs.cache[pages.flatten().long()]]
+    tensors = [inputs.ql_nope[tokens][:, heads], inputs.q_pe[tokens][:, heads], inputs.cache[blocks.flatten().long()]]
     gold = reference.mla_decode(*(t.double() for t in tensors), part, SCALE)
     low = reference.mla_decode(*tensors, part, SCALE)
     found = [finite("mla_decode", out)]
@@ -185,10 +193,10 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
 
 
 def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
-    """vLLM's Triton kernel with its two scales on the card, where vLLM keeps them.
+    """Return a call of vLLM's Triton kernel with both of its scales in GPU memory, where vLLM keeps them.
 
-    Without them the function copies them from the host in every call, which stalls the stream that is timed and which
-    no graph can capture.
+    If the scales are not given, the kernel's function copies them from the host in every call. Such a copy stalls the
+    timed stream, and a CUDA graph cannot capture it.
     """
     unit, plain = torch.ones((), device=device), peers._vllm_triton()
 
@@ -203,7 +211,7 @@ def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
 
 
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
-    """FlashMLA, FlashAttention-3 and vLLM's Triton kernel on the same values; those that cannot, with the reason."""
+    """Return FlashMLA, FlashAttention-3 and vLLM's Triton kernel as contenders, and missing ones with the reason."""
     q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
     there = peers.available()
     vllm_triton = vllm_with_scales(peers, q.device) if there["vllm_triton"] else None
@@ -224,17 +232,18 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
 
 
 def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
-    """The first set of pages as a scheduler hands it over; the tokens lie in the cache already."""
+    """Return the first set of blocks as the batch of a step; its slot mapping is -1, since the cache is filled."""
     metadata, tokens = inputs.metadata[0], row.B * row.Sq
     starts = row.Sq * torch.arange(row.B + 1, dtype=torch.int32)
-    nowhere = torch.full((tokens,), -1, dtype=torch.int64, device=metadata.block_table.device)
+    no_slots = torch.full((tokens,), -1, dtype=torch.int64, device=metadata.block_table.device)
     lens = torch.tensor(row.seq_lens, dtype=torch.int32)
-    return CommonAttentionMetadata.make(starts, lens, metadata.block_table, nowhere, BLOCK_SIZE)
+    return CommonAttentionMetadata.make(starts, lens, metadata.block_table, no_slots, BLOCK_SIZE)
 
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
-    """Inputs and contenders of one row."""
-    backend = fast.backends.bind(backend)  # a name serves the ops that it has; planning is chosen where it has none
+    """Return the inputs and contenders of one row."""
+    # the named backend computes the ops that it declares; for other ops, such as planning, a backend is chosen
+    backend = fast.backends.bind(backend)
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
     inputs = make_inputs(row, input_sets(row.bytes, l2_bytes), device)
     ours = [
@@ -274,10 +283,10 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check and time the rows; the exit status."""
+    """Check and time the rows, and return the exit status."""
     return run_benchmark(
         "decode", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"), bandwidth="read_gb_s",
-        epilog="A row is B requests of S keys (the longest, where mixed) with Sq new tokens each and N heads.",
+        epilog="A row has B requests with Sq new tokens each, S keys in the longest request, and N heads.",
     )  # fmt: skip
 
 

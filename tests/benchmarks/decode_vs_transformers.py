@@ -1,12 +1,12 @@
-"""Time of one decoded token through one attention layer with DeepSeek-V2-Lite's dims: transformers, reference, fast.
+"""Time one decoded token in one attention layer with DeepSeek-V2-Lite's dims: transformers, reference and fast.
 
     python -m tests.benchmarks.decode_vs_transformers
     python -m tests.benchmarks.decode_vs_transformers --contexts 4096 --json decode_vs_transformers.json
 
-A one-layer DeepseekV2 model (a token embedding, this attention, an MLP of one unit) decodes one token at a time over
-a cache that was filled directly with the same random latents for all three. Batch 1, float32, CPU. The three take
-turns, step by step, so that a machine that drifts drifts for all; medians and quartiles are of whole steps.
-Before anything is timed, the outputs are compared with transformers in float64 on a computed budget.
+A DeepseekV2 model of one layer (a token embedding, this attention, an MLP of one unit) decodes one token at a time,
+with batch 1, float32, on the CPU. The caches of the three implementations are filled with the same random latents. The
+implementations take turns step by step, so that a drift of the machine's speed affects all three. Medians and quartiles
+are those of whole steps. Before the timing, each output is compared with transformers in float64 on a computed budget.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BLOCK_SIZE = 64
 
 
 def one_layer_model() -> DeepseekV2Model:
-    """A DeepseekV2 model whose cost is its one attention layer; random weights."""
+    """Return a DeepseekV2 model with random weights that spends nearly all its time in one attention layer."""
     dims = fast.PRESETS["deepseek-v2-lite"]
     torch.manual_seed(0)
     config = DeepseekV2Config(
@@ -63,7 +63,7 @@ def one_layer_model() -> DeepseekV2Model:
 
 
 def filled_stock_cache(model: DeepseekV2Model, entries: torch.Tensor) -> DynamicCache:
-    """transformers' own cache over `entries` [S, Lkv + R]."""
+    """Return the cache of transformers, filled with `entries` [S, Lkv + R]."""
     cache = DynamicCache(config=model.config)
     latent, rope = entries[None, None].split([model.config.kv_lora_rank, model.config.qk_rope_head_dim], dim=-1)
     cache.update(latent, rope, 0)
@@ -71,19 +71,19 @@ def filled_stock_cache(model: DeepseekV2Model, entries: torch.Tensor) -> Dynamic
 
 
 def filled_paged_cache(model: DeepseekV2Model, ops, entries: torch.Tensor) -> DynamicCache:
-    """The same entries in the paged cache of `use_mla`."""
+    """Return the paged cache of `use_mla`, filled with `entries` [S, Lkv + R]."""
     cache = DynamicCache(config=model.config)
     cache.layers[:] = latent_layers(cache, 1, BLOCK_SIZE)
     layer, tokens = cache.layers[0], entries.shape[0]
     table = layer.record.reserve(1, tokens)
-    pages = layer.reserve(ops, 1, table.shape[1], entries.shape[1], entries.dtype, entries.device)
-    pages.view(-1, entries.shape[1])[:tokens] = entries
+    kv_cache = layer.reserve(ops, 1, table.shape[1], entries.shape[1], entries.dtype, entries.device)
+    kv_cache.view(-1, entries.shape[1])[:tokens] = entries
     layer.record.commit(tokens, torch.tensor([tokens], dtype=torch.int32), None)
     return cache
 
 
 def stepper(model: DeepseekV2Model, cache: DynamicCache) -> Callable[[], torch.Tensor]:
-    """A function that decodes one token and returns its hidden state [H]."""
+    """Return a function that decodes one token and returns the hidden state [H] of the token."""
     token = torch.tensor([[3]])
 
     def step() -> torch.Tensor:
@@ -94,10 +94,10 @@ def stepper(model: DeepseekV2Model, cache: DynamicCache) -> Callable[[], torch.T
 
 
 def measure(context: int, steps: int, reference_steps: int) -> list[dict]:
-    """One context length: a row for each of the three.
+    """Return one row of results for each of the three implementations at one context length.
 
     Raises:
-        RuntimeError: an output lies outside its budget; nothing is timed then.
+        RuntimeError: an output lies outside its budget. Nothing is timed in that case.
     """
     model = one_layer_model()
     entries = torch.randn(context, model.config.kv_lora_rank + model.config.qk_rope_head_dim)
@@ -112,7 +112,7 @@ def measure(context: int, steps: int, reference_steps: int) -> list[dict]:
             cache = filled_paged_cache(served, ops, entries)
         steppers[name] = stepper(served, cache)
         first_outputs[name] = steppers[name]()
-    low = first_outputs["reference"]  # the same formula as fast's, in float32
+    low = first_outputs["reference"]  # float32, with the same formula as fast
     parities = {name: compare(name, value, low, gold) for name, value in first_outputs.items()}
     for parity in parities.values():
         if not parity.passed:
@@ -143,13 +143,15 @@ def measure(context: int, steps: int, reference_steps: int) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the table; write it as JSON where asked."""
+    """Measure and print the table, and write JSON if `--json` is given."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384], help="tokens in the cache")
-    parser.add_argument("--steps", type=int, default=15, help="timed tokens for transformers and fast")
-    parser.add_argument("--reference-steps", type=int, default=3, help="timed tokens for reference, which is slow")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="PyTorch's threads")
-    parser.add_argument("--json", type=pathlib.Path, help="write hardware, versions and rows here")
+    parser.add_argument("--steps", type=int, default=15, help="number of timed tokens of transformers and of fast")
+    parser.add_argument(
+        "--reference-steps", type=int, default=3, help="number of timed tokens of reference, which is slow"
+    )
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="number of CPU threads of PyTorch")
+    parser.add_argument("--json", type=pathlib.Path, help="file for hardware, versions and rows")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     rows = [

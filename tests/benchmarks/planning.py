@@ -1,11 +1,14 @@
-"""What planning a step costs the host, and on a GPU what the schedule costs the device and a captured step wastes.
+"""Time the planning of a step on the host and, on a GPU, the schedule kernel and the gaps of a captured decode step.
 
     python -m tests.benchmarks.planning
     python -m tests.benchmarks.planning --device cuda --json planning.json
 
-Host times are medians on one core. On a GPU: the builder's own time (copies sent, nothing waited for); `plan_decode`
-replayed from a graph; and for a replayed decode step of one layer its kernels, the time between the first and the last,
-and the gaps between them. The copies of a batch into the graph's buffers come before and are not in it.
+Host times are medians on one core. On a GPU the benchmark measures:
+
+- the host time of the builder; copies to the device are issued, and nothing waits for them;
+- `plan_decode`, replayed from a CUDA graph;
+- a replayed decode step of one layer: the time of each kernel, the time from the first kernel to the end of the last,
+  and the gaps between kernels. The copies of a batch into the buffers of the graph are not in these times.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ class Batch:
     """A batch to plan.
 
     Attributes:
-        decodes: requests with one new token and a context of 1 to 4096.
-        prefills: requests with 512 new tokens over 1024.
-        target_us: what planning it may cost on one core, or None.
+        decodes: number of requests with one new token and 1 to 4095 context tokens.
+        prefills: number of requests with 512 new tokens and 1024 context tokens.
+        target_us: longest acceptable planning time on one core, in microseconds; None without a target.
     """
 
     decodes: int
@@ -61,7 +64,7 @@ BATCHES = (
 
 
 def make_common(batch: Batch, device: str) -> CommonAttentionMetadata:
-    """The batch with pages that nobody looks at."""
+    """Return the metadata of the batch; all block numbers and slots are 0, since planning does not read them."""
     query_lens = [1] * batch.decodes + [PROMPT] * batch.prefills
     seq_lens = [2 + 37 * i % 4095 for i in range(batch.decodes)] + [PROMPT + CONTEXT] * batch.prefills
     starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -71,7 +74,7 @@ def make_common(batch: Batch, device: str) -> CommonAttentionMetadata:
 
 
 def time_host(call: Callable[[], object], seconds: float) -> Spread:
-    """Median and quartiles of one call, on a warm host, without collections of garbage in between."""
+    """Return median and quartiles of the host time of one call, after three warm-up calls and without collections."""
     for _ in range(3):
         call()
     times: list[float] = []
@@ -89,7 +92,7 @@ def time_host(call: Callable[[], object], seconds: float) -> Spread:
 
 
 def time_batches(device: str, seconds: float) -> list[dict[str, Any]]:
-    """Every batch through `build_mla_metadata` and through a builder, both by default: they choose whether to plan."""
+    """Time `build_mla_metadata` and a builder for every batch; both decide by default whether to make a schedule."""
     rows = []
     for batch in BATCHES:
         common = make_common(batch, device)
@@ -110,9 +113,9 @@ def time_batches(device: str, seconds: float) -> list[dict[str, Any]]:
 
 
 def time_schedule() -> list[dict[str, Any]]:
-    """`plan_decode` back to back out of a graph, beside an empty kernel's share of that."""
+    """Time `plan_decode` in a replayed graph, and the fill of one element as the cost of a kernel with no work."""
     clock, rows = Clock(50.0), []
-    config = MLAConfig.from_preset("deepseek-v3", num_heads=16)  # more programs than with more heads
+    config = MLAConfig.from_preset("deepseek-v3", num_heads=16)  # few heads: a decode runs with the most programs
     served = {"device": "cuda", "dtype": torch.bfloat16, "block_size": 64}
     programs, costs = fast.decode_programs(config, **served), fast.schedule_costs(config, **served)
     one = torch.zeros(1, device="cuda")
@@ -123,7 +126,7 @@ def time_schedule() -> list[dict[str, Any]]:
             got = fast.plan_decode(lens, programs, costs, invariant)
             if not (got.tile_ranges.cpu().equal(expected.tile_ranges) and
                     got.split_offsets.cpu().equal(expected.split_offsets)):  # fmt: skip
-                raise AssertionError(f"plan_decode of {requests} requests is not the reference's")
+                raise AssertionError(f"plan_decode of {requests} requests differs from the reference")
         calls = {
             "plan_decode": [lambda lens=lens: fast.plan_decode(lens, programs, costs)],
             "batch_invariant": [lambda lens=lens: fast.plan_decode(lens, programs, costs, True)],
@@ -137,7 +140,7 @@ def time_schedule() -> list[dict[str, Any]]:
 
 
 def make_layer(config: MLAConfig, dtype: torch.dtype) -> fast.MLAAttention:
-    """A layer with random weights on the GPU."""
+    """Return a layer with random weights on the GPU."""
     c, kind = config, {"dtype": dtype, "device": "cuda"}
 
     def linear(width: int, out: int) -> nn.Linear:
@@ -154,7 +157,10 @@ def make_layer(config: MLAConfig, dtype: torch.dtype) -> fast.MLAAttention:
 
 
 def profile_step() -> dict[str, Any]:
-    """A decode step of one layer, captured, its schedule planned inside: what runs, and what lies between."""
+    """Return the kernels and the gaps of a captured decode step of one layer, with and without a schedule.
+
+    The step with a schedule contains the kernel that plans it.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     config = MLAConfig.from_preset("deepseek-v2-lite", num_heads=STEP["N"])
@@ -206,7 +212,7 @@ def profile_step() -> dict[str, Any]:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Tables of what was measured."""
+    """Print the measurements."""
     table = Table(title="Planning a step, host time (us)")
     for column in ("decodes", "prefills", "", "median", "quartiles", "at most"):
         table.add_column(column, justify="right")
@@ -223,18 +229,19 @@ def show(report: dict[str, Any], console: Console) -> None:
     for name, step in report.get("step", {}).items():
         if name not in ("dims", "programs"):
             span, gaps = step["span_us"]["median_us"], step["gaps_us"]["median_us"]
-            said = f"{len(step['kernels'])} kernels, {span:.1f} us from first to last, {gaps:.1f} us of gaps"
+            said = f"{len(step['kernels'])} kernels in {span:.1f} us, of which {gaps:.1f} us are gaps between kernels"
             console.print(f"step, {name}: {said}", markup=False)
             for label, duration in step["kernels"]:
                 console.print(f"    {duration:8.2f}  {label}", markup=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, show, write; the exit status."""
+    """Run the measurements, print and write them, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.planning", description=__doc__.splitlines()[0])
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where plans go (default: cpu)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write hardware, versions and times here")
-    parser.add_argument("--time", type=float, default=1.0, metavar="S", help="how long each row is timed (default: 1)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the plans (default: cpu)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
+    parser.add_argument("--time", type=float, default=1.0, metavar="S", help="seconds of timing for each row and "
+                        "function (default: 1)")  # fmt: skip
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():

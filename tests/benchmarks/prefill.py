@@ -1,12 +1,14 @@
-"""Expanded prefill, bfloat16, head dims 192 and 128: fast beside FlashAttention-3 and torch's own kernels.
+"""Time the expanded prefill, bfloat16, head dims 192 and 128: fast, FlashAttention-3 and the kernels of PyTorch.
 
     python -m tests.benchmarks.prefill
     python -m tests.benchmarks.prefill --peers .peers --rows 1,16384,16384,128,causal --json prefill.json
 
-fast is given what a prefill has: keys and values stored head by head, as `expand_kv` leaves them, and the rope part of
-the key once for all heads. Peers are given packed keys, the rope part repeated per head, and packed values, on which
-they are fastest; making those is outside the time. Times are taken rested, and one contender after another without
-rest, at the card's power limit. FLOPs are 2 B N Sq Skv (192 + 128), without the pairs above the diagonal.
+fast gets the tensors of a prefill: keys and values stored head by head, as `expand_kv` returns them, and the rope part
+of the key once for all heads. The peers get the layout on which they are fastest: packed keys with the rope part
+repeated for each head, and packed values. The time does not contain the making of that layout.
+
+There are two ways of timing: rested, and flushed without rests, where the GPU reaches its power limit. FLOPs are
+2 B N Sq Skv (192 + 128), without the pairs that a causal mask removes.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ class Row:
     """One shape.
 
     Attributes:
-        B: requests.
-        Sq: query tokens of each.
-        Skv: keys of each.
-        N: heads.
-        causal: "causal" or "full".
+        B: number of requests.
+        Sq: query tokens of each request.
+        Skv: keys of each request.
+        N: number of heads.
+        mask: "causal" or "full".
     """
 
     B: int
@@ -57,10 +59,10 @@ class Row:
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """From four sizes and "causal" or "full".
+        """Return the row that is given by the texts of four sizes and a mask, "causal" or "full".
 
         Raises:
-            ValueError: what is wrong with them.
+            ValueError: a text is not a number, or a value is out of range.
         """
         batch, queries, keys, heads = (int(text) for text in texts[:4])
         mask = texts[4]
@@ -70,18 +72,18 @@ class Row:
 
     @property
     def causal(self) -> bool:
-        """Whether keys after each query are masked."""
+        """Whether the keys after each query are masked."""
         return self.mask == "causal"
 
     @property
     def flops(self) -> int:
-        """Of both products; a causal mask takes off Sq^2 / 2 pairs."""
+        """Floating-point operations of both matrix products; a causal mask removes Sq^2 / 2 (query, key) pairs."""
         pairs = self.Sq * self.Skv - (self.Sq * self.Sq // 2 if self.causal else 0)
         return 2 * self.B * self.N * pairs * (WIDTH + VALUE)
 
     @property
     def bytes(self) -> int:
-        """q, k_nope, the shared k_pe, v and out, once each."""
+        """Bytes of q, k_nope, the shared k_pe, v and out, each counted once."""
         per_query, per_key = self.N * (WIDTH + VALUE), self.N * (NOPE + VALUE) + ROPE
         return DTYPE.itemsize * self.B * (self.Sq * per_query + self.Skv * per_key)
 
@@ -105,8 +107,8 @@ class Inputs:
         k_nope: [B Skv, N, 128], stored head by head.
         k_pe: [B Skv, 64].
         v: [B Skv, N, 128], stored head by head.
-        cu_q: [B + 1].
-        cu_k: [B + 1].
+        cu_q: offsets of the requests in q, [B + 1].
+        cu_k: offsets of the requests in the keys, [B + 1].
     """
 
     q: Tensor
@@ -118,7 +120,7 @@ class Inputs:
 
 
 def make_inputs(row: Row, device: torch.device | str) -> Inputs:
-    """Random values everywhere."""
+    """Return random inputs of a row."""
     kind = dict(dtype=DTYPE, device=device)
 
     def by_head() -> Tensor:
@@ -132,28 +134,31 @@ def make_inputs(row: Row, device: torch.device | str) -> Inputs:
     )  # fmt: skip
 
 
-def checked_pieces(row: Row) -> list[tuple[int, int, int]]:
-    """(request, first query, queries) of the parts that are compared: start, middle and end of first and last."""
+def checked_ranges(row: Row) -> list[tuple[int, int, int]]:
+    """Return (request, first query, number of queries) of the row ranges that are compared with the reference.
+
+    The ranges lie at the start, in the middle and at the end of the first and of the last request.
+    """
     length = min(row.Sq, CHECKED_ROWS)
     starts = sorted({0, (row.Sq - length) // 2, row.Sq - length})
     return [(request, start, length) for request in sorted({0, row.B - 1}) for start in starts]
 
 
 def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Parity]:
-    """The whole output is finite, and pieces of some heads lie within the budget of the reference.
+    """Check that the whole output is finite, and compare row ranges of a few heads with the reference.
 
-    A causal piece that starts at query a and holds n of them sees keys up to Skv - Sq + a + n, so cutting its keys
-    there keeps the mask's alignment at the bottom right.
+    With a causal mask, a range of n queries from query a on attends the first Skv - Sq + a + n keys. The reference gets
+    only these keys, so the mask stays aligned at the bottom right.
 
     Args:
         row: the shape.
-        inputs: what was attended.
-        value: a state, or out [B Sq, N, 128] alone.
+        inputs: inputs of the call.
+        value: output of the call: an attention state, or out [B Sq, N, 128] alone.
     """
     out = value.out if isinstance(value, AttentionState) else value
     heads = torch.tensor(spread_out(row.N, CHECKED_HEADS), device=out.device)
     found = [finite("flash_attn_varlen", out)]
-    for request, start, length in checked_pieces(row):
+    for request, start, length in checked_ranges(row):
         rows = slice(request * row.Sq + start, request * row.Sq + start + length)
         seen = row.Skv - row.Sq + start + length if row.causal else row.Skv
         keys = slice(request * row.Skv, request * row.Skv + seen)
@@ -176,13 +181,13 @@ def check(row: Row, inputs: Inputs, value: AttentionState | Tensor) -> list[Pari
 
 
 def attend_by_torch(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """One of torch's own kernels, by name: [B, N, Sq, D], [B, N, Skv, D], [B, N, Skv, Dv] -> [B, N, Sq, Dv]."""
+    """Run a named kernel of PyTorch: [B, N, Sq, D], [B, N, Skv, D], [B, N, Skv, Dv] -> [B, N, Sq, Dv]."""
     with sdpa_kernel(kernel):
         return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=SCALE)
 
 
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
-    """FlashAttention-3, and torch's cuDNN and FlashAttention-2 kernels; those that cannot, with the reason."""
+    """Return FlashAttention-3 and PyTorch's cuDNN and FlashAttention-2 as contenders, and missing ones with reasons."""
     k = torch.cat((inputs.k_nope, inputs.k_pe[:, None].expand(-1, row.N, -1)), dim=-1).contiguous()
     values = inputs.v.contiguous()
     contenders, absent = {}, {}
@@ -211,7 +216,7 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
 
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
-    """Inputs and contenders of one row."""
+    """Return the inputs and contenders of one row."""
     inputs = make_inputs(row, device)
 
     def ours() -> AttentionState:
@@ -227,10 +232,10 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check and time the rows; the exit status."""
+    """Check and time the rows, and return the exit status."""
     return run_benchmark(
         "prefill", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("rested", "flushed"), bandwidth="read_gb_s",
-        epilog="A row is B requests of Sq queries over Skv keys each and N heads, causal or full.",
+        epilog="A row has B requests of Sq queries and Skv keys each, N heads, and a mask: causal or full.",
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What every results file carries besides its rows: hardware, versions, date and the digest of the code."""
+"""Provenance of a results file: hardware, versions, date and a digest of the code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import fast
 
 
 def digest(*folders: pathlib.Path) -> str:
-    """sha256 over the Python sources of folders, by sorted path."""
+    """Return the sha256 of the Python sources of `folders`, in the order of their paths."""
     total = hashlib.sha256()
     for root in folders:
         for path in sorted(root.rglob("*.py")):
@@ -27,12 +27,12 @@ def digest(*folders: pathlib.Path) -> str:
 
 
 def fast_digest() -> str:
-    """sha256 over the sources of `fast`."""
+    """Return the sha256 of the Python sources of `fast`."""
     return digest(pathlib.Path(fast.__file__).parent)
 
 
 def processor() -> str:
-    """The processor's name where the system tells it."""
+    """Return the name of the CPU: from /proc/cpuinfo, or else from `platform.processor`."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -40,7 +40,7 @@ def processor() -> str:
 
 
 def graphics_driver() -> str:
-    """The version of NVIDIA's driver as its own tool tells it; "unknown" where that tool is missing or silent."""
+    """Return the version of NVIDIA's driver from nvidia-smi; "unknown" if nvidia-smi is missing or prints nothing."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return "unknown"
@@ -50,7 +50,7 @@ def graphics_driver() -> str:
 
 
 def package_version(name: str) -> str:
-    """The version of an installed distribution, "missing" where it is not there."""
+    """Return the version of an installed distribution, or "missing" if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -58,7 +58,7 @@ def package_version(name: str) -> str:
 
 
 def device_facts() -> dict[str, Any]:
-    """Name, driver and size of the current CUDA device."""
+    """Return name, compute capability, number of multiprocessors and driver version of the current CUDA device."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "gpu": properties.name,
@@ -69,13 +69,13 @@ def device_facts() -> dict[str, Any]:
 
 
 def provenance(benchmark: str, arguments: Sequence[str], device: str = "cpu", **versions: str) -> dict[str, Any]:
-    """The head of a results file.
+    """Return the first fields of a results file: command, hardware, versions, date and digest.
 
     Args:
         benchmark: name of the benchmark's module.
-        arguments: of its command line.
-        device: "cuda" adds the GPU, its driver, and the versions of Triton and CUDA.
-        versions: of packages besides Python and torch.
+        arguments: arguments of the command line.
+        device: device of the benchmark; "cuda" adds the GPU, its driver, and the versions of Triton and CUDA.
+        versions: versions of packages other than Python and torch.
     """
     on_gpu = device == "cuda"
     if on_gpu:

@@ -1,11 +1,12 @@
-"""Absorbed decode in a block table that is far wider than the requests: sized by the longest request, and by the table.
+"""Time the absorbed decode with a wide block table: launches sized by the longest request, and by the table.
 
     python -m tests.benchmarks.table_width
     python -m tests.benchmarks.table_width --rows 1,1024,1,128,2560 --json table-width.json
 
-An engine keeps one table for the longest sequence that it may ever serve. "fast" is given the longest request of the
-step (`max_seq_len`); "fast, by the table" is given as many tokens as the table has room for, which is what kernels
-took before the plan carried the longest request. Pages of 64 tokens, bfloat16, DeepSeek-V3's dims.
+An engine keeps one block table that is wide enough for the longest sequence it may ever serve. "fast" gets the length
+of the longest request of the step as `max_seq_len`. "fast, by the table" gets the number of tokens that fit into a row
+of the table; kernels used that number before plans had `max_seq_len`. Blocks of 64 tokens, bfloat16, dims of
+DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .contest import OURS, Case, Contender, run_benchmark
 from .decode import BLOCK_SIZE, SCALE
 
 BY_TABLE = f"{OURS}, by the table"
-FAR = 2147480000  # an entry that nobody owns
+FAR = 2147480000  # block number far outside the cache; fills the unused columns of the table
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class Row:
     """One shape.
 
     Attributes:
-        B: requests.
-        S: keys of each, new tokens included.
-        Sq: new tokens of each.
-        N: heads.
+        B: number of requests.
+        S: keys of each request, new tokens included.
+        Sq: new tokens of each request.
+        N: number of heads.
         W: columns of the block table.
     """
 
@@ -48,10 +49,10 @@ class Row:
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """From five sizes.
+        """Return the row that is given by the texts of five sizes.
 
         Raises:
-            ValueError: what is wrong with them.
+            ValueError: a text is not a number, or a value is out of range.
         """
         row = cls(*(int(text) for text in texts))
         if min(vars(row).values()) < 1 or row.Sq > row.S or row.S > row.W * BLOCK_SIZE:
@@ -69,7 +70,7 @@ ROWS = tuple(
 
 
 def make_case(row: Row, peers: ModuleType | None, backend: str | None) -> Case:
-    """Inputs and contenders of one row."""
+    """Return the inputs and contenders of one row."""
     shape = decode.Row(row.B, row.S, row.Sq, row.N)
     l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
     inputs = decode.make_inputs(shape, decode.input_sets(shape.bytes, l2_bytes), "cuda")
@@ -90,10 +91,11 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None) -> Case:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check and time the rows; the exit status."""
+    """Check and time the rows, and return the exit status."""
     return run_benchmark(
         "table_width", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"),
-        bandwidth="read_gb_s", epilog="A row is B requests of S keys with Sq new tokens, N heads and W columns.",
+        bandwidth="read_gb_s",
+        epilog="A row has B requests of S keys with Sq new tokens each, N heads, and W columns of the block table.",
     )  # fmt: skip
 
 

@@ -1,12 +1,13 @@
-"""Times on a CUDA device, three ways, and the ceilings they are held against.
+"""Time calls on a CUDA device in three ways, and measure the ceilings of the device.
 
-*Flushed*: the L2 is overwritten before each call, so many times over that the host has launched the call before the
-overwriting ends; what the events enclose is the device's time alone. The host's own time is told beside it.
-*Rested*: the same after the card lay idle for a moment. Milliseconds of products bring a card to its power limit, and
-then the time of a call depends on what ran before it; rested calls all start from the same state.
-*Replayed*: the calls of several sets of inputs, together larger than the L2, are captured into one graph and replayed
-back to back; launch cost is out and the card is as warm as a server's. Contenders take turns in an order drawn anew
-each round, so that a drift of the card is shared by all.
+- *Flushed*: one call after the L2 cache was overwritten. The overwriting takes longer than the host needs to launch the
+  call, so the events around the call measure device time only. The host time is measured separately.
+- *Rested*: a flushed call after the GPU was idle for 0.1 s. A few milliseconds of matrix products bring a GPU to its
+  power limit, and then the time of a call depends on the calls before it. Rested calls all start from the same state.
+- *Replayed*: calls back to back from a CUDA graph. The graph holds one call for each of several sets of inputs, which
+  together are larger than the L2 cache. The times contain no launch cost, and the GPU is as warm as in a server.
+
+Every round times every contender once, in a new random order, so that a drift of the GPU's speed affects all of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 Call = Callable[[], object]
 
-FLUSH_BYTES = 1 << 30  # about 0.3 ms of writing on the fastest card of today, many times any L2
+FLUSH_BYTES = 1 << 30  # about 0.3 ms of writing on an H200, and many times the size of an L2 cache
 HOST_RUNS = 15
 MIN_ROUNDS, MAX_ROUNDS = 8, 200
 COPY_BYTES = 4 << 30
@@ -36,9 +37,9 @@ class Spread:
     """Repeated times of one call, in microseconds.
 
     Attributes:
-        median_us: of all runs.
-        quartiles_us: first and third.
-        runs: how many.
+        median_us: median of all runs.
+        quartiles_us: first and third quartile of all runs.
+        runs: number of runs.
     """
 
     median_us: float
@@ -47,7 +48,7 @@ class Spread:
 
     @classmethod
     def of(cls, times_us: Sequence[float]) -> Spread:
-        """Median and quartiles of one or more times."""
+        """Return median and quartiles of one or more times."""
         if len(times_us) == 1:
             return cls(times_us[0], (times_us[0], times_us[0]), 1)
         low, median, high = statistics.quantiles(times_us, n=4, method="inclusive")
@@ -56,13 +57,14 @@ class Spread:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this card reached in this run.
+    """Highest rates that simple operations reached on this GPU in this run.
 
     Attributes:
-        copy_gb_s: a large contiguous copy, bytes read plus bytes written.
-        read_gb_s: a large sum, bytes read.
-        matmul_tflops: a bfloat16 product of random square matrices, a few at a time on a rested card.
-        sustained_matmul_tflops: the same without rest, where the card's power limit may hold it back.
+        copy_gb_s: rate of a large contiguous copy, bytes read plus bytes written.
+        read_gb_s: rate of the sum of a large tensor, bytes read.
+        matmul_tflops: rate of a bfloat16 product of random square matrices, best of short bursts and sustained
+            products.
+        sustained_matmul_tflops: rate of the same product without rests; the power limit of the GPU may reduce it.
     """
 
     copy_gb_s: float
@@ -71,26 +73,29 @@ class Ceilings:
     sustained_matmul_tflops: float
 
     def as_json(self) -> dict[str, float]:
-        """The figures with what they were taken on."""
+        """Return the ceilings, and the sizes of the operations that measured them, as a dictionary."""
         return {**asdict(self), "copy_bytes": COPY_BYTES, "matmul_size": MATMUL_SIZE}
 
 
 def input_sets(bytes_per_call: int, l2_bytes: int, at_most: int = 32) -> int:
-    """How many sets of inputs keep a replay from finding its data in the L2."""
+    """Return the number of input sets of a replay, at most `at_most`.
+
+    Together the sets have 4 times the bytes of the L2 cache, so that a call does not find its inputs in the cache.
+    """
     return max(1, min(at_most, -(-4 * l2_bytes // bytes_per_call)))
 
 
 def rounds_for(milliseconds: float, one_round_ms: float) -> int:
-    """How many rounds fit a time, within bounds that keep quartiles meaningful and runs short."""
+    """Return the number of rounds that fit into a time, at least MIN_ROUNDS and at most MAX_ROUNDS."""
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(milliseconds / max(one_round_ms, 1e-6))))
 
 
 class Clock:
-    """Times contenders on the current CUDA device.
+    """Time contenders on the current CUDA device.
 
     Args:
-        milliseconds: about how long each contender is timed, each way.
-        seed: of the order of contenders.
+        milliseconds: approximate duration of the timing of one contender in one way.
+        seed: seed of the random order of the contenders.
     """
 
     def __init__(self, milliseconds: float = 200.0, seed: int = 0):
@@ -104,17 +109,17 @@ class Clock:
         self.flush_us = 1e3 * start.elapsed_time(end)
 
     def host(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Spread]:
-        """How long the host needs to launch one call, from an idle device."""
+        """Return the time that the host needs to launch one call while the device is idle."""
         self._warm_up(contenders)
         return {who: Spread.of([self._launch_us(calls[0]) for _ in range(HOST_RUNS)]) for who, calls in
                 contenders.items()}  # fmt: skip
 
     def rested(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Spread]:
-        """As `flushed`, each call after a rest of the card."""
+        """Time calls as `flushed` does, each call after the GPU was idle for REST_S seconds."""
         return self.flushed(contenders, REST_S)
 
     def flushed(self, contenders: Mapping[str, Sequence[Call]], rest_s: float = 0.0) -> dict[str, Spread]:
-        """One call at a time behind an overwritten L2; each contender goes round its sets of inputs."""
+        """Time one call at a time after the L2 cache was overwritten; the rounds cycle through the sets of inputs."""
         host = self.host(contenders)
         leads = {who: 1 + math.ceil(2 * spread.quartiles_us[1] / self.flush_us) for who, spread in host.items()}
 
@@ -133,9 +138,9 @@ class Clock:
         return self._repeat(one_round, dict.fromkeys(contenders, 1))
 
     def replayed(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Spread]:
-        """Back to back out of a graph that holds one call for each set of inputs, several times over.
+        """Time calls back to back from a CUDA graph that holds at least 8 calls, equally many of each set of inputs.
 
-        A contender that cannot be captured is missing from the result; `not_captured` has the reason.
+        A contender that cannot be captured is missing in the result; `not_captured` has the reason.
         """
         self._warm_up(contenders)
         graphs, counts = {}, {}
@@ -160,7 +165,9 @@ class Clock:
         return self.order.sample(list(names), len(names))
 
     def _warm_up(self, contenders: Mapping[str, Sequence[Call]]) -> None:
-        stream = torch.cuda.Stream()  # as capture wants it: what a library allocates once is allocated now
+        stream = (
+            torch.cuda.Stream()
+        )  # a side stream, as before a capture: libraries allocate their buffers on first use
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for calls in contenders.values():
@@ -194,7 +201,11 @@ class Clock:
 
 
 def measure_ceilings(clock: Clock) -> Ceilings:
-    """Copy, read and matrix product on this card, now; medians of flushed runs, the best of a few bursts."""
+    """Measure the rates of a copy, a read and a matrix product on this GPU.
+
+    A rate comes from the median of flushed runs. For the product, several short bursts and one long run are timed, and
+    the fastest of them counts.
+    """
     source = torch.randn(COPY_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     copy = clock.flushed({"copy": [lambda: target.copy_(source)]})["copy"]

@@ -1,4 +1,7 @@
-"""If a step waits on a GPU for a dead rank, a deadline ends its process, in any state of the process's streams."""
+"""Tests of the deadline that ends a process whose step waits on a GPU for a dead rank.
+
+The process must end even if its own output streams or log handlers are broken.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,11 @@ LINE = f"no answer within 0.5 s: {WAITS}; {WAITS}; requests in flight: 3, 5\n"
 
 @pytest.mark.parametrize("case", ["plain", "closed", "broken handler", "in time", "gloo"])
 def test_deadline(case):
-    """The deadline does nothing over gloo, whose exchanges fail by themselves, or before it has passed."""
+    """A step that is late ends the process with status 70 and one message.
+
+    A step in time does not end the process. A step over gloo does not either, since gloo's exchanges time out
+    themselves.
+    """
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", SCRIPT, case], cwd=root, capture_output=True, text=True, timeout=50,
                           check=False)  # fmt: skip

@@ -1,6 +1,6 @@
-"""Ctrl-C ends the main job even where Python discards the first exception.
+"""Tests that Ctrl-C ends the main job, even if Python discards the first exception.
 
-Fault this file was seen to catch: an interrupt inside a finaliser, which Python reports as ignored.
+Python discards it, for example, when the signal arrives during a finaliser (`__del__`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_in_a_finaliser_is_repeated():
-    """The exception of the first signal is lost; the timer raises the second one."""
+    """If the exception of the signal is lost in a finaliser, the timer raises KeyboardInterrupt again."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", LOST], env=environment, text=True, capture_output=True, timeout=120,
                           check=False)  # fmt: skip
@@ -55,7 +55,7 @@ def test_handlers_and_timer_are_as_before():
 
 
 def test_other_threads_change_no_handler():
-    """Python lets only the main thread set handlers."""
+    """Outside the main thread `repeated_interrupts` changes no signal handler, since Python does not allow it."""
     seen = []
 
     def in_a_thread():

@@ -1,4 +1,4 @@
-"""The main job, `python -m fast`: its output, its exit status, and its messages about bad input."""
+"""Tests of the main job, `python -m fast`: its files, its exit status, and its messages about bad input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ COMPARED = {"apply_rope", "rms_norm", "query_to_latent", "latent_to_value", "exp
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys, plain_errors):
-    """Run `main` in this process on a short parity stream; returns status, figures, stdout and stderr."""
+    """Return a function that runs `main` in this process; its result has status, figures (JSON), stdout and stderr.
+
+    The parity checks use a stream of 96 tokens, which is short.
+    """
     monkeypatch.setattr(measure, "PARITY_TOKENS", 96)
     picture, figures = tmp_path / "p.png", tmp_path / "f.json"
 
@@ -60,13 +63,16 @@ def module_like(ops, **replaced):
 
 
 def places(text: str, *words: str) -> list[int]:
-    """Return the first position of each word; assert that the text contains all of them."""
+    """Return the first position of each word in the text; every word must occur."""
     assert all(word in text for word in words), text
     return [text.index(word) for word in words]
 
 
 def test_as_a_newcomer_runs_it(tmp_path):
-    """Run the command with its defaults in a process of its own without a terminal."""
+    """`python -m fast` in a new process, without a terminal, writes the promised output, picture and JSON file.
+
+    It runs the shipped checkpoint with both packages.
+    """
     picture, path = tmp_path / "p.png", tmp_path / "f.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -80,7 +86,7 @@ def test_as_a_newcomer_runs_it(tmp_path):
         assert said in done.stdout
     order = places(done.stdout, "verdict", "greedy tokens: identical", "tokens/s", "kernels on cpu", "continuations",
                    "parity of fast with reference", "expanded keys and values")  # fmt: skip
-    assert order == sorted(order), "order: verdict and speeds, backends, details"
+    assert order == sorted(order), "verdict and speeds come first, then the backends, then the details"
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
     figures = json.loads(path.read_text())
@@ -108,7 +114,10 @@ def kernel_lines(out: str) -> list[str]:
 
 
 def test_kernel_sets_in_three_lines(run):
-    """Each backend has one line: the ops that it serves, or the first reason why none; --verbose has all reasons."""
+    """Each backend has one line with the number of ops that it serves, or with the first reason why it serves none.
+
+    With --verbose every op has a line with all reasons.
+    """
     said = kernel_lines(run("--max-new-tokens", "2").out)
     assert said == [
         "cpu: serves 16 of 16 ops",
@@ -124,7 +133,7 @@ def test_kernel_sets_in_three_lines(run):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Fail if anything is loaded or served: the test is about checks that come before."""
+    """Make the main job fail as soon as it would load a model or start ranks; only the checks of options run."""
 
     def unreachable(*args, **kwargs):
         raise AssertionError("the work began")
@@ -135,7 +144,7 @@ def no_work(monkeypatch):
 
 
 def bad_places(folder: Path) -> dict[str, tuple[list[str], str]]:
-    """Return output options that are refused, and the beginning of each error message."""
+    """Return output options that must be refused, with the message of each."""
     there = folder / "there.json"
     there.write_text("kept")
     (folder / "link.png").symlink_to(there)
@@ -166,7 +175,10 @@ PLACES = ("no folder", "a folder", "a file as folder", "a link into no folder", 
 
 @pytest.mark.parametrize("case", PLACES)
 def test_output_places_are_tested_before_any_work(tmp_path, capsys, plain_errors, no_work, case):
-    """Output files are tested by making them, as for root `os.access` allows every path."""
+    """An output path that cannot be written is refused before any work, in one line, and no file is changed.
+
+    The job tests a path by creating a file: for root, `os.access` allows every path.
+    """
     options, message = bad_places(tmp_path)[case]
     before = sorted(tmp_path.iterdir())
     picture = [] if "--picture" in options else ["--picture", str(tmp_path / "p.png")]
@@ -177,7 +189,7 @@ def test_output_places_are_tested_before_any_work(tmp_path, capsys, plain_errors
 
 
 def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkeypatch):
-    """Under torchrun the first rank, which writes, tests the output path before it waits for the others."""
+    """Under torchrun rank 0, which writes the files, tests the output paths before it waits for other ranks."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"),
                         ("MASTER_PORT", "1")):  # fmt: skip
         monkeypatch.setenv(name, value)
@@ -186,21 +198,21 @@ def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkey
     assert main([*SMALL, "--context-parallel", "2", *bad]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --json: expected a file in a folder that exists") and err.count("\n") == 1, err
-    (tmp_path / "mla-twins.png").mkdir()  # path of the picture; with several ranks none is drawn
+    (tmp_path / "mla-twins.png").mkdir()  # default path of the picture, which a run on several ranks does not draw
     with pytest.raises(AssertionError, match="the work began"):
         main([*SMALL, "--context-parallel", "2", "--json", str(tmp_path / "f.json")])
     assert [path.name for path in tmp_path.iterdir()] == ["mla-twins.png"]
 
 
 def test_a_picture_that_nobody_asked_for_has_no_place(tmp_path, plain_errors, no_work):
-    """With --no-picture the path of the picture is not checked, even if it is also the path of the figures."""
+    """With --no-picture the path of the picture is not checked, even if it equals the path of the JSON file."""
     place = str(tmp_path / "f.json")
     with pytest.raises(AssertionError, match="the work began"):
         main([*SMALL, "--no-picture", "--json", place, "--picture", place])
 
 
 def test_ctrl_c_ends_it_in_one_line(tmp_path):
-    """Ctrl-C during generation gives exit status 130 and one line without a traceback."""
+    """Ctrl-C while tokens are generated ends the job with status 130 and one line, without a traceback."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     options = ["--device", "cpu", "--no-picture", "--prompt", "import os", "--max-new-tokens", "4000",
                "--json", str(tmp_path / "f.json")]  # fmt: skip
@@ -217,7 +229,7 @@ def test_ctrl_c_ends_it_in_one_line(tmp_path):
 
 
 def test_the_duration_is_the_measured_one():
-    """--help and README state the duration measured in docs/results, rounded to 5 s."""
+    """--help and README give the measured duration of docs/results, rounded to 5 s."""
     told = " ".join((ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8").split())
     (measured,) = re.findall(r"`time python -m fast` took ([\d.]+) s on two CPU cores", told)
     said = f"about {5 * round(float(measured) / 5)} s on two CPU cores"
@@ -226,7 +238,10 @@ def test_the_duration_is_the_measured_one():
 
 
 def test_cache_bytes_are_those_of_the_config(run):
-    """Latent Lkv + R against N (P + R) + N V elements, 6 layers, 4 bytes: 64 + 16 against 8 (32 + 16) + 8 x 24."""
+    """The reported cache bytes follow from the config, with 6 layers and 4 bytes for each element.
+
+    A latent entry has Lkv + R = 64 + 16 elements. Expanded keys and values have N (P + R) + N V = 8 (32 + 16) + 8 x 24.
+    """
     cache = run("--ops", "fast").figures["cache"]
     assert cache["latent_bytes_per_1000_tokens"] == 1000 * 6 * 4 * (64 + 16)
     assert cache["expanded_bytes_per_1000_tokens"] == 1000 * 6 * 4 * (8 * (32 + 16) + 8 * 24)
@@ -239,10 +254,10 @@ def test_default_prompts_are_eight_lengths_some_beyond_the_workspace():
     assert len(set(lengths)) == 8 and sum(length > 2 * workspace for length in lengths) >= 3
 
 
-@pytest.mark.parametrize("wing", ["reference", "fast"])
-def test_one_wing_alone_says_that_parity_is_left_out(run, wing):
-    done = run("--ops", wing)
-    assert done.status == 0 and done.figures["served"] == [wing] and done.figures["parity"] == []
+@pytest.mark.parametrize("package", ["reference", "fast"])
+def test_one_package_alone_says_that_parity_is_left_out(run, package):
+    done = run("--ops", package)
+    assert done.status == 0 and done.figures["served"] == [package] and done.figures["parity"] == []
     assert "parity table: left out" in done.out and "parity: not run" in done.out
 
 
@@ -341,8 +356,8 @@ def test_a_cache_that_does_not_fit(run, monkeypatch):
     def no_room(*_, **__):
         raise MemoryError("no room for it")
 
-    for wing in (reference, fast):
-        monkeypatch.setattr(wing, "allocate_kv_cache", no_room)
+    for package in (reference, fast):
+        monkeypatch.setattr(package, "allocate_kv_cache", no_room)
     one_error(run(), "--block-size: expected a cache that fits in memory, got: no room for it")
 
 
@@ -357,7 +372,7 @@ def test_an_option_that_argparse_refuses(run):
     [("config.json", '{"model_type": "deepseek_v3", "hidden_size": "abc"}'), ("tokenizer.json", '{"a": 1}')],
 )
 def test_a_checkpoint_with_a_broken_file(run, tmp_path, name, text):
-    """Any error of transformers' readers on a broken file becomes one line."""
+    """Every error that transformers raises while it reads a checkpoint becomes an error of one line."""
     folder = tmp_path / "broken"
     shutil.copytree(Path(fast.__file__).parent / "assets" / "tiny-mla", folder)
     (folder / name).write_text(text)
@@ -365,7 +380,7 @@ def test_a_checkpoint_with_a_broken_file(run, tmp_path, name, text):
 
 
 def test_a_place_that_takes_no_figures(tmp_path, capsys, plain_errors):
-    """A full disk after the run also gives one line, with another exit status than failed parity."""
+    """A full disk gives an error of one line with status 2, and not the status of a failed parity."""
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
     options = ["--ops", "fast", "--max-new-tokens", "2", "--json", "/dev/full", "--picture", str(tmp_path / "p.png")]
@@ -375,7 +390,7 @@ def test_a_place_that_takes_no_figures(tmp_path, capsys, plain_errors):
 
 
 def test_the_longest_prompt_with_one_token(run):
-    """The warm-up needs no more positions than the run: here prompt and one token fill the model's positions."""
+    """A prompt and one new token may fill all positions of the model; the warm-up needs no further position."""
     done = run("--prompt", "x" * 4094, "--max-new-tokens", "1", "--ops", "fast", "--token-budget", "4096")
     assert done.status == 0 and [prompt["new_tokens"] for prompt in done.figures["prompts"]] == [1, 1, 1]
 
@@ -417,7 +432,7 @@ def test_a_missing_extra_is_named(run, monkeypatch, name):
 
 
 def test_without_a_picture(run, monkeypatch):
-    """Without matplotlib the job runs if no picture is requested."""
+    """With --no-picture the job runs without matplotlib."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = run("--no-picture", "--ops", "fast", "--max-new-tokens", "2")
     assert done.status == 0 and done.figures is not None and "picture:" not in done.out

@@ -1,4 +1,4 @@
-"""The serving loop generates the tokens of transformers for any schedule, and keeps its block accounts consistent."""
+"""Tests of the serving loop: it gives the tokens of transformers in every batch, and its record of blocks is right."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def model():
 
 
 def greedy(model, prompt: list[int], new_tokens: int) -> list[int]:
-    """Return the greedy tokens of plain transformers for one request."""
+    """Return the tokens that stock transformers generates for one request."""
     ids = torch.tensor([prompt])
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False, pad_token_id=0
@@ -82,7 +82,7 @@ def wanted(model, prompts):
 
 @pytest.fixture
 def make_loop(model):
-    """Return a function that makes a loop over the patched model, with a cache of NaN; the model is restored later."""
+    """Return a function that makes a serving loop whose caches are filled with NaN; the models are restored later."""
 
     def make(ops, on=model, **options):
         use_mla(on, ops=ops)
@@ -110,7 +110,7 @@ def poison_unowned(loop: ServingLoop) -> None:
 
 
 def check_books(loop: ServingLoop, report) -> None:
-    """Assert the loop's invariants, which hold after every step."""
+    """Check after a step that blocks and requests are consistent and within their limits."""
     owned = [block for request in loop.requests for block in request.blocks]
     assert sorted(owned + loop.allocator.free_blocks) == list(range(loop.allocator.num_blocks))
     assert report is None or 0 < report.num_tokens <= loop.token_budget
@@ -122,7 +122,7 @@ def check_books(loop: ServingLoop, report) -> None:
 
 
 def serve(loop: ServingLoop, prompts, new_tokens: int = NEW_TOKENS) -> tuple[list[list[int]], list]:
-    """Serve all prompts with NaN in unowned slots after each step; return the tokens and the reports of the steps."""
+    """Run all prompts, with NaN in unowned slots between the steps; return the tokens and the reports."""
     reports = []
 
     def on_step(report):
@@ -144,7 +144,10 @@ def test_mixed_batch_gives_transformers_tokens(make_loop, ops, prompts, wanted):
 
 
 def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts, wanted):
-    """At most 3 prompt tokens a step and a workspace of one block: one prefill with context a step, in many chunks."""
+    """Tokens are right with a budget of 3 tokens a step and a workspace of one block.
+
+    A step then has at most one prefill with context, whose context is expanded in many chunks.
+    """
     order = [5, 3, 0]
     loop = make_loop(ops, block_size=4, token_budget=3, max_num_seqs=3, workspace_tokens=4,
                      costs=PathCosts(absorbed_request=1e15))  # fmt: skip
@@ -154,7 +157,10 @@ def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts,
 
 
 def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wanted):
-    """A few prompt tokens with a longer context take the absorbed path; only short contexts are expanded."""
+    """Tokens are right when a few prompt tokens over a longer context take the absorbed path, beside the decodes.
+
+    Only short contexts are expanded then.
+    """
     order = [5, 3, 0]
     loop = make_loop(ops, block_size=4, token_budget=5, max_num_seqs=3, workspace_tokens=4)
     tokens, reports = serve(loop, [prompts[i] for i in order])
@@ -164,7 +170,10 @@ def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wante
 
 
 def test_every_decode_leads_the_batch(make_loop, ops, prompts, wanted):
-    """A last prompt token takes the absorbed path, as for 33 = 4 x 8 + 1 and 17 = 4 x 4 + 1 tokens."""
+    """Every request with one pending token takes the absorbed path.
+
+    Prompts of 33 = 4 x 8 + 1 and 17 = 4 x 4 + 1 tokens have one pending token in their last prefill step.
+    """
     order = [4, 3, 5, 0]
     loop = make_loop(ops, block_size=4, token_budget=4, max_num_seqs=4, workspace_tokens=4)
     for i in order:
@@ -180,7 +189,10 @@ def test_every_decode_leads_the_batch(make_loop, ops, prompts, wanted):
 
 
 def test_preemption_recomputes_and_keeps_tokens(make_loop, ops, prompts, wanted):
-    """Four requests fit at first, but exceed the cache while they decode."""
+    """Tokens are right when requests are preempted.
+
+    Four requests fit into the cache at first, and outgrow it while they decode.
+    """
     order = [4, 3, 6, 7, 0, 2]
     loop = make_loop(ops, num_blocks=11, max_num_seqs=4)
     tokens, reports = serve(loop, [prompts[i] for i in order])
@@ -220,7 +232,10 @@ def test_resident_cache_is_exactly_the_tokens_rounded_up_to_blocks(make_loop, op
 
 
 def test_a_step_that_raises_leaves_nothing_half_applied(make_loop, ops, prompts, wanted, model):
-    """Every third call fails, after all layers have written the cache; repeating the step gives the same tokens."""
+    """A step that fails after all layers have written the cache can be repeated and then gives the same tokens.
+
+    Every third call of the model fails. A failed step without preemption changes no record of the loop.
+    """
     prompts, wanted = prompts[:4], wanted[:4]
     loop = make_loop(ops, num_blocks=12, max_num_seqs=4, token_budget=24)
     calls = 0
@@ -259,7 +274,7 @@ def test_a_step_that_raises_leaves_nothing_half_applied(make_loop, ops, prompts,
 
 
 def test_soak(make_loop, ops):
-    """200 random requests (40 for `reference`, which is slow) arrive over time; the cache has 24 blocks."""
+    """The loop serves 200 random requests (40 with `reference`, which is slow) that arrive over time, in 24 blocks."""
     count = 200 if ops.__name__ == "fast" else 40
     model = tiny_model(num_layers=1, max_positions=128)
     generator = random.Random(3)
@@ -401,9 +416,9 @@ print(large - small, 512 * HEADS * (NOPE + ROPE + VALUE) * 4, *growth)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_peak_memory_of_a_chunked_prefill_does_not_grow_with_the_context():
-    """From 4k to 32k tokens of context, peak memory grows by the cache, plus or minus two expanded workspaces.
+    """From 4096 to 32768 context tokens, peak memory grows at most by the cache and two expanded workspaces.
 
-    The control expands the whole context at once: 537 MB of keys and values, far above that bound.
+    The control expands the whole context at once, 537 MB of keys and values, and far exceeds that bound.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PEAK_MEMORY]
@@ -416,7 +431,7 @@ def test_peak_memory_of_a_chunked_prefill_does_not_grow_with_the_context():
 
 
 def test_an_idle_loop_steps_to_nothing(make_loop, ops):
-    """A step of a loop without requests runs nothing and changes nothing."""
+    """A step without requests is legal and changes nothing."""
     loop = make_loop(ops, num_blocks=4)
     report = loop.step()
     assert (report.num_tokens, report.num_running, report.num_waiting) == (0, 0, 0)

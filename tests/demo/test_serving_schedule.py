@@ -1,7 +1,9 @@
-"""Which requests a serving loop runs, preempts, ends and forgets, and how many blocks they hold.
+"""Tests of which requests a serving loop runs, preempts, ends and forgets, and how many blocks they hold.
 
-The model of these tests adds 1 to each token, so every generated token is known, and thousands of steps take seconds.
-`test_serving` compares the tokens of real attention.
+The model of these tests generates the successor of each token. So every generated token is known beforehand, and
+thousands of steps take seconds. `test_serving` compares the tokens of real attention.
+
+"Fails if" names the mistake that was planted to see the test fail.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from fast.demo.serving import ServingLoop
 from ..support.factories import DIRECT
 
 VOCABULARY = 101
-# Run-time shape checks of the planners would take most of the time of thousands of steps.
+# Without this, run-time checks of annotations would take most of the time of thousands of steps.
 WITHOUT_SHAPE_CHECKS = pytest.mark.usefixtures("plain_errors")
 
 
 class Successor(nn.Module):
-    """Model that generates the successor of each token and counts its steps.
+    """Model that generates the successor of each token and counts the steps.
 
     Args:
-        num_layers: number of layers, so of caches that the loop makes.
+        num_layers: number of layers, and so the number of caches that the loop makes.
     """
 
     device, dtype = torch.device("cpu"), torch.float32
@@ -49,7 +51,7 @@ def make_loop(ops=fast, **options) -> ServingLoop:
 
 
 def successors(token: int, count: int) -> list[int]:
-    """Return the tokens that the model generates after a token."""
+    """Return the `count` tokens that the model generates after a token."""
     return [(token + 1 + i) % VOCABULARY for i in range(count)]
 
 
@@ -58,7 +60,10 @@ def successors(token: int, count: int) -> list[int]:
 
 @pytest.mark.parametrize("eos", [[30, 60, 90], [90, 60, 30], (60, 90, 30), {30, 60, 90}], ids=str)
 def test_each_of_several_eos_tokens_ends_a_request(ops, eos):
-    """Planted: only the first of several eos tokens ends a request."""
+    """A request ends at any of several eos tokens.
+
+    Fails if only the first eos token ends a request.
+    """
     loop = make_loop(ops, eos=eos)
     for last in (27, 55, 88, 0):
         loop.add([5, last], 9)
@@ -79,7 +84,7 @@ def random_load(seed: int, count: int) -> list[tuple[list[int], int]]:
 
 
 def steps_of(loop: ServingLoop, load):
-    """Serve requests that arrive over time; yield for each step the running and the known requests, and its report."""
+    """Serve requests that arrive over time; yield the ids that ran before each step, and the report of the step."""
     drawn, left = random.Random(0), list(load)
     while left or loop.running or loop.waiting:
         for _ in range(min(len(left), drawn.randint(0, 3) if loop.running or loop.waiting else 1)):
@@ -91,9 +96,9 @@ def steps_of(loop: ServingLoop, load):
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize("seed", [0, 2, 3, 7])
 def test_the_youngest_requests_are_preempted_and_wait(seed):
-    """A step preempts the youngest running requests, youngest first, and does not compute them in the same step.
+    """The loop preempts the youngest running requests, youngest first, and does not compute them in the same step.
 
-    Planted: another request than the youngest is preempted; a preempted request is computed again in the same step.
+    Fails if another request than the youngest is preempted, or if a preempted request is computed in the same step.
     """
     load, preemptions, most = random_load(seed, 40), 0, 0
     loop = make_loop(num_blocks=16, max_num_seqs=10, token_budget=24)
@@ -111,10 +116,10 @@ def test_the_youngest_requests_are_preempted_and_wait(seed):
 
 
 def test_a_preempted_request_that_would_fit_in_pieces_still_waits():
-    """A preempted request waits even if its first tokens would fit into the blocks that it freed.
+    """A preempted request waits, although the freed blocks would hold the first tokens of its prompt.
 
-    The oldest request needs only one of these blocks. Planted: the preempted request does not wait, as only the blocks
-    of its first tokens are counted.
+    The oldest request needs only one of the blocks that the preempted request frees. Fails if a preempted request does
+    not wait and only the blocks of its first tokens are counted.
     """
     loop = make_loop(num_blocks=10, max_num_seqs=2, token_budget=8)
     loop.add([1, 2, 3], 12)
@@ -134,7 +139,10 @@ def test_a_preempted_request_that_would_fit_in_pieces_still_waits():
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (4, 4), (3, 2)])
 def test_a_block_of_every_rank_holds_the_tokens_of_all(ops, size, interleave):
-    """Planted: blocks are counted with the tokens of one rank, so requests hold up to D times the blocks they need."""
+    """On D ranks, one block on every rank holds D blocks of tokens of a request.
+
+    Fails if each block counts as the tokens of one rank: requests would hold up to D times the blocks that they need.
+    """
 
     def program(ranks):
         loop = make_loop(ops, context_parallel=ranks, num_blocks=6, workspace_tokens=4 * size)
@@ -159,7 +167,10 @@ def test_a_block_of_every_rank_holds_the_tokens_of_all(ops, size, interleave):
 
 
 def test_forgotten_requests_leave_the_loop(ops):
-    """Forgetting returns finished requests in order of arrival; `run` returns the others; ids are not reused."""
+    """`forget_finished` removes the finished requests from the loop and returns them in the order of arrival.
+
+    `run` returns the requests that were not forgotten. New requests get new ids.
+    """
     loop = make_loop(ops, max_num_seqs=2)
     first, second, third = loop.add([1], 9), loop.add([2], 2), loop.add([3], 2)
     assert loop.forget_finished() == []
@@ -173,7 +184,7 @@ def test_forgotten_requests_leave_the_loop(ops):
     assert done == [first, fourth] and [r.generated_ids for r in done] == [successors(1, 9), successors(4, 1)]
     assert loop.forget_finished() == done == [first, fourth] and loop.requests == []
     assert loop.add([5], 1).request_id == 4
-    assert done == [first, fourth], "a returned list has changed"
+    assert done == [first, fourth], "the returned list does not change later"
 
 
 @WITHOUT_SHAPE_CHECKS
@@ -188,7 +199,10 @@ def test_requests_may_be_forgotten_while_the_loop_runs():
 
 @WITHOUT_SHAPE_CHECKS
 def test_thousands_of_steps_hold_few_requests():
-    """Planted: finished requests stay in the loop, more than 1000 of them after 2000 steps."""
+    """A loop that forgets finished requests holds only a few requests after 2000 steps.
+
+    Fails if finished requests stay: the loop would hold more than 1000 of them.
+    """
     drawn, loop, seen, most = random.Random(5), make_loop(num_blocks=16), [], 0
     for step in range(2000):
         if len(loop.waiting) < 4:
@@ -198,14 +212,14 @@ def test_thousands_of_steps_hold_few_requests():
             seen += [request.request_id for request in loop.forget_finished()]
         most = max(most, len(loop.requests))
     assert loop.model.steps == 2000 and len(seen) > 1000
-    assert most <= 6 + 4 + 10 * 6, "more than running, waiting and, in ten steps, finished requests"
+    assert most <= 6 + 4 + 10 * 6, "at most 6 running, 4 waiting, and 6 finished in each of 10 steps"
     held = [request.request_id for request in loop.requests]
     assert sorted(seen + held) == list(range(len(seen) + len(held)))
 
 
 @WITHOUT_SHAPE_CHECKS
 def test_ranks_may_forget_at_different_steps(ops):
-    """Scheduling depends on no finished request: ranks stay in step, and their requests have equal ids."""
+    """Ranks that forget finished requests at different steps generate the same tokens with the same request ids."""
 
     def program(ranks):
         loop, forgotten = make_loop(ops, context_parallel=ranks, num_blocks=8, workspace_tokens=8), []

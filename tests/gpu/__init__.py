@@ -1,1 +1,1 @@
-"""Tests of the GPU suite and of the benchmarks, as far as these run without a GPU."""
+"""Tests of the GPU suite and of the benchmarks that run without a GPU."""

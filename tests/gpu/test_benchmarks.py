@@ -1,4 +1,4 @@
-"""Arithmetic, checks, tables and errors of the benchmarks; nothing is timed, and no GPU is needed."""
+"""Tests of the benchmarks' arithmetic, checks, tables and errors. They measure no times and need no GPU."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-# Counts, compared with figures computed by hand.
+# Counts of operations and bytes, compared with numbers computed by hand.
 
 
 def test_decode_counts():
-    """B 128, S 4096, N 128: 2 * 128 * 128 * 4096 * 1088 operations; 604 MB of cache, 18.9 + 16.8 of q and out."""
+    """The counts of the row B 128, S 4096, N 128 are right.
+
+    The work is 2 * 128 * 128 * 4096 * 1088 operations, 604 MB of cache, 18.9 MB of q and 16.8 MB of out.
+    """
     row = decode.Row(128, 4096, 1, 128)
     assert row.flops == 146_028_888_064
     assert row.bytes == 603_979_776 + 18_874_368 + 16_777_216
@@ -43,20 +46,26 @@ def test_decode_counts():
 
 
 def test_prefill_counts():
-    """4096 by 4096, N 128: 2 * 128 * 4096^2 * 320, halved by the mask; 649 TFLOPS in 1059 us."""
+    """The counts of 4096 queries, 4096 keys and N 128 are right.
+
+    The work is 2 * 128 * 4096^2 * 320 operations, and half as much with a causal mask: 649 TFLOPS if it takes 1059 us.
+    """
     full = prefill.Row(1, 4096, 4096, 128, "full")
     assert full.flops == 1_374_389_534_720
     causal = replace(full, mask="causal")
     assert causal.flops == 687_194_767_360
     assert causal.flops / 1059e-6 == pytest.approx(649e12, rel=1e-3)
-    # q 201, k_nope 134, k_pe 0.5, v 134, out 134 MB
+    # in MB: q 201, k_nope 134, k_pe 0.5, v 134, out 134
     assert causal.bytes == full.bytes == 201_326_592 + 134_217_728 + 524_288 + 134_217_728 + 134_217_728
-    # the causal mask is aligned at the last key: all pairs with context keys count
+    # aligned at the bottom right, a causal mask removes no pair of a query and a context key
     assert prefill.Row(1, 4, 10, 1, "causal").flops == 2 * (40 - 8) * 320
 
 
 def test_bytes_counts():
-    """65536 tokens: 75.5 MB of entries each way; a float32 state has 4.29 GB of output and 33.6 MB of LSE."""
+    """The bytes of 65536 tokens are right.
+
+    A movement reads and writes 75.5 MB of entries. A float32 state has 4.29 GB of output and 33.6 MB of LSE.
+    """
     entries = 2 * 75_497_472
     assert moves.Row("gather", 65536).bytes == entries + 4096
     assert moves.Row("cache_write", 65536).bytes == entries + 524_288
@@ -77,7 +86,7 @@ def test_spread():
 
 
 def test_input_sets():
-    """Input sets are four times as large as the L2 cache together; there is at least one, and a largest number."""
+    """The sets of inputs are together 4 times as large as the L2 cache; there are at least 1 and at most 32 sets."""
     assert timing.input_sets(10, 100) == 40 - 8 and timing.input_sets(150, 100) == 3
     assert timing.input_sets(10**9, 100) == 1 and timing.input_sets(1, 10**9) == 32
 
@@ -92,7 +101,7 @@ def test_spread_out():
     assert decode.spread_out(128, 3) == [0, 64, 127]
 
 
-# Checks: they pass correct values and detect each planted fault.
+# The checks accept right outputs and refuse each wrong output.
 
 SMALL = {
     "decode": [decode.Row(3, 70, 2, 5), decode.Row(1, 40, 1, 1)],
@@ -126,7 +135,7 @@ def test_check_passes_merge(op, small_merge):
 
 @pytest.mark.parametrize("name", ["decode", "prefill"])
 def test_check_fails(name):
-    """A wrong value in a compared row, an LSE in base 2, and NaN in a row that is not compared are detected."""
+    """A check fails for a wrong value in a compared row, for an LSE in base 2, and for NaN in any row."""
     row = {"decode": decode.Row(9, 70, 1, 5), "prefill": prefill.Row(3, 40, 60, 5, "causal")}[name]
     case = MODULES[name].make_case(row, None, "cpu", device="cpu")
     state = case.contenders[contest.OURS].calls[0]()
@@ -136,7 +145,7 @@ def test_check_fails(name):
     scaled = state.out.clone()
     scaled[-1, -1] *= 1.5
     stray = state.out.clone()
-    stray[row.B * row.Sq // 2, 1, 0] = torch.nan  # head 1 is not compared
+    stray[row.B * row.Sq // 2, 1, 0] = torch.nan  # head 1 is not compared with the reference
     for wrong in (
         AttentionState(scaled, state.lse),
         AttentionState(state.out, state.lse * 1.4427),
@@ -147,17 +156,17 @@ def test_check_fails(name):
 
 
 def test_sets_are_disjoint():
-    """The input sets that replays cycle through have disjoint blocks."""
+    """No two sets of inputs have a block in common."""
     inputs = decode.make_inputs(decode.Row(2, 100, 1, 2), 3, "cpu")
-    pages = torch.cat([metadata.block_table.flatten() for metadata in inputs.metadata])
-    assert len(inputs.metadata) == 3 and len(pages.unique()) == len(pages) == inputs.cache.shape[0]
+    blocks = torch.cat([metadata.block_table.flatten() for metadata in inputs.metadata])
+    assert len(inputs.metadata) == 3 and len(blocks.unique()) == len(blocks) == inputs.cache.shape[0]
 
 
-# The table and the file.
+# The table and the JSON file.
 
 
 class FakeClock:
-    """Clock that gives each contender a time by its name; `vLLM Triton` cannot be captured."""
+    """Clock with fixed times for the contenders `fast` and `slow`; `slow` cannot be captured."""
 
     def __init__(self):
         self.not_captured = {"slow": "it copies from the host"}
@@ -191,7 +200,10 @@ def timed(error: float = 0.5) -> dict:
 
 
 def test_contest():
-    """100 us for 40 GFLOP and 200 MB: 400 TFLOPS and 2000 GB/s, half of each ceiling, and 2.5 x the speed of `slow`."""
+    """A row has the right rates: 40 GFLOP and 200 MB in 100 us are 400 TFLOPS and 2000 GB/s, half of each ceiling.
+
+    `fast` has 2.5 x the speed of the contender `slow`, which takes 250 us.
+    """
     row = timed()
     assert row["passed"] and row["absent"] == {
         "gone": "no such library",
@@ -213,7 +225,7 @@ def test_failed_row_is_not_timed():
 
 
 def test_own_breakdown_is_a_failed_row():
-    """If a kernel does not compile, the row has the error and the peers' parity, and nothing is timed."""
+    """If `fast` raises an error, the row fails and is not timed, and keeps the parity of the other contenders."""
     case = case_of()
     case.contenders[contest.OURS] = case.contenders["broken"]
     row = {"dims": {"B": 1, "N": 128}, **contest.contest(case, FakeClock(), ("flushed",))}
@@ -246,10 +258,10 @@ def test_table():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(contest.draw_table("title", ["B", "N"], rows, ("flushed", "replayed"), "read_gb_s"))
     text = console.export_text()
-    for said in ("host us", " 33 ",
-                 "of read", "of matmul", "slow !", "250.0", "90.0 - 260.0", "400", "50%", "2.50 / nan", "not timed",
-                 "not captured", "1.5e+00 / 1.0e+00"):  # fmt: skip
-        assert said in text, text
+    for expected in ("host us", " 33 ",
+                     "of read", "of matmul", "slow !", "250.0", "90.0 - 260.0", "400", "50%", "2.50 / nan",
+                     "not timed", "not captured", "1.5e+00 / 1.0e+00"):  # fmt: skip
+        assert expected in text, text
     no_flops = [{**row, "flops": 0} for row in rows]
     console.print(contest.draw_table("title", ["B", "N"], no_flops, ("flushed", "replayed"), "read_gb_s"))
     assert "TFLOPS" not in console.export_text().split("title")[-1]
@@ -257,7 +269,10 @@ def test_table():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_whole_program(name, monkeypatch, tmp_path, capsys):
-    """Run a whole benchmark without a GPU: one small row, fake clock and ceilings, table, file, exit status."""
+    """A benchmark runs from options to exit status on one small row, with a fake clock and fake ceilings.
+
+    Table and file have the expected contents, and the exit status is 1 for a row outside its budget.
+    """
     module, row = MODULES[name], SMALL[name][0]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
@@ -335,7 +350,7 @@ def test_bad_rows(name, text, reason, no_gpu, capsys):
 
 
 def test_backend_that_cannot_serve(monkeypatch, capsys):
-    """A backend that is requested by name is never replaced."""
+    """A backend given by name is never replaced by another one: an unknown name is an error."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(contest, "Clock", lambda milliseconds: FakeClock())
     monkeypatch.setattr(contest, "measure_ceilings", lambda clock: CEILINGS)
@@ -360,7 +375,7 @@ def test_load_peers(tmp_path):
     assert contest.load_peers(tmp_path).available() == {"fa3": False}
 
 
-# Provenance and the suite's own arithmetic.
+# Provenance of a results file.
 
 
 def test_provenance():

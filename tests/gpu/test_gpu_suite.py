@@ -1,4 +1,4 @@
-"""What the GPU suite runs, reads and reports. No GPU is needed."""
+"""Tests of the GPU suite: which tests it runs, how it reads their output, and what it reports. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_junit(tmp_path):
 
 @pytest.mark.parametrize("folder", ["triton", "hopper"])
 def test_kernels_of_a_set(folder):
-    """`kernels_of` finds the kernels that Triton would compile."""
+    """The memory checks launch every kernel of a backend."""
     pytest.importorskip("triton")
     package = importlib.import_module(f"fast.kernels.{folder}")
     found = set()
@@ -66,7 +66,12 @@ def test_kernels_of_a_set(folder):
 
 
 def test_what_a_memory_checker_must_have_seen():
-    """The stage fails unless all shares end without errors and together launch every kernel and variant."""
+    """The memory check passes only if three conditions hold.
+
+    - Every share (a part of the launches, in its own process) came to its end.
+    - No share reported an error.
+    - The launches of all shares together contain every kernel and every variant.
+    """
     kernels = [f"{name} (fp32, ROWS 16)" for name in memory_checks.kernels_of(["combine", "triton"])]
     clean, unclean = "========= ERROR SUMMARY: 0 errors", "========= ERROR SUMMARY: 3 errors"
     ended = "share {} of 2 came to its end"
@@ -96,7 +101,7 @@ KERNEL, TRITONS = (
 
 
 def reported(*pairs) -> str:
-    """Return racecheck's output about pairs of places, with its summary."""
+    """Return the output of racecheck that reports a race for each pair of source lines, and its summary."""
     lines = []
     for first, second in pairs:
         lines.append(f"========= Error: Race reported between Read access at {KERNEL}+0x140 in {first}")
@@ -109,7 +114,7 @@ def places(*found) -> list[str]:
 
 
 def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
-    """A share runs again if a report names no place; its first reports that name places count too."""
+    """A share whose race report has no source line runs again; the reports with source lines of each run count."""
     head, call = places(*TRITONS)
     nowhere = reported(("work_items.py:9", "work_items.py:7"), (head, call))
     nowhere = nowhere.replace(f"{KERNEL}+0x140 in {head}", "").replace(f"{KERNEL}+0x9a0 in {call}", " ")
@@ -132,7 +137,7 @@ def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
 
 
 def test_where_triton_specializes_warps():
-    """Each kernel that specialises warps has two such lines: its head and the call."""
+    """`tritons_own` has two source lines of each warp-specialized kernel: its `def` and its `gl.warp_specialize`."""
     own = sanitizers.tritons_own()
     assert Counter(place.kernel for place in own) == dict.fromkeys(
         ("_row_blocks_16_32_kernel", "_row_blocks_64_kernel", "_two_phases_kernel", "_hand_over_kernel"), 2
@@ -142,7 +147,7 @@ def test_where_triton_specializes_warps():
 
 
 def test_races():
-    """Every pair of places counts, also among other lines, and also in a format that the parser does not know."""
+    """Every reported pair of source lines counts: several pairs of one report, and pairs that cannot be parsed."""
     head, call = places(*TRITONS)
     again = f"[4 hazards]\n=========     and Write access at {KERNEL}+0x10 in work_items.py:7 [1 hazards]"
     found = sanitizers.races(reported((head, call), ("work_items.py:9", call)).replace("[4 hazards]", again, 1))
@@ -159,7 +164,12 @@ def test_races():
 
 
 def test_what_racecheck_must_say():
-    """The stage fails if a share has a race that is not Triton's, or if the controls do not give what they must."""
+    """The race check passes only if two conditions hold.
+
+    - No share reports a race, except those at Triton's `warp_specialize`.
+    - The controls have the expected results: racecheck reports no race where every thread arrives and a race where no
+      thread waits, and both controls with a barrier give right values.
+    """
     head, call = places(*TRITONS)
     kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["combine", "triton"])]
     launched = "\n".join(f"launched: {name}" for name in kernels)
@@ -201,7 +211,7 @@ def test_what_racecheck_must_say():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shares(count):
-    """Every test is in exactly one share, also if there are fewer tests than shares."""
+    """Every test belongs to exactly one share, also if there are fewer tests than shares."""
     for tests in (0, 2, 11):
         items = [SimpleNamespace(path=Path(f"test_{number}.py"), number=number) for number in range(tests)]
         ran = []
@@ -223,7 +233,10 @@ def test_no_share(said):
 
 
 def test_suite_runs_every_file(monkeypatch):
-    """Each test file runs once, a slow one in all its shares, and the files of `ANY_DEVICE` once more on the GPU."""
+    """The GPU suite runs every test file with `--device=cpu`, and the files of ANY_DEVICE also with `--device=cuda`.
+
+    A file of SHARES runs in several shares.
+    """
     called = []
     monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (called.append(command), (0, ""))[1])
     gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0))
@@ -245,7 +258,7 @@ def test_time_limit():
 
 
 def test_hostile_arguments():
-    """Indices of requests get values outside the tensors; offsets, floats and widths stay unchanged."""
+    """`hostile` puts out-of-range values into indices of requests, and leaves offsets and sizes as they are."""
     table = torch.zeros(2, 3, dtype=torch.int32)
     assert memory_checks.hostile("block_table", table, 99).tolist() == [[99, 0, 99], [0, 99, 0]]
     assert table.eq(0).all()

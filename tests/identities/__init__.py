@@ -1,1 +1,1 @@
-"""Identities in float64 that one package must fulfil, without comparison to the other."""
+"""Identities in float64; each test uses one package only."""

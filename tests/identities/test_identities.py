@@ -1,6 +1,7 @@
-"""Tier 2: identities that hold in float64 to about 1e-12 for any order of operations, in each package by itself.
+"""Tier 2: identities that hold in float64 to about 1e-12, independent of the order of arithmetic.
 
-The checks take `ops`, so that `test_mutations` can pass a package with a planted mistake.
+No test compares one package with the other. The checks take a package as `ops`, so that the mutation tests can call
+them with a package that has a planted mistake. The pitfall numbers are those of the list in tests/__init__.py.
 """
 
 from __future__ import annotations
@@ -54,11 +55,14 @@ def random_state(tokens: int, heads: int, width: int, spread: float = 3.0) -> At
     return AttentionState(random64(tokens, heads, width), spread * random64(heads, tokens))
 
 
-# Attention compared with exact sums.
+# Attention, compared with exact sums.
 
 
 def check_attention(ops, query_lens, key_lens, heads: int, causal: bool, width: int = 6, value: int = 4):
-    """Pitfalls 1, 3, 5: assert output and natural-log LSE of every row; 0 and -inf for rows without keys."""
+    """Compare output and natural-log LSE of every row with exact sums: 0 and -inf for a row without keys.
+
+    Pitfalls 1, 3 and 5.
+    """
     q, k, v = (
         random64(sum(query_lens), heads, width),
         random64(sum(key_lens), heads, width),
@@ -90,14 +94,14 @@ def check_attention(ops, query_lens, key_lens, heads: int, causal: bool, width: 
     [
         ([3], [3]),
         ([1, 4, 2], [5, 4, 7]),
-        ([2, 0, 3], [2, 3, 0]),  # no queries; no keys
-        ([5], [2]),  # more queries than keys: the first rows see no key
+        ([2, 0, 3], [2, 3, 0]),  # request 1 has no queries, request 2 has no keys
+        ([5], [2]),  # more queries than keys: the first rows attend no key
         ([0], [0]),
         ([], []),
     ],
 )
 def test_attention(ops, query_lens, key_lens, causal):
-    """Pitfalls 1, 3, 5."""
+    """Packed attention equals exact sums, with and without empty requests (pitfalls 1, 3 and 5)."""
     check_attention(ops, query_lens, key_lens, 2, causal)
 
 
@@ -110,7 +114,7 @@ def test_attention_any_lengths(lens, causal, heads):
 
 
 def check_merge(ops, tokens=7, heads=3, width=5):
-    """Pitfall 1: assert that merging the states of two halves of the keys gives attention over all keys."""
+    """Check that merging the states of three key ranges, in any order, gives attention over all keys (pitfall 1)."""
     q, k, v = random64(tokens, heads, width), random64(20, heads, width), random64(20, heads, 4)
 
     def attention(keys):
@@ -127,7 +131,7 @@ def check_merge(ops, tokens=7, heads=3, width=5):
 
 @pytest.mark.parametrize("heads", [1, 3, 16])
 def test_merge(ops, heads):
-    """Pitfall 1."""
+    """Merged states equal attention over all keys, with the LSE in natural log (pitfall 1)."""
     check_merge(ops, heads=heads)
 
 
@@ -141,7 +145,10 @@ def test_merge_associates_and_commutes(ops):
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
 def test_merge_identity(ops, dtype):
-    """Pitfalls 2 and 3: merging a row without keys returns the other row's bits; two such rows stay 0 and -inf."""
+    """A merge with an empty row returns the bits of the other row, and two empty rows give an empty row.
+
+    Pitfalls 2 and 3.
+    """
     state = random_state(6, 3, 5)
     state = AttentionState(state.out.to(dtype), state.lse.to(F64 if dtype == F64 else torch.float32))
     state.out[0, 0, 0] = -0.0
@@ -156,7 +163,10 @@ def test_merge_identity(ops, dtype):
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("other", [-torch.inf, 0.5, torch.inf, torch.nan])
 def test_merge_refuses_to_hide(ops, bad, other):
-    """Pitfall 3: an LSE of +inf, another library's mark of a row without keys, must give NaN and not a number."""
+    """An LSE of +inf or NaN gives NaN in its row and in no other row (pitfall 3).
+
+    Some libraries mark an empty row with +inf; such a row must not be merged as if it were a number.
+    """
     a, b = random_state(4, 2, 3), random_state(4, 2, 3)
     a.lse[1, 2], b.lse[1, 2] = bad, other
     for merged in (ops.merge_attn_states(a, b), ops.merge_attn_states(b, a)):
@@ -165,7 +175,10 @@ def test_merge_refuses_to_hide(ops, bad, other):
 
 
 def check_merge_strides(ops):
-    """Pitfall 18: assert the merge of states with different strides, as from a V padded to the width of K."""
+    """Check that a merge gives the same bits when its two states have different strides (pitfall 18).
+
+    Such strides arise, for example, when V is padded to the width of K.
+    """
     tokens, heads, width = 5, 3, 4
     a, b = random_state(tokens, heads, width), random_state(tokens, heads, width)
     wanted = ops.merge_attn_states(a, b)
@@ -179,12 +192,12 @@ def check_merge_strides(ops):
 
 
 def test_merge_strides(ops):
-    """Pitfall 18."""
+    """The strides of the two states do not change the merged bits (pitfall 18)."""
     check_merge_strides(ops)
 
 
 def test_merge_keeps_extremes(ops):
-    """The merge is exact for LSEs whose weights under- or overflow unless the maximum is subtracted first."""
+    """LSEs of +-1e4 and +-800 merge correctly; their weights under- or overflow unless the maximum is subtracted."""
     a, b = random_state(3, 2, 4), random_state(3, 2, 4)
     a.lse[:] = torch.tensor([[1e4, -1e4, 800.0]] * 2, dtype=F64)
     b.lse[:] = torch.tensor([[1e4, -1e4, -800.0]] * 2, dtype=F64)
@@ -208,7 +221,7 @@ def expanded_inputs(config: MLAConfig, batch, entries, dtype=F64):
 
 
 def decode(ops, config, q, w_uk, w_uv, cache, metadata) -> AttentionState:
-    """Compute the absorbed path: query to latent, decode, latent to value."""
+    """Return the attention state of the absorbed path, with the output projected to values."""
     w_uk_t, w_uv_absorbed = ops.absorb(w_uk, w_uv)
     ql_nope = ops.query_to_latent(q[..., : config.qk_nope_head_dim], w_uk_t)
     state = ops.mla_decode(ql_nope, q[..., config.qk_nope_head_dim :], cache, metadata, config.softmax_scale)
@@ -216,7 +229,7 @@ def decode(ops, config, q, w_uk, w_uv, cache, metadata) -> AttentionState:
 
 
 def whole(config, q, w_uk, w_uv, entries, query_lens, dtype=F64) -> torch.Tensor:
-    """Return causal attention over each request's whole sequence by torch's own kernel, in a dtype: [T, N, V]."""
+    """Return causal attention over the whole sequence of each request, [T, N, V], computed by PyTorch in `dtype`."""
     outs = []
     for rows, own in zip(q.split(query_lens), entries, strict=True):
         latent, k_pe = own.to(dtype).split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
@@ -227,7 +240,10 @@ def whole(config, q, w_uk, w_uv, entries, query_lens, dtype=F64) -> torch.Tensor
 
 
 def check_absorbed_is_expanded(ops, config: MLAConfig, query_lens, seq_lens, block_size=16):
-    """Assert that the absorbed path, the expanded path and plain attention agree, also in their LSEs."""
+    """Check that both paths have the same states, and that their output equals plain attention.
+
+    The absorbed path is `mla_decode` and `latent_to_value`; the expanded path is `forward_prefill`.
+    """
     batch = make_batch(query_lens, seq_lens, block_size)
     entries = make_entries(batch, config.head_size, F64)
     q, kv_c, k_pe, w_uk, w_uv = expanded_inputs(config, batch, entries)
@@ -242,7 +258,7 @@ def check_absorbed_is_expanded(ops, config: MLAConfig, query_lens, seq_lens, blo
 
 
 def expanding_plan(ops, batch, workspace):
-    """Return a plan with all requests on the expanded path, whatever their query lengths."""
+    """Return a plan that puts all requests on the expanded path, independent of their query lengths."""
     chunks = ops.plan_context_chunks(integers(*batch.context_lens).cpu(), workspace, batch.block_size)
     chunks = tuple(chunk.to(batch.common.block_table.device) for chunk in chunks)
     return reference.PrefillMetadata(
@@ -267,9 +283,10 @@ def test_absorbed_is_expanded_for_presets(name):
 
 
 def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, block_size, dtype=F64):
-    """Assert that prefill over chunks equals attention over the whole context.
+    """Check that a prefill with a chunked context equals attention over the whole sequence; return the chunk count.
 
-    In float64 they agree to rounding, in other dtypes within the budget of torch's own kernel in that dtype.
+    In float64 the results agree up to rounding. In a lower dtype the budget comes from the error of PyTorch's kernel in
+    that dtype.
     """
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
     batch = make_batch(query_lens, seq_lens, block_size)
@@ -293,7 +310,7 @@ def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, blo
     st.sampled_from([1, 4, 16]),
 )
 def test_chunked_is_whole(lens, extra, block_size):
-    """Prefill with any chunks that the planner makes."""
+    """A prefill equals attention over the whole sequence for every partition that the planner makes."""
     workspace = len(lens) * block_size + extra
     check_chunked_is_whole(reference, SMALL, [q for q, _ in lens], [c for _, c in lens], workspace, block_size)
 
@@ -305,7 +322,7 @@ def test_chunked_is_whole_in_many_chunks(ops, dtype):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4))
 def test_any_cut_of_the_context(cuts):
-    """Prefill with chunks that no planner makes: one request, chunks of any length, some empty."""
+    """A prefill is exact for any partition of the context of one request, also with empty chunks."""
     context = sum(cuts)
     batch = make_batch([2], [context + 2], 4)
     entries = make_entries(batch, SMALL.head_size, F64)
@@ -321,7 +338,10 @@ def test_any_cut_of_the_context(cuts):
 
 
 def check_several_queries(ops, config=DIRECT):
-    """Pitfall 12: assert that a decode of several query tokens equals decoding them one at a time."""
+    """Check that several query tokens of a request, decoded together, equal the same tokens one at a time.
+
+    The tokens are causal among themselves (pitfall 12).
+    """
     query_lens, seq_lens = [4, 1, 0, 3], [20, 16, 9, 3]
     batch = make_batch(query_lens, seq_lens)
     entries = make_entries(batch, config.head_size, F64)
@@ -345,12 +365,12 @@ def check_several_queries(ops, config=DIRECT):
 
 
 def test_several_queries(ops):
-    """Pitfall 12."""
+    """Query tokens of one request that are decoded together do not attend later tokens (pitfall 12)."""
     check_several_queries(ops)
 
 
 def check_batch_composition(ops, config=LOW_RANK):
-    """Assert that a request's rows do not depend on the rest of the batch, its order, or the request's blocks."""
+    """Check that the rows of a request depend neither on the other requests, nor on their order, nor on its blocks."""
     batch = make_batch([1, 2, 1, 1], [33, 16, 0, 1])
     entries = make_entries(batch, config.head_size, F64)
     ql, q_pe = (
@@ -374,7 +394,7 @@ def test_batch_composition(ops):
 
 
 def test_schedule_and_hints_change_nothing(ops):
-    """`max_query_len` is an upper bound and a launch hint: another one changes no value."""
+    """Any upper bound as `max_query_len` gives the same bits: the bound sizes launches and enters no computation."""
     batch = make_batch([1, 2], [9, 20])
     entries = make_entries(batch, DIRECT.head_size, F64)
     cache = make_cache(batch, entries, DIRECT.head_size, F64)
@@ -391,7 +411,22 @@ def test_schedule_and_hints_change_nothing(ops):
 
 
 def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64, threshold=1, **options):
-    """Serve requests over one cache; each step has the new tokens of each request. Return outputs [S, H] by request."""
+    """Serve requests step by step over one cache.
+
+    Args:
+        ops: package under test.
+        config: dims of the layer.
+        weights: weights of the layer.
+        hiddens: hidden states [S, H] of each request.
+        steps: for each step, the number of new tokens of each request.
+        block_size: tokens of a block.
+        workspace: workspace in tokens.
+        threshold: decode threshold of the plans.
+        options: further arguments of the layer.
+
+    Returns:
+        The outputs [S, H] of each request, the cache and the batch of all tokens.
+    """
     layer = make_layer(ops, config, weights, F64, **options)
     totals = [len(h) for h in hiddens]
     full = make_batch([0] * len(totals), totals, block_size)
@@ -418,7 +453,7 @@ def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64,
 
 
 def check_layer(ops, config, steps, **options):
-    """Assert that requests served in steps get the outputs of the whole sequence, and unowned slots stay NaN."""
+    """Check that serving requests in steps gives the outputs of whole sequences, and writes no unowned cache entry."""
     weights = make_weights(config, F64)
     totals = [sum(step[r] for step in steps) for r in range(len(steps[0]))]
     hiddens = [random64(total, config.hidden_size) for total in totals]
@@ -443,12 +478,15 @@ STEPS = {
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer(ops, config, steps):
-    """Prefill, token-by-token decode, chunked prefill and mixed steps give equal outputs (also pitfalls 14 and 15)."""
+    """A layer gives the same outputs by prefill, token by token, by chunked prefill and in mixed steps.
+
+    This covers pitfalls 14 and 15 from hidden states to outputs.
+    """
     check_layer(ops, config, steps)
 
 
 def test_layer_with_short_queries_absorbed(ops):
-    """Requests with several query tokens take the absorbed path."""
+    """A layer is exact when requests with up to three query tokens take the absorbed path."""
     check_layer(ops, DIRECT, [(3, 2), (1, 3), (2, 2), (9, 3)], threshold=3)
 
 
@@ -462,7 +500,7 @@ def test_layer_with_preset_head_dims(name):
 @pytest.mark.parametrize("scale", [0.05, -0.7, 0])
 @pytest.mark.parametrize("config", [DIRECT, LOW_RANK], ids=["direct", "low-rank"])
 def test_layer_with_a_given_scale(ops, config, scale):
-    """A given softmax scale replaces the computed one on both paths, YaRN's magnitude included."""
+    """A given softmax scale replaces the computed scale, with its YaRN factor, on both paths."""
     given_scale = replace(config, softmax_scale=scale)
     assert given_scale.softmax_scale == scale != config.softmax_scale
     check_layer(ops, given_scale, STEPS["mixed"])
@@ -491,7 +529,7 @@ def test_rms_norm(ops):
     x, weight = random64(5, 7), random64(7)
     wanted = torch.stack([weight * row / (row.dot(row) / 7 + 1e-5).sqrt() for row in x])
     assert_close64(ops.rms_norm(x, weight, 1e-5), wanted)
-    tiny = ops.rms_norm(1e-4 * x, weight, 1e-5)  # values so small that epsilon dominates
+    tiny = ops.rms_norm(1e-4 * x, weight, 1e-5)  # epsilon is far larger than the mean square
     assert_close64(tiny, torch.stack([weight * row / (row.dot(row) / 7 + 1e-5).sqrt() for row in 1e-4 * x]))
 
 
@@ -505,7 +543,7 @@ def test_layer_constructor_refuses(ops, plain_errors):
 
 
 def test_inputs_were_not_degenerate():
-    """Pitfall 21: the keys, values and queries of the factories are not 0 and not equal to each other."""
+    """Cache entries and weights of the factories differ from zero and from each other (pitfall 21)."""
     batch = make_batch((1, 2), (18, 5))
     entries = make_entries(batch, 20, torch.bfloat16)
     for own in entries:

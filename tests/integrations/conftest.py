@@ -1,4 +1,4 @@
-"""Fixtures: the models that the tests of the adapter use."""
+"""Fixtures with the models on which the tests of the transformers adapter run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def name(request):
 
 @pytest.fixture
 def model():
-    """A copy of a stock model, which a test may change."""
+    """Return a copy of a stock model, which a test may change."""
     from ..support.transformers_models import STOCK  # needs transformers
 
     return copy.deepcopy(STOCK["v3-yarn"])

@@ -1,4 +1,4 @@
-"""The transformers adapter at its limits: smallest sizes, positional arguments, number and growth of cache blocks."""
+"""Tests of the transformers adapter at its bounds: smallest sizes, positional arguments, number of blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prompt(rows=2, tokens=6):
 
 
 def test_the_least_sizes_serve(ops):
-    """Blocks of one token, a threshold of one and a workspace of a block give the tokens of the stock model."""
+    """The smallest block size, threshold and workspace give the tokens of the stock model."""
     model = copy.deepcopy(STOCK["v3-yarn"])
     use_mla(model, ops=ops, block_size=1, decode_threshold=1, workspace_tokens=2)
     ids = prompt()
@@ -33,7 +33,7 @@ def test_the_least_sizes_serve(ops):
 
 
 def test_arguments_by_position(ops):
-    """Positional arguments mean the same as by name, as many as the base model takes; one more is an error."""
+    """Up to six positional arguments mean the same as by name, as in the base model; a seventh argument is refused."""
     base, ids = served("v3-yarn", ops).model, prompt()
     positions, mask = torch.arange(6)[None], torch.ones_like(ids)
     mask[0, :2] = 0
@@ -49,7 +49,7 @@ def test_arguments_by_position(ops):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_positions_of_one_row_are_those_of_all(ops, dtype):
-    """Positions [1, Q] and [B, Q] give the same result; without positions they continue after the cached tokens."""
+    """Positions [1, Sq] and [B, Sq] give the same logits; without given positions they continue after the cache."""
     model, ids = served("v3-yarn", ops), prompt(3, 7)
     with torch.no_grad():
         found = []
@@ -68,13 +68,13 @@ def test_positions_of_one_row_are_those_of_all(ops, dtype):
 
 
 def test_pages_are_reserved_for_what_comes():
-    """A table is as wide as needed; when it grows its width at least doubles; a new batch starts narrow again."""
+    """A block table is as wide as needed, at least doubles when it grows, and starts narrow for another batch."""
     record = BatchRecord(4)
     asked = [(2, 0, 0), (2, 1, 1), (2, 4, 1), (2, 5, 2), (2, 8, 2), (2, 9, 4), (2, 16, 4), (2, 40, 10), (2, 41, 20)]
     for rows, tokens, width in asked:
         table = record.reserve(rows, tokens)
         assert table.shape == (rows, width) and table.dtype == torch.int32
-        assert table.flatten().tolist() == list(range(rows * width)), "rows share blocks"
+        assert table.flatten().tolist() == list(range(rows * width)), "no two rows share a block"
         assert record.reserve(rows, tokens) is table
         record.commit(tokens, torch.full((rows,), tokens, dtype=torch.int32), None)
     assert record.reserve(3, 9).shape == (3, 3)
@@ -84,7 +84,7 @@ def test_pages_are_reserved_for_what_comes():
 
 
 def test_a_record_counts_what_is_kept():
-    """After `crop` and row selection, the counted tokens are those of the mask; a mask without padding is dropped."""
+    """After `crop` and `select`, the lengths count the tokens of the mask, and a mask without padding is dropped."""
     record, mask = BatchRecord(4), torch.ones(3, 6, dtype=torch.bool)
     mask[0, :2], mask[1, 5] = False, False
     record.commit(6, mask.sum(1, dtype=torch.int32), mask)
@@ -101,7 +101,10 @@ def test_a_record_counts_what_is_kept():
 
 
 def test_a_layer_keeps_its_entries_where_it_grows(ops):
-    """When a cache grows, rows keep their entries; a large enough cache is not copied; a new batch starts empty."""
+    """A cache layer that grows keeps the entries of each row in order.
+
+    A cache that is large enough is not copied, and another number of rows gets a new cache.
+    """
     record = BatchRecord(BLOCK)
     layer = LatentCacheLayer(record, leads=True)
     first = layer.reserve(ops, 2, 2, HEAD_SIZE, torch.float32, torch.device("cpu"))
@@ -118,7 +121,10 @@ def test_a_layer_keeps_its_entries_where_it_grows(ops):
 
 
 def test_layers_of_a_cache(ops):
-    """All layers share a record, which one layer updates; a cache of another model is refused, one's own is used."""
+    """All layers of a cache share one record, which the first layer leads.
+
+    A cache of the same model is reused; a cache with other layers or blocks is refused.
+    """
     layers = latent_layers(DynamicCache(), LAYERS, BLOCK)
     assert [layer.leads for layer in layers] == [True, False]
     assert layers[0].record is layers[1].record and layers[0].record.block_size == BLOCK
@@ -139,7 +145,7 @@ def test_layers_of_a_cache(ops):
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_a_packed_batch_is_one_row(ops, rows):
-    """A packed batch must have exactly one row."""
+    """A packed batch with 0 rows or with several rows is refused."""
     model = served("v3-yarn", ops)
     caches = [torch.zeros(2, BLOCK, HEAD_SIZE) for _ in range(LAYERS)]
     step = packed_step(ops, [6], [6], torch.tensor([[0, 1]], dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""The shipped checkpoint: its size, dimensions and tokenizer, and its bits per byte with three attentions."""
+"""Tests of the checkpoint tiny-mla: size, dims, tokenizer, and bits per byte with three attention implementations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def load(dtype: torch.dtype = torch.float32, ops=None):
 
 
 def windows(per_file: int | None = None) -> torch.Tensor:
-    """Return the sample's non-overlapping windows of 1024 bytes, [windows, 1024]; `per_file` limits them."""
+    """Return non-overlapping windows of 1024 bytes of the sample, [windows, 1024].
+
+    Args:
+        per_file: number of windows of each file; None takes all.
+    """
     cut = []
     for path in sorted(SAMPLE.glob("*.py.txt")):
         content = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
@@ -38,7 +42,7 @@ def windows(per_file: int | None = None) -> torch.Tensor:
 
 @torch.inference_mode()
 def nats(model, targets: torch.Tensor) -> torch.Tensor:
-    """Return the negative log likelihood (nats) of every byte; each window is a sequence of its own after one bos."""
+    """Return the negative log likelihood of every byte; each window is a sequence of its own after one bos token."""
     losses = []
     for batch in targets.split(4):
         logits = model(torch.nn.functional.pad(batch[:, :-1], (1, 0), value=BOS), use_cache=False).logits
@@ -52,7 +56,7 @@ def bits_per_byte(losses: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("ops", [None, reference, fast], ids=["transformers", "reference", "fast"])
 def test_bits_per_byte(ops):
-    """Two windows of each file give the model card's bits per byte to its last digit, at most 2."""
+    """Bits per byte for two windows of each file equal the model card's number in all digits, and are at most 2."""
     card = (CHECKPOINT / "README.md").read_text()
     count, figure = re.search(r"first two windows of each file \| 1024 \| (\d+) \| ([\d.]+) \|", card).groups()
     targets = windows(per_file=2)
@@ -63,7 +67,7 @@ def test_bits_per_byte(ops):
 
 
 def test_log_of_the_shipped_weights():
-    """The log of the training run has the held-out figures of the shipped weights."""
+    """On the held-out files, a tenth of all files, the training log of the weights has at most 2 bits per byte."""
     lines = (ASSETS / "train_tiny_mla.log.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     held_out = [event for event in events if event["event"] == "held_out"]
@@ -79,8 +83,9 @@ def test_size_and_dims():
     assert config.kv_lora_rank >= 64 and config.qk_rope_head_dim >= 16 and config.num_heads >= 8
     assert config.q_lora_rank is not None
     yarn = config.rope.yarn
-    assert yarn is not None and yarn.mscale != yarn.mscale_all_dim  # so they do not cancel
-    assert len({config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim}) == 3  # all differ
+    assert yarn is not None and yarn.mscale != yarn.mscale_all_dim  # both magnitude factors differ from 1
+    # three different dims, so that code that exchanges two of them fails
+    assert len({config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim}) == 3
 
 
 def test_tokenizer_round_trips_any_text():

@@ -1,4 +1,7 @@
-"""The forward of DeepSeek models under `use_mla`: logits within budget, padded, packed and on several ranks."""
+"""Tests of the forward of DeepSeek models under `use_mla`: logits within the budget, padded, packed, on several ranks.
+
+The pitfall numbers are those of the list in tests/__init__.py.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,10 @@ def test_logits_with_padding_of_every_kind(name, ops):
 
 @pytest.mark.parametrize(("cuts", "decode_threshold"), [((1, 5, 6), 1), ((4, 8, 9), 3)])
 def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
-    """A prompt in several calls: context in chunks of four blocks, and calls that are all padding for some row."""
+    """Logits are right when a prompt is fed in several calls.
+
+    The context is expanded in chunks, in a workspace of four blocks. In some calls, all tokens of a row are padding.
+    """
     ids, mask = padded_batch()
     bounds = (0, *cuts, ids.shape[1])
 
@@ -60,7 +66,7 @@ def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
 
 @pytest.mark.parametrize("pitfall", [14, 15])
 def test_a_wrong_rope_is_seen(ops, pitfall, monkeypatch):
-    """Pitfalls 14 and 15: without YaRN's mscale^2, or with the other pairing of rope elements, parity fails."""
+    """Parity fails if the softmax scale lacks YaRN's mscale^2 (pitfall 14) or rope pairs are exchanged (pitfall 15)."""
     ids, mask = padded_batch()
     checked = lambda: assert_same(  # noqa: E731
         lambda model: model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()], "v3-yarn", ops
@@ -82,7 +88,7 @@ def test_a_wrong_rope_is_seen(ops, pitfall, monkeypatch):
 
 
 def test_the_latent_norms_own_epsilon_is_read(name, ops):
-    """The norm modules' `variance_epsilon`, here far from the config's `rms_norm_eps` of 1e-6, is used."""
+    """A layer uses `variance_epsilon` of the model's norm modules, here 0.25, and not `rms_norm_eps` of the config."""
     ids, mask = padded_batch()
 
     def with_epsilon(model):
@@ -101,7 +107,7 @@ def test_the_latent_norms_own_epsilon_is_read(name, ops):
             model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()] for model in (gold, low, other, value)
         )
         unchanged = gold_model(name)(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-    assert (gold - unchanged).abs().max() > 0.01, "the epsilon changes nothing"
+    assert (gold - unchanged).abs().max() > 0.01, "the changed epsilon does not change the logits"
     result = compare("logits", value, furthest_off([low, other], gold), gold)
     assert result.passed, result
 
@@ -116,7 +122,7 @@ def test_two_latent_norms_of_different_epsilons_are_refused(ops):
 
 @pytest.mark.parametrize("fields", [dict(sliding_window=8), dict(attn_logit_softcapping=2.0)])
 def test_use_mla_refuses_other_attention(model, ops, fields):
-    """A model with another kind of attention is refused and stays unchanged; the reason names the field."""
+    """A model with another kind of attention is refused and not changed, and the reason names the config field."""
     for field, asked in fields.items():
         setattr(model.config, field, asked)
     with pytest.raises(UnsupportedConfiguration, match=f"^config.{next(iter(fields))}: "):
@@ -158,12 +164,12 @@ def test_packed_batch_against_each_request_alone(name, ops):
     done = [0, 0, 0, 0]
     with torch.no_grad():
         for query_lens in ([8, 5, 3, 0], [1, 4, 0, 6], [0, 5, 8, 0]):  # prefills, then a decode beside chunked context
-            pieces = [prompt[at : at + q] for prompt, at, q in zip(prompts, done, query_lens, strict=True)]
+            new_ids = [prompt[at : at + q] for prompt, at, q in zip(prompts, done, query_lens, strict=True)]
             done = [at + q for at, q in zip(done, query_lens, strict=True)]
             ends = torch.tensor(query_lens).cumsum(0) - 1
             live = [request for request, q in enumerate(query_lens) if q]
             logits = model(
-                torch.cat(pieces)[None], mla_kv_caches=caches, logits_to_keep=ends[live],
+                torch.cat(new_ids)[None], mla_kv_caches=caches, logits_to_keep=ends[live],
                 **packed_step(ops, query_lens, done, table),
             ).logits  # fmt: skip
             for row, request in enumerate(live):
@@ -175,7 +181,7 @@ def test_packed_batch_against_each_request_alone(name, ops):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Record the largest number of elements of any result that transformers' part of the model computes."""
+    """Record the number of elements of the largest tensor that an operation of the model returns."""
 
     elements = 0
 
@@ -204,7 +210,10 @@ def test_no_square_mask_is_ever_built(ops):
 
 
 def test_a_model_on_several_ranks(ops):
-    """A packed batch gets the tokens of one rank; a padded batch is refused, as are weights that were moved later."""
+    """A packed batch on three ranks gives the tokens of one rank.
+
+    A padded batch is refused. Weights that were converted to another dtype after `use_mla` are refused as well.
+    """
 
     def program(ranks):
         model = copy.deepcopy(STOCK["v3-yarn"])

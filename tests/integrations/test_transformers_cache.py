@@ -1,4 +1,4 @@
-"""The latent cache under `use_mla`: operations of transformers, padding, growth, failed forwards."""
+"""Tests of the latent cache under `use_mla`: cache operations of transformers, padding, growth, a failed forward."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def test_cache_operations_mean_what_stock_means(ops, operation):
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize("amount", [0, -1, -6, -9, 3, 6, 8])
 def test_crop_takes_the_convention_of_the_installed_version(ops, amount):
-    """A positive argument is the length to keep in some transformers versions, an error in others; ours agrees."""
+    """`crop` of a latent cache has the same result or error as `crop` of a stock cache.
+
+    A positive argument is the length to keep in some versions of transformers and an error in others.
+    """
     outcomes = []
     for model in (STOCK["v3-yarn"], served("v3-yarn", ops)):
         with torch.no_grad():
@@ -90,7 +93,7 @@ def test_reset_takes_another_batch(ops):
 
 
 def record_allocations(ops, monkeypatch):
-    """Return a list that collects every allocated cache; the caches are filled with NaN."""
+    """Fill every allocated cache with NaN, and return the list of allocated caches."""
     made, allocate = [], ops.allocate_kv_cache
 
     def poisoned(*args, **kwargs):
@@ -102,7 +105,10 @@ def record_allocations(ops, monkeypatch):
 
 
 def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeypatch):
-    """Pitfall 7: every slot without a real token stays NaN, also in the tail of the last block."""
+    """Cache entries without a token stay NaN, also at the end of the last block, and reach no logits.
+
+    Pitfall 7 of the list in tests/__init__.py.
+    """
     record_allocations(ops, monkeypatch)
     ids, mask = padded_batch()
     model = served("v3-yarn", ops)
@@ -123,7 +129,7 @@ def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeyp
 def test_pages_grow_by_doubling(ops, monkeypatch):
     made = record_allocations(ops, monkeypatch)
     served("v3-yarn", ops).generate(torch.randint(1, VOCAB, (2, 5)), max_new_tokens=14, do_sample=False)
-    widths = [2, 4, 8]  # blocks of 4 tokens for each row, after 5, 9 and 17 tokens
+    widths = [2, 4, 8]  # blocks of 4 tokens for each row, needed for 5, 9 and 17 tokens
     assert [made[i].shape[0] for i in range(len(made))] == [2 * width for width in widths for _ in range(LAYERS)]
 
 

@@ -1,4 +1,4 @@
-"""Errors of `use_mla`, `restore` and a served model: their messages, and that a refusal changes nothing."""
+"""Tests of the errors of `use_mla`, `restore` and a served model: their messages, and that an error changes nothing."""
 
 from __future__ import annotations
 
@@ -199,12 +199,12 @@ def test_a_later_step_that_contradicts_the_cache(ops, rows, later_mask, message)
     model = served("v3-yarn", ops)
     with torch.no_grad():
         cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
-    pages = [layer.kv_cache.clone() for layer in cache.layers]
+    entries = [layer.kv_cache.clone() for layer in cache.layers]
     longer = torch.cat((mask, mask.new_ones(3, 1)), dim=1)
     with pytest.raises(ValueError, match=message):
         model(ids[:rows, :1], attention_mask=later_mask and later_mask(longer), past_key_values=cache)
     assert cache.get_seq_length() == ids.shape[1]
-    for layer, before in zip(cache.layers, pages, strict=True):
+    for layer, before in zip(cache.layers, entries, strict=True):
         assert torch.equal(layer.kv_cache.nan_to_num(nan=0.5), before.nan_to_num(nan=0.5))
 
 

@@ -1,4 +1,4 @@
-"""`generate` of DeepSeek models under `use_mla` gives the tokens of stock transformers in every mode."""
+"""Tests of `generate` of DeepSeek models under `use_mla`: every mode gives the tokens of stock transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ MODES = {
 
 
 def mode_inputs(mode: str):
-    """Return two rows, the first padded on the left; for prompt lookup one row with repetitions."""
+    """Return arguments of `generate` for two rows whose prompts repeat themselves; row 0 is padded on the left.
+
+    Prompt lookup gets one row without padding.
+    """
     torch.manual_seed(11)
     rows = 1 if mode == "prompt lookup" else 2
     ids = torch.randint(1, VOCAB, (rows, 9)).repeat(1, 2)
@@ -54,7 +57,7 @@ def test_assisted_generation(ops):
         input_ids=ids, attention_mask=torch.ones_like(ids), assistant_model=build("v3-half", seed=3), **GREEDY
     )
     assert torch.equal(tokens_of(served("v3-yarn", ops), **inputs), tokens_of(STOCK["v3-yarn"], **inputs))
-    inputs["assistant_model"] = served("v3-half", ops)  # the assistant is served too
+    inputs["assistant_model"] = served("v3-half", ops)  # the assistant is under `use_mla` as well
     assert torch.equal(tokens_of(served("v3-yarn", ops), **inputs), tokens_of(STOCK["v3-yarn"], **inputs))
 
 

@@ -1,4 +1,7 @@
-"""Calls under `use_mla` that are refused because they would give wrong numbers, and similar calls that are served."""
+"""Tests of calls under `use_mla` that are refused because their results would be wrong, and of similar valid calls.
+
+"Fails if" names the mistake that was planted to see the test fail.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +36,17 @@ TABLE = torch.tensor([[3, 0]], dtype=torch.int32)
 
 
 def packed_call(ops, model, caches):
-    """Return the logits of a packed batch: one request of 6 tokens in blocks 3 and 0."""
+    """Return the logits of a packed batch with one request of 6 tokens in blocks 3 and 0."""
     with torch.no_grad():
         return model(torch.arange(1, 7)[None], mla_kv_caches=caches, **packed_step(ops, [6], [6], TABLE)).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_refused(ops, dtype):
-    """Planted: autocast is accepted, so projections round to another dtype than that of the cache."""
+    """A call under autocast is refused and writes nothing.
+
+    Fails if autocast is accepted: the projections would then have another dtype than the cache.
+    """
     model, ids = served("v3-yarn", ops), torch.arange(1, 13).view(2, 6)
     cache = DynamicCache(config=model.config)
     caches = [torch.zeros(4, BLOCK, HEAD_SIZE) for _ in range(LAYERS)]
@@ -58,14 +64,20 @@ def test_autocast_is_refused(ops, dtype):
 
 
 def test_autocast_to_the_dtype_of_the_model_is_refused(ops):
-    """Planted as above, for a model whose weights have the dtype of autocast."""
+    """Autocast is also refused when its dtype is the dtype of the weights.
+
+    Fails if autocast to the dtype of the model is accepted.
+    """
     model = use_mla(copy.deepcopy(STOCK["v3-yarn"]).bfloat16(), ops=ops, block_size=BLOCK)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=AUTOCAST):
         model(torch.arange(1, 7)[None])
 
 
 def test_one_cache_for_two_layers_is_refused(ops):
-    """Planted: one cache is accepted for two layers, so the second layer overwrites the entries of the first."""
+    """Two layers with the same cache are refused, also through another view; slices of one tensor are accepted.
+
+    Fails if one cache is accepted for two layers: the second layer would overwrite the entries of the first.
+    """
     model = served("v3-yarn", ops)
     for wide in (torch.zeros(4, BLOCK, HEAD_SIZE), torch.zeros(4, 2, BLOCK, HEAD_SIZE)):
         one = wide if wide.dim() == 3 else wide[:, 1]
@@ -73,7 +85,7 @@ def test_one_cache_for_two_layers_is_refused(ops):
             with pytest.raises(ValueError, match="^mla_kv_caches: expected a separate cache for each layer, got one"):
                 packed_call(ops, model, caches)
         assert not wide.any()
-    layers = torch.zeros(4, LAYERS, BLOCK, HEAD_SIZE)  # all layers next to each other in one tensor
+    layers = torch.zeros(4, LAYERS, BLOCK, HEAD_SIZE)  # one tensor with the caches of all layers
     apart = [torch.zeros(4, BLOCK, HEAD_SIZE) for _ in range(LAYERS)]
     inside = packed_call(ops, model, list(layers.unbind(1)))
     assert torch.equal(inside, packed_call(ops, model, apart))
@@ -81,7 +93,8 @@ def test_one_cache_for_two_layers_is_refused(ops):
         assert torch.equal(layers[:, layer], kv_cache) and int(kv_cache.any(-1).sum()) == 6
 
 
-LEFT = {  # operations that remove all padding of a batch whose row 0 ends with three padding tokens
+# Row 0 of the batch ends in three padding tokens. Each operation removes all of them from the cache.
+REMOVALS = {
     "crop": lambda cache, ids: (cache.crop(-3), ids[:, :-3])[1],
     "crop, then crop": lambda cache, ids: (cache.crop(-1), cache.crop(-2), ids[:, :-3])[2],
     "crop beyond": lambda cache, ids: (cache.crop(-5), ids[:, :-5])[1],
@@ -90,9 +103,12 @@ LEFT = {  # operations that remove all padding of a batch whose row 0 ends with 
 }
 
 
-@pytest.mark.parametrize("operation", LEFT)
+@pytest.mark.parametrize("operation", REMOVALS)
 def test_a_cache_without_padding_left_needs_no_mask(ops, operation):
-    """Planted: `crop` keeps a mask that hides nothing, so later steps without a mask are refused."""
+    """A cache whose padding was removed accepts steps without a mask, and the logits are right.
+
+    Fails if `crop` keeps a mask without padding: every later step without a mask would be refused.
+    """
     ids = torch.randint(1, VOCAB, (3, 9))
     mask = torch.ones_like(ids)
     mask[0, 6:] = 0
@@ -101,7 +117,7 @@ def test_a_cache_without_padding_left_needs_no_mask(ops, operation):
     def scenario(model):
         cache, logits = DynamicCache(config=model.config), []
         model(ids, attention_mask=mask, past_key_values=cache)
-        kept = LEFT[operation](cache, ids)
+        kept = REMOVALS[operation](cache, ids)
         for step in (new[: len(kept), :3], new[: len(kept), 3:]):
             logits.append(model(step, past_key_values=cache).logits)
         assert cache.get_seq_length() == kept.shape[1] + 4
@@ -117,7 +133,7 @@ def test_a_cache_without_padding_left_needs_no_mask(ops, operation):
 
 
 def test_a_cropped_cache_that_holds_padding_still_needs_its_mask(ops):
-    """The control: one of three padding tokens remains."""
+    """A cache that still holds one of three padding tokens refuses a step without a mask."""
     ids = torch.randint(1, VOCAB, (2, 9))
     mask = torch.ones_like(ids)
     mask[0, 6:] = 0

@@ -1,4 +1,4 @@
-"""`use_mla` does not change hooks, copies and saved checkpoints; `restore` gives back the original model."""
+"""Tests that `use_mla` does not change hooks, copies and saved checkpoints, and that `restore` undoes it."""
 
 from __future__ import annotations
 

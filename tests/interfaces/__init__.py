@@ -1,1 +1,1 @@
-"""The contract: config, metadata, closed-form integers, checks of arguments."""
+"""Tests of the contract: configurations, metadata, formulas for integers, checks of arguments."""

@@ -1,4 +1,7 @@
-"""Bad input gets one line that names the argument, what was expected and what came, before anything is written."""
+"""Tests of bad input: an error of one line names the argument, what was expected and what came.
+
+The error is raised before the function writes anything.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,13 @@ pytestmark = pytest.mark.usefixtures("plain_errors")
 
 
 def refuses(call, argument: str, *written: torch.Tensor):
-    """One line that starts with the argument; `written` keep their bits."""
+    """Check that a call raises an error of one line that begins with the argument, and changes no tensor in `written`.
+
+    Args:
+        call: function without arguments that makes the call.
+        argument: name of the bad argument.
+        written: tensors that the call would write.
+    """
     before = [t.clone() for t in written]
     with pytest.raises((ValueError, TypeError)) as error:
         call()
@@ -45,15 +54,15 @@ def refuses(call, argument: str, *written: torch.Tensor):
 
 
 def meta(t: torch.Tensor) -> torch.Tensor:
-    """The same tensor on another device."""
+    """Return a tensor like `t` on the meta device."""
     return t.to("meta")
 
 
-# One argument of one call at a time: (function, argument, change of its value, name in the message).
+# Calls with one bad argument. Each case is (function, argument, change of its value, name in the message).
 
 
 def arguments():
-    """Good arguments of every function that checks its own; each call makes them afresh."""
+    """Return new valid arguments of every function that checks its arguments."""
     batch = make_batch([1, 2, 3], [20, 33, 16])
     entries = make_entries(batch, DIRECT.head_size, torch.float32)
     cache = make_cache(batch, entries, DIRECT.head_size, torch.float32)
@@ -110,7 +119,7 @@ def arguments():
 
 
 def field(name, change):
-    """A change of one field of a dataclass argument."""
+    """Return a function that changes one field of a dataclass argument."""
     return lambda value: replace(value, **{name: change(getattr(value, name))})
 
 
@@ -271,7 +280,7 @@ BAD = [case for case in BAD if case[3] is not None]
 )
 def test_refuses(ops, function, argument, change, named):
     given = arguments()[function]
-    getattr(ops, function)(**{k: clone(v) for k, v in given.items()})  # good as it is
+    getattr(ops, function)(**{k: clone(v) for k, v in given.items()})  # the unchanged arguments are valid
     writable = [t for name in ("kv_cache", "kv_caches", "target") for t in flat(given.get(name))]
     bad = given | {argument: change(given[argument])}
     if argument not in ("kv_cache", "kv_caches", "target"):
@@ -328,7 +337,7 @@ def test_make_refuses(argument, change, named):
     refuses(lambda: CommonAttentionMetadata.make(**(GOOD | {argument: change(GOOD[argument])})), named)
 
 
-# A whole step: nothing is half-applied.
+# A whole step: a refused step changes nothing.
 
 
 def decode_field(name, change):
@@ -396,7 +405,7 @@ def step_inputs(ops):
 
 @pytest.mark.parametrize("change", STEPS.values(), ids=STEPS)
 def test_layer_refuses_a_plan(ops, change):
-    """A plan that does not fit leaves the cache as it was, whichever of its parts is wrong."""
+    """A layer refuses a plan with any invalid field, and does not change the cache."""
     layer, hidden, positions, cache, plan = step_inputs(ops)
     layer(hidden, positions, cache.clone(), plan)
     before = cache.clone()
@@ -437,7 +446,7 @@ def test_layer_refuses(ops, which, change, named):
      (2, short, "k_pe"), (2, half, "k_pe"), (4, narrow, "output"), (4, half, "output")],
 )  # fmt: skip
 def test_layer_attention_refuses(ops, which, change, named):
-    """`forward_attention` by itself, as the integrations call it: neither cache nor output is touched."""
+    """`forward_attention` refuses bad input and changes neither cache nor output; integrations call it directly."""
     layer, hidden, positions, cache, plan = step_inputs(ops)
     q, kv_c, k_pe = layer.project(hidden, positions)
     output = torch.zeros(14, DIRECT.num_heads, DIRECT.v_head_dim)
@@ -447,7 +456,7 @@ def test_layer_attention_refuses(ops, which, change, named):
 
 
 def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
-    """`max_query_len` bounds launches: with a smaller one rows would be left unwritten."""
+    """A decode refuses a `max_query_len` that is too small; its launch would leave rows unwritten."""
     cache = torch.randn(2, 4, 10)
     seen = integers(4, 2, 3, 4)
     plan = reference.DecodeMetadata(integers(0, 1)[:, None], integers(4, 4), offsets([1, 3]), 1, seen, 4, 4)
@@ -457,7 +466,11 @@ def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
 
 
 def test_decode_refuses_half_a_schedule(ops, plain_errors):
-    """One that plans nothing says how requests are cut; without programs there are no splits to count."""
+    """A decode refuses an incomplete schedule.
+
+    A schedule without `tile_ranges` must be batch-invariant and must not have `split_offsets`; with `tile_ranges` it
+    needs `split_offsets`.
+    """
     plan = DecodeMetadata(integers(0)[:, None], integers(4), offsets([1]), 1, integers(4), 4, 4)
     arguments = torch.randn(1, 2, 8), torch.randn(1, 2, 2), torch.randn(1, 4, 10), plan, 0.3
     for schedule, wanted in (
@@ -474,7 +487,7 @@ def test_decode_refuses_half_a_schedule(ops, plain_errors):
 
 
 def test_decode_takes_fewer_keys_than_queries(ops):
-    """Under context parallelism a rank holds fewer keys of a request than its query is long; the mask is data."""
+    """A decode accepts fewer keys than query tokens, as on a context-parallel rank; `visible_lens` is the mask."""
     cache = torch.randn(2, 4, 10)
     plan = DecodeMetadata(integers(0)[:, None], integers(1), offsets([2]), 2, integers(0, 1), 1, 4)
     state = ops.mla_decode(torch.randn(2, 3, 8), torch.randn(2, 3, 2), cache, plan, 0.3)
@@ -483,7 +496,7 @@ def test_decode_takes_fewer_keys_than_queries(ops):
 
 
 def test_out_dtype_decides_the_lse(ops):
-    """State law: lse is float64 where out is, float32 otherwise, so that every result merges."""
+    """The LSE is float64 if the output is float64 and float32 otherwise, so that every two states can be merged."""
     q, k, v, starts = torch.randn(4, 2, 6), torch.randn(4, 2, 6), torch.randn(4, 2, 5), offsets([4])
     for dtype in (torch.float32, torch.float64):
         for out_dtype in (torch.float32, torch.float64):
@@ -495,14 +508,14 @@ def test_out_dtype_decides_the_lse(ops):
 
 
 def test_overlapping_views_are_no_two_caches(ops):
-    """Blocks are copied between two caches or within one, never between views that overlap."""
+    """`swap_blocks` refuses two caches that are overlapping views of one tensor."""
     cache = torch.randn(6, 2, 3)
     refuses(lambda: ops.swap_blocks(cache[:4], cache[1:5], torch.tensor([[0, 1]])), "target", cache)
 
 
 @pytest.mark.parametrize("device", ["meta"])
 def test_default_device_moves_no_plan(ops, device):
-    """Plans and frequencies are made on the CPU whatever the default device is."""
+    """Plans and rope frequencies are made on the CPU for every default device."""
     batch = make_batch([1, 3], [20, 33])
     torch.set_default_device(device)
     try:
@@ -514,7 +527,7 @@ def test_default_device_moves_no_plan(ops, device):
 
 
 def test_layer_leaves_no_graph(ops):
-    """Inference only: with parameters that require gradients, neither cache nor output joins a graph."""
+    """Neither cache nor output of a layer requires gradients when its parameters do; the packages only do inference."""
     layer, hidden, positions, cache, plan = step_inputs(ops)
     for parameter in layer.parameters():
         parameter.requires_grad_(True)
@@ -523,7 +536,7 @@ def test_layer_leaves_no_graph(ops):
 
 
 def test_empty_batches_are_legal(ops):
-    """No tokens, no requests: empty results, and nothing raised."""
+    """Without tokens and requests, every function returns an empty result."""
     none = offsets([])
     q = torch.zeros(0, 3, 8)
     state = ops.flash_attn_varlen(q, q, q[..., :5], none, none, 0, 0, 0.3, True)

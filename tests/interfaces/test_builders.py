@@ -1,4 +1,4 @@
-"""Every metadata builder does what `AttentionMetadataBuilder` says, whatever attention family it plans for."""
+"""Tests of every metadata builder against the protocol `AttentionMetadataBuilder`, for all attention families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reference.interfaces import AttentionMetadataBuilder, GraphSupport
 from ..support.factories import DIRECT, integers, make_batch
 
 BLOCK, LONGEST, REQUESTS = 16, 256, 6
-BUILDERS = {  # by name: a builder for blocks of 16, sequences up to 256 tokens and 6 requests that draft one token
+BUILDERS = {  # by name: a builder for blocks of 16 tokens, 256 tokens a sequence, 6 requests and 1 drafted token
     f"{ops.__name__}.MLAMetadataBuilder{' (batch-invariant)' * invariant}": (
         lambda ops=ops, invariant=invariant: ops.MLAMetadataBuilder(
             DIRECT, BLOCK, LONGEST, REQUESTS, num_speculative_tokens=1, num_programs=3, batch_invariant=invariant
@@ -32,7 +32,7 @@ def builder(request) -> AttentionMetadataBuilder:
 
 
 def tensors_of(plan) -> dict[str, torch.Tensor]:
-    """Every tensor of a plan, by its path."""
+    """Return every tensor of a plan by its path, such as "decode.seq_lens"."""
     found = {}
     for field in dataclasses.fields(plan):
         value = getattr(plan, field.name)
@@ -44,7 +44,7 @@ def tensors_of(plan) -> dict[str, torch.Tensor]:
 
 
 def test_signatures(builder):
-    """Every method of the protocol is there, with its parameters, defaults and annotations."""
+    """A builder has every method of the protocol, with the same parameters, defaults and annotations."""
     assert isinstance(builder, AttentionMetadataBuilder)
     assert (builder.block_size, builder.max_model_len, builder.max_num_seqs) == (BLOCK, LONGEST, REQUESTS)
     assert builder.ownership is None
@@ -58,12 +58,13 @@ def test_signatures(builder):
         assert list(got) == list(wanted), name
         for parameter in wanted.values():
             assert got[parameter.name].default == parameter.default, f"{name}: {parameter.name}"
-            own = parameter.annotation in ("Any", got[parameter.name].annotation)  # the plan's type is the family's
+            # the protocol has Any where each attention family has its own plan type
+            own = parameter.annotation in ("Any", got[parameter.name].annotation)
             assert own, f"{name}: {parameter.name}"
 
 
 def test_build(builder):
-    """A batch in the order that `reorder_batch` asks for gets a plan of all its tokens."""
+    """A batch that was reordered by the swaps of `reorder_batch` gets a plan of all its tokens."""
     query_lens, contexts = integers(30, 1, 2, 1), integers(0, 100, 31, 5)
     order = list(range(4))
     for here, there in builder.reorder_batch(query_lens, contexts):
@@ -76,7 +77,7 @@ def test_build(builder):
 
 
 def test_refusals(builder, plain_errors):
-    """More requests or longer ones than the builder was made for; a batch that no graph may hold."""
+    """A builder refuses more or longer requests than its limits, and batches that no CUDA graph can serve."""
     with pytest.raises(ValueError, match=f"^common: expected at most {REQUESTS} requests, got 7$"):
         builder.build(0, make_batch([1] * 7, [5] * 7, BLOCK).common)
     with pytest.raises(
@@ -88,7 +89,7 @@ def test_refusals(builder, plain_errors):
 
 
 def test_captured_plans(builder):
-    """`update_captured` writes the plan of another batch of the shape into the very tensors that were captured."""
+    """`update_captured` writes the plan of another batch of the same shape into the captured tensors, in place."""
     assert builder.graph_support is not GraphSupport.NONE
     first, second = (make_batch([2, 2, 2], lens, BLOCK).common for lens in ([40, 7, 200], [3, 90, 18]))
     assert builder.can_run_in_cudagraph(first)
@@ -106,7 +107,7 @@ def test_captured_plans(builder):
 
 
 def test_shared_prefixes(builder):
-    """The builder's own choice for its decodes; none where the results may not depend on the other requests."""
+    """A builder chooses a cascade like `use_cascade_attention`, and never chooses one if it is batch-invariant."""
     query_lens, lens = integers(*[1] * 6), integers(*[4096] * 6)
     asked = builder.use_cascade_attention(4000, query_lens, lens)
     assert asked is (not builder.batch_invariant and fast.use_cascade_attention(4000, query_lens, lens, DIRECT))
@@ -114,7 +115,7 @@ def test_shared_prefixes(builder):
 
 
 def test_a_graph_over_any_builder(builder):
-    """`DecodeGraph` asks a builder for nothing but the protocol: every run gets a plan of that run's batch."""
+    """`DecodeGraph` works with any builder of the protocol, and every run gets a plan of its own batch."""
     ops = reference if type(builder).__module__.startswith("reference.") else fast
     planned = []
 

@@ -1,4 +1,4 @@
-"""A batch made from lengths: offsets, bounds and slots as the reference's loops count them, on any rank."""
+"""Tests of `CommonAttentionMetadata.from_lens`: offsets, maxima and slots equal those of the reference, on any rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_from_lens_is_make_over_the_loops_slots(requests, block_size):
 
 @pytest.mark.parametrize("size, interleave", [(1, 1), (2, 1), (3, 4), (2, 16)])
 def test_rank_local_slots(size, interleave):
-    """Each rank's slots are those of the loops, and every token has a slot on exactly one rank."""
+    """The slots of each rank equal those of `dcp_slot_mapping`, and every token has a slot on exactly one rank."""
     query_lens, seq_lens = LENS
     table = table_for(seq_lens, 16)
     found = []
@@ -57,7 +57,7 @@ def test_rank_local_slots(size, interleave):
             )
             assert_same_bits(common.slot_mapping, wanted)
         found.append(common.slot_mapping >= 0)
-        assert common.max_seq_len == 37 and common.seq_lens.tolist() == seq_lens  # whole lengths
+        assert common.max_seq_len == 37 and common.seq_lens.tolist() == seq_lens  # over all ranks
     assert torch.stack(found).sum(0).eq(1).all()
 
 
@@ -129,14 +129,14 @@ def test_from_lens_refuses_tables_and_sizes(plain_errors):
 
 
 def test_shares_reach_further(plain_errors):
-    """Under context parallelism a column holds the tokens of D blocks."""
+    """Under context parallelism with D ranks, a column of the block table stands for D blocks of tokens."""
     common = CommonAttentionMetadata.from_lens([1, 1], [20, 65], TABLE, 16, TokenOwnership(2, 0))
     assert common.slot_mapping.tolist() == [-1, 6 * 16 + 0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_padding_rows_have_no_slot(size):
-    """A row of length 0 with a query token, beside columns that it does not own; by every function that makes slots."""
+    """A padding row (length 0, one query token) gets slot -1 from every function that computes slots."""
     for rank in range(size):
         common = CommonAttentionMetadata.from_lens([1, 1], [5, 0], TABLE, 16, TokenOwnership(size, rank))
         for ops in (reference, fast):
@@ -147,7 +147,7 @@ def test_padding_rows_have_no_slot(size):
 
 
 def test_a_column_that_the_table_lacks_has_no_slot():
-    """On a GPU nothing refuses a table that is too narrow; tokens in columns past its last one get no slot."""
+    """Tokens whose block lies after the last column of the table get slot -1; a GPU has no check of such a table."""
     table = TABLE.to(torch.get_default_device())
     found = slots_of_tokens(offsets([3, 1]), integers(66, 64), table, 16, 5)
     assert found.tolist() == [int(TABLE[0, 3]) * 16 + 15, -1, -1, int(TABLE[1, 3]) * 16 + 15, -1]

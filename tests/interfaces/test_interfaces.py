@@ -1,4 +1,7 @@
-"""The contract: configurations, presets, closed-form integers, the scale law, the checks themselves."""
+"""Tests of the contract: configurations, presets, formulas for integers, the softmax scale and the checks.
+
+The pitfall numbers are those of the list in tests/__init__.py.
+"""
 
 from __future__ import annotations
 
@@ -43,21 +46,28 @@ def hf(**fields):
 
 
 def check_scale_law(config: MLAConfig):
-    """Pitfall 14: (P + R)^-1/2, and m(f, mscale_all_dim)^2 exactly once where YaRN gives it."""
+    """Check that the softmax scale is (P + R)^-1/2, times m(f, mscale_all_dim)^2 once if YaRN is configured.
+
+    Pitfall 14.
+    """
     assert math.isclose(config.softmax_scale, softmax_scale(config), rel_tol=1e-12)
     assert not math.isclose(config.softmax_scale, config.head_size**-0.5, rel_tol=1e-3)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_scale_law(config):
-    """Pitfall 14."""
+    """The softmax scale of every test config follows from its dims and its rope (pitfall 14)."""
     check_scale_law(config)
 
 
 @pytest.mark.parametrize("mscale", [None, 0.707, 1.0])
 @pytest.mark.parametrize("mscale_all_dim", [None, 0.707, 1.0])
 def test_yarn_scales(mscale, mscale_all_dim):
-    """Pitfall 14: cos and sin carry a ratio or m(f, 1); the softmax scale carries m(f, mscale_all_dim)^2 or nothing."""
+    """YaRN's magnitudes appear in the right factors (pitfall 14).
+
+    - cos and sin are multiplied by m(f, mscale) / m(f, mscale_all_dim) if both are given, else by m(f, 1);
+    - the softmax scale is multiplied by m(f, mscale_all_dim)^2 if mscale_all_dim is given, else by 1.
+    """
     yarn = YarnConfig(40.0, 4096, mscale=mscale, mscale_all_dim=mscale_all_dim)
     config = MLAConfig(64, 4, None, 32, 16, 8, 12, rope=RopeConfig(yarn=yarn))
     log = math.log(40.0)
@@ -82,7 +92,8 @@ def test_presets(name):
         MLAConfig.from_preset("llama")
 
 
-PUBLISHED_SCALES = {  # theta, factor, beta_fast, mscale = mscale_all_dim of the config.json; softmax scale
+# theta, factor, beta_fast and mscale (equal to mscale_all_dim) of each config.json, and the softmax scale
+PUBLISHED_SCALES = {
     "deepseek-v2-lite": (1e4, 40, 32, 0.707, 0.114721),
     "deepseek-v2": (1e4, 40, 32, 0.707, 0.114721),
     "deepseek-v3": (1e4, 40, 32, 1.0, 0.135234),
@@ -95,7 +106,7 @@ PUBLISHED_SCALES = {  # theta, factor, beta_fast, mscale = mscale_all_dim of the
 
 @pytest.mark.parametrize("name", PUBLISHED_SCALES)
 def test_presets_have_the_published_rope(name):
-    """As `from_hf` reads it from the published config.json; deepseek-v3's scale was 0.0722, without YaRN."""
+    """The rope and the softmax scale of a preset equal those that `from_hf` reads from the published config.json."""
     theta, factor, beta_fast, mscale, scale = PUBLISHED_SCALES[name]
     yarn = dict(rope_type="yarn", factor=factor, beta_fast=beta_fast, beta_slow=1, mscale=mscale, mscale_all_dim=mscale,
                 original_max_position_embeddings=4096)  # fmt: skip
@@ -114,7 +125,7 @@ def test_fields_replace_those_of_a_preset():
 
 
 def test_a_preset_without_its_rope_is_refused(plain_errors):
-    """MiniCPM3 has LongRoPE, which no `RopeConfig` expresses; the default rope would give wrong numbers."""
+    """The preset of MiniCPM3 needs a given rope, because no `RopeConfig` expresses its LongRoPE."""
     with pytest.raises(UnsupportedConfiguration, match="^rope: expected a RopeConfig for 'minicpm3', whose LongRoPE "):
         MLAConfig.from_preset("minicpm3")
     rope = RopeConfig(interleaved=False)
@@ -126,7 +137,7 @@ def test_a_preset_without_its_rope_is_refused(plain_errors):
 
 
 def test_a_computed_scale_is_computed_anew():
-    """None stays None: a copy with other dims or another rope has their scale and not the one of its original."""
+    """A computed softmax scale is computed again for a copy of a config with other dims or another rope."""
     config = MLAConfig.from_preset("deepseek-v3")
     for changes in (dict(qk_nope_head_dim=64), dict(rope=RopeConfig()), dict(qk_nope_head_dim=192, v_head_dim=256)):
         changed = dataclasses.replace(config, **changes)
@@ -136,7 +147,7 @@ def test_a_computed_scale_is_computed_anew():
 
 
 def test_a_given_scale_is_kept():
-    """Through `replace`, copies and pickles, until another one or None is given."""
+    """A given softmax scale is kept by `replace`, copies and pickles, until another scale or None is given."""
     config = MLAConfig(64, 4, None, 32, 16, 8, 12, softmax_scale=0.1)
     assert config.softmax_scale == config.given_softmax_scale == 0.1
     smaller = dataclasses.replace(config, num_heads=2, qk_nope_head_dim=8, rope=RopeConfig(yarn=YarnConfig(4.0, 64)))
@@ -147,7 +158,7 @@ def test_a_given_scale_is_kept():
     computed = dataclasses.replace(config, softmax_scale=None)
     assert computed == MLAConfig(64, 4, None, 32, 16, 8, 12) != config and computed.softmax_scale == 24**-0.5
     kept = dataclasses.replace(computed, softmax_scale=computed.softmax_scale, qk_nope_head_dim=8)
-    assert kept.softmax_scale == 24**-0.5  # given, although it is the number that was computed
+    assert kept.softmax_scale == 24**-0.5  # a given scale, although it equals the computed one
     assert type(MLAConfig(64, 4, None, 32, 16, 8, 12, softmax_scale=1).softmax_scale) is float
     parameter = inspect.signature(MLAConfig).parameters["softmax_scale"]
     assert parameter.default is None and "given_softmax_scale" not in inspect.signature(MLAConfig).parameters
@@ -160,7 +171,8 @@ def test_a_scale_that_is_no_finite_number_is_refused(scale, plain_errors):
     assert "\n" not in str(error.value) and len(str(error.value)) < 130
 
 
-PUBLISHED = {  # hidden, heads, q rank, kv rank, nope, rope, value: the config.json of each checkpoint, copied again
+# H, N, Lq, Lkv, P, R and V of the config.json of each checkpoint
+PUBLISHED = {
     "deepseek-v2-lite": [2048, 16, None, 512, 128, 64, 128],
     "deepseek-v2": [5120, 128, 1536, 512, 128, 64, 128],
     "deepseek-v3": [7168, 128, 1536, 512, 128, 64, 128],
@@ -177,7 +189,7 @@ def test_presets_are_the_published_dims():
 
 
 def test_presets_against_transformers():
-    """Where transformers documents a checkpoint's dims as its defaults, they are ours."""
+    """The preset deepseek-v3 has the dims that transformers has as defaults of `DeepseekV3Config`."""
     transformers = pytest.importorskip("transformers")
     v3 = transformers.DeepseekV3Config()
     names = ("hidden_size", "num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim",
@@ -186,7 +198,7 @@ def test_presets_against_transformers():
 
 
 def test_presets_against_published_layouts():
-    """Cache entries of 1152 bytes in 16 bit, as DeepSeek's and Kimi's models are served."""
+    """Cache entries of the published models have 576 elements, which are 1152 bytes in 16 bits; MiniCPM3 has 288."""
     for name in ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "moonlight", "glm-5", "longcat-flash"):
         assert MLAConfig.from_preset(name).head_size == 576
     assert preset("minicpm3").head_size == 288
@@ -223,7 +235,7 @@ def test_from_hf_reads_every_field():
 
 
 def test_from_hf_deepseek_classes():
-    """Pitfall 15: V2 always pairs neighbours, V3 says it in a field."""
+    """DeepSeek-V2 always interleaves rope pairs, and DeepSeek-V3 has a field for the pairing (pitfall 15)."""
     transformers = pytest.importorskip("transformers")
     small = dict(hidden_size=64, num_attention_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
                  qk_rope_head_dim=8, v_head_dim=12, num_hidden_layers=1)  # fmt: skip
@@ -318,7 +330,7 @@ SWITCHED_OFF = [
 
 @pytest.mark.parametrize("fields", OTHER_ATTENTION, ids=lambda fields: ", ".join(fields))
 def test_from_hf_refuses_other_attention(fields):
-    """Attention that would silently be another is refused by the name of the field that asks for it."""
+    """A config with a kind of attention that is not implemented is refused, and the reason names its field."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     (reason,) = error.value.reasons
@@ -373,7 +385,7 @@ def test_from_hf_accepts_what_is_switched_off(fields):
     ids=str,
 )
 def test_from_hf_refuses_a_malformed_field_by_name(fields, reason, plain_errors):
-    """Planted before: `'int' object is not iterable`, `could not convert string to float`, and fields that passed."""
+    """A malformed field is refused by name, and not by an error from inside such as `'int' object is not iterable`."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     assert [got[: len(reason)] for got in error.value.reasons] == [reason]
@@ -389,14 +401,14 @@ def test_from_hf_refuses_a_malformed_dim_by_name(field, plain_errors):
 
 
 def test_from_hf_refuses_rope_by_layer_type():
-    """Read as one rope, a rope for each layer type would be the default one."""
+    """A config with one rope for each layer type is refused; read as one rope, it would give the default rope."""
     for parameters in (dict(full_attention=YARN_HF), YARN_HF | dict(llama_4_scaling_beta=0.1)):
         with pytest.raises(UnsupportedConfiguration, match="^config.rope_parameters: (rope by layer|llama_4_scaling)"):
             MLAConfig.from_hf(hf(rope_parameters=parameters))
 
 
 def test_from_hf_takes_stock_configs():
-    """What transformers' own classes set by themselves asks for nothing; what a user sets on them does."""
+    """Default configs of transformers are accepted, and a field that a user sets on them is refused."""
     transformers = pytest.importorskip("transformers")
     for kind in (transformers.DeepseekV2Config, transformers.DeepseekV3Config):
         stock = kind()
@@ -411,7 +423,10 @@ def test_from_hf_takes_stock_configs():
     st.sampled_from([(1, 1), (1, 7), (3, 1), (8, 64)]),
 )  # fmt: skip
 def test_workspace_size(max_model_len, max_num_seqs, block_size, ranks):
-    """Whole units, one a sequence at least: enough for vLLM's figure, and beyond its bound of 65536 no further unit."""
+    """The workspace is a multiple of the unit and has at least one unit for each sequence.
+
+    It is at least as large as vLLM's workspace, unless one more unit would exceed vLLM's bound of 65536 tokens.
+    """
     size = reference.chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, *ranks)
     wanted = sorted((max_model_len * 8, max_num_seqs * block_size * 4))[1]
     unit = next(n for n in range(block_size, 10**9, block_size) if ranks[0] == 1 or n % (ranks[0] * ranks[1]) == 0)
@@ -433,7 +448,7 @@ def test_cache_shape():
 
 
 def test_layouts():
-    """Every axis where `stride_order` says: slowest first, the innermost contiguous."""
+    """Shape and stride order of the cache have the documented axes for both layouts, slowest axis first."""
     assert reference.kv_cache_shape(5, 4, 24, 3) == (3, 5, 4, 24)
     assert reference.stride_order() == reference.stride_order(layout="blocks_first") == (0, 1, 2)
     assert reference.stride_order(True) == (0, 1, 2, 3) and reference.stride_order(True, "blocks_first") == (1, 0, 2, 3)
@@ -444,7 +459,7 @@ def test_layouts():
 
 
 def test_global_hyperparameters():
-    """One value for all layers; the one that differs is named, with the field and both values."""
+    """All layers must have the same values; the error names the layer that differs, the field and both values."""
     same = {f"layers.{n}": MLAConfig.from_preset("deepseek-v3") for n in range(3)}
     found = reference.infer_global_hyperparameters(same)
     assert (found.num_heads, found.kv_lora_rank, found.softmax_scale) == (128, 512, pytest.approx(0.135234, abs=1e-6))
@@ -527,7 +542,7 @@ def test_check_tensor_wants_a_tensor(plain_errors):
 
 
 def test_checks_pass_good_values():
-    """S = 0 is a padding row, and block tables are not read past the last block."""
+    """The checks accept valid values: S = 0 is a padding row, and block numbers after the last block are not read."""
     check_lengths(integers(0, 3, 3), integers(0, 7))
     check_blocks(integers(2, 2147480000).view(1, 2), [4], 4, 3)
     check_slots(torch.tensor([-1, 0, 3]), 4)

@@ -1,6 +1,7 @@
-"""The planners' bounds: what lies exactly on a bound is accepted, and what lies one past it is refused by name.
+"""Tests of the bounds of arguments: a value on a bound is accepted, and a value one past it is refused by name.
 
-A bound that moved by one, or turned from "at most" into "less than", is seen by the first half or by the second.
+If a bound moves by one, or if "at most" becomes "less than", a case of ACCEPTED or of REFUSED fails. The last tests
+check the staging memory through which plans go to a GPU.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ V3 = MLAConfig.from_preset("deepseek-v3")
 
 @pytest.fixture(autouse=True)
 def _plain(plain_errors):
-    """A user's messages."""
+    """Use the error messages that a user sees, without the run-time check of annotations."""
 
 
 def slots(ops, block_size=4, tokens=3, ranks=None, table=((5, 2**31 - 1),), lens=(6,)):
-    """Slots of the last two tokens of one request, on one rank or on a rank of several."""
+    """Return the slots of the last two tokens of one request; `ranks` is None or (size, rank, interleave)."""
     arguments = integers(0, 2), integers(*lens), torch.tensor(table, dtype=torch.int32), block_size, tokens
     return (ops.slot_mapping(*arguments) if ranks is None else ops.dcp_slot_mapping(*arguments, *ranks)).tolist()
 
@@ -82,7 +83,7 @@ def ownership(_, size=1, rank=0, interleave=1):
     return TokenOwnership(size, rank, interleave).count(5)
 
 
-# (call, what it gives exactly on the bounds)
+# name: (call with values on the bounds, expected result)
 ACCEPTED = {
     "slots of blocks of one token": (lambda ops: slots(ops, 1, 2, table=[[7, 8, 9]], lens=[3]), [8, 9]),
     "the last block that int32 can name": (slots, [(2**31 - 1) * 4, (2**31 - 1) * 4 + 1, -1]),
@@ -99,65 +100,65 @@ ACCEPTED = {
     "nothing shared": (lambda ops: worthwhile(ops, 0), False),
     "threshold 0": (paths, [True, False]),
     "one program, one head, no overhead": (schedule, [[0, 0, 0, 2, 0]]),
-    "as many requests, as long as can be": (built, 2),
-    "a function that leaves the cut to the kernel": (lambda ops: built(ops, num_programs=lambda _: 0), 2),
+    "the most requests, of the largest length": (built, 2),
+    "a function that gives 0 programs": (lambda ops: built(ops, num_programs=lambda _: 0), 2),
     "a step without tokens": (wire, {"all_gather": 0, "all_to_all": 0}),
     "one rank receives nothing": (lambda ops: wire(ops, 3, size=1), {"all_gather": 0, "all_to_all": 0}),
     "one of each size": (
         lambda ops: wire(ops, 1, 2, 0, 2, "ag_rs", element_size=1, lse_size=1),
         {"all_gather": 8 + 2, "reduce_scatter": 8},
     ),
-    "the first of one rank": (ownership, 5),
+    "the only rank": (ownership, 5),
     "the last rank": (lambda ops: ownership(ops, 4, 3), 1),
-    "a block of one turn": (lambda ops: check_interleave(4, 4), None),
+    "an interleave of a whole block": (lambda ops: check_interleave(4, 4), None),
     "no tokens and no context": (lambda ops: ops.choose_path(0, 0, V3), "absorbed"),
 }  # fmt: skip
-# (call, the message)
+# name: (call with a value past a bound, beginning of the message)
 REFUSED = {
     "blocks of no token": (lambda ops: slots(ops, 0), "block_size: expected at least 1, got 0"),
     "fewer slots than tokens": (lambda ops: slots(ops, tokens=1), "num_tokens: expected at least 2, got 1"),
     "fewer slots of a rank": (lambda ops: slots(ops, tokens=1, ranks=(1, 0, 4)),
                               "num_tokens: expected at least 2, got 1"),
-    "a rank too many": (lambda ops: slots(ops, ranks=(2, 2)), r"rank: expected an int in \[0, 2\), got 2"),
+    "a rank past the last": (lambda ops: slots(ops, ranks=(2, 2)), r"rank: expected an int in \[0, 2\), got 2"),
     "a rank below 0": (lambda ops: ownership(ops, 2, -1), r"rank: expected an int in \[0, 2\), got -1"),
     "a rank that is a bool": (lambda ops: ownership(ops, 2, True), r"rank: expected an int in \[0, 2\), got True"),
-    "no rank": (lambda ops: ownership(ops, 0), "size: expected a positive int, got 0"),
-    "a turn of no token": (lambda ops: ownership(ops, 2, 1, 0), "interleave: expected a positive int, got 0"),
-    "a block of no turn": (lambda ops: check_interleave(1, 0), "block_size: expected a positive int, got 0"),
-    "half a turn": (lambda ops: check_interleave(8, 4), "interleave: expected a divisor of the block size 4, got 8"),
-    "a turn and a half": (lambda ops: check_interleave(4, 6), "interleave: expected a divisor of the block size 6"),
+    "no ranks": (lambda ops: ownership(ops, 0), "size: expected a positive int, got 0"),
+    "an interleave of no tokens": (lambda ops: ownership(ops, 2, 1, 0), "interleave: expected a positive int, got 0"),
+    "a block size of 0": (lambda ops: check_interleave(1, 0), "block_size: expected a positive int, got 0"),
+    "two blocks": (lambda ops: check_interleave(8, 4), "interleave: expected a divisor of the block size 4, got 8"),
+    "1.5 interleaves": (lambda ops: check_interleave(4, 6), "interleave: expected a divisor of the block size 6"),
     "no chunk": (lambda ops: local(ops, 0), "attention_chunk_size: expected a multiple of the block size 4, got 0"),
     "a negative chunk": (lambda ops: local(ops, -4), "attention_chunk_size: expected a multiple of the block size 4"),
     "a chunk of half a block": (lambda ops: local(ops, 6), "attention_chunk_size: expected a multiple of the block"),
     "half a block shared": (lambda ops: cascade(ops, 2, 0), "common_prefix_len: expected a positive multiple of the"),
     "a block more than the table": (lambda ops: cascade(ops, 44, 0), "common_prefix_len: expected at most the 10 b"),
     "a row below 0": (lambda ops: cascade(ops, 4, -1), r"row: expected a request in \[0, 2\), got -1"),
-    "a row too many": (lambda ops: cascade(ops, 4, 2), r"row: expected a request in \[0, 2\), got 2"),
+    "a row past the last": (lambda ops: cascade(ops, 4, 2), r"row: expected a request in \[0, 2\), got 2"),
     "blocks of no token shared": (lambda ops: cascade(ops, 4, 0, 0), "block_size: expected a positive int, got 0"),
-    "less than nothing shared": (lambda ops: worthwhile(ops, -1), "common_prefix_len: expected an int >= 0, got -1"),
+    "a negative shared length": (lambda ops: worthwhile(ops, -1), "common_prefix_len: expected an int >= 0, got -1"),
     "a threshold below 0": (lambda ops: paths(ops, threshold=-1), "decode_threshold: expected an int >= 0, got -1"),
-    "less than no query": (lambda ops: ops.choose_path(-1, 0, V3), "query_len: expected an int >= 0, got -1"),
-    "less than no context": (lambda ops: ops.choose_path(0, -1, V3), "context_len: expected an int >= 0, got -1"),
+    "a negative query length": (lambda ops: ops.choose_path(-1, 0, V3), "query_len: expected an int >= 0, got -1"),
+    "a negative context length": (lambda ops: ops.choose_path(0, -1, V3), "context_len: expected an int >= 0, got -1"),
     "a negative query of several": (lambda ops: paths(ops, (0, -1)), "query_lens: expected lengths >= 0, got -1 at"),
     "a negative context of several": (lambda ops: paths(ops, context_lens=(0, -1)), "context_lens: expected lengths"),
     "no program": (lambda ops: schedule(ops, 0), "num_programs: expected at least 1, got 0"),
     "a cost below 0": (lambda ops: schedule(ops, request_cost=-1), "request_cost: expected an int >= 0, got -1"),
-    "a split below 0": (lambda ops: schedule(ops, split_cost=-1), "split_cost: expected an int >= 0, got -1"),
-    "an odd split": (lambda ops: cut(small_tiles=3), "small_tiles: expected an even number, got 3"),
+    "a split cost below 0": (lambda ops: schedule(ops, split_cost=-1), "split_cost: expected an int >= 0, got -1"),
+    "splits of an odd number of tiles": (lambda ops: cut(small_tiles=3), "small_tiles: expected an even number, got 3"),
     "no splits": (lambda ops: cut(small_splits=0), "small_splits: expected a positive int, got 0"),
     "large splits below small ones": (lambda ops: cut(large_tiles=6), "large_tiles: expected at least 8, got 6"),
     "fewer splits than small ones": (lambda ops: cut(max_splits=15), "max_splits: expected at least 16, got 15"),
-    "a request too many": (lambda ops: built(ops, 3), "common: expected at most 2 requests, got 3"),
-    "a token too many": (lambda ops: built(ops, 2, 31), "common: expected at most 30 tokens a request, got 31 at re"),
+    "too many requests": (lambda ops: built(ops, 3), "common: expected at most 2 requests, got 3"),
+    "too many tokens": (lambda ops: built(ops, 2, 31), "common: expected at most 30 tokens a request, got 31 at re"),
     "a function below 0": (lambda ops: built(ops, num_programs=lambda _: -1),
                            "num_programs: expected a function that gives at least 0, got -1"),
-    "less than no token": (lambda ops: wire(ops, -1), "num_tokens: expected an int >= 0, got -1"),
-    "less than no rope": (lambda ops: wire(ops, rope=-1), "qk_rope_head_dim: expected an int >= 0, got -1"),
-    "heads that ranks cannot share": (lambda ops: wire(ops, heads=6), "num_heads: expected a multiple of 4 ranks, g"),
+    "a negative number of tokens": (lambda ops: wire(ops, -1), "num_tokens: expected an int >= 0, got -1"),
+    "a negative rope dim": (lambda ops: wire(ops, rope=-1), "qk_rope_head_dim: expected an int >= 0, got -1"),
+    "6 heads, 4 ranks": (lambda ops: wire(ops, heads=6), "num_heads: expected a multiple of 4 ranks, g"),
     "no head to gather": (lambda ops: wire(ops, heads=0), "num_heads: expected a positive int, got 0"),
     "elements of no byte": (lambda ops: wire(ops, element_size=0), "element_size: expected a positive int, got 0"),
     "an LSE of no byte": (lambda ops: wire(ops, lse_size=0), "lse_size: expected a positive int, got 0"),
-    "another merge": (lambda ops: wire(ops, merge="rs"), "merge: expected one of ag_rs, a2a, got 'rs'"),
+    "an unknown merge": (lambda ops: wire(ops, merge="rs"), "merge: expected one of ag_rs, a2a, got 'rs'"),
 }  # fmt: skip
 
 
@@ -175,7 +176,7 @@ def test_past_the_bound(ops, case):
 
 
 def test_a_table_without_columns(ops):
-    """Nothing but padding rows and empty requests: every plan has rows for them, and no block is read."""
+    """Padding rows and empty requests get a plan from a block table without columns; no block is read."""
     table, lens = torch.zeros(2, 0, dtype=torch.int32), integers(0, 0)
     common = CommonAttentionMetadata.make(
         integers(0, 2, 2).cpu(), lens.cpu(), table, torch.full((2,), -1, dtype=torch.int64)
@@ -192,7 +193,7 @@ def test_a_table_without_columns(ops):
 
 
 def test_a_workspace_larger_than_needed(ops):
-    """More rows than a chunk of context needs are no error, and what lies past the needed ones stays as it is."""
+    """A workspace may have more rows than a chunk of context needs, and the rows that are not needed do not change."""
     if ops.__name__ == "reference":
         pytest.skip("the reference takes no workspace")
     chunk = ops.plan_context_chunks(integers(50).cpu(), 64, 4, 2, 1)[0]
@@ -200,34 +201,35 @@ def test_a_workspace_larger_than_needed(ops):
     plan = PrefillMetadata(table, offsets([1]), 1, (), 4)
 
     def program(ranks):
-        piece = ops.rank_local_chunk(chunk, ranks.ownership)
-        workspace = torch.full((3 * piece.padded_tokens + 5, 6), 7.0)
-        found = ops.dcp_gather_context(cache, plan, piece, ranks, workspace=workspace)
-        plain = ops.dcp_gather_context(cache, plan, piece, ranks)
+        local_chunk = ops.rank_local_chunk(chunk, ranks.ownership)
+        workspace = torch.full((3 * local_chunk.padded_tokens + 5, 6), 7.0)
+        found = ops.dcp_gather_context(cache, plan, local_chunk, ranks, workspace=workspace)
+        plain = ops.dcp_gather_context(cache, plan, local_chunk, ranks)
         return found.equal(plain), bool(workspace[-5:].eq(7).all()), bool(workspace[:-5].eq(7).any())
 
     assert ops.simulate(2, 1, program) == [(True, True, False)] * 2
 
 
 def test_the_choice_of_one_is_the_choice_of_many(ops):
-    """Whether the first long query or a later one is the first to be expanded."""
-    cheap, dear = PathCosts(expanded_request=1e15), PathCosts(absorbed_request=1e15)
+    """A batch is split before its first request that takes the expanded path, wherever that request is."""
+    absorb_all, expand_all = PathCosts(expanded_request=1e15), PathCosts(absorbed_request=1e15)
     for lens in ([9], [1, 9], [9, 12, 7], [1, 9, 1, 12]):
         common = make_batch(lens, [n + 20 for n in lens]).common
-        assert ops.build_mla_metadata(common, 16, 256, config=V3, costs=cheap).num_decodes == len(lens)
-        first = next(place for place, n in enumerate(lens) if n > 1)
-        assert ops.build_mla_metadata(common, 16, 256, config=V3, costs=dear).num_decodes == first
+        assert ops.build_mla_metadata(common, 16, 256, config=V3, costs=absorb_all).num_decodes == len(lens)
+        first = next(request for request, n in enumerate(lens) if n > 1)
+        assert ops.build_mla_metadata(common, 16, 256, config=V3, costs=expand_all).num_decodes == first
         for support in (QueryLenSupport.UNIFORM, QueryLenSupport.SINGLE_ONLY):
-            decodes = ops.build_mla_metadata(common, 16, 256, config=V3, costs=cheap, query_len_support=support)
+            decodes = ops.build_mla_metadata(common, 16, 256, config=V3, costs=absorb_all, query_len_support=support)
             assert decodes.num_decodes == first
     common = make_batch([9, 600, 9], [5000, 600, 5000]).common  # absorbed, expanded, absorbed
     assert ops.build_mla_metadata(common, 16, 8192, config=V3).num_decodes == 1
 
 
 def test_a_tie_is_no_gain(ops):
-    """76 requests of one token: what 75 of them need not read again, 75 x prefix x 32 elements of two bytes.
+    """A cascade that saves exactly as many bytes as it costs is not chosen.
 
-    The states that are written and read for it are 16 bytes x 76 x 3 heads x 25 elements: as much, at a prefix of 19.
+    With 76 requests of one token, 75 requests do not read the prefix again: 75 x prefix x 32 elements of 2 bytes. The
+    additional states cost 16 bytes x 76 requests x 3 heads x 25 elements. Both are equal at a prefix of 19 tokens.
     """
     lens = integers(*[1] * 76).cpu(), integers(*[40] * 76).cpu()
     assert 16 * 76 * DIRECT.num_heads * (DIRECT.kv_lora_rank + 1) == 75 * 19 * 32 * 2
@@ -237,16 +239,16 @@ def test_a_tie_is_no_gain(ops):
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 @pytest.mark.parametrize("chosen", [False, True], ids=["by threshold", "by costs"])
 def test_every_small_batch(ops, threshold, chosen):
-    """Every batch of up to three requests of up to three new tokens: rows, masks and the longest query, by brute force.
+    """Rows, masks and maxima of the plan are right for every batch of up to 3 requests with 0 to 3 new tokens each.
 
-    As many tokens as requests need not be one token each.
+    Among these batches are some with as many tokens as requests, but not one token for each request.
     """
     options = dict(config=DIRECT, costs=PathCosts(expanded_request=1e15)) if chosen else {}
     for lens in (lens for requests in range(4) for lens in itertools.product(range(4), repeat=requests)):
-        ends = [5 + 2 * place + query_len for place, query_len in enumerate(lens)]
+        ends = [5 + 2 * request + query_len for request, query_len in enumerate(lens)]
         common = make_batch(lens, ends, 4).common
         plan = ops.build_mla_metadata(common, 4, 64, threshold, **options)
-        decodes = next((place for place, n in enumerate(lens) if n > threshold and not chosen), len(lens))
+        decodes = next((request for request, n in enumerate(lens) if n > threshold and not chosen), len(lens))
         rows = [range(end - n + 1, end + 1) for n, end in zip(lens[:decodes], ends, strict=False)]
         assert (plan.num_decodes, plan.num_prefills) == (decodes, len(lens) - decodes), lens
         assert plan.decode.visible_lens.tolist() == [visible for own in rows for visible in own], lens
@@ -257,29 +259,30 @@ def test_every_small_batch(ops, threshold, chosen):
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 4)])
-def test_pieces_begin_with_a_turn(ops, size, interleave):
-    """A chunk whose second piece begins anywhere: dealt on a whole turn of the ranks, and refused within one."""
-    turn, ownership = size * interleave, TokenOwnership(size, 0, interleave)
-    for start in range(3 * turn + 1):
-        chunk = ContextChunk(integers(0, start, turn), offsets([3, 2, 5]), 10, 5)
-        if start % turn == 0:
-            dealt = [[sum(token // interleave % size == rank for token in range(n)) for n in (3, 2, 5)]
+def test_chunks_begin_at_multiples_of_d_i(ops, size, interleave):
+    """The tokens of a request in a chunk must begin at a multiple of D I; other starts are refused."""
+    period, ownership = size * interleave, TokenOwnership(size, 0, interleave)
+    for start in range(3 * period + 1):
+        chunk = ContextChunk(integers(0, start, period), offsets([3, 2, 5]), 10, 5)
+        if start % period == 0:
+            owned = [[sum(token // interleave % size == rank for token in range(n)) for n in (3, 2, 5)]
                      for rank in range(size)]  # fmt: skip
             for rank in range(size):
-                piece = ops.rank_local_chunk(chunk, TokenOwnership(size, rank, interleave))
-                assert piece.local_starts.tolist() == [0, start // size, interleave]
-                assert piece.local_cu_seq_lens.tolist() == [offsets(own).tolist() for own in dealt]
-                assert (piece.local_tokens, piece.padded_tokens) == (sum(dealt[rank]), sum(dealt[0]))
+                local_chunk = ops.rank_local_chunk(chunk, TokenOwnership(size, rank, interleave))
+                assert local_chunk.local_starts.tolist() == [0, start // size, interleave]
+                assert local_chunk.local_cu_seq_lens.tolist() == [offsets(own).tolist() for own in owned]
+                assert (local_chunk.local_tokens, local_chunk.padded_tokens) == (sum(owned[rank]), sum(owned[0]))
         else:
-            with pytest.raises(ValueError, match=f"^chunk.starts: expected multiples of {turn}, got {start} at reque"):
+            wanted = f"^chunk.starts: expected multiples of {period}, got {start} at reque"
+            with pytest.raises(ValueError, match=wanted):
                 ops.rank_local_chunk(chunk, ownership)
 
 
-# The pinned memory through which plans go to a GPU: its order of reads and writes, without a GPU.
+# Plans go to a GPU through pinned memory. These tests check the order of its reads and writes, without a GPU.
 
 
 class Event:
-    """In the place of a CUDA event: notes when it is recorded and waited for."""
+    """Replacement of a CUDA event that logs when it is recorded and waited for."""
 
     def __init__(self, log):
         self.log = log
@@ -295,7 +298,7 @@ class Event:
 
 @pytest.fixture
 def without_a_gpu(monkeypatch):
-    """Events that note what becomes of them, and memory that is noted in place of being pinned."""
+    """Replace CUDA events by logging ones, and log tensors that should be pinned instead of pinning them."""
     found, empty = SimpleNamespace(log=[], pinned=[]), torch.empty
 
     def unpinned(*shape, pin_memory=False, **options):
@@ -310,28 +313,28 @@ def without_a_gpu(monkeypatch):
 
 
 def test_staging_waits_before_it_writes_again(without_a_gpu):
-    """Two plans are under way without a wait; a later one waits for the last but one and takes its memory."""
+    """Two plans may be in flight; each further plan waits for the plan before the last one and reuses its memory."""
     from fast.mla.builder import StagingBuffer
 
     staging, log, events = StagingBuffer(), without_a_gpu.log, []
     for number, sizes in enumerate([(3, 2), (1,), (4, 6), (2,), (11,), (30,)]):
-        pieces = [torch.full((size,), number, dtype=torch.int32) for size in sizes]
+        tensors = [torch.full((size,), number, dtype=torch.int32) for size in sizes]
         log.clear()
-        assert staging.send(pieces, torch.device("cpu")).tolist() == [number] * sum(sizes)
+        assert staging.send(tensors, torch.device("cpu")).tolist() == [number] * sum(sizes)
         waited, recorded = ([event for what, event in log if what == word] for word in ("wait", "record"))
         events += recorded
         assert len(recorded) == 1 and waited == ([] if number < 2 else [events[number - 2]])
-        assert number < 2 or recorded == waited, "memory keeps its event"
-        assert [what for what, _ in log if what != "new"][-1] == "record", "after the copy was asked for"
-    # twice what is needed where it does not fit; ten fit into ten, two into two
+        assert number < 2 or recorded == waited, "an event belongs to the same memory again"
+        assert [what for what, _ in log if what != "new"][-1] == "record", "the event is recorded after the copy"
+    # too small memory is replaced by memory of twice the needed elements; 10 and 2 elements fit into 10 and 2
     assert [memory.shape[0] for memory in without_a_gpu.pinned] == [10, 2, 22, 60]
 
 
 def test_plans_go_to_a_device_in_one_copy(without_a_gpu):
-    """Pieces of any shape come back in their order and shapes, through a buffer of one's own or a fresh one."""
+    """Tensors of any shape keep order and shape when they go to a device in one copy, with or without given staging."""
     from fast.mla.staging import to_device
 
-    pieces = [integers(1, 2, 3), integers(4), torch.arange(6, dtype=torch.int32).view(2, 3), integers()]
+    tensors = [integers(1, 2, 3), integers(4), torch.arange(6, dtype=torch.int32).view(2, 3), integers()]
     sent = []
 
     class Staging:
@@ -340,13 +343,13 @@ def test_plans_go_to_a_device_in_one_copy(without_a_gpu):
             return torch.cat(flat)
 
     elsewhere = torch.device("meta")  # any device that is not the CPU
-    pieces = dict(zip("abcd", pieces, strict=True))
-    found = to_device(pieces, elsewhere, Staging())
-    assert [*found] == [*pieces] and sent == [elsewhere]
-    assert [piece.tolist() for piece in found.values()] == [piece.tolist() for piece in pieces.values()]
-    found = to_device(pieces, elsewhere, None)
-    assert [piece.shape for piece in found.values()] == [piece.shape for piece in pieces.values()]
-    assert all(piece.device == elsewhere and piece.dtype == torch.int32 for piece in found.values())
+    tensors = dict(zip("abcd", tensors, strict=True))
+    found = to_device(tensors, elsewhere, Staging())
+    assert [*found] == [*tensors] and sent == [elsewhere]
+    assert [tensor.tolist() for tensor in found.values()] == [tensor.tolist() for tensor in tensors.values()]
+    found = to_device(tensors, elsewhere, None)
+    assert [tensor.shape for tensor in found.values()] == [tensor.shape for tensor in tensors.values()]
+    assert all(tensor.device == elsewhere and tensor.dtype == torch.int32 for tensor in found.values())
     assert [memory.tolist() for memory in without_a_gpu.pinned] == [[1, 2, 3, 4, 0, 1, 2, 3, 4, 5]]
-    assert to_device(pieces, torch.device("cpu"), None) is pieces
+    assert to_device(tensors, torch.device("cpu"), None) is tensors
     assert to_device({}, elsewhere, None) == {}

@@ -1,6 +1,6 @@
-"""Thousands of calls with one malformed argument: each is refused in one line that names the argument.
+"""Tests of thousands of calls with one malformed argument: an error of one line must name the argument.
 
-The calls are made in a process of their own (`malformed_calls`), where no import hook checks annotations.
+The calls run in another process (`malformed_calls`), where no import hook checks the annotations.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from ..support.malformed_values import tensors
 PACKAGES = ("reference", "fast")
 REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
 
-# Records that check nothing where they are made: what takes them checks them (`metadata.*` and others in the report).
+# Records whose constructors check nothing. The functions that take them check their fields (such as `metadata.*`).
 UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
              "ContextParallelMetadata", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters", "MLAMetadata",
              "PrefillMetadata", "ScheduleChoice"}  # fmt: skip
 NOT_CALLED = UNCHECKED | {"PRESETS", "QueryLenSupport", "GroupError", "UnsupportedConfiguration"}
 
-# What may succeed although its type is not the annotation's: (call, argument, value), as patterns, and why.
+# Calls that may succeed with a value of another type: patterns of (call, argument, value), and the reason.
 LEGITIMATE = {
     (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.context_chunks.*", r".*"):
-        "one chunk is served, the one that is passed",
+        "the functions read only the chunk that is passed",
     (r"MLAMetadataBuilder.update_captured",
      r"captured\.(slot_mapping|num_\w+|prefill|cascade|workspace_tokens|schedule_choice)\b.*", r".*"):
-        "the caller's own buffers are not read, and what is not written is not looked at",
+        "the method reads neither the buffers of the caller nor the fields that it does not write",
     (r"MLAMetadataBuilder.update_captured", r"captured\.decode\.(block_table|query_start_loc)", r".*"):
-        "likewise",
+        "these are buffers of the caller, which the method does not read",
     (r"rotary_cos_sin|split_kv_b_proj|get_dcp_local_seq_lens|CommonAttentionMetadata.from_lens", r"\w+",
      r"a meta tensor"):
-        "elementwise or a view: it serves tensors of any device",
+        "elementwise operations or views accept tensors of any device",
     (r"DecodeGraph", r"step", r"a class"): "a class can be called",
     (r"CommonAttentionMetadata.from_lens", r"seq_lens", r"a uint8 tensor"): "lengths may have any int dtype",
     (r"MLAAttention\..*", r"metadata\.schedule_choice\..*", r".*"): "a report of the planner; no op reads its numbers",
-    (r"forward_prefill|simulate", r"gather|program", r"a class"): "a class can be called; the error is its own",
+    (r"forward_prefill|simulate", r"gather|program", r"a class"): "a class can be called; the class raises the error",
 }  # fmt: skip
 
-# Arguments whose elements have a name of their own.
+# Arguments whose elements have another name in messages.
 ALSO_NAMED = {"kv_caches": "kv_cache"}
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, dict]:
-    """What every call did, by package."""
+    """Return the report of all calls for each package."""
     commands = {name: [sys.executable, "-m", "tests.malformed_calls", name] for name in PACKAGES}
     running = {
         name: subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -78,7 +78,7 @@ def legitimate(call: str, path: str, value: str) -> bool:
 
 
 def fault(row: list, arguments: list[str]) -> str | None:
-    """What is wrong with the outcome of a call; None where nothing is."""
+    """Return what is wrong with the outcome of a call, or None if the outcome is right."""
     call, path, value, type_is_right, kind, message, written = row
     if legitimate(call, path, value):
         return None
@@ -93,8 +93,8 @@ def fault(row: list, arguments: list[str]) -> str | None:
     argument = path.split(".")[0]
     named = re.match(r"(\w+)[\w.\[\]()]*: ", message)
     if kind == "UnsupportedConfiguration" and named and named[1] in ("cpu", "triton", "hopper"):
-        return None  # every kernel set and its reasons
-    # values that fit by themselves, and tensors on another device, are refused where they meet another argument
+        return None  # the message lists every backend with its reasons
+    # a value of the right type, or a tensor on another device, may be refused in comparison with another argument
     may_be_named = {argument, ALSO_NAMED.get(argument)}
     if type_is_right or value.startswith("a meta tensor"):
         may_be_named |= set(arguments)
@@ -103,7 +103,7 @@ def fault(row: list, arguments: list[str]) -> str | None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_good_calls_succeed(reports, package):
-    """Nothing below means anything if the call is refused for another reason."""
+    """Every call succeeds with valid arguments; otherwise the refusals below could have another reason."""
     assert reports[package]["failed"] == {}
 
 
@@ -118,7 +118,7 @@ def test_every_public_name_is_called(reports, package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_argument_is_replaced(reports, package):
-    """A parameter that the table forgot is not tested."""
+    """The report has every parameter of every public function, so that no parameter is untested."""
     module = {"reference": reference, "fast": fast}[package]
     for name, given in reports[package]["arguments"].items():
         target = getattr(module, name, None)
@@ -129,7 +129,10 @@ def test_every_argument_is_replaced(reports, package):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_refused(reports, package):
-    """One line that begins with the argument's name, and nothing written; or a value that is legitimate there."""
+    """Every malformed value is refused in one line that begins with the argument's name, and nothing is written.
+
+    Exceptions are the values of LEGITIMATE.
+    """
     rows, arguments = reports[package]["calls"], reports[package]["arguments"]
     assert len(rows) > 10_000
     faults = [f"{row[0]}({row[1]} = {row[2]}): {found}" for row in rows if (found := fault(row, arguments[row[0]]))]
@@ -137,7 +140,7 @@ def test_refused(reports, package):
 
 
 def test_both_packages_say_the_same(reports):
-    """The checks are shared, so the same fault has the same message, but for a kernel set that is none."""
+    """Both packages give the same message for the same fault, except for messages about an unsuitable backend."""
     said = {package: {tuple(row[:3]): row[5] for row in reports[package]["calls"] if row[4]} for package in PACKAGES}
     both = said["reference"].keys() & said["fast"].keys()
     assert len(both) > 10_000
@@ -150,29 +153,29 @@ def test_both_packages_say_the_same(reports):
 
 
 def test_no_exception_is_idle(reports):
-    """An exception that no call needs is taken out of the list."""
+    """Every exception of LEGITIMATE is needed by some call."""
     rows = [row for package in PACKAGES for row in reports[package]["calls"]]
     for pattern in LEGITIMATE:
         fits = [row for row in rows if all(re.fullmatch(p, part) for p, part in zip(pattern, row, strict=False))]
         assert any((not row[4] and not row[3]) or "takes no arguments" in row[5] for row in fits), pattern
 
 
-# The judge: what it must see.
+# Tests of `fault` itself.
 
 
 def unchecked(config, seq_lens):
-    """A function that trusts its arguments."""
+    """Function that does not check its arguments."""
     return config.num_heads + int(seq_lens.max())
 
 
 def late(config, kv_cache):
-    """A function that checks after it has written."""
+    """Function that writes before it checks its arguments."""
     kv_cache.add_(1)
     check_type("config", config, MLAConfig)
 
 
 def test_an_unchecked_function_is_seen(plain_errors):
-    """Errors from deep inside, writes before a refusal, malformed values that pass: all are faults."""
+    """`fault` reports errors of inner functions, writes before a refusal, and malformed values that were accepted."""
     config, seq_lens, kv_cache = DIRECT, integers(3, 4), torch.zeros(2, 2, 2)
     kinds = {"config": "MLAConfig", "seq_lens": "Tensor", "kv_cache": "Tensor"}
     rows = report_of(
@@ -207,7 +210,7 @@ def test_judge(message, kind, wanted):
 
 
 def test_malformed_tensors_are_malformed():
-    """They differ from the good one in what their name says."""
+    """Every malformed tensor differs from the valid one in the property of its name."""
     made = tensors(torch.ones(2, 3))
     assert made["a sparse COO tensor"].layout == torch.sparse_coo
     assert made["a sparse CSR tensor"].layout == torch.sparse_csr

@@ -1,1 +1,1 @@
-"""Planted mistakes, and the tool that plants more."""
+"""Tests with planted mistakes, and tests of the tool that makes random mutants."""

@@ -1,4 +1,4 @@
-"""The mutation tool: what it draws and leaves alone, how it judges, and that it continues where it was ended."""
+"""Tests of the mutation tool: which mutants it draws, how it judges them, and how it continues a session."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..mutants import KILLED, ROOT, SURVIVED, TABLE, TIMED_OUT, Mutant, Session,
 
 
 def test_table():
-    """Each file and each test module exists, and no file of the four subjects is forgotten."""
+    """Every file and test module of the table exists, and the table has every file of the mutated subjects."""
     subjects = [*ROOT.glob("fast/kernels/cpu/*.py"), *ROOT.glob("fast/integrations/transformers/*.py")]
     subjects += [path for package in ("reference", "fast") for folder in ("planning", "distributed")
                  for path in (ROOT / package / folder).glob("[!_]*.py")]  # fmt: skip
@@ -29,7 +29,7 @@ def test_table():
     transport = {ROOT / "reference" / "distributed" / f"{name}.py" for name in ("groups", "simulation", "arguments")}
     subjects = set(subjects) - transport
     assert set(TABLE) == {str(path.relative_to(ROOT)) for path in subjects} | {
-        f"reference/interfaces/{room}.py" for room in ("ownership", "sizes", "slots", "decode_schedule", "builder")
+        f"reference/interfaces/{name}.py" for name in ("ownership", "sizes", "slots", "decode_schedule", "builder")
     }
     for file, judge in TABLE.items():
         assert (ROOT / file).is_file(), file
@@ -43,7 +43,10 @@ FIRST, SECOND = Mutant("fast/a.py", 3, 1, "NumberReplacer", 0), Mutant("fast/a.p
 
 
 def test_session_continues(tmp_path):
-    """Each verdict is a line; a line that was cut short is judged again; the last verdict of a mutant counts."""
+    """A session continues after its last complete line, and the last verdict on a mutant counts.
+
+    A mutant whose line is incomplete is judged again.
+    """
     path = tmp_path / "session.jsonl"
     session = Session(path, HEAD)
     session.note_baseline("tests", 1.5)
@@ -60,7 +63,7 @@ def test_session_continues(tmp_path):
 
 @pytest.mark.parametrize("key", sorted(HEAD))
 def test_session_of_another_draw(tmp_path, key):
-    """Verdicts over other sources, or of another sample, are not mixed with these."""
+    """A session file of other sources or of another sample is refused, so that verdicts are never mixed."""
     path = tmp_path / "session.jsonl"
     Session(path, HEAD)
     with pytest.raises(ValueError, match=f"^session: expected a file of this draw, got one of another {key}: name a"):
@@ -68,7 +71,7 @@ def test_session_of_another_draw(tmp_path, key):
 
 
 def test_survivors_are_explained(monkeypatch):
-    """At least 90 % were noticed, and the page Correctness draws the counts and names every survivor."""
+    """At most 15 of 150 mutants survived, and docs/correctness.md shows the counts and names every survivor."""
     pytest.importorskip("mkdocs", reason="the page is drawn by a hook of mkdocs")
     found = json.loads((ROOT / "docs" / "results" / "mutants.json").read_text(encoding="utf-8"))
     text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
@@ -115,7 +118,10 @@ class Share:
 
 
 def test_signatures_are_left_alone():
-    """A mutant changes a body: no default, annotation, decorator, import, field of a class or `__all__`."""
+    """A mutant changes the body of a function or a constant.
+
+    No mutant changes a default, an annotation, a decorator, an import, an annotated field of a class or `__all__`.
+    """
     pytest.importorskip("cosmic_ray", reason="the extra dev has cosmic-ray")
     found = mutants.mutants_of("fast/a.py", SOURCE)
     lines = SOURCE.splitlines()
@@ -133,7 +139,7 @@ def test_signatures_are_left_alone():
 
 
 def test_draw_is_the_seeds():
-    """The same seed draws the same mutants, a larger sample begins with the smaller one, another seed draws others."""
+    """A seed determines the sample: a larger sample begins with the smaller one, and another seed draws another one."""
     pytest.importorskip("cosmic_ray", reason="the extra dev has cosmic-ray")
     sources = {"fast/b.py": "def f(x):\n    return x + 1 < 2 * x\n", "fast/a.py": SOURCE}
     drawn, population = mutants.draw(sources, 26, 20)
@@ -171,7 +177,10 @@ mutants.main()
 
 
 def test_judges_and_continues(tmp_path):
-    """Over a small project: killed, timed out and survived, and by which test; a second run judges nothing again."""
+    """In a small project the tool reports killed, timed-out and surviving mutants, and the test that killed each.
+
+    A second run judges only the mutants whose verdicts are missing.
+    """
     pytest.importorskip("cosmic_ray", reason="the extra dev has cosmic-ray")
     tool = {f"tests/{name}": (ROOT / "tests" / name).read_text() for name in ("mutants.py", "support/mutant_judges.py")}
     for name, text in (PROJECT | tool).items():
@@ -193,13 +202,13 @@ def test_judges_and_continues(tmp_path):
     assert all(found["all"][name] for name in (KILLED, TIMED_OUT, SURVIVED)), found["all"]
     noticed = {tuple(one["diff"]): one for one in found["noticed"]}
     assert any(one["by"] == "tests/test_total.py::test_total" and one["said"] for one in noticed.values())
-    # the loop ends at n as well
+    # an equivalent mutant: the loop ends at n as well
     assert ["- while i < n:", "+ while i != n:"] in [one["diff"] for one in found["survivors"]]
     survived = found["all"][SURVIVED]
     assert f"{6 - survived} of 6 noticed" in first and first.count("\nsurvived: ") == survived
 
     lines = session.read_text().splitlines(keepends=True)
-    session.write_text("".join(lines[:-2]) + lines[-2][:20])  # ended while it wrote the last but one
+    session.write_text("".join(lines[:-2]) + lines[-2][:20])  # the tool was ended while writing the last line but one
     second = run("--sample", "6", "--seed", "6")
     assert "unchanged:" in first and "unchanged:" not in second and "   2/2" in second
     assert {_place(line) for line in session.read_text().splitlines()[2:]} == {_place(line) for line in lines[2:]}

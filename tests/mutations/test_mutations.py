@@ -1,6 +1,7 @@
-"""Tier 5: each mistake that real systems shipped, planted on purpose in either wing, turns a named check red.
+"""Tier 5: each test plants a mistake of a real system in a package, and a check of the other tests must fail.
 
-A mutant takes the wing and a patcher and returns an `ops` with the mistake; the same check passes without it.
+A mutant is a function of a package and a `monkeypatch`; it returns the package with the mistake. The same check must
+pass on the package without the mistake.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from ..twins.test_differential import (
 
 
 def altered(ops, **functions) -> SimpleNamespace:
-    """The wing with some public functions replaced."""
+    """Return a namespace with the public names of the package, of which `functions` are replaced."""
     return SimpleNamespace(**({name: getattr(ops, name) for name in ops.__all__} | functions))
 
 
 def with_lse(change):
-    """Attention, packed and absorbed, whose LSE goes through `change`."""
+    """Return a mutant whose packed attention and decode return `change(lse)` as LSE."""
 
     def mutant(ops, patch):
         def wrap(function):
@@ -72,15 +73,15 @@ lse_in_bf16 = with_lse(lambda lse: lse.bfloat16().to(lse.dtype))
 
 
 def base_2_in_the_chunk_loop(ops, patch):
-    """One producer of a merge speaks base 2: silent except where context was cached."""
-    room = f"{ops.__name__}.mla.prefill.run_prefill_context_chunk"
+    """Return LSEs in base 2 for context chunks; only prefills with context are wrong then."""
+    function = f"{ops.__name__}.mla.prefill.run_prefill_context_chunk"
     right = __import__(f"{ops.__name__}.mla.prefill", fromlist=["x"]).run_prefill_context_chunk
 
     def wrong(*args, **kwargs):
         state = right(*args, **kwargs)
         return AttentionState(state.out, state.lse / math.log(2))
 
-    patch.setattr(room, wrong)
+    patch.setattr(function, wrong)
     return ops
 
 
@@ -99,7 +100,7 @@ def scale_off_by_two_percent(ops, patch):
 
 
 def config_scale(change):
-    """A config whose softmax scale is not the law's."""
+    """Return a mutant whose configs compute the softmax scale with `change`."""
 
     def mutant(ops, patch):
         patch.setattr(MLAConfig, "softmax_scale", property(change))
@@ -124,7 +125,7 @@ def cos_sin_magnitude_missing(ops, patch):
 
 
 def mask_shifted(by):
-    """Row t of a decode sees one key more, where there is one, or one less."""
+    """Return a mutant whose decode rows attend `by` more keys of the sequence; a negative `by` removes keys."""
 
     def mutant(ops, patch):
         def wrong(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule=None):
@@ -138,7 +139,7 @@ def mask_shifted(by):
 
 
 def per_request(ops, change):
-    """Packed attention, request by request, each through `change(q, k, v)` and back to its rows."""
+    """Return a package whose causal attention runs on `change(q, k, v)` of each request; added rows are dropped."""
 
     def wrong(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype=None):
         outs, lses = [q.new_empty(0, q.shape[1], v.shape[2])], [q.new_empty(q.shape[1], 0)]
@@ -176,7 +177,7 @@ def plan_forgets_the_row_itself(ops, patch):
 
 
 def plan_from_the_sequence_end(ops, patch):
-    """Several query tokens all see the whole sequence: they read past their own position."""
+    """All query tokens of a request attend the whole sequence, also the keys after their own position."""
 
     def wrong(*args, **kwargs):
         plan = ops.build_mla_metadata(*args, **kwargs)
@@ -199,7 +200,7 @@ def chunk_twice(ops, patch):
 
 
 def stale_table(block_table, lengths, block_size):
-    """The table before the last block was appended: its entry is still the one before it."""
+    """Return a block table whose entry of the last block of each request repeats the entry before it."""
     stale = block_table.clone()
     for request, length in enumerate(lengths):
         last = (length - 1) // block_size
@@ -217,7 +218,7 @@ def stale_last_block_in_decode(ops, patch):
 
 
 def dropped_last_block(ops, patch):
-    """Only whole blocks are read, as where a count of pages is rounded down."""
+    """A decode reads whole blocks only, as if the number of blocks were rounded down."""
 
     def wrong(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule=None):
         block_size = kv_cache.shape[1]
@@ -238,7 +239,7 @@ def stale_last_block_in_gather(ops, patch):
 
 
 def in_layer(name, wrap):
-    """A function that the layer's room calls, wrapped there."""
+    """Return a mutant that wraps a function which the module of the layer calls."""
 
     def mutant(ops, patch):
         patch.setattr(f"{ops.__name__}.mla.layer.{name}", wrap(getattr(ops, name)))
@@ -248,7 +249,7 @@ def in_layer(name, wrap):
 
 
 def in_layer_write(wrap):
-    """The layer's cache write: one op in the reference, fused with rotation and norm in fast."""
+    """Return a mutant of the layer's cache write, which is an op of its own in `reference` and a fused op in `fast`."""
 
     def fused(function):
         def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, *args, **kwargs):
@@ -269,7 +270,7 @@ def in_layer_write(wrap):
 
 
 def in_layer_rope(wrap):
-    """The layer's rotation, likewise."""
+    """Return a mutant of the layer's rope, which is an op of its own in `reference` and a fused op in `fast`."""
 
     def fused(function):
         def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, **kwargs):
@@ -320,7 +321,7 @@ def rope_before_latent(function):
 
 
 def zero_times_everything(function):
-    """Masked pages read and multiplied by zero."""
+    """The output has 0 times the sum of the cache added, so NaN in an unowned entry reaches every output."""
 
     def wrong(ql_nope, q_pe, kv_cache, *args, **kwargs):
         state = function(ql_nope, q_pe, kv_cache, *args, **kwargs)
@@ -330,7 +331,7 @@ def zero_times_everything(function):
 
 
 def rows_share_an_amax(function):
-    """A batch-wide scale, as fp8 outputs use."""
+    """Outputs are scaled by their largest element in the batch and back, as an fp8 output with one scale would be."""
 
     def wrong(*args, **kwargs):
         state = function(*args, **kwargs)
@@ -361,7 +362,7 @@ def merge_by_the_mean(ops, patch):
 
 
 def naive_merge(ops, patch):
-    """Without the guards: two empty rows divide zero by zero."""
+    """A merge without special cases; two empty rows divide 0 by 0."""
 
     def wrong(prefix, suffix):
         a, b = prefix.lse.exp().T[..., None], suffix.lse.exp().T[..., None]
@@ -381,7 +382,7 @@ def threshold_exclusive(ops, patch):
 
 
 def slots_from_the_start(ops, patch):
-    """New tokens numbered from 0 instead of from the end of the context."""
+    """New tokens get positions from 0 on instead of positions after the context."""
 
     def wrong(query_start_loc, seq_lens, block_table, block_size, num_tokens):
         return ops.slot_mapping(query_start_loc, query_start_loc.diff(), block_table, block_size, num_tokens)
@@ -488,12 +489,12 @@ def named(control):
 
 @pytest.mark.parametrize("name, mutant, check", CONTROLS, ids=map(named, CONTROLS))
 def test_planted_mistake_is_found(ops, monkeypatch, name, mutant, check):
-    """The check passes on the wing as it is and fails on the same wing with the mistake."""
+    """A check passes on the package as it is and fails on the package with the planted mistake."""
     check(ops)
     with pytest.raises(AssertionError):
         check(mutant(ops, monkeypatch))
 
 
 def test_batches_are_long_enough_for_stale_blocks():
-    """A control that needs a second block has one."""
+    """The batch of the check `decode` has a request of more than one block, which the stale-block mutants need."""
     assert max(len(own) for own in make_batch([1, 2, 1], [17, 40, 0]).slots) > 16

@@ -1,1 +1,1 @@
-"""The two packages compared: structure, signatures, results, registered ops."""
+"""Comparisons of the two packages: structure, signatures, results and registered ops."""

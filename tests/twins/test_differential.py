@@ -1,7 +1,8 @@
-"""Tiers 3 and 4: fast against reference, on budgets that the reference's own error in that dtype sets; the NaN law.
+"""Tiers 3 and 4: results of `fast` within budgets that are computed from `reference`, and the law of NaN.
 
-float64 has no lower precision to set a budget, so there the wings agree as identities do, to 1e-12. Tier 1 (bytes and
-plans, bit by bit) is in test_cache and the planners' files; here the bits of repeated calls.
+A budget comes from the error of the reference in the same dtype. float64 has no such budget; there the packages agree
+to about 1e-12, as in test_identities. Tier 1 (equal bits) is tested here for repeated calls, in test_cache for cache
+bytes and in the tests of the planners for plans. The pitfall numbers are those of the list in tests/__init__.py.
 """
 
 from __future__ import annotations
@@ -45,12 +46,16 @@ LOW = DTYPES[1:]
 
 @pytest.fixture(params=["whole", "pieces"])
 def pieces(request, monkeypatch):
-    """The kernels' loops over pieces of keys, once with pieces so small that short inputs need many."""
+    """Run a test twice: with the block sizes of the CPU kernels as they are, and with very small ones.
+
+    With small blocks, short inputs take many iterations of the kernels' loops.
+    """
     if request.param == "pieces":
         shrink(monkeypatch)
 
 
 def shrink(monkeypatch):
+    """Make the blocks of the CPU kernels very small."""
     monkeypatch.setattr("fast.kernels.cpu.attention.KEY_BLOCK", 5)
     monkeypatch.setattr("fast.kernels.cpu.attention.QUERY_BLOCK", 3)
     monkeypatch.setattr("fast.kernels.cpu.decode.CHUNK_BYTES", 1)
@@ -58,7 +63,7 @@ def shrink(monkeypatch):
 
 
 def verdict(op: str, value: AttentionState, low: AttentionState, gold: AttentionState):
-    """Within the computed budget, LSE included, infinities in the same places."""
+    """Check that output and LSE lie within the computed budget and have infinities at the same positions."""
     assert value.out.dtype == low.out.dtype and value.lse.dtype == low.lse.dtype
     if value.out.dtype == torch.float64:
         return assert_states64(value, gold)
@@ -74,7 +79,7 @@ def double(*tensors):
 
 
 def check_attention_parity(ops, query_lens, key_lens, heads, dtype, causal, width=24, value=16):
-    """Pitfalls 1, 3, 4, 5: out and LSE of every row."""
+    """Compare output and LSE of every row of packed attention with the reference (pitfalls 1, 3, 4 and 5)."""
     shapes = ((sum(query_lens), heads, width), (sum(key_lens), heads, width), (sum(key_lens), heads, value))
     tensors = [torch.randn(*shape, dtype=torch.float64).to(dtype) for shape in shapes]
     rest = (offsets(query_lens), offsets(key_lens), max(query_lens), max(key_lens), width**-0.5, causal)
@@ -86,7 +91,7 @@ def check_attention_parity(ops, query_lens, key_lens, heads, dtype, causal, widt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention(dtype, causal, pieces):
-    """Pitfalls 1, 3, 5."""
+    """Packed attention of `fast` lies within the budget, also with empty requests (pitfalls 1, 3 and 5)."""
     check_attention_parity(fast, [1, 17, 0, 5, 7], [1, 17, 4, 0, 31], 3, dtype, causal)
 
 
@@ -97,7 +102,7 @@ def test_attention_heads(heads):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_across_blocks(causal):
-    """Longer than one block of queries and one of keys, at their real sizes."""
+    """Attention is right for requests that are longer than a block of queries and a block of keys of the kernel."""
     check_attention_parity(fast, [300, 3], [809, 700], 2, torch.float32, causal)
 
 
@@ -110,7 +115,7 @@ def test_attention_any_lengths(lens, causal):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_out_dtype(dtype):
-    """The running state of a prefill is wide: float32, or float64."""
+    """Packed attention returns the given `out_dtype`; a prefill needs float32, or float64 for float64 inputs."""
     tensors = [torch.randn(6, 2, 8).to(dtype) for _ in range(3)]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     rest = (offsets([6]), offsets([6]), 6, 6, 0.4, True, wide)
@@ -120,7 +125,10 @@ def test_out_dtype(dtype):
 
 
 def check_merge_parity(ops, dtype):
-    """Pitfalls 2 and 4: the LSE is wide whatever `out` is, and empty rows on either or both sides stay exact."""
+    """Compare a merge with the reference; the LSEs are float32 or float64 for every dtype of `out`.
+
+    Rows that are empty in one state or in both must be exact (pitfalls 2 and 4).
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     states = []
     for empty in (slice(0, 4), slice(2, 6)):
@@ -137,7 +145,7 @@ def check_merge_parity(ops, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge(dtype):
-    """Pitfalls 2 and 4."""
+    """A merge of `fast` lies within the budget and handles empty rows exactly (pitfalls 2 and 4)."""
     check_merge_parity(fast, dtype)
 
 
@@ -161,26 +169,29 @@ def decode_inputs(config: MLAConfig, query_lens, seq_lens, dtype, block_size=16)
     shape = (batch.num_tokens, config.num_heads)
     ql = torch.randn(*shape, config.kv_lora_rank, dtype=torch.float64).to(dtype)
     q_pe = torch.randn(*shape, config.qk_rope_head_dim, dtype=torch.float64).to(dtype)
-    # queries on the latent are as wide as W_UK makes them, so that the scores keep the spread of a real layer
+    # absorbed queries have the variance that W_UK gives them, so that the scores spread as in a real layer
     return batch, entries, cache, plan, ql * (config.qk_nope_head_dim / config.kv_lora_rank) ** 0.5, q_pe
 
 
 def check_decode_parity(ops, config, query_lens, seq_lens, dtype, block_size=16):
-    """Pitfalls 6, 7, 12: padding rows, NaN tails, garbage tables, the mask as data."""
+    """Compare a decode with the reference, with padding rows, NaN behind the sequences and invalid block numbers.
+
+    The number of keys that each row attends comes from `visible_lens` (pitfalls 6, 7 and 12).
+    """
     _, _, cache, plan, ql, q_pe = decode_inputs(config, query_lens, seq_lens, dtype, block_size)
     scale = softmax_scale(config)
     gold = reference.mla_decode(*double(ql, q_pe, cache), plan, scale)
     low = reference.mla_decode(ql, q_pe, cache, plan, scale)
     value = ops.mla_decode(ql, q_pe, cache, plan, config.softmax_scale)
     verdict("mla_decode", value, low, gold)
-    unseen = plan.visible_lens == 0
-    assert value.out[unseen].eq(0).all() and value.lse[:, unseen].eq(-torch.inf).all()
+    empty = plan.visible_lens == 0
+    assert value.out[empty].eq(0).all() and value.lse[:, empty].eq(-torch.inf).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", DECODES.values(), ids=DECODES)
 def test_decode(lens, dtype, pieces):
-    """Pitfalls 5, 6, 7, 12."""
+    """A decode of `fast` lies within the budget, also with padding rows and empty queries (pitfalls 5, 6, 7 and 12)."""
     check_decode_parity(fast, LOW_RANK, *lens, dtype)
 
 
@@ -200,7 +211,7 @@ def test_decode_preset_dims(name):
 
 
 def test_decode_pages_side_by_side():
-    """The run of pages that lies in order in the cache takes the same values as one that does not."""
+    """A decode gives the same bits when the blocks of a request are consecutive and when they are scattered."""
     batch, _entries, cache, plan, ql, q_pe = decode_inputs(DIRECT, [1, 2], [40, 50], torch.float32)
     scattered = fast.mla_decode(ql, q_pe, cache, plan, 0.3)
     ordered = torch.full((9, 16, DIRECT.head_size), torch.nan)
@@ -215,7 +226,7 @@ def test_decode_pages_side_by_side():
 
 
 def check_visible_lens(ops, dtype=torch.float64):
-    """The mask is data: any number of local keys per row, none included, and no key past it counts."""
+    """Check that a row attends exactly its first `visible_lens` keys, which may be 0 keys."""
     batch, _entries, cache, plan, ql, q_pe = decode_inputs(DIRECT, [3, 2, 1], [33, 18, 20], dtype)
     plan = replace(plan, visible_lens=torch.tensor([0, 33, 7, 16, 1, 0], dtype=torch.int32))
     state = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
@@ -236,7 +247,10 @@ def test_visible_lens(pieces):
 
 
 def check_prefill_parity(ops, config, query_lens, context_lens, workspace, dtype, block_size=16):
-    """Pitfall 1 in the loop: chunk after chunk merged into a state that stays wide."""
+    """Compare a prefill with the reference and return its number of context chunks.
+
+    The chunks are merged into a state that is float32 or float64 (pitfall 1).
+    """
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
     batch = make_batch(query_lens, seq_lens, block_size)
     entries = make_entries(batch, config.head_size, dtype)
@@ -258,12 +272,12 @@ def test_prefill(config, dtype, pieces):
 
 
 def test_prefill_in_many_chunks():
-    """Contexts of unequal length: pieces of length 0 in the later chunks."""
+    """A prefill is right when contexts have unequal lengths, so that later chunks have no keys of some requests."""
     assert check_prefill_parity(fast, LOW_RANK, [2, 3, 1], [200, 1, 0], 32, torch.bfloat16) == 7
 
 
 def test_prefill_through_a_gather_of_ones_own(ops):
-    """`gather` is the only way to the cache: context parallelism passes its own."""
+    """With a given `gather` function a prefill reads the context only through it, as context parallelism needs."""
     seen = []
 
     def gather(kv_cache, metadata, chunk, cache_format, out_dtype):
@@ -286,7 +300,7 @@ def test_prefill_through_a_gather_of_ones_own(ops):
 
 
 def layer_step(ops, config, weights, dtype, inputs, batch, threshold=1):
-    """One mixed step in one dtype: outputs and the cache it leaves."""
+    """Run one mixed step in a dtype; return the outputs and the cache after the step."""
     hidden, positions, cache = inputs[0].to(dtype), inputs[1], inputs[2].to(dtype, copy=True)
     layer = make_layer(ops, config, weights, dtype)
     plan = ops.build_mla_metadata(batch.common, batch.block_size, 64, threshold)
@@ -307,7 +321,10 @@ def layer_inputs(config, batch, dtype, padding):
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer(config, dtype):
-    """A mixed step: decodes, a padded decode row, prefills with and without context, padding tokens."""
+    """Outputs and cache of a mixed step lie within the budget.
+
+    The step has decodes, a padding row, prefills with and without context, and padding tokens.
+    """
     batch = make_batch([1, 1, 1, 20, 9], [97, 1, 0, 20, 50], padding=3)
     weights = make_weights(config, dtype)
     inputs = layer_inputs(config, batch, dtype, 3)
@@ -319,12 +336,12 @@ def test_layer(config, dtype):
     assert value[2].eq(0).all() and value[-3:].eq(0).all()
 
 
-# Determinism, and the NaN law.
+# Determinism, and the law of NaN.
 
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_same_bits_again(dtype):
-    """Tier 1: the same call gives the same bits, whatever ran between."""
+    """The same step gives the same bits again after other work ran in between (tier 1)."""
     batch = make_batch([1, 1, 40], [97, 33, 80])
     weights = make_weights(LOW_RANK, dtype)
     inputs = layer_inputs(LOW_RANK, batch, dtype, 0)
@@ -336,7 +353,7 @@ def test_same_bits_again(dtype):
 
 
 def check_unowned_bytes(ops, dtype=torch.float32):
-    """Pitfalls 6 and 7: what nobody owns, NaN in one run and huge in the other, reaches nothing."""
+    """Check that the outputs are the same when unowned cache entries hold NaN, infinity or 3e4 (pitfalls 6 and 7)."""
     config = LOW_RANK
     batch = make_batch([1, 1, 1, 9, 2], [17, 33, 0, 40, 2], padding=2)
     weights = make_weights(config, dtype)
@@ -352,12 +369,12 @@ def check_unowned_bytes(ops, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_unowned_bytes_reach_nothing(ops, dtype):
-    """Pitfalls 6 and 7."""
+    """Cache entries that belong to no token do not change any output (pitfalls 6 and 7)."""
     check_unowned_bytes(ops, dtype)
 
 
 def check_nan_query(ops):
-    """NaN in a query row poisons that row, of every request and on either path, and no other."""
+    """Check that NaN in one (query token, head) row of a decode gives NaN in that row and in no other row."""
     _, _, cache, plan, ql, q_pe = decode_inputs(DIRECT, [3, 1, 1], [20, 17, 0], torch.float32)
     clean = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
     for bad in (ql, q_pe):
@@ -389,7 +406,7 @@ def test_nan_query_row_prefill(ops, pieces):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_bad_keys_stay_with_their_request(ops, bad, pieces):
-    """Owned keys or values that are not finite may poison their own request, never another's."""
+    """Keys or values that are NaN or infinite change no output of another request."""
     batch, _, cache, plan, ql, q_pe = decode_inputs(DIRECT, [2, 1, 1], [20, 33, 17], torch.float32)
     clean = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
     block, at = batch.slots[1][5]
@@ -410,7 +427,7 @@ def test_bad_keys_stay_with_their_request(ops, bad, pieces):
 
 
 def test_bad_keys_in_context_stay_with_their_request(ops):
-    """Chunks of many requests: the expanded keys of one do not reach the others."""
+    """NaN in the context of one request changes no output of requests that are expanded in the same chunk."""
     config = DIRECT
     batch = make_batch([3, 2, 4], [35, 18, 36])
     weights, inputs = make_weights(config, torch.float32), layer_inputs(config, batch, torch.float32, 0)
@@ -424,7 +441,7 @@ def test_bad_keys_in_context_stay_with_their_request(ops):
 
 
 def test_padding_rows_are_zero_whatever_they_hold(ops):
-    """Pitfall 6: NaN in padded rows and tokens comes out as 0 and is written nowhere."""
+    """Padding rows and padding tokens that hold NaN give output 0 and write no cache entry (pitfall 6)."""
     config = LOW_RANK
     batch = make_batch([1, 1, 5], [17, 0, 5], padding=2)
     weights = make_weights(config, torch.float32)
@@ -439,7 +456,7 @@ def test_padding_rows_are_zero_whatever_they_hold(ops):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_a_device_that_is_not_current():
-    """Kernels run where their tensors lie."""
+    """Kernels run on the GPU of their tensors, also when another GPU is the current device."""
     assert torch.cuda.current_device() == 0
     with torch.device("cuda:1"):
         check_decode_parity(fast, LOW_RANK, [1, 2, 1], [17, 40, 0], torch.bfloat16)

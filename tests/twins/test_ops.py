@@ -1,4 +1,4 @@
-"""The registered ops: schemas, fake implementations, and `torch.compile(fullgraph=True)` over the layer."""
+"""Tests of the registered ops: schemas, fake implementations, and `torch.compile(fullgraph=True)` over the layer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.star
 
 
 def backend_here(dtype: torch.dtype) -> str:
-    """The kernel set that serves entries of any width on the device under test."""
+    """Return the backend for the default test dims on the device under test."""
     return decode_backend(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim)
 
 
 def decode_backend(dtype: torch.dtype, latent: int, rope: int, block_size: int = 16) -> str:
-    """The kernel set that decodes entries of a width there."""
+    """Return the backend that decodes cache entries of the given widths on the device under test."""
     device = torch.get_default_device()
     return select(decode_request(device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN)).name
 
@@ -43,7 +43,7 @@ def decode_samples(
     seq_lens: Sequence[int] = (20, 33, 0),
     out_dtype: torch.dtype | None = None,
 ) -> list[tuple]:
-    """Arguments of `mla_decode`, with a schedule and without, batch-invariant and not."""
+    """Return arguments of `mla_decode`: with and without a schedule, batch-invariant and not."""
     batch = make_batch([1, 2, 0], seq_lens, block_size)
     cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, block_size, 4096, 2).decode
@@ -59,12 +59,12 @@ def decode_samples(
 
 
 def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
-    """Arguments of every op; the caches' unowned bytes are zero here, for opcheck compares what it ran twice."""
+    """Return arguments of every op; unowned cache entries are 0, since opcheck compares two runs and NaN is unequal."""
     batch = make_batch([1, 2, 0], [20, 33, 0])
     entries = make_entries(batch, DIRECT.head_size, dtype)
     cache = make_cache(batch, entries, DIRECT.head_size, dtype).nan_to_num(0)
     decodes = decode_samples(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim, 3)
-    if decode_backend(dtype, 256, 32) != backend_here(dtype):  # a set of kernels for such entries alone: two of them
+    if decode_backend(dtype, 256, 32) != backend_here(dtype):  # another backend: sample it with few and many heads
         decodes += decode_samples(dtype, 256, 32, 3) + decode_samples(dtype, 256, 32, 40)
     table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
 
@@ -102,7 +102,7 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
             (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse), backend)
         ],
         "mla_twins::mla_decode": decodes,
-        # 8 tokens of 2 heads: no padding between the parts of a message, which nobody writes
+        # with 8 tokens of 2 heads a message has no padding; padding would stay unwritten
         "mla_twins::pack_attn_state": [(rand(8, 4, 5), torch.randn(4, 8, dtype=lse), 2, backend)],
         "mla_twins::merge_packed_attn_states": [
             (fast.distributed.merge._pack_attn_state(rand(3, 4, 5), torch.randn(4, 3, dtype=lse), 2, backend), 3, 2, 5,
@@ -129,24 +129,24 @@ def overload(name: str):
 
 
 def check_op(name: str, arguments: tuple) -> None:
-    """opcheck, every utility of it."""
+    """Run all checks of opcheck on one op."""
     torch.library.opcheck(overload(name), arguments)
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name):
-    """Schema (what is mutated, what aliases), fake implementation, dispatch under ahead-of-time tracing."""
+    """Every op passes opcheck: schema (mutation and aliasing), fake implementation and ahead-of-time tracing."""
     for arguments in samples(torch.float32)[name]:
         check_op(name, arguments)
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
-    """The same values as the head of wider rows."""
+    """Return the same values as a view of rows that are twice as wide."""
     return torch.cat((x, x), -1)[..., : x.shape[-1]]
 
 
 def transposed(x: torch.Tensor) -> torch.Tensor:
-    """The same values stored head by head."""
+    """Return the same values stored head by head."""
     return x.transpose(0, 1).contiguous().transpose(0, 1)
 
 
@@ -161,7 +161,7 @@ LAYOUTS = {"contiguous": lambda x: x, "padded": padded, "transposed": transposed
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", OPS)
 def test_fake_results(name, layout, dtype):
-    """The fake implementation gives the shapes, dtypes and strides of the real one, however the arguments lie."""
+    """The fake implementation gives shapes, dtypes and strides of the real one for every layout of the arguments."""
     for arguments in samples(dtype)[name]:
         arguments = tree_map(lambda x: layout(x) if is_data(x) else x, arguments)
         real = overload(name)(*arguments)
@@ -171,7 +171,8 @@ def test_fake_results(name, layout, dtype):
         for r, f in zip(tree_leaves(real), tree_leaves(fake), strict=True):
             if isinstance(r, torch.Tensor):
                 assert (r.dtype, r.device, r.stride()) == (f.dtype, f.device, f.stride())
-                known = all(isinstance(size, int) for size in f.shape)  # else it is the kernel's business
+                # a size that only the kernel knows is a symbol in the fake shape
+                known = all(isinstance(size, int) for size in f.shape)
                 assert f.shape == r.shape if known else (f.dim() == r.dim() and name.endswith("_parts"))
 
 
@@ -217,10 +218,10 @@ print("compiled")
 
 
 def test_compile_fullgraph():
-    """One graph over the layer's decode step, and over a mixed one: no break, the bits of eager mode.
+    """A compiled layer has one graph without breaks and gives the bits of eager mode, in decode and mixed steps.
 
-    While sequences grow there is one recompilation: the first step reads `max_seq_len` as a constant, the second as a
-    symbol. In a process of its own: the suite's run-time shape checks are not traceable.
+    While sequences grow, the layer is recompiled once: the first graph has `max_seq_len` as a constant, the second has
+    it as a symbol. The test runs in its own process, because the run-time shape checks of the tests cannot be traced.
     """
     command = [sys.executable, "-c", COMPILE, str(torch.get_default_device())]
     root = Path(fast.__file__).parents[1]

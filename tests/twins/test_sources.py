@@ -1,4 +1,4 @@
-"""What the sources of the packages must not hold: the same lines twice, byte counts of a cache outside its format."""
+"""Checks of the packages' sources: no repeated lines, and no byte counts of a cache outside its format."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import pytest
 import reference
 
 ROOT = Path(reference.__file__).parents[1]
-WINDOW = 20  # lines
+WINDOW = 20  # number of consecutive lines that must not occur twice
 
 
 def code_lines(path: Path) -> list[tuple[int, str]]:
-    """Numbers and texts of the lines that do something: no docstring, comment, import, signature or lone bracket.
+    """Return numbers and texts of the lines that are compared.
 
-    The launchers of one op have one signature in every backend.
+    Docstrings, comments, imports, signatures and lines of at most three characters are left out. Signatures are left
+    out because the launchers of an op have the same signature in every backend.
     """
     source = path.read_text(encoding="utf-8")
     left_out: set[int] = set()
@@ -33,7 +34,7 @@ def code_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def repeated(paths: list[Path]) -> dict[tuple[str, str], list[tuple[int, int]]]:
-    """Where WINDOW lines stand twice: for two files, the first lines of both."""
+    """Return the repeated runs of WINDOW lines: for each pair of files, the first line numbers of each run in both."""
     seen: dict[tuple[str, ...], tuple[Path, int]] = {}
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for path in paths:
@@ -47,12 +48,12 @@ def repeated(paths: list[Path]) -> dict[tuple[str, str], list[tuple[int, int]]]:
 
 
 def test_no_lines_stand_twice():
-    """Two launchers once repeated 68 of their 74 lines."""
+    """No WINDOW lines of `fast` occur twice."""
     assert repeated(sorted((ROOT / "fast").rglob("*.py"))) == {}
 
 
 def test_repeated_lines_are_seen(tmp_path):
-    """The reader itself: other comments and indents change nothing, one other line does."""
+    """Repeated lines are found despite other comments and indents, and one changed line ends a run."""
     lines = [f"value_{number} = {number}" for number in range(30)]
     (tmp_path / "a.py").write_text("\n".join(lines))
     (tmp_path / "b.py").write_text('"""Another."""\nif True:\n' + "\n".join(f"    {x}  # why" for x in lines[:20]))
@@ -61,7 +62,7 @@ def test_repeated_lines_are_seen(tmp_path):
     assert repeated(sorted(tmp_path.glob("*.py"))) == {}
 
 
-# modules that may count the bytes of an element, and why
+# modules that may use the number of bytes of an element, and the reason
 COUNTS_BYTES = {
     "reference/interfaces/cache_format.py": "the formats",
     "fast/backends/selection.py": "alignment of pointers and strides to the words of the copy engine",
@@ -69,30 +70,30 @@ COUNTS_BYTES = {
     "fast/distributed/merge.py": "the same messages",
     "reference/distributed/groups.py": "bytes on the wire",
     "fast/kernels/cpu/context_parallel.py": "the same messages",
-    "fast/kernels/cpu/decode.py": "CHUNK_BYTES is a share of the processor's cache",
+    "fast/kernels/cpu/decode.py": "CHUNK_BYTES is a fraction of the CPU's cache",
     "fast/kernels/triton/attention.py": "shared memory of tiles; alignment to the words of the copy engine",
-    "fast/kernels/triton/cache.py": "integers as wide as an element, rows of a program by their bytes",
-    "fast/kernels/triton/context_parallel.py": "rows of a program by their bytes; the same messages",
+    "fast/kernels/triton/cache.py": "integers as wide as an element; rows of a program have a fixed number of bytes",
+    "fast/kernels/triton/context_parallel.py": "rows of a program have a fixed number of bytes; the same messages",
     "fast/kernels/triton/decode.py": "shared memory of tiles; alignment to the words of the copy engine",
 }
 
 
 def sources_without_bytes() -> dict[str, str]:
-    """Name and text of every source that takes its byte counts from a format."""
-    paths = {path.relative_to(ROOT).as_posix(): path for wing in ("reference", "fast") for path in
-             (ROOT / wing).rglob("*.py")}  # fmt: skip
+    """Return name and text of every source that is not listed in COUNTS_BYTES."""
+    paths = {path.relative_to(ROOT).as_posix(): path for package in ("reference", "fast") for path in
+             (ROOT / package).rglob("*.py")}  # fmt: skip
     left_out = ("fast/assets/", *COUNTS_BYTES)
     return {name: path.read_text(encoding="utf-8") for name, path in paths.items() if not name.startswith(left_out)}
 
 
 def counts_bytes(source: str) -> bool:
-    """Whether a source asks a dtype or a tensor for its bytes."""
+    """Return True if a source reads the number of bytes of a dtype or a tensor."""
     used = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
     return bool(used & {"itemsize", "element_size", "nbytes"})
 
 
 def test_formats_alone_count_bytes():
-    """Only the listed modules ask for the bytes of an element; each of them does."""
+    """The modules of COUNTS_BYTES read the number of bytes of an element, and no other module does."""
     assert not [name for name, source in sources_without_bytes().items() if counts_bytes(source)]
     assert not [name for name in COUNTS_BYTES if not counts_bytes((ROOT / name).read_text(encoding="utf-8"))]
 
@@ -102,11 +103,15 @@ def is_number(node: ast.AST | None) -> bool:
 
 
 def literal_byte_counts(source: str) -> list[int]:
-    """Lines where a literal stands for the bytes of an element.
+    """Return the numbers of the lines in which a literal stands for the bytes of an element.
 
-    That is a literal factor in a statement that names bytes, the width of an entry (`head_size`) or the bytes that an
-    mbarrier expects (`expect`), and a name for bytes or the size of an element that is 1, 2, 4 or 8. A number of
-    elements has a name of its own, without "byte".
+    Two kinds of lines are found:
+
+    - a statement with a literal factor and a name that contains "byte", the name `head_size` (width of a cache entry)
+      or the name `expect` (bytes that an mbarrier waits for);
+    - a name for bytes or for the size of an element with the value 1, 2, 4 or 8.
+
+    A name for a number of elements must therefore not contain "byte".
     """
     found = []
     for statement in ast.walk(ast.parse(source)):
@@ -131,7 +136,7 @@ def literal_byte_counts(source: str) -> list[int]:
 
 
 def is_size(name: str) -> bool:
-    """Whether a name says that it holds bytes, or the size of an element."""
+    """Return True for a name of a number of bytes or of the size of an element."""
     return any(word in name.lower() for word in ("byte", "element_size", "itemsize"))
 
 
@@ -140,7 +145,7 @@ def is_size_of_element(node: ast.AST | None) -> bool:
 
 
 def test_no_literal_stands_for_the_bytes_of_an_element():
-    """`choose_path` and `use_cascade_attention` once counted two bytes an element, whatever the cache held."""
+    """No literal stands for the bytes of an element, so `choose_path` and others count right in any cache format."""
     found = {name: lines for name, source in sources_without_bytes().items() if (lines := literal_byte_counts(source))}
     assert not found
 
@@ -171,12 +176,12 @@ def test_no_literal_stands_for_the_bytes_of_an_element():
     ],
 )
 def test_literal_byte_counts_are_seen(line, expected):
-    """The reader itself, on the lines that stood in `choose_path` and `use_cascade_attention` and on others."""
+    """`literal_byte_counts` finds literal sizes, among them former lines of the planners, and no other numbers."""
     assert len(literal_byte_counts(line)) == expected
 
 
 def test_formats_alone_know_the_columns():
-    """Every op checks its cache by the format that it is given, never by widths and a dtype of its own."""
+    """Every op checks its cache through the given cache format, and never by its own widths and dtype."""
     for package in ("reference", "fast"):
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()

@@ -1,4 +1,4 @@
-"""The house stands as planned: same modules, same names, same signatures, imports that only go one way."""
+"""Checks of the structure of both packages: same modules, names and signatures, and imports in one direction only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import fast
 import reference
 
 ROOT = Path(reference.__file__).parents[1]
-# of the contract and the transport `fast` has no module of its own: it uses these
+# modules of the contract and of the communication between ranks; `fast` imports them and has no twins of them
 REFERENCE_ALONE = ("interfaces", "distributed/groups", "distributed/simulation", "distributed/arguments")
 MODULES = sorted(
     name for path in (ROOT / "reference").rglob("[!_]*.py")
@@ -33,9 +33,9 @@ def functions_of(body) -> dict[str, ast.FunctionDef]:
     return {n.name: n for n in body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
 
 
-def public_functions(wing: str, module: str) -> dict[str, ast.FunctionDef]:
-    """Public functions of a module and public methods of its classes, as `Class.method`."""
-    tree = parse(ROOT / wing / f"{module}.py")
+def public_functions(package: str, module: str) -> dict[str, ast.FunctionDef]:
+    """Return the public functions of a module and the public methods of its classes, the latter as `Class.method`."""
+    tree = parse(ROOT / package / f"{module}.py")
     found = functions_of(tree.body)
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
@@ -44,7 +44,7 @@ def public_functions(wing: str, module: str) -> dict[str, ast.FunctionDef]:
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
-    """Positional parameters as text, with annotation and default, `/` and `*args` included."""
+    """Return the positional parameters as texts with annotations and defaults, `/` and `*args` included."""
     spec = ast.parse(ast.unparse(function)).body[0].args
     spec.kwonlyargs, spec.kw_defaults = [], []
     return ast.unparse(spec).split(", ")
@@ -59,7 +59,7 @@ def keyword_only(function: ast.FunctionDef) -> dict[str, tuple[str, str | None]]
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Absolute names of the modules that a file imports anywhere in it, `from a import b` as `a` and `a.b`."""
+    """Return the absolute names of the modules that a file imports, `from a import b` as `a` and `a.b`."""
     package = path.relative_to(ROOT).parts[:-1]
     found = set()
     for node in ast.walk(parse(path)):
@@ -73,18 +73,21 @@ def imported_modules(path: Path) -> set[str]:
 
 
 def test_modules():
-    """`fast` has a module of the same path for every module of `reference`; the packages have the same folders."""
+    """`fast` has a module of the same path for every module of `reference`, except those of REFERENCE_ALONE."""
     assert len(MODULES) > 20
     missing = [module for module in MODULES if not (ROOT / "fast" / f"{module}.py").is_file()]
     assert not missing
 
 
-INTERNAL = {"attend_one_request"}  # one masked einsum, of two modules of the reference; no kernel has its signature
+INTERNAL = {"attend_one_request"}  # helper of two modules of the reference; no function of `fast` corresponds to it
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_signatures(module):
-    """Same names, parameters, order, defaults and annotations as text; fast adds keyword-only ones with defaults."""
+    """Twins have the same names, parameters, order, defaults and annotations.
+
+    `fast` may add keyword-only parameters that have defaults.
+    """
     ours, theirs = public_functions("reference", module), public_functions("fast", module)
     for name in ours.keys() - INTERNAL:
         assert name in theirs, f"fast/{module}.py has no {name}"
@@ -100,7 +103,7 @@ def test_signatures(module):
 
 
 def test_all():
-    """One identical `__all__`; contract types are the same objects in both."""
+    """Both packages have the same `__all__`, and the types of the contract are the same objects in both."""
     assert reference.__all__ == fast.__all__
     assert len(set(reference.__all__)) == len(reference.__all__)
     for name in reference.__all__:
@@ -115,15 +118,18 @@ def test_all():
 
 
 def test_annotations_resolve():
-    """A formatter once took the quotes out of a shape; what cannot be resolved is not checked either."""
-    for wing in (reference, fast):
-        for name in wing.__all__:
-            if inspect.isfunction(getattr(wing, name)):
-                typing.get_type_hints(getattr(wing, name))
+    """All annotations of public functions can be resolved; beartype does not check an annotation that cannot."""
+    for package in (reference, fast):
+        for name in package.__all__:
+            if inspect.isfunction(getattr(package, name)):
+                typing.get_type_hints(getattr(package, name))
 
 
 def test_reference_imports():
-    """`reference` imports torch, einops, jaxtyping, the standard library, itself; the contract the first two."""
+    """`reference` imports only torch, einops, jaxtyping, the standard library and itself.
+
+    Its folder `interfaces` imports no einops.
+    """
     for path in (ROOT / "reference").rglob("*.py"):
         allowed = {"torch", "jaxtyping"} | (
             {"reference", "einops"} if path.parent.name != "interfaces" else {"reference"}
@@ -133,7 +139,10 @@ def test_reference_imports():
 
 
 def test_fast_imports():
-    """Only `python -m fast` compares the packages; the rest of `fast` knows the contract and the transport alone."""
+    """Of `reference`, `fast` imports only the contract and the communication between ranks.
+
+    The exception is `fast/__main__.py`, which compares the packages.
+    """
     paths = list((ROOT / "fast").rglob("*.py"))
     assert len(paths) > len(MODULES)
     known = ("reference.interfaces", "reference.distributed")
@@ -146,7 +155,7 @@ def test_fast_imports():
                 assert not module.startswith(("reference.distributed.merge", "reference.distributed.reorg")), path
 
 
-FLOORS = (  # from the ground; a folder imports from those below it and from itself
+FLOORS = (  # lowest floor first; a file imports only from its own floor and from lower floors
     ("reference/interfaces",),
     ("fast/backends",),
     ("fast/kernels",),
@@ -161,21 +170,21 @@ FLOORS = (  # from the ground; a folder imports from those below it and from its
 
 
 def files_of_modules() -> dict[str, Path]:
-    """Every file of the two packages by the name that it is imported by."""
+    """Return every file of the two packages by its import name."""
     paths = [path for package in ("reference", "fast") for path in (ROOT / package).rglob("*.py")]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
 def floor_of(path: Path) -> int | None:
-    """The floor of a file, None for what lies beside them (data, the search for a shadow)."""
+    """Return the floor of a file; None for files without a floor, such as those of fast/assets."""
     name = path.relative_to(ROOT).as_posix()
-    fits = [floor for floor, places in enumerate(FLOORS) for place in places
-            if name == place or name.startswith(f"{place}/")]  # fmt: skip
+    fits = [floor for floor, prefixes in enumerate(FLOORS) for prefix in prefixes
+            if name == prefix or name.startswith(f"{prefix}/")]  # fmt: skip
     return fits[0] if fits else None
 
 
 def edges() -> dict[Path, set[Path]]:
-    """Which file imports which, anywhere in it. `from a import b` is the module a.b where there is one, and else a."""
+    """Return the files that each file imports; `from a import b` is the module a.b if that module exists, else a."""
     files = files_of_modules()
     found: dict[Path, set[Path]] = {}
     for path in files.values():
@@ -192,7 +201,7 @@ def edges() -> dict[Path, set[Path]]:
 
 
 def test_no_import_goes_up():
-    """A file imports from its own floor or from below; every file has a floor."""
+    """Every file has a floor, and a file imports only from its own floor and from lower floors."""
     for path, targets in edges().items():
         if "assets" in path.parts or path.name == "_shadow.py":
             continue
@@ -201,19 +210,19 @@ def test_no_import_goes_up():
         for target in targets:
             other = floor_of(target)
             if other is not None:
-                assert other <= mine, f"{path.relative_to(ROOT)} imports {target.relative_to(ROOT)} above it"
+                assert other <= mine, f"{path.relative_to(ROOT)} imports {target.relative_to(ROOT)} of a higher floor"
 
 
 def test_no_circle():
-    """No files that import each other in a loop."""
+    """No files import each other in a cycle."""
     graph = edges()
     done: set[Path] = set()
 
-    def visit(path: Path, way: tuple[Path, ...]) -> None:
-        assert path not in way, " -> ".join(step.relative_to(ROOT).as_posix() for step in (*way, path))
+    def visit(path: Path, importers: tuple[Path, ...]) -> None:
+        assert path not in importers, " -> ".join(step.relative_to(ROOT).as_posix() for step in (*importers, path))
         if path not in done:
             for target in sorted(graph[path]):
-                visit(target, (*way, path))
+                visit(target, (*importers, path))
             done.add(path)
 
     for path in sorted(graph):
@@ -221,15 +230,15 @@ def test_no_circle():
 
 
 FAMILIES = ("mla",)
-FLOOR_OF_FAMILIES = next(floor for floor, places in enumerate(FLOORS) if "fast/mla" in places)
+FLOOR_OF_FAMILIES = next(floor for floor, prefixes in enumerate(FLOORS) if "fast/mla" in prefixes)
 
 
 def family_faults(graph: dict[str, set[str]], families: tuple[str, ...] = FAMILIES) -> list[str]:
-    """Imports of one attention family by another, or by a file that lies below the families.
+    """Return imports of an attention family by another family, or by a file on or below the floor of the families.
 
     Args:
-        graph: file to the files that it imports, as paths from the root such as "fast/mla/layer.py".
-        families: names of the folders of the families.
+        graph: for each file the files that it imports, as paths from the root such as "fast/mla/layer.py".
+        families: folder names of the attention families.
     """
     faults = []
     for path, targets in graph.items():
@@ -243,7 +252,7 @@ def family_faults(graph: dict[str, set[str]], families: tuple[str, ...] = FAMILI
 
 
 def test_families_stand_alone():
-    """No attention family imports another, and nothing below the families knows one."""
+    """No attention family imports another family, and no lower floor imports a family."""
     graph = {path.relative_to(ROOT).as_posix(): {target.relative_to(ROOT).as_posix() for target in targets}
              for path, targets in edges().items()}  # fmt: skip
     folders = {path.split("/")[1] for path in graph if floor_of(ROOT / path) == FLOOR_OF_FAMILIES}
@@ -266,7 +275,7 @@ def test_families_stand_alone():
     ],
 )
 def test_a_second_family_is_seen(path, target, fault):
-    """The check itself, on a family that is not there yet: one that imports `mla` is reported."""
+    """`family_faults` reports the forbidden imports of a second family `gqa`, which does not exist yet."""
     expected = [f"{path} imports {target}"] if fault else []
     assert family_faults({path: {target}}, ("mla", "gqa")) == expected
 
@@ -281,14 +290,14 @@ def test_length_of_modules():
 
 
 def test_imports_reader(tmp_path):
-    """The reader of imports itself sees relative and nested ones."""
+    """`imported_modules` finds relative imports and the imported names."""
     path = ROOT / "reference" / "mla" / "layer.py"
     assert {"torch", "reference.mla.decode", "reference.mla.decode.mla_decode"} <= imported_modules(path)
 
 
-@pytest.mark.parametrize("wing", ["reference", "fast"])
-def test_imports_without_extras(wing):
-    """Importing a wing needs neither Triton nor any extra."""
+@pytest.mark.parametrize("package", ["reference", "fast"])
+def test_imports_without_extras(package):
+    """A package can be imported without Triton and without the packages of any extra."""
     code = f"""
 import importlib.machinery, sys
 class Hiding(importlib.machinery.PathFinder):
@@ -297,9 +306,9 @@ class Hiding(importlib.machinery.PathFinder):
         hidden = name.split(".")[0] in {("triton", "transformers", "matplotlib", "beartype", "hypothesis", "numpy")!r}
         return None if hidden else super().find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Hiding
-import {wing}, torch
-c = {wing}.allocate_kv_cache(2, 4, 24, torch.float32)
-{wing}.concat_and_cache_mla(torch.ones(1, 16), torch.ones(1, 8), c, torch.tensor([5]))
+import {package}, torch
+c = {package}.allocate_kv_cache(2, 4, 24, torch.float32)
+{package}.concat_and_cache_mla(torch.ones(1, 16), torch.ones(1, 8), c, torch.tensor([5]))
 assert c[1, 1].eq(1).all()
 bad = [m for m in sys.modules if m.split(".")[0] in ("triton", "transformers", "matplotlib", "beartype")]
 assert not bad, bad
@@ -308,10 +317,10 @@ assert not bad, bad
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("wing", ["reference", "fast"])
-def test_docstrings(wing):
-    """Every module, public class and public function says what it is."""
-    for path in (ROOT / wing).rglob("*.py"):
+@pytest.mark.parametrize("package", ["reference", "fast"])
+def test_docstrings(package):
+    """Every module, public class and public function has a docstring."""
+    for path in (ROOT / package).rglob("*.py"):
         if "assets" in path.parts:  # scripts beside their data, not modules
             continue
         tree = parse(path)
@@ -326,10 +335,10 @@ def test_docstrings(wing):
                     assert ast.get_docstring(method) or inherited, f"{path.name}: {node.name}.{name}"
 
 
-@pytest.mark.parametrize("wing", ["reference", "fast"])
-def test_no_ambient_state(wing):
-    """No function rebinds a module's names, and no module holds a bare mutable switch."""
-    for path in (ROOT / wing).rglob("*.py"):
+@pytest.mark.parametrize("package", ["reference", "fast"])
+def test_no_ambient_state(package):
+    """No function rebinds a global name, and a module assigns literals only to names in upper case or with `__`."""
+    for path in (ROOT / package).rglob("*.py"):
         tree = parse(path)
         assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], f"{path}: a global statement"
         for node in tree.body:
@@ -341,14 +350,14 @@ def test_no_ambient_state(wing):
 
 
 def test_memory_is_poisoned():
-    """The suite runs with NaN in every fresh tensor, so a test that reads one can fail."""
+    """New tensors hold NaN (large values for integers) under test, so that a test that reads one can fail."""
     assert torch.empty(64).isnan().all() and torch.empty_like(torch.zeros(64)).isnan().all()
     assert torch.zeros(2).new_empty(64, dtype=torch.bfloat16).isnan().all()
     assert (torch.empty(64, dtype=torch.int32) > 2**30).all()
 
 
 def test_shapes_are_checked():
-    """The annotations are live where beartype is there: a tensor of the wrong shape does not reach the body."""
+    """With beartype installed, a tensor whose shape contradicts the annotation raises before the function runs."""
     pytest.importorskip("beartype")
     with pytest.raises(TypeError, match="Type-check error"):
         reference.AttentionState(torch.zeros(3, 2, 4), torch.zeros(3, 2))
@@ -369,7 +378,7 @@ sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "tests/planning/tes
 
 
 def test_without_hypothesis():
-    """A missing test package leaves out its own tests, with the reason, and no others."""
+    """Without hypothesis, the tests that need it are skipped with the reason, and the other tests run."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_HYPOTHESIS],
