@@ -81,7 +81,8 @@ def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[s
     bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # their values are words
 
     def joined(values: Sequence[str]) -> str:
-        return ", ".join([" x ".join(values[:first]), *values[first:]])
+        together = [" x ".join(values[:first]), *values[first:]]
+        return ", ".join(value.replace(" ", "&nbsp;") if value[0].isdigit() else value for value in together)
 
     named = [[value if at < first or head in bare else f"{value} {head.removesuffix(' tokens')}"
               for at, (head, value) in enumerate(zip(heads, row, strict=True))] for row in cells]  # fmt: skip

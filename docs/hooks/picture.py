@@ -63,7 +63,7 @@ def draw_decode(axes: Axes, report: dict) -> None:
     axes.set_ylabel("requests x tokens of context, heads")
     axes.set_xlabel("time, fast = 1 (shorter is faster)")
     axes.set_title(f"One decode step on an {report['gpu']}, bfloat16", fontsize=10, loc="right")
-    axes.legend(frameon=False, loc="upper right", fontsize=8)
+    axes.legend(frameon=False, fontsize=8, ncols=3, handlelength=1, loc="upper right", bbox_to_anchor=(1, -0.11))
 
 
 def draw_contexts(axes: Axes, report: dict) -> None:
