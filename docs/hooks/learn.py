@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from figures import inlined
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -26,6 +27,10 @@ ABOUT_A_FIGURE = re.compile(r"\b(figure|plot|plotted|drawn|diagram|bars?|curves?
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 FENCED = re.compile(r"^(`{3,}|~{3,})[^\n]*\n.*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 ITEM = re.compile(r"^ {0,3}([-*+]|\d+[.)]) ")
+FOLDED = {  # tag of a cell: kind and title of the box that the page folds it into
+    "setup": ("abstract", "Set-up: imports and helpers"),
+    "answer": ("example", "The answer in code"),
+}
 LINK_TO_NOTEBOOK = re.compile(r"\]\((?!\w+:)(?P<path>[^)\s#]*?)(?P<name>[\w-]+)\.ipynb(?P<anchor>#[^)\s]*)?\)")
 
 
@@ -128,8 +133,8 @@ def figure_text(cells: list[Any], index: int) -> str:
     return text if len(text) <= 400 else text[:400].rsplit(". ", 1)[0].rstrip(".") + "."
 
 
-def output_block(output: Any, stem: str, alt: str, figures: dict[str, bytes]) -> str:
-    """One stored output as Markdown; a picture goes into `figures` under the name that the text refers to."""
+def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str, bytes]) -> str:
+    """One stored output of cell `index` as Markdown; SVG stands inline, other pictures go into `figures`."""
     if output.output_type == "stream":
         return fenced(ANSI.sub("", joined(output.text)), "text") if output.name == "stdout" else ""
     if output.output_type == "error":
@@ -137,14 +142,14 @@ def output_block(output: Any, stem: str, alt: str, figures: dict[str, bytes]) ->
     data = output.data
     if "application/vnd.jupyter.widget-view+json" in data:
         return ""  # a page has no kernel to move the slider
-    for kind, ending in (("image/svg+xml", "svg"), ("image/png", "png")):
-        if kind in data:
-            if not alt:
-                raise PluginError(f"{stem}: a figure without a sentence that says what it shows")
-            raw = joined(data[kind])
-            name = f"{stem}-{len(figures) + 1}.{ending}"
-            figures[name] = raw.encode() if ending == "svg" else base64.b64decode(raw)
-            return f'<figure markdown="span">![{escape(alt).replace("]", ")").replace("[", "(")}]({name})</figure>'
+    if not alt and {"image/svg+xml", "image/png"} & data.keys():
+        raise PluginError(f"{stem}: a figure without a sentence that says what it shows")
+    name = f"{stem}-{index}"
+    if "image/svg+xml" in data:
+        return f"<figure>\n{inlined(joined(data['image/svg+xml']), name, alt)}\n</figure>"
+    if "image/png" in data:
+        figures[f"{name}.png"] = base64.b64decode(joined(data["image/png"]))
+        return f'<figure markdown="span">![{escape(alt).replace("]", ")").replace("[", "(")}]({name}.png)</figure>'
     if "text/markdown" in data:
         return blank_lines(joined(data["text/markdown"]))
     if "text/latex" in data:
@@ -152,6 +157,18 @@ def output_block(output: Any, stem: str, alt: str, figures: dict[str, bytes]) ->
     if "text/html" in data:
         return f'<div class="output">\n{joined(data["text/html"]).strip()}\n</div>'
     return fenced(ANSI.sub("", joined(data.get("text/plain", ""))), "text")
+
+
+def output_box(block: str) -> str:
+    """An output as a block of its own; what is HTML already stays as it is."""
+    if block.startswith("<figure>"):
+        return f'<div class="output">\n{block}\n</div>'
+    return f'<div class="output" markdown>\n\n{block}\n\n</div>'
+
+
+def folded(kind: str, title: str, blocks: list[str]) -> str:
+    """Blocks in a box that opens."""
+    return "\n\n".join([f'<details class="{kind}" markdown>\n<summary>{title}</summary>', *blocks, "</details>"])
 
 
 def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
@@ -163,10 +180,11 @@ def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
         if cell.cell_type == "markdown":
             parts.append(markdown_cell(cell.source))
         elif cell.cell_type == "code" and cell.source.strip():
-            parts.append(fenced(cell.source, "python"))
             alt = figure_text(notebook.cells, index)
-            blocks = [output_block(output, path.stem, alt, figures) for output in cell.outputs]
-            parts += [f'<div class="output" markdown>\n\n{block}\n\n</div>' for block in blocks if block]
+            blocks = [output_block(output, path.stem, index, alt, figures) for output in cell.outputs]
+            shown = [fenced(cell.source, "python"), *(output_box(block) for block in blocks if block)]
+            fold = next((FOLDED[tag] for tag in cell.metadata.get("tags", ()) if tag in FOLDED), None)
+            parts += shown if fold is None else [folded(*fold, shown)]
     note = f'[The notebook itself]({path.name}){{ .notebook download="{path.name}" }} runs on a CPU, without a network.'
     return "\n\n".join([*parts, note]) + "\n", figures
 

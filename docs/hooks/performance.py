@@ -74,6 +74,21 @@ def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], li
     return [DIMS.get(key, key) for key in shown], said, [[str(row.get(key, "")) for key in shown] for row in rows]
 
 
+def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[str]]:
+    """As `dims_table`, with the dims of a row in one cell, so that a wide table keeps them beside what it is about."""
+    heads, said, cells = dims_table(rows)
+    first = 2 if heads[:2] == [DIMS["B"], DIMS["S"]] else 1
+    bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # their values are words
+
+    def joined(values: Sequence[str]) -> str:
+        together = [" x ".join(values[:first]), *values[first:]]
+        return ", ".join(value.replace(" ", "&nbsp;") if value[0].isdigit() else value for value in together)
+
+    named = [[value if at < first or head in bare else f"{value} {head.removesuffix(' tokens')}"
+              for at, (head, value) in enumerate(zip(heads, row, strict=True))] for row in cells]  # fmt: skip
+    return joined(heads), said, [joined(row) for row in named]
+
+
 def best(times: dict[str, Any], ours: bool) -> str | None:
     """Who of ours, or of the peers, has the smallest median; None where nobody is there."""
     who = [name for name in times if is_ours(name) == ours]
@@ -152,25 +167,25 @@ class Results:
         return "```sh\n" + "\n".join(commands) + "\n```"
 
     def times(self, name: str, path: str, way: str) -> str:
-        """A table of medians: ours, peers, and the best peer's time over our best."""
+        """A table of medians: the shape, the best peer's time over our best beside it, then all times."""
         part = part_of(self._load(name), path)
         rows = [row for row in part["rows"] if way in row["times"]]
         who = in_order(who for row in rows for who in row["times"][way])
-        heads, said, cells = dims_table([row["dims"] for row in rows])
+        head, said, shapes = shapes_table([row["dims"] for row in rows])
         medians = sorted(time["median_us"] for row in rows for time in row["times"][way].values())
         unit, scale = ("ms", 1e-3) if medians[len(medians) // 2] > 2000 else ("us", 1.0)
         peers = [name for name in who if not is_ours(name)]
         ratio = "x the best peer's speed" if len(peers) > 1 else f"x {(peers or ['a peer'])[0]}'s speed"
         lines = []
-        for row, dims in zip(rows, cells, strict=True):
+        for row, shape in zip(rows, shapes, strict=True):
             times = row["times"][way]
             if not row["passed"]:
-                lines.append([*dims, *[NONE] * len(who), "parity failed"])
+                lines.append([shape, "parity failed", *[NONE] * len(who)])
                 continue
             shown = [f"{times[name]['median_us'] * scale:.1f}" if name in times else NONE for name in who]
             fastest = who.index(min(times, key=lambda name: times[name]["median_us"]))
             shown[fastest] = f"**{shown[fastest]}**"
-            lines.append([*dims, *shown, gain(times)])
+            lines.append([shape, gain(times), *shown])
         words = [f"Times are medians in {unit}; the quartiles are within {100 * spread(rows, way):.1f} % of them"]
         words += [f"all rows have {', '.join(said)}"] if said else []
         words += (
@@ -181,7 +196,17 @@ class Results:
         words += sorted(
             {f"{NONE} means that {who} was not measured: {why}" for row in rows for who, why in row["absent"].items()}
         )
-        return f"{table([*heads, *map(code, who), ratio], lines, len(heads))}\n\n{'; '.join(words)}."
+        columns = [head, ratio, *map(code, who)]
+        if not peers and all(row["passed"] for row in rows):
+            columns, lines = [columns[0], *columns[2:]], [[line[0], *line[2:]] for line in lines]
+        shown = f'<div class="times" markdown>
+
+{table(columns, lines, 1)}
+
+</div>'
+        return f"{shown}
+
+{'; '.join(words)}."
 
     def roofline(self, name: str, path: str, way: str) -> str:
         """Our best and the best peer of each row under the ceilings that the same run measured."""

@@ -1,6 +1,6 @@
-"""The picture of the README and the home page, drawn from docs/results by `python docs/hooks/picture.py`.
+"""The chart of README and of the home page, drawn from docs/results by `python docs/hooks/picture.py`.
 
-The digest of the results that it shows is in the file, and a test compares it with theirs.
+Each file holds the digest of the results that it shows; a test compares that digest with docs/results.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from fast.demo.report import COLOURS
 
 DOCS = Path(__file__).resolve().parents[1]
 PICTURE = DOCS / "assets" / "gain.png"
+DRAWINGS = (DOCS / "assets" / "gain.svg", DOCS / "assets" / "gain-narrow.svg")
 SOURCES = tuple(DOCS / "results" / name for name in ("h200-decode.json", "cpu-2-cores.json"))
 NAMES = {"FA3": "FlashAttention-3"}
 SHAPES = {  # requests, keys of the longest, new tokens, heads, lengths
@@ -36,8 +38,8 @@ def results_digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
 
 
-def shares(report: dict) -> dict[str, dict[str, float]]:
-    """Of each shape, the medians of a captured graph's replays over that of the fastest of ours."""
+def times_of(report: dict) -> dict[str, dict[str, float]]:
+    """Medians of a captured graph's replays for each shape, over that of the faster way of `fast`."""
     found = {}
     for label, dims in SHAPES.items():
         (row,) = (row for row in report["rows"] if tuple(row["dims"].values()) == dims)
@@ -47,37 +49,53 @@ def shares(report: dict) -> dict[str, dict[str, float]]:
     return found
 
 
+def draw_decode(axes: Axes, report: dict) -> None:
+    """Decode on a GPU beside its peers."""
+    rows = times_of(report)
+    for place, times in enumerate(rows.values()):
+        for order, (who, time) in enumerate(times.items()):
+            y = place + 0.26 * (order - 1)
+            axes.barh(y, time, 0.24, color=COLOURS[who], label=NAMES.get(who, who) if place == 0 else None)
+            if who != "fast":
+                axes.text(time + 0.02, y, f"{time:.2f}", va="center", fontsize=7.5)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set_ylabel("requests x tokens of context, heads")
+    axes.set_xlabel("time, fast = 1 (shorter is faster)")
+    axes.set_title(f"One decode step on an {report['gpu']}, bfloat16", fontsize=10, loc="right")
+    axes.legend(frameon=False, fontsize=8, ncols=3, handlelength=1, loc="upper right", bbox_to_anchor=(1, -0.11))
+
+
+def draw_contexts(axes: Axes, report: dict) -> None:
+    """A decoded token on a CPU, over the length of the context."""
+    for who in ("transformers", "reference", "fast"):
+        points = sorted((row["context"], row["ms_median"]) for row in report["rows"] if row["who"] == who)
+        axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[who], label=who)
+        axes.annotate(f"{points[-1][1]:.0f} ms", points[-1], textcoords="offset points", xytext=(6, 0), va="center")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    contexts = sorted({row["context"] for row in report["rows"]})
+    axes.set_xticks(contexts, [str(context) for context in contexts])
+    axes.margins(x=0.16)
+    axes.set_xlabel("tokens of context")
+    axes.set_ylabel("ms for one decoded token")
+    axes.set_title(f"One layer of DeepSeek-V2-Lite, {report['threads']} CPU threads", fontsize=10, loc="right")
+    axes.legend(frameon=False, loc="upper left", fontsize=8)
+
+
 def draw() -> None:
-    """Write the picture."""
+    """Write the picture for README, and for the site the drawings of a wide and of a narrow screen."""
     gpu, cpu = (json.loads(path.read_text(encoding="utf-8")) for path in SOURCES)
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10.4, 3.9), width_ratios=(1.35, 1), layout="constrained")
-    rows = shares(gpu)
-    for place, times in enumerate(rows.values()):
-        for order, (who, share) in enumerate(times.items()):
-            y = place + 0.26 * (order - 1)
-            left.barh(y, share, 0.24, color=COLOURS[who], label=NAMES.get(who, who) if place == 0 else None)
-            if who != "fast":
-                left.text(share + 0.02, y, f"{share:.2f}", va="center", fontsize=7.5)
-    left.set_yticks(range(len(rows)), rows)
-    left.invert_yaxis()
-    left.set_xlabel("time of a decode, that of fast (the better of its two cuts) = 1")
-    left.set_title(f"Absorbed decode, {gpu['gpu']}, bfloat16", fontsize=10, loc="left")
-    left.legend(frameon=False, loc="upper right", fontsize=8)
-    for who in ("transformers", "reference", "fast"):
-        points = sorted((row["context"], row["ms_median"]) for row in cpu["rows"] if row["who"] == who)
-        right.plot(*zip(*points, strict=True), "o-", color=COLOURS[who], label=who)
-        right.annotate(f"{points[-1][1]:.0f} ms", points[-1], textcoords="offset points", xytext=(6, 0), va="center")
-    right.set_xscale("log", base=2)
-    right.set_yscale("log")
-    contexts = sorted({row["context"] for row in cpu["rows"]})
-    right.set_xticks(contexts, [str(context) for context in contexts])
-    right.margins(x=0.16)
-    right.set_xlabel("tokens of context")
-    right.set_ylabel("ms a token")
-    right.set_title(f"A layer of DeepSeek-V2-Lite, {cpu['threads']} CPU threads", fontsize=10, loc="left")
-    right.legend(frameon=False, loc="upper left", fontsize=8)
-    figure.savefig(PICTURE, dpi=110, facecolor="white", metadata={"Software": None, "Source": results_digest()})
+    plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gain"})
+    wide, axes = plt.subplots(1, 2, figsize=(10.4, 3.9), width_ratios=(1.35, 1), layout="constrained")
+    narrow, stacked = plt.subplots(2, 1, figsize=(4.4, 7.6), height_ratios=(1.35, 1), layout="constrained")
+    for left, right in (axes, stacked):
+        draw_decode(left, gpu)
+        draw_contexts(right, cpu)
+    wide.savefig(PICTURE, dpi=110, facecolor="white", metadata={"Software": None, "Source": results_digest()})
+    for figure, path in zip((wide, narrow), DRAWINGS, strict=True):
+        figure.savefig(path, metadata={"Date": None, "Creator": None, "Source": results_digest()})
 
 
 if __name__ == "__main__":

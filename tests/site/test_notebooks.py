@@ -6,7 +6,6 @@ warning left among the outputs, a problem without its answer, a notebook that on
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import sys
@@ -84,7 +83,7 @@ def test_stored(name):
     cells = [cell for cell in code_cells(notebook) if not interactive(cell)]
     outputs = [output for cell in cells for output in cell.outputs]
     assert sum(bool(cell.outputs) for cell in cells) >= 5
-    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert any("image/svg+xml" in output.get("data", {}) for output in outputs)
     for output in outputs:
         assert output.output_type != "error" and output.get("name") != "stderr", output
         text = output.get("text", "") + "".join(
@@ -92,9 +91,29 @@ def test_stored(name):
         )
         assert not OF_ONE_MACHINE.search(text), text
         assert len(text.splitlines()) <= 60
-        if "image/png" in output.get("data", {}):
-            assert base64.b64decode(output.data["image/png"])[:4] == b"\x89PNG"
+        assert "image/png" not in output.get("data", {})  # a drawing follows the colour scheme, a photograph does not
     assert all(not cell.outputs for cell in code_cells(notebook) if interactive(cell))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fits_a_page(name):
+    """Code and the text that it prints have at most 80 columns, which is what a page shows."""
+    for cell in code_cells(load(name)):
+        printed = [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
+        for line in "\n".join([cell.source, *printed]).splitlines():
+            assert len(line) <= 80, line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_that_fold(name):
+    """The first code is the set-up; the code that answers the problems comes after both, hidden in Jupyter as well."""
+    cells = load(name).cells
+    assert "setup" in code_cells(load(name))[0].metadata["tags"]
+    [answers] = [index for index, cell in enumerate(cells) if cell.source.startswith("## The answers in code")]
+    tagged = [index for index, cell in enumerate(cells) if "answer" in cell.metadata.get("tags", ())]
+    assert tagged == [answers + 1, answers + 2]
+    assert all(cells[index].metadata["jupyter"]["source_hidden"] for index in tagged)
+    assert cells[-1].source.startswith("## Read on\n") and cells[-1].source.count("](https://") >= 2
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -50,6 +50,19 @@ SCRIPT = """() => {
   const shown = (element) => getComputedStyle(element).display !== "none";
   const maths = [...document.querySelectorAll(".arithmatex")];
   const pictures = [...document.querySelectorAll("article img")];
+  const figures = [...document.querySelectorAll("article svg.figure, article svg.mla")];
+  const cut = [...document.querySelectorAll("article table:not([class]) td:first-child")].filter((cell) => {
+    const range = document.createRange();  // a word on two lines has two boxes
+    const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+    for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+      for (const word of node.data.matchAll(/[A-Za-z0-9_]+/g)) {
+        range.setStart(node, word.index);
+        range.setEnd(node, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map((box) => Math.round(box.top))).size > 1) return true;
+      }
+    }
+    return false;
+  });
   const charts = [...document.querySelectorAll(".chart")];
   const drawings = charts.map((chart) => [...chart.querySelectorAll(":scope > svg")].filter(shown));
   return {
@@ -58,6 +71,9 @@ SCRIPT = """() => {
     lost_maths: maths.filter((e) => !e.querySelector(".katex") || !within(e)).map((e) => e.textContent.slice(0, 80)),
     pictures: pictures.length,
     lost_pictures: pictures.filter((e) => !e.naturalWidth || !e.alt || !within(e)).map((e) => e.src),
+    figures: figures.filter(shown).length,
+    lost_figures: figures.filter(shown).filter((e) => !e.getAttribute("aria-label") || !within(e)).length,
+    cut_words: cut.map((cell) => cell.textContent),
     charts: charts.length,
     lost_charts: drawings.filter((found) => found.length !== 1 || !within(found[0])).length,
     marks: drawings.map((found) => found.length && [...found[0].querySelectorAll(".mark")].filter(within).length),
@@ -320,14 +336,20 @@ def test_plots_are_visible(walks):
     """Every figure of every notebook and every chart: loaded, described, on the screen."""
     assert not faulty(walks, lambda visit: visit.looks["lost_pictures"])
     assert not faulty(walks, lambda visit: visit.looks["lost_charts"])
+    assert not faulty(walks, lambda visit: visit.looks["lost_figures"])
     for (name, _), visit in walks.items():
         if name.startswith("learn/"):
             figures = stored_figures(ROOT / "notebooks" / f"{name.split('/')[1]}.ipynb")
-            assert visit.looks["pictures"] == figures, name
+            assert visit.looks["figures"] == figures + name.startswith(("learn/01", "learn/02")), name  # MLA's picture
     for width in WALKS:
-        assert walks["", width].looks["pictures"] == 1
+        assert walks["", width].looks["figures"] == 2
         assert walks["performance/", width].looks["charts"] == 4
         assert all(marks > 5 for marks in walks["performance/", width].looks["marks"])
+
+
+def test_first_columns_keep_their_words(walks):
+    """No word of a table's first column is broken over two lines."""
+    assert not faulty(walks, lambda visit: visit.looks["cut_words"])
 
 
 def test_scheme_follows_the_system(walks):
@@ -403,17 +425,50 @@ def test_notebook_pages(site, notebook):
     assert '<p class="admonition-title">Takeaway</p>' in source
     assert source.count('<details class="question">') == sum("".join(c["source"]).count("<details>") for c in cells)
     assert "&lt;details" not in source and "$$" not in words
+    folded = re.findall(r'<details class="(abstract|example)">.*?</details>', source, re.DOTALL)
+    tags = [tag for cell in code for tag in cell["metadata"].get("tags", ())]
+    assert folded == ["abstract"] * tags.count("setup") + ["example"] * 2
+    assert not re.search(r"(?:fill|stroke): #(?:000000|ffffff)", source)  # they would not follow the scheme
     assert (site / "learn" / notebook.name).read_bytes() == notebook.read_bytes()
+
+
+def hook(name: str):
+    """A module of docs/hooks."""
+    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
+
+
+def test_picture_of_mla():
+    """The committed drawing is what the script draws, its numbers are DeepSeek-V3's, and all four places show it."""
+    from reference.interfaces import PRESETS
+
+    diagram = hook("mla_diagram")
+    assert diagram.PICTURE.read_text(encoding="utf-8") == diagram.svg()
+    assert diagram.DIMS.items() <= PRESETS["deepseek-v3"].items()
+    for path in ("README.md", "docs/index.md", "notebooks/01-latent.ipynb", "notebooks/02-two-paths.ipynb"):
+        assert len(diagram.IMAGE.findall((ROOT / path).read_text(encoding="utf-8"))) == 1, path
+
+
+def test_chart_of_the_home_page():
+    """The drawings show the results of today, and the ranges in the words beside them are theirs."""
+    picture = hook("picture")
+    for path in picture.DRAWINGS:
+        assert picture.results_digest() in path.read_text(encoding="utf-8"), f"python docs/hooks/picture.py: {path}"
+    times = picture.times_of(json.loads(picture.SOURCES[0].read_text(encoding="utf-8"))).values()
+    peers = {who: [row[who] for row in times] for who in ("FlashMLA", "FA3")}
+    both = f"{min(map(min, peers.values())):.2f} to {max(map(max, peers.values())):.2f} times"
+    alone = [f"{min(found):.2f} to {max(found):.2f}" for found in peers.values()]
+    for path in ("README.md", "docs/index.md"):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert all(words in text for words in (both, *alone)), path
 
 
 def drawn(docs: Path) -> str:
     """The Markdown of the Performance page from the results in a folder."""
-    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
-    try:
-        hook = importlib.import_module("performance")
-    finally:
-        sys.path.pop(0)
-    return hook.filled((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), docs)
+    return hook("performance").filled((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), docs)
 
 
 @pytest.fixture
@@ -466,11 +521,7 @@ def test_performance_page_follows_the_results(copied_docs):
 
 def test_one_colour_a_contender(copied_docs):
     """The job's picture, the README's and the charts of both schemes: one colour each, and no two the same."""
-    sys.path.insert(0, str(ROOT / "docs" / "hooks"))
-    try:
-        picture, performance = importlib.import_module("picture"), importlib.import_module("performance")
-    finally:
-        sys.path.pop(0)
+    picture, performance = hook("picture"), hook("performance")
     from fast.demo.report import COLOURS, NO_CONTENDER
 
     assert picture.COLOURS is COLOURS
