@@ -199,14 +199,8 @@ class Results:
         columns = [head, ratio, *map(code, who)]
         if not peers and all(row["passed"] for row in rows):
             columns, lines = [columns[0], *columns[2:]], [[line[0], *line[2:]] for line in lines]
-        shown = f'<div class="times" markdown>
-
-{table(columns, lines, 1)}
-
-</div>'
-        return f"{shown}
-
-{'; '.join(words)}."
+        shown = f'<div class="times" markdown>\n\n{table(columns, lines, 1)}\n\n</div>'
+        return f"{shown}\n\n{'; '.join(words)}."
 
     def roofline(self, name: str, path: str, way: str) -> str:
         """Our best and the best peer of each row under the ceilings that the same run measured."""
