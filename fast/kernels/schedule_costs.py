@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reference.interfaces import InvariantCut, ScheduleCosts
 
-# `invariant_starts`: a batch-invariant schedule costs more, because its programs begin in the middle of requests.
+# `invariant_starts`: a batch-invariant schedule costs more: more of its programs begin within a request, at a split.
 STARTS = 4
 FEW_HEADS = ScheduleCosts(5, 1, InvariantCut(4, 32, 16, 128), STARTS)  # 16 heads or fewer
 SOME_HEADS = ScheduleCosts(5, 4, InvariantCut(16, 8, 32, 64), STARTS)  # 17 to 32 heads

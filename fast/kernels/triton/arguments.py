@@ -1,8 +1,9 @@
 """Groups of arguments, in the order of the parameters of the portable decode kernels.
 
-Triton limits what a kernel can take as a record. Its launcher finds no tensor descriptor inside a record, and
-`do_not_specialize` does not reach the fields of one: a number that changes from step to step would compile the kernel
-again. Descriptors, such numbers, and pointers of any alignment are therefore parameters of their own.
+Triton limits what a kernel can take as a record. Its launcher finds no tensor descriptor inside a record. It also
+compiles a variant of the kernel for each field that is 1, a multiple of 16 or an aligned pointer, because
+`do_not_specialize` does not reach the fields of a record. Parameters that must not give further variants are
+therefore no fields of a record: sizes of the batch and of the cache, numbers of splits, and pointers of any alignment.
 """
 
 from __future__ import annotations

@@ -69,10 +69,11 @@ class SplitPlan(NamedTuple):
     """How requests are split over programs.
 
     Attributes:
-        tile_ranges: pointer to the [programs, 5] of a schedule.
-        split_offsets: pointer to the [B + 1] of a schedule.
+        tile_ranges: pointer to the [programs, 5] of a schedule; None in a kernel that knows no schedule.
+        split_offsets: pointer to the [B + 1] of a schedule; None likewise.
         num_splits: without a schedule, number of work items per (request, row block) pair. A work item is one split,
-            or several consecutive splits where requests are split by their own length.
+            or several consecutive splits where requests are split by their own length. In the kernel of two phases, the
+            upper bound of the splits of a request.
         num_partials: number of partial indices.
         progress: pointer to [B, 2] int32: combined splits and all splits of each request (`fast.kernels.combine`).
         rule: `SplitRule` of requests that are split by their own length.

@@ -147,7 +147,7 @@ def _two_phases_kernel(
     progress = written.partial_lse + 2 * num_partials.to(gl.int64) * request_rows
     progress = progress.to(gl.pointer_type(gl.int32), bitcast=True)
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
-    plan = SplitPlan(seq_lens, seq_lens, splits_bound, num_partials, progress, rule)
+    plan = SplitPlan(None, None, splits_bound, num_partials, progress, rule)
     outputs = Outputs(written.out, written.lse, written.partial_out, written.partial_lse, None)
     sizes = Sizes(num_tokens, num_blocks, num_requests, max_keys, row_blocks, request_rows, scale_log2)
     strides = Strides(
