@@ -83,6 +83,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     torch.manual_seed(0)
     is_fast = ops.__name__ == "fast"
     backend = {"backend": "cpu"} if is_fast else {}
+    captured_op = {"graph": GraphSupport.NONE, **backend} if is_fast else {}
     formats = {"cache_format": COMPUTE_FORMAT, "dtype": torch.float32}
     batch = make_batch([1, 2, 3], [20, 33, 16])
     common, decodes = batch.common, make_batch([1, 1], [20, 33])
@@ -153,7 +154,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("flash_attn_varlen", q=torch.randn(6, 3, 8), k=torch.randn(7, 3, 8), v=torch.randn(7, 3, 5),
              cu_seqlens_q=offsets([4, 2]), cu_seqlens_k=offsets([5, 2]), max_seqlen_q=4, max_seqlen_k=5,
              softmax_scale=0.3, causal=True, out_dtype=torch.float32, **backend),
-        call("merge_attn_states", prefix=state(), suffix=state(), **backend),
+        call("merge_attn_states", prefix=state(), suffix=state(), **captured_op),
         call("mla_decode", **absorbed, schedule=schedule, out_dtype=torch.float32, **backend),
         call("cascade_attention", ql_nope=torch.randn(2, 3, 24), q_pe=torch.randn(2, 3, 8),
              kv_cache=torch.randn(12, 16, 32), metadata=cascade, softmax_scale=0.3, **backend),
@@ -166,7 +167,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("gather_context", kv_cache=prefill_cache, metadata=prefill, chunk=context, **backend),
         # rotary, weights, norms
         call("apply_rope", positions=torch.arange(6), q_pe=torch.randn(6, 3, 8), k_pe=torch.randn(6, 8),
-             rope=RopeConfig(yarn=YARN), **({"frequencies": torch.rand(4)} if is_fast else {}), **backend),
+             rope=RopeConfig(yarn=YARN), **({"frequencies": torch.rand(4)} if is_fast else {}), **captured_op),
         call("rotary_cos_sin", positions=torch.arange(6), rope=RopeConfig(yarn=YARN), dim=8, dtype=torch.float32),
         call("rotary_frequencies", rope=RopeConfig(yarn=YARN), dim=8, dtype=torch.float32),
         call("rotate", x=torch.randn(6, 3, 8), cos=torch.randn(6, 4), sin=torch.randn(6, 4), interleaved=True),
@@ -185,7 +186,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
         call("stride_order", include_layers=True, layout="blocks_first"),
         call("infer_global_hyperparameters", layers={"first": DIRECT, "second": layer}),
         call("concat_and_cache_mla", kv_c_normed=torch.randn(6, 24), k_pe=torch.randn(6, 8), kv_cache=cache,
-             slot_mapping=common.slot_mapping, **backend),
+             slot_mapping=common.slot_mapping, **captured_op),
         call("gather_and_maybe_dequant_cache", kv_cache=cache, block_table=common.block_table,
              cu_seq_lens=offsets([20, 3, 0]), starts=integers(0, 16, 0), num_tokens=23, **out(23, 32), **backend),
         call("copy_blocks", kv_caches=list(torch.randn(2, 4, 2, 3)), block_mapping=torch.tensor([[0, 1]]), **backend),
@@ -233,8 +234,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              **out(shared.num_tokens, 32), **backend),
         call("dcp_gather_context", kv_cache=prefill_cache, metadata=prefill, chunk=alone, context_parallel=ranks,
              **({"workspace": torch.zeros(2 * alone.padded_tokens, 32)} if is_fast else {}), **backend),
-        call("cp_lse_ag_out_rs", state=state(), group=ranks.cp_group, **backend),
-        call("cp_lse_a2a", state=state(), group=ranks.cp_group, **backend),
+        call("cp_lse_ag_out_rs", state=state(), group=ranks.cp_group, **captured_op),
+        call("cp_lse_a2a", state=state(), group=ranks.cp_group, **captured_op),
         call("dcp_decode", **absorbed, context_parallel=ranks, schedule=schedule, out_dtype=torch.float32,
              **backend),
         call("verify_group", context_parallel=ranks),

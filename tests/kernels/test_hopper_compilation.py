@@ -293,7 +293,7 @@ def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box
     assert (given and given.block_shape) == box
     assert ("cp.async.bulk.tensor.2d.global.shared" in kernel.asm["ptx"]) == (box is not None)
     if box:
-        assert given.shape == (heads, latent) and given.base.data_ptr() == launches[-1][2]["out"].data_ptr()
+        assert given.shape == (heads, latent) and given.base.data_ptr() == launches[-1][2]["written"].out.data_ptr()
 
 
 @pytest.mark.parametrize("heads, cut, ahead", [
