@@ -45,7 +45,7 @@ def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1
                 assert request == present[0] and seen[request], "only the first request may continue"
             seen[request] += range(start, start + length)
         if number + 1 < len(chunks):
-            assert sum(-(-length // unit) for length in pieces) == workspace // unit, "a chunk before the last is not full"
+            assert sum(-(-length // unit) for length in pieces) == workspace // unit, "an early chunk is not full"
     assert seen == [list(range(length)) for length in context_lens]
     assert len(chunks) == -(-sum(-(-length // unit) for length in context_lens) // (workspace // unit))
     return chunks
