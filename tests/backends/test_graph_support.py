@@ -24,7 +24,7 @@ MERGES = {"ag_rs": ("weight_attn_out",), "a2a": ("pack_attn_state", "merge_packe
 
 @pytest.fixture
 def launched():
-    """Register a backend that cannot be captured and has the highest priority; yield the set of ops that this backend served."""
+    """Register a backend that has the highest priority and cannot be captured; yield the set of ops that it served."""
     seen: set[str] = set()
 
     def noted(op):
