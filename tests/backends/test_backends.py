@@ -106,7 +106,7 @@ def test_every_op_has_a_cpu_kernel():
     ],
 )
 def test_reasons(change, reason):
-    """A backend refuses a request with one line of reason if one value is outside the backend's declaration."""
+    """A backend refuses a request for one reason if one value of the request is outside the declaration."""
     narrow = deviceless(
         "narrow", 5, dtypes=(torch.float32,), head_dims={"kv_lora_rank": (512,)}, block_sizes=(64,),
         query_lens=QueryLenSupport.UNIFORM, masks=("causal",), batch_invariant=False, graph=GraphSupport.ONE_QUERY_LEN,
@@ -384,7 +384,7 @@ def test_rocm_is_refused_by_name(capability, monkeypatch):
 
 
 def test_an_mi300_is_no_hopper_for_the_launchers(monkeypatch):
-    """An MI300 is not taken for a Hopper GPU by the launchers of the `triton` backend.
+    """The launchers of the `triton` backend do not take an MI300 for a Hopper GPU.
 
     The MI300 reports major capability 9, but has neither a copy engine (TMA) nor dependent launches.
     """

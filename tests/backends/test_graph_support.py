@@ -24,7 +24,10 @@ MERGES = {"ag_rs": ("weight_attn_out",), "a2a": ("pack_attn_state", "merge_packe
 
 @pytest.fixture
 def launched():
-    """Register a backend that has the highest priority and cannot be captured; yield the set of ops that it served."""
+    """Register a backend that has the highest priority and cannot be captured.
+
+    The fixture yields the set of ops that this backend served.
+    """
     seen: set[str] = set()
 
     def noted(op):

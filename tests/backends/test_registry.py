@@ -38,7 +38,7 @@ from .test_backends import REQUEST, STEP, decode_arguments, step_of_a_layer
 
 
 def negated_merge(prefix_out, prefix_lse, suffix_out, suffix_lse):
-    """Return the negated prefix, a result that no built-in backend gives."""
+    """Return the negated state of the prefix, which no built-in backend returns."""
     return -prefix_out, -prefix_lse
 
 

@@ -123,7 +123,7 @@ def check_survivor(outcome: Outcome, seconds: float) -> None:
 
 @pytest.mark.parametrize("kill", range(14))
 def test_a_rank_that_dies_in_a_step(kill):
-    """If a rank dies at any exchange of two or four ranks, every other rank raises and none hangs."""
+    """If a rank dies at any exchange of two or four ranks, every other rank raises and no rank hangs."""
     draw = random.Random(kill)
     total = (2, 4)[kill % 2]
     victim, exchange = draw.randrange(total), draw.randrange(1, 90) if kill else 1  # exchange 1 precedes the first step
@@ -298,7 +298,7 @@ def test_nccl_rank_that_dies(kill):
 
 
 def test_served_alone():
-    """Every request of the serving loop gets more than three different tokens, so equal tokens are no accident."""
+    """Every request of the loop generates more than three different tokens, so no test compares degenerate texts."""
     with torch.device("cpu"):
         requests = make_loop(fast, RANK_CONFIG, None, "cpu", torch.float64).run()
     assert all(len(set(request.generated_ids)) > 3 for request in requests)

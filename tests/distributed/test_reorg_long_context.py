@@ -1,4 +1,4 @@
-"""Tests of `reorg_kvcache` with more tokens than the cpu kernel reorders at once, which are 4096 tokens."""
+"""Tests of `reorg_kvcache` with more than the 4096 tokens that the cpu kernel reorders at once."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def test_layers(size, total, merge, dtype):
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 def test_a_step_is_captured(merge):
     """A step that gathers queries, decodes and merges can be captured and then replayed with other lengths."""
-    # The test has one rank, because the host runs several simulated ranks alternately, which cannot be captured.
+    # The test has one rank: several simulated ranks cannot be captured, because the host runs the ranks alternately.
     (wanted,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=False), merge=merge)
     (found,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=True), merge=merge)
     assert found.out.equal(wanted.out) and found.lse.equal(wanted.lse)

@@ -44,7 +44,7 @@ def test_from_lens_is_make_over_the_loops_slots(requests, block_size):
 
 @pytest.mark.parametrize("size, interleave", [(1, 1), (2, 1), (3, 4), (2, 16)])
 def test_rank_local_slots(size, interleave):
-    """The slots of each rank equal those of `dcp_slot_mapping`, and every token has a slot on exactly one rank."""
+    """Each rank gets the slots that `dcp_slot_mapping` gives, and every token has a slot on exactly one rank."""
     query_lens, seq_lens = LENS
     table = table_for(seq_lens, 16)
     found = []
@@ -57,7 +57,8 @@ def test_rank_local_slots(size, interleave):
             )
             assert_same_bits(common.slot_mapping, wanted)
         found.append(common.slot_mapping >= 0)
-        assert common.max_seq_len == 37 and common.seq_lens.tolist() == seq_lens  # the tokens of all ranks
+        # the lengths count the tokens of all ranks, not the rank-local tokens
+        assert common.max_seq_len == 37 and common.seq_lens.tolist() == seq_lens
     assert torch.stack(found).sum(0).eq(1).all()
 
 

@@ -1,6 +1,6 @@
 """Tests of the contract: configurations, presets, formulas for integers, the softmax scale and the checks.
 
-The pitfall numbers are those of the list in tests/__init__.py.
+The pitfall numbers refer to the list in tests/__init__.py.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ PUBLISHED_SCALES = {
 
 @pytest.mark.parametrize("name", PUBLISHED_SCALES)
 def test_presets_have_the_published_rope(name):
-    """The rope and the softmax scale of a preset equal those that `from_hf` reads from the published config.json."""
+    """The rope and the softmax scale of a preset equal the values that `from_hf` reads from its config.json."""
     theta, factor, beta_fast, mscale, scale = PUBLISHED_SCALES[name]
     yarn = dict(rope_type="yarn", factor=factor, beta_fast=beta_fast, beta_slow=1, mscale=mscale, mscale_all_dim=mscale,
                 original_max_position_embeddings=4096)  # fmt: skip
@@ -232,7 +232,7 @@ def test_from_hf_reads_every_field():
 
 
 def test_from_hf_deepseek_classes():
-    """`from_hf` reads interleaved rope pairs for DeepSeek-V2, and for DeepSeek-V3 what its config says (pitfall 15)."""
+    """`from_hf` reads interleaved rope for DeepSeek-V2, and for DeepSeek-V3 the pairing of the config (pitfall 15)."""
     transformers = pytest.importorskip("transformers")
     small = dict(hidden_size=64, num_attention_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
                  qk_rope_head_dim=8, v_head_dim=12, num_hidden_layers=1)  # fmt: skip
@@ -398,7 +398,7 @@ def test_from_hf_refuses_a_malformed_dim_by_name(field, plain_errors):
 
 
 def test_from_hf_refuses_rope_by_layer_type():
-    """A config with one rope for each layer type is refused, because `from_hf` would take it for the default rope."""
+    """A config with one rope for each layer type is refused; otherwise `from_hf` would read the default rope."""
     for parameters in (dict(full_attention=YARN_HF), YARN_HF | dict(llama_4_scaling_beta=0.1)):
         with pytest.raises(UnsupportedConfiguration, match="^config.rope_parameters: (rope by layer|llama_4_scaling)"):
             MLAConfig.from_hf(hf(rope_parameters=parameters))
@@ -422,7 +422,7 @@ def test_from_hf_takes_stock_configs():
 def test_workspace_size(max_model_len, max_num_seqs, block_size, ranks):
     """The workspace is a multiple of the unit and has at least one unit for each sequence.
 
-    It is at least as large as vLLM's workspace, unless one more unit would exceed vLLM's bound of 65536 tokens.
+    The workspace is at least as large as in vLLM, unless one more unit would exceed vLLM's limit of 65536 tokens.
     """
     size = reference.chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, *ranks)
     wanted = sorted((max_model_len * 8, max_num_seqs * block_size * 4))[1]

@@ -229,8 +229,8 @@ def test_a_tie_is_no_gain(ops):
     """A cascade that saves exactly as many bytes as it costs is not chosen.
 
     With 76 requests of one token, 75 requests do not read the prefix again: 75 x prefix x 32 elements of 2 bytes. The
-    additional states cost 16 bytes x 76 requests x 3 heads x 25 elements. With a prefix of
-    19 tokens, a cascade saves exactly as many bytes as it costs.
+    additional states cost 16 bytes x 76 requests x 3 heads x 25 elements. Savings and costs are
+    equal for a prefix of 19 tokens.
     """
     lens = integers(*[1] * 76).cpu(), integers(*[40] * 76).cpu()
     assert 16 * 76 * DIRECT.num_heads * (DIRECT.kv_lora_rank + 1) == 75 * 19 * 32 * 2
@@ -336,7 +336,7 @@ def test_staging_waits_before_it_writes_again(without_a_gpu):
 
 
 def test_plans_go_to_a_device_in_one_copy(without_a_gpu):
-    """Tensors keep their order and shapes if one copy sends all of them to a device, with and without a `Staging`."""
+    """Tensors keep their order and shapes if one copy sends all tensors to a device, with or without staging memory."""
     from fast.mla.staging import to_device
 
     tensors = [integers(1, 2, 3), integers(4), torch.arange(6, dtype=torch.int32).view(2, 3), integers()]

@@ -130,8 +130,8 @@ def test_planning_does_not_write_its_input(package):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-# Tests of which requests are decodes. The threshold, the query lengths that the kernel supports, and the choice of the
-# path decide.
+# Tests of which requests are decodes. The decodes depend on the threshold, on the query lengths that the kernel
+# supports, and on the choice of the path.
 
 
 def decodes_of(ops, query_lens, seq_lens, **options):
@@ -143,7 +143,7 @@ def test_choices_agree(lens, threshold, support, asked, ordered):
     """Both packages give the same plan or the same error, for every option that decides which requests are decodes."""
     query_lens, seq_lens = lens
     common, found = make_batch(query_lens, seq_lens).common, []
-    costs = PathCosts(expanded_request=2e6)  # so that short queries get the absorbed path even without context
+    costs = PathCosts(expanded_request=2e6)  # gives short queries the absorbed path even without context
     for ops in (reference, fast):
         try:
             found.append(
@@ -173,10 +173,9 @@ def test_path_choice_makes_decodes(ops):
     ("query_lens", "seq_lens"), [([2, 0], [9000, 4]), ([0, 3, 1, 0], [4, 9000, 30, 7]), ([2, 0, 600], [9000, 4, 900])]
 )
 def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
-    """The plan is right if decodes have as many tokens as requests, but not one token for each request.
+    """The plan is right if the decodes have one token on average, although some decode has no token.
 
-    In each batch some decode has no new token and another decode has several. The test fails if the planner concludes
-    from equal numbers of tokens and requests that each decode has one token.
+    The test fails if the planner concludes from equal numbers of tokens and decodes that each decode has one token.
     """
     plan = ops.build_mla_metadata(make_batch(query_lens, seq_lens).common, 16, 8192, config=V3)
     decodes = sum(query_len < 600 for query_len in query_lens)
@@ -332,9 +331,9 @@ def test_builder_for_graphs(ops, plain_errors):
 
 
 def test_programs_by_query_length(ops):
-    """A number of programs holds only for decodes whose query lengths are within the threshold.
+    """If `num_programs` is a number, decodes with a query length above the threshold get no schedule.
 
-    If `num_programs` is a function, the builder passes the longest query length of the decodes.
+    If `num_programs` is a function, the builder calls the function with the longest query length of the decodes.
     """
     common = make_batch([1, 6], [40, 4000]).common
     costs = PathCosts(expanded_request=1e15)
@@ -374,7 +373,7 @@ def test_captured_plans_are_updated_in_place(ops, plain_errors):
 
 
 def test_captured_plans_of_another_builder_are_refused(ops, plain_errors):
-    """`update_captured` refuses a plan that a builder with other schedule options captured, and does not write it."""
+    """`update_captured` refuses, and does not write, a plan that a builder with other schedule options captured."""
     common = make_batch([1] * 3, [20, 70, 5]).common
     kinds = {
         "planned": {"num_programs": 3},

@@ -21,7 +21,7 @@ SMALL = MLAConfig.from_preset("deepseek-v2-lite")
 
 
 def shared_batch(query_lens, seq_lens, shared_blocks, block_size=4):
-    """Return the number of blocks and a batch whose requests share the first blocks of the first real request.
+    """Return the number of blocks and a batch whose requests share the first blocks of one request.
 
     The block table has GARBAGE after the last block of each request. A padding row (S = 0) has GARBAGE only.
     """
@@ -166,8 +166,8 @@ def test_bytes_come_from_the_format(ops, monkeypatch):
 def test_when_it_pays(ops):
     """With few heads a cascade pays for a long prompt that many requests share.
 
-    A cascade does not pay with one request, with a short prefix, or with the 128 heads of DeepSeek-V3, whose speed is
-    limited by matrix products and not by bytes.
+    A cascade does not pay with one request or with a short prefix. With the 128 heads of DeepSeek-V3, a cascade does
+    not pay, because matrix products and not bytes limit the speed.
     """
     many, one = (integers(*[1] * n).cpu() for n in (64, 1))
     lens = integers(*[8192] * 64).cpu()

@@ -110,7 +110,7 @@ def test_bytes_come_from_the_format(ops, dtype, monkeypatch, plain_errors):
     """The choice counts the bytes of the cache format (1 byte an element) and not the bytes of the queries (2 or 4).
 
     Both paths read the cache once, so the bytes of the cache matter only together with the arithmetic. The test makes
-    absorbed attention slightly cheaper or slightly dearer than the bytes of the expanded path.
+    the FLOPs of the absorbed path cost slightly less or slightly more than the bytes of the expanded path.
     """
     monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": STORED})
     config, element = V3, ELEMENTS[dtype]
@@ -185,6 +185,6 @@ def test_a_query_token_sees_itself(ops):
     pair = 2 * config.num_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
     for tokens, pairs in ((1, 1.0), (3, 6.0), (8, 36.0)):
         for factor, wanted in ((0.99, "expanded"), (1.01, "absorbed")):
-            # absorbed attention costs 1 a FLOP, the expanded path has a constant cost, and all other costs are 0
+            # absorbed attention costs 1 per FLOP, the expanded path has a constant cost, and all other costs are 0
             costs = PathCosts(0.0, factor * pairs * pair, 0.0, 1.0, 0.0, 0.0, 0.0)
             assert ops.choose_path(tokens, 0, config, costs) == wanted, (tokens, factor)

@@ -1,4 +1,4 @@
-"""Tests that context which is gathered from all ranks has the bits and the token order of a single rank.
+"""Tests that context which is gathered from all ranks has the bits and the order that a single rank reads.
 
 The last test plants mistakes and expects that the comparison fails for each mistake.
 """

@@ -69,9 +69,9 @@ def test_other_layers(ops, config, merge):
 
 @pytest.mark.parametrize(("size", "total"), [(2, 4), (1, 3), (4, 8)])
 def test_fewer_ranks_share_sequences_than_heads(ops, size, total):
-    """Every rank gives the output of a single rank if `total` ranks divide the heads and `size` ranks the sequences.
+    """Every rank gives the output of a single rank if more ranks divide the heads than divide each sequence.
 
-    The ranks form groups of `size` ranks, and every group holds the keys of all tokens.
+    All `total` ranks divide the heads. Each group of `size` ranks divides the tokens of every sequence.
     """
     check_ranks_are_one(ops, "low-rank", size, 16, total=total)
 
@@ -163,7 +163,7 @@ def test_graphs(ops, query_len):
 
 
 def test_serving(ops):
-    """D ranks generate the tokens of a single rank, and their caches hold D times the tokens of one such cache."""
+    """D ranks generate the same tokens as a single rank, and the caches of D ranks hold D times the tokens of one."""
     config = CONFIGS["low-rank"]
     wanted = [request.generated_ids for request in make_loop(ops, config, None, "cpu", torch.float64).run()]
     assert len({tuple(ids) for ids in wanted}) == 4 and all(len(set(ids)) > 3 for ids in wanted)

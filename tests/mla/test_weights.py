@@ -239,7 +239,7 @@ def replaced(w):
 
 @pytest.mark.parametrize("wrap", [doubled, hooked, replaced])
 def test_a_linear_that_is_more_than_its_parameter_is_recovered(ops, wrap, plain_errors):
-    """The weight is recovered from products if the module has a weight of a subclass, a hook or a replaced forward.
+    """The weight is recovered from products if its type is a subclass, or the module has a hook or another forward.
 
     For such a module the parameter `.weight` is not the weight of the products.
     """

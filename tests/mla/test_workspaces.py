@@ -72,9 +72,9 @@ def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
 @pytest.mark.parametrize("block_size", [16, 48, 96, 100, 65536])
 @pytest.mark.parametrize("size", [1, 3])
 def test_defaults_fit_together(ops, block_size, size):
-    """A builder's default workspace does not exceed a layer's default workspace, unless one unit exceeds it.
+    """A builder's default workspace is at most a layer's default workspace or one unit, whichever is larger.
 
-    This also holds if 65536 tokens are not a multiple of the unit.
+    Some units of the test do not divide 65536 tokens.
     """
     ranks = None if size == 1 else ops.simulate(size, 1, lambda ranks: ranks, tensor_parallel_size=3)[0]
     layer = make_layer(ops, CONFIG, make_weights(CONFIG, torch.float32), torch.float32)

@@ -89,7 +89,7 @@ def fewest_swaps(flags):
 
 @pytest.mark.parametrize("requests", range(8))
 def test_reorder_with_the_fewest_swaps(requests, ops):
-    """For every batch of up to 7 requests, decodes come first after as few swaps as an exhaustive search finds."""
+    """For every batch of up to 7 requests, decodes come first after as few swaps as an exhaustive search needs."""
     for flags in itertools.product((True, False), repeat=requests):
         swaps = ops.reorder_batch_to_split_decodes_and_prefills(torch.tensor(flags, dtype=torch.bool, device="cpu"))
         assert apply(swaps, flags) == sorted(flags, reverse=True)

@@ -145,7 +145,10 @@ def test_a_run_leaves_nothing_behind():
 
 
 def test_in_any_grad_mode():
-    """A graph that is made in inference mode runs outside inference mode, and a graph made outside runs inside."""
+    """A graph that is made in inference mode also runs outside inference mode.
+
+    A graph that is made outside inference mode also runs in inference mode.
+    """
     for make_mode, run_mode in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
         with torch.device("cpu"):
             with make_mode():
@@ -167,7 +170,10 @@ def test_nothing_to_do(ops):
 
 
 def test_refusals(ops, plain_errors):
-    """A batch that exceeds the captured sizes raises before the step runs, and so do invalid sizes of a graph."""
+    """A batch that exceeds the captured sizes raises before the step runs.
+
+    A graph with invalid sizes raises in the constructor.
+    """
     steps_run = []
 
     def step(hidden_states, positions, metadata):

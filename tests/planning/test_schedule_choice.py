@@ -152,7 +152,7 @@ def test_both_make_the_same_choice(lens, programs, size):
 
 
 def test_invariant_cuts_are_chosen_alike(ops):
-    """A batch-invariant builder gives every decode batch-invariant splits; the choice only decides on tile ranges."""
+    """A batch-invariant builder gives every decode batch-invariant splits, whether the decode is planned or not."""
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 40_000, 8, num_programs=5, batch_invariant=True)
     ragged, equal = (builder.build(0, batch_of(lens)) for lens in (RAGGED, EQUAL))
     assert ragged.schedule.batch_invariant and ragged.schedule.tile_ranges.shape == (5, 5)

@@ -55,7 +55,7 @@ def test_schedules(lens, batch_invariant):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("requests", [256, 257, 1025])
 def test_many_requests(requests, batch_invariant):
-    """The kernel is right if the requests exactly fill one of its loop iterations, and if they need several."""
+    """The kernel is right for requests that exactly fill one loop iteration, and for requests of several iterations."""
     draw = random.Random(requests)
     check([draw.choice([0, 1, 70, 700, 3000]) for _ in range(requests)], 13, 128, 5, batch_invariant)
 
