@@ -1,4 +1,4 @@
-"""The backend of a call: chosen by declared capabilities if none is named, and never replaced if one is named."""
+"""Tests of the backend of a call: the choice by declared capabilities, and backends that the caller names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ ON_GPU = backends.decode_request(GPU, torch.bfloat16, 512, 64, 64, QueryLenSuppo
 
 @pytest.fixture
 def capability(monkeypatch):
-    """Return a function that sets the compute capability that torch reports; a choice needs no GPU."""
+    """Return a function that sets the compute capability that torch reports.
+
+    The choice of a backend reads only this report, so the tests need no GPU.
+    """
     pytest.importorskip("triton")
 
     def report(major: int, minor: int) -> None:
@@ -61,7 +64,10 @@ def deviceless(name: str, priority: int, ops: tuple[str, ...] = ("mla_decode",),
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Record (backend, op) of every launch; besides `cpu`, `decoder` has lower priority and only decode ops."""
+    """Register two backends and return the set of (backend, op) of every launch.
+
+    `cpu` is the built-in backend. `decoder` has a lower priority and only the ops of a decode.
+    """
     with_backends(monkeypatch, CPU_BACKEND, Backend("decoder", -1, "cpu", {op: CPU_BACKEND.ops[op] for op in DECODES}))
     found, right = set(), backends.kernel
     monkeypatch.setattr(backends, "kernel", lambda name, op: found.add((name, op)) or right(name, op))
@@ -100,7 +106,7 @@ def test_every_op_has_a_cpu_kernel():
     ],
 )
 def test_reasons(change, reason):
-    """A value outside what a backend declares is refused with one line."""
+    """A backend refuses a request for one reason if one value of the request is outside the declaration."""
     narrow = deviceless(
         "narrow", 5, dtypes=(torch.float32,), head_dims={"kv_lora_rank": (512,)}, block_sizes=(64,),
         query_lens=QueryLenSupport.UNIFORM, masks=("causal",), batch_invariant=False, graph=GraphSupport.ONE_QUERY_LEN,
@@ -151,7 +157,7 @@ def decode_arguments():
 
 
 def test_schedule_changes_no_value(ops):
-    """With a schedule the bits are those without one."""
+    """A decode of requests with one tile each gives the same bits with a schedule as without a schedule."""
     q, k_pe, cache, plan, scale = decode_arguments()
     schedule = DecodeSchedule(integers(0, 0, 0, 1, 0).view(1, 5), integers(0, 1, 2))
     with_schedule, without = (
@@ -166,7 +172,10 @@ def test_schedule_changes_no_value(ops):
     [((1, 1, 1), "SINGLE_ONLY"), ((0, 1), "VARLEN"), ((2, 2), "UNIFORM"), ((1, 3), "VARLEN"), ((2, 2, 0), "VARLEN")],
 )
 def test_query_lens_of(lens, wanted):
-    """A batch is uniform only if every query has the length of the bound; a query of length 0 makes it ragged."""
+    """A batch is uniform only if every query has the length `max_query_len`.
+
+    A batch with a query of length 0 has varying query lengths.
+    """
     assert backends.query_lens_of(sum(lens), len(lens), max(lens)).name == wanted
 
 
@@ -194,13 +203,16 @@ STEP = {"flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_state
     ({"decode_programs": "decoder"}, {"mla_decode"}), ({"flash_attn_varlen": "cpu"}, set()),
 ], ids=str)  # fmt: skip
 def test_a_layer_binds_what_a_backend_declares(backend, decoder, launched):
-    """Each op of a layer, also the prefill's gather, uses the named or mapped backend; for other ops one is chosen."""
+    """A layer uses the backend that the caller named for every op that this backend declares.
+
+    For every other op of the layer, a backend is chosen by capability and priority.
+    """
     step_of_a_layer(backend)
     assert launched == {("decoder" if op in decoder else "cpu", op) for op in STEP}
 
 
 def test_a_compound_function_binds_what_a_backend_declares(launched):
-    """A cascade and a decode over ranks use the named backend for the decode; for their other ops one is chosen."""
+    """A cascade and a decode over ranks use the named backend for the decode, and a chosen backend for other ops."""
     q, k_pe, cache, plan, scale = decode_arguments()
     cascade = fast.split_shared_prefix(plan, 16, 16, 0)
     fast.cascade_attention(q, k_pe, cache, cascade, scale, backend="decoder")
@@ -253,9 +265,9 @@ WRONG = [
 
 @pytest.mark.parametrize("backend, message", WRONG, ids=str)
 def test_what_nothing_has_is_refused_at_construction(backend, message, plain_errors):
-    """An unknown backend is refused with one line wherever `backend=` is taken, before anything runs.
+    """Every function with a parameter `backend` refuses an invalid value with one line, before anything runs.
 
-    A function that uses none of the mapping's ops refuses it too.
+    A function also refuses an invalid mapping if the mapping names none of the ops of the function.
     """
     state = fast.AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
     calls = [
@@ -273,7 +285,7 @@ def test_what_nothing_has_is_refused_at_construction(backend, message, plain_err
 
 @pytest.mark.parametrize("name", ["cpu", "triton", "hopper"])
 def test_a_backend_declares_kernels_of_its_own(name):
-    """Every launcher that a backend declares is defined in its own modules."""
+    """Every launcher that a backend declares is defined in the modules of this backend."""
     if name != "cpu":
         pytest.importorskip("triton")
     (declared,) = (backend for backend in backends.registered() if backend.name == name)
@@ -284,9 +296,9 @@ def test_a_backend_declares_kernels_of_its_own(name):
 
 
 def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
-    """An op with a named backend runs that backend's kernel or raises all reasons.
+    """An op with a named backend runs a kernel of this backend, or raises every reason why this backend cannot serve.
 
-    This holds also if the backend serves other ops on that device.
+    The op also raises if the named backend serves other ops on the device of the call.
     """
     capability(9, 0)
     assert backends.select(ON_GPU, "hopper").name == "hopper"
@@ -304,9 +316,10 @@ def test_a_name_at_an_op_is_that_backend_or_every_reason(capability):
 
 
 def test_ops_with_private_buffers_between_them_stay_together(capability):
-    """Ops that exchange private buffers get one backend.
+    """Ops that exchange private buffers are served by one backend.
 
-    A mapping that names one op of a decode names all of them. A backend that has only one op of a pair serves neither.
+    A mapping that binds one op of a decode to a backend binds all ops of a decode to this backend. A backend that
+    declares only one of two such ops serves neither op.
     """
     capability(9, 0)
     for op in DECODES:
@@ -322,7 +335,7 @@ def test_ops_with_private_buffers_between_them_stay_together(capability):
 
 
 def test_ops_say_which_output_they_need(capability):
-    """A float64 output of bfloat16 inputs is refused on a GPU and served by backends that can write it."""
+    """The GPU backends refuse a float64 output, and the `cpu` backend serves a float64 output."""
     capability(9, 0)
     for out_dtype in (torch.float32, torch.bfloat16):
         assert backends.select(replace(ON_GPU, out_dtype=out_dtype)).name == "hopper"
@@ -344,7 +357,7 @@ def test_ops_say_which_output_they_need(capability):
 
 @pytest.mark.parametrize("found, served", [((8, 9), "triton"), ((9, 0), "hopper"), ((10, 0), "triton")])
 def test_capability_end(found, served, capability):
-    """The Hopper kernels serve capability (9, 0) only, not earlier and not later GPUs such as (10, 0)."""
+    """The `hopper` backend serves compute capability 9.0; it serves neither earlier nor later GPUs such as 10.0."""
     capability(*found)
     assert backends.select(ON_GPU).name == served
     if served != "hopper":
@@ -354,7 +367,10 @@ def test_capability_end(found, served, capability):
 
 
 def test_rocm_is_refused_by_name(capability, monkeypatch):
-    """An MI300 reports capability (9, 4) but is not a Hopper GPU; no backend has been tested on ROCm."""
+    """The GPU backends refuse an MI300, which reports capability (9, 4), because no backend was tested on ROCm.
+
+    A backend that declares `rocm=True` serves an MI300.
+    """
     capability(9, 4)
     assert backends.select(ON_GPU).name == "hopper"  # the same numbers on an NVIDIA GPU
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
@@ -368,7 +384,10 @@ def test_rocm_is_refused_by_name(capability, monkeypatch):
 
 
 def test_an_mi300_is_no_hopper_for_the_launchers(monkeypatch):
-    """On an MI300 the launchers of portable Triton use neither tensor descriptors nor Hopper's tile sizes."""
+    """The launchers of the `triton` backend do not take an MI300 for a Hopper GPU.
+
+    The MI300 reports major capability 9, but has neither a copy engine (TMA) nor dependent launches.
+    """
     pytest.importorskip("triton")
     from fast.kernels.device import device_facts
 
@@ -382,7 +401,7 @@ def test_an_mi300_is_no_hopper_for_the_launchers(monkeypatch):
 
 
 def test_an_explicit_request_is_never_replaced(plain_errors):
-    """A named backend that cannot serve a call raises, and nothing is written."""
+    """A call with an unknown backend raises and writes nothing; no other backend serves the call."""
     q, k_pe, cache, plan, scale = decode_arguments()
     calls = [
         lambda: fast.mla_decode(q, k_pe, cache, plan, scale, backend="nosuch"),
@@ -409,7 +428,7 @@ def test_an_explicit_request_is_served():
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_explain(config):
-    """`explain` gives one line for each op: the backend that serves it, or the reasons why none does."""
+    """`explain` gives one line for each op: the backend that serves the op, or the reasons why no backend does."""
     lines = backends.explain(config, device="cpu", dtype=torch.bfloat16).splitlines()
     served = dict(line.split(": ", 1) for line in lines)
     assert served["mla_decode"].startswith("cpu") and served["flash_attn_varlen"].startswith("cpu")
@@ -428,7 +447,7 @@ def explained(**options) -> dict[str, str]:
 
 @pytest.mark.parametrize("block_size, served", [(64, "hopper"), (48, "triton")])
 def test_explain_decodes_together(block_size, served, capability):
-    """All ops of a decode get the same backend on a GPU that has several."""
+    """All ops of a decode get the same backend, also on a GPU that several backends serve."""
     capability(9, 0)
     found = explained(block_size=block_size)
     for op in DECODES:
@@ -451,7 +470,7 @@ def test_explain_lists_what_is_bound_and_what_is_chosen(capability):
 
 
 def test_a_device_without_kernels_is_refused():
-    """For a device that no backend serves, a call raises the reasons and launches no other device's kernel."""
+    """A call on a device that no backend serves raises the reason of every backend."""
     with pytest.raises(UnsupportedConfiguration, match="cpu: serves device cpu, got meta"):
         fast.merge_attn_states(
             *(

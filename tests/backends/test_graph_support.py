@@ -1,6 +1,7 @@
-"""Every op of a captured decode step asks for a backend that can be captured.
+"""Tests that every op of a captured decode step is served by a backend that can be captured.
 
-Faults this file was seen to catch: a layer that does not pass the graph to an op, an op that does not pass it on.
+Faults that were planted once to see a test of this file fail: a layer does not pass `graph` to an op, and an op does
+not pass `graph` to the choice of the backend.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from reference.interfaces import GraphSupport, UnsupportedConfiguration
 
 from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights
 
-STEP = ("rope_norm_and_cache", "mla_decode", "plan_decode")  # ops of a decode step on one rank
+STEP = ("rope_norm_and_cache", "mla_decode", "plan_decode")  # the ops of a planned decode step on one rank
 MERGES = {"ag_rs": ("weight_attn_out",), "a2a": ("pack_attn_state", "merge_packed_attn_states")}
 
 
 @pytest.fixture
 def launched():
-    """The ops that a backend serves which cannot be captured; it has the highest priority."""
+    """Register a backend that has the highest priority and cannot be captured.
+
+    The fixture yields the set of ops that this backend served.
+    """
     seen: set[str] = set()
 
     def noted(op):
@@ -47,10 +51,10 @@ def one_step(captured, attention=False, ranks=None):
     layer = make_layer(fast, config, weights, torch.float32, context_parallel=ranks)
     builder = fast.MLAMetadataBuilder(config, 16, 4096, 8, num_programs=2, context_parallel=ranks, dtype=torch.float32)
     common = batch.common
-    if ranks is not None:  # one block of 16 slots holds 32 tokens of a sequence, 16 of them on each rank
+    if ranks is not None:  # a column of the block table holds 32 tokens: a block of 16 tokens on each of two ranks
         common = replace(common, slot_mapping=torch.tensor([-1, -1]))
     plan = builder.build_for_cudagraph_capture(common) if captured else builder.build(0, common)
-    if not captured:  # the lengths alone ask for no schedule
+    if not captured:  # with these lengths the builder makes no schedule
         plan = replace(plan, schedule=fast.plan_decode(plan.decode.seq_lens, 2))
     hidden_states, positions = torch.randn(2, config.hidden_size), torch.tensor([19, 32])
     if attention:
@@ -62,7 +66,10 @@ def one_step(captured, attention=False, ranks=None):
 
 
 def test_a_decode_step(launched):
-    """`forward` takes the fused cache write, `forward_attention` the separate one."""
+    """No op of a captured decode step is served by a backend that cannot be captured, except `apply_rope` of `project`.
+
+    `forward` writes the cache with the fused op, and `forward_attention` writes the cache with a separate op.
+    """
     one_step(captured=False)
     assert launched == set(STEP)
     launched.clear()
@@ -72,12 +79,12 @@ def test_a_decode_step(launched):
     assert launched == {"apply_rope", "concat_and_cache_mla", "mla_decode", "plan_decode"}
     launched.clear()
     one_step(captured=True, attention=True)
-    assert launched == {"apply_rope"}  # `project` has no plan: a graph captures `forward`
+    assert launched == {"apply_rope"}  # `project` gets no plan; a graph captures `forward` instead
 
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_merge_over_ranks(launched, merge):
-    """The ranks merge their states inside the graph too."""
+    """In a captured step, the merge over ranks is not served by a backend that cannot be captured."""
     fast.simulate(2, 8, lambda ranks: one_step(captured=False, ranks=ranks), merge=merge)
     assert launched == {*STEP, *MERGES[merge]}
     launched.clear()
@@ -86,7 +93,7 @@ def test_a_merge_over_ranks(launched, merge):
 
 
 def test_a_named_backend_is_not_replaced(launched, plain_errors):
-    """A caller who names the backend gets the reason."""
+    """A caller who names a backend that cannot be captured gets the reason as an error."""
     state = fast.AttentionState(torch.ones(2, 3, 4), torch.zeros(3, 2))
     fast.merge_attn_states(state, state, backend="eager")
     assert launched == {"merge_attn_states"}

@@ -1,4 +1,4 @@
-"""Backends that are registered directly or by an entry point, their declarations, and formats of caches."""
+"""Tests of backends that are registered directly or by an entry point, of declarations, and of cache formats."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .test_backends import REQUEST, STEP, decode_arguments, step_of_a_layer
 
 
 def negated_merge(prefix_out, prefix_lse, suffix_out, suffix_lse):
-    """A merge with a result that differs from that of every built-in backend."""
+    """Return the negated state of the prefix, which no built-in backend returns."""
     return -prefix_out, -prefix_lse
 
 
@@ -51,7 +51,7 @@ def merge(**options):
 
 
 def test_a_backend_for_one_op(plain_errors):
-    """A registered backend serves its op and no other; after its removal the built-in backends serve again."""
+    """A registered backend serves only its own op; after its removal a built-in backend serves this op again."""
     backends.register(FOREIGN)
     try:
         assert merge().eq(-1).all() and merge(backend="cpu").gt(0).all()
@@ -72,7 +72,10 @@ def test_a_backend_for_one_op(plain_errors):
 
 @pytest.mark.parametrize("found", [FOREIGN, lambda: FOREIGN, lambda: [FOREIGN]], ids=["a backend", "one", "a list"])
 def test_entry_points(found, monkeypatch):
-    """Entry points are read once, at the first choice; one that fails is left out with a warning that names it."""
+    """Entry points are read once, at the first choice of a backend.
+
+    An entry point that fails is left out with a warning that names the entry point.
+    """
     registry = sys.modules["fast.backends.registry"]
 
     def broken():
@@ -119,14 +122,17 @@ def test_entry_points(found, monkeypatch):
     ids=lambda value: str(value) if isinstance(value, str) else "",
 )
 def test_a_declaration_checks_itself(record, fields, message, plain_errors):
-    """An invalid declaration raises where it is made; later it would break the choice for every op."""
+    """The constructor of a declaration refuses invalid fields, which would otherwise break the choice for every op."""
     with pytest.raises((ValueError, TypeError)) as error:
         replace(record, **fields)
     assert str(error.value).startswith(message)
 
 
 def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
-    """Earlier fault: a builder kept the number of programs of a backend that was no longer registered."""
+    """A builder uses the number of programs of a backend only while this backend is registered.
+
+    An earlier version kept the number after the backend was removed.
+    """
 
     def planned() -> int:
         builder = fast.MLAMetadataBuilder(DIRECT, 16, 4096, 8)
@@ -142,7 +148,10 @@ def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
 
 
 def test_builders_pass_the_costs_of_the_backend(plain_errors):
-    """Planted: a builder ignores the backend's costs and plans with the neutral ones."""
+    """A builder plans with the schedule costs of the backend, unless the caller gives other costs.
+
+    The test fails if a builder plans with the neutral costs instead.
+    """
     own = ScheduleCosts(request_cost=11, split_cost=3, cut=InvariantCut(2, 3, 6, 9), invariant_starts=1)
     lens, config = [9000, 20, 300], DIRECT
     common = make_batch([1, 1, 1], lens).common
@@ -169,7 +178,10 @@ def test_builders_pass_the_costs_of_the_backend(plain_errors):
 
 
 def test_no_backend_has_to_tell_programs_or_costs(monkeypatch):
-    """A backend need not report programs or costs: decodes are then unplanned by default, and costs are neutral."""
+    """Without a backend that reports programs and costs, decodes are not planned by default.
+
+    A caller who gives a number of programs gets a schedule with neutral costs.
+    """
     ops = {op: support for op, support in CPU_BACKEND.ops.items() if op not in ("decode_programs", "schedule_costs")}
     with_backends(monkeypatch, replace(CPU_BACKEND, ops=ops))
     common = make_batch([1, 1, 1], [9000, 20, 300]).common
@@ -185,11 +197,14 @@ def test_no_backend_has_to_tell_programs_or_costs(monkeypatch):
     with_backends(monkeypatch, replace(CPU_BACKEND, ops=ops), half)
     asked = fast.MLAMetadataBuilder(DIRECT, 16, 16384, 8, backend={"decode_programs": "half"})
     with pytest.raises(UnsupportedConfiguration, match="half: serves torch.float16, got torch.bfloat16"):
-        asked.build(0, common)  # a user's number is never replaced silently
+        asked.build(0, common)  # the backend that the caller named is never replaced silently
 
 
 def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():
-    """Earlier fault: backends declared whether they can be captured, but no choice asked for it."""
+    """A captured decode is not served by a backend that cannot be captured.
+
+    In an earlier version backends declared whether they can be captured, but the choice ignored the declaration.
+    """
     launched = set()
 
     def noted(op):
@@ -219,9 +234,10 @@ OTHER_FORMAT = CacheFormat("other")
 
 
 def test_a_format_reaches_every_op(monkeypatch):
-    """A layer passes its cache format to every op, so a backend that declares only this format serves a whole step.
+    """A layer passes its cache format to every op that reads or writes the cache.
 
-    Planted: the layer, its prefill or its cascade does not pass the format.
+    A backend for this format alone therefore serves all these ops. The test fails if the layer, its prefill or its
+    cascade does not pass the format.
     """
     reading = [op for op in OPS if op in ("mla_decode", "decode_programs", "gather_and_maybe_dequant_cache",
                                           "rope_norm_and_cache", "concat_and_cache_mla")]  # fmt: skip
@@ -244,7 +260,10 @@ def test_a_format_reaches_every_op(monkeypatch):
 
 
 def test_a_format_that_nothing_implements_is_refused(ops):
-    """Earlier fault: the reference accepted any format and wrote its own."""
+    """Both packages refuse a cache format that no kernel implements, and do not write the cache.
+
+    An earlier version of `reference` accepted any format and wrote its own format.
+    """
     q, k_pe, cache, plan, scale = decode_arguments()
     before = cache.clone()
     calls = [
@@ -261,9 +280,9 @@ def test_a_format_that_nothing_implements_is_refused(ops):
 
 
 def test_declarations_import_no_kernel():
-    """Neither `import fast` nor a choice imports a kernel; the first call imports the kernels that it launches.
+    """Neither `import fast` nor the choice of a backend imports kernels; the first call of an op imports kernels.
 
-    Earlier fault: the module of `rotate` imported all cpu kernels.
+    `rotate` is not an op and imports no kernels. In an earlier version the module of `rotate` imported all cpu kernels.
     """
     code = """
 import sys, torch, fast
@@ -274,14 +293,14 @@ assert not loaded, loaded
 fast.rotate(torch.ones(1, 2), torch.ones(1, 1), torch.ones(1, 1), True)
 assert not [name for name in sys.modules if name.startswith(sets)]
 fast.apply_rope(torch.zeros(1).long(), torch.ones(1, 1, 2), torch.ones(1, 2), fast.RopeConfig())
-assert "fast.kernels.cpu" in sys.modules  # so that this test can fail
+assert "fast.kernels.cpu" in sys.modules  # this proves that the search above finds imported kernels
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_priority_of_one_op(monkeypatch):
-    """An op may have its own priority, above or below that of its backend."""
+    """An op may have a priority of its own, which replaces the priority of the backend for this op."""
     first = Backend("first", 5, "cpu", {"mla_decode": OpSupport(print, priority=-1), "apply_rope": OpSupport(print)})
     with_backends(monkeypatch, first, replace(CPU_BACKEND, priority=2))
     assert backends.select(REQUEST).name == "cpu"
@@ -289,7 +308,10 @@ def test_a_priority_of_one_op(monkeypatch):
 
 
 def test_explain_asks_what_the_ops_ask(monkeypatch):
-    """Earlier fault: `explain` did not ask for widths, so it named a backend that refused the call."""
+    """`explain` names a backend only if the backend serves the widths of the model.
+
+    An earlier version of `explain` ignored the widths, and named backends that refused the call.
+    """
     only_512 = {
         op: OpSupport(print, head_dims={"kv_lora_rank": (512,)}) for op in ("concat_and_cache_mla", "mla_decode")
     }

@@ -1,4 +1,4 @@
-"""Attention states merged over simulated ranks: values, ranks without keys, infinities, and exchanged bytes."""
+"""Tests of merges over simulated ranks: values, ranks without keys, infinite LSEs, and exchanged bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from reference.interfaces import AttentionState
 from ..support.context_parallel import HEADS, MERGES, of_rank, over_ranks, rank_states
 from ..support.factories import assert_states64, integers, make_batch, offsets
 
-# Merges over ranks.
+# Tests of merges.
 
 
 @pytest.mark.parametrize("merge", MERGES)
@@ -30,7 +30,10 @@ def test_merge_over_ranks(ops, size, merge):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("merge", MERGES)
 def test_merge_within_budget(merge, dtype):
-    """The budget is that of the reference's merge of the same kind in the dtype; LSEs are always sent in float32."""
+    """A merge of `fast` is within the budget that the same merge of `reference` in the same dtype gives.
+
+    The merged LSE is float32 for every dtype of the outputs.
+    """
     states = rank_states(4, 33, 8, 20, dtype)
     gold = [AttentionState(s.out.double(), s.lse.double()) for s in states]
     gold = functools.reduce(reference.merge_attn_states, gold)
@@ -41,7 +44,7 @@ def test_merge_within_budget(merge, dtype):
 
 
 def test_merges_agree(ops):
-    """The two merges give equal states up to rounding."""
+    """The merges `a2a` and `ag_rs` give the same state up to rounding."""
     states = rank_states(4, 5, 8, 6, torch.float64)
     assert_states64(over_ranks(ops, states, "a2a"), over_ranks(ops, states, "ag_rs"))
 
@@ -58,7 +61,7 @@ def test_infinite_lse_is_nan(ops, merge, bad):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_a_rank_without_keys_counts_nothing(ops, merge):
-    """A rank with LSE -inf changes no result, even if its outputs are not 0."""
+    """A row with LSE -inf on a rank changes no result, even if the output of this row on the rank is NaN."""
     states = rank_states(3, 4, 6, 5, torch.float64)
     wanted = over_ranks(ops, states, merge)
     for state in states:
@@ -92,14 +95,17 @@ def test_one_rank_with_keys_comes_back_bitwise(ops, merge):
     assert found.out.equal(states[1].out) and found.lse.equal(states[1].lse)
 
 
-# Traffic.
+# Tests of the exchanged bytes.
 
 
 @pytest.mark.parametrize("merge", MERGES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_bytes_received(ops, size, dtype, merge):
-    """A decode receives the bytes of the formula; `fast` pads each part of a message to 16 bytes."""
+    """A decode receives as many bytes as `dcp_wire_bytes` computes.
+
+    Only the all-to-all messages of `fast` may be longer, because `fast` pads both parts of a message to 16 bytes.
+    """
     tokens, latent, rope = 6, 32, 16
     batch = make_batch([1] * tokens, [40] * tokens, 16)
     cache = torch.zeros(batch.num_blocks, 16, latent + rope, dtype=dtype)
@@ -121,7 +127,7 @@ def test_bytes_received(ops, size, dtype, merge):
 
 
 def test_all_to_all_moves_less():
-    """All-gather with reduce-scatter sends the LSEs of all heads, all-to-all only those of the owned heads."""
+    """A rank receives the LSEs of all heads in the merge `ag_rs`, and only the LSEs of its owned heads in `a2a`."""
     sizes = (32, 128, 512, 64, 8)
     ag_rs, a2a = (reference.dcp_wire_bytes(*sizes, merge, 2) for merge in MERGES[::-1])
     assert sum(ag_rs.values()) - sum(a2a.values()) == 7 * 32 * (128 - 16) * 4

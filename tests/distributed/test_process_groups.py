@@ -1,4 +1,4 @@
-"""Ranks as processes over gloo, or NCCL where there are GPUs: equal to the simulator; ranks that die or disagree."""
+"""Tests of ranks in processes, over gloo or over NCCL on GPUs: results, ranks that disagree, and ranks that die."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def simulated(size, total, interleave, dtype):
 
 @pytest.mark.parametrize(("size", "total", "interleave"), [(2, 2, 1), (4, 4, 16), (2, 4, 4)])
 def test_processes_equal_the_simulator(size, total, interleave):
-    """Over gloo, merges and layers equal the simulator to 1e-12, and two runs are bit-identical."""
+    """Over gloo, merges and layers give the float64 results of the simulator, and two runs give the same bits."""
     runs = [values_of(run_ranks(total, exchange_everything, size, interleave, torch.float64, "cpu")) for _ in range(2)]
     wanted = simulated(size, total, interleave, torch.float64)
     for rank in range(total):
@@ -93,24 +93,28 @@ def test_ranks_that_disagree(facts, message):
     ids=["block-size", "eos", "tokens", "refused-by-one"],
 )
 def test_loops_that_disagree(options, message):
-    """Loops compare their options before a step, and before any check that only one rank would fail."""
+    """Serving loops compare the options of all ranks before a step, and before any check that one rank alone fails."""
     for outcome in run_ranks(2, disagree_in_a_loop, 2, options):
         assert outcome.error.startswith(f"ValueError: {message}") and outcome.seconds < 10, outcome
 
 
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_decode_graphs(merge):
-    """A decode graph over processes; on a CPU its steps run eagerly over the same buffers."""
+    """A decode graph over processes gives the outputs of the same steps without a graph.
+
+    On a CPU, a decode graph runs its steps eagerly over its own buffers.
+    """
     for found, _ in values_of(run_ranks(2, replay_decodes, 2, merge, 2, "cpu", torch.float64)):
         for eager, captured in found:
             assert_close64(captured, eager)
 
 
-# Ranks that die. A run of the loop has about a hundred exchanges: 15 steps of two layers with two or three each.
+# Tests of ranks that die. A run of the loop has about 100 exchanges: 15 steps of two layers, with two or three
+# exchanges in each layer.
 
 
 def check_survivor(outcome: Outcome, seconds: float) -> None:
-    """Assert that a rank raised in time, with the group, the operation and the requests in flight."""
+    """Assert that a rank raised in time, and that its error has the group, the operation and the requests in flight."""
     assert outcome.exit_status == 1, f"{outcome}"
     wanted = r"^StepLost: (cp|tp)_group: all_\w+ of rank \d among ranks \[[\d, ]+\] failed: .*"
     assert re.match(wanted + r"; requests in flight: \d(, \d)*$", outcome.error), outcome.error
@@ -119,10 +123,10 @@ def check_survivor(outcome: Outcome, seconds: float) -> None:
 
 @pytest.mark.parametrize("kill", range(14))
 def test_a_rank_that_dies_in_a_step(kill):
-    """If a rank dies at any exchange of two or four ranks, every other rank raises and none hangs."""
+    """If a rank dies at any exchange of two or four ranks, every other rank raises and no rank hangs."""
     draw = random.Random(kill)
     total = (2, 4)[kill % 2]
-    victim, exchange = draw.randrange(total), draw.randrange(1, 90) if kill else 1  # 1: the check before the first step
+    victim, exchange = draw.randrange(total), draw.randrange(1, 90) if kill else 1  # exchange 1 precedes the first step
     outcomes = run_ranks(total, serve_and_die, (2, 4, 2)[kill % 3] if total == 4 else 2, victim, exchange, "cpu",
                          torch.float32, timeout_s=GROUP_TIMEOUT_S)  # fmt: skip
     assert outcomes[victim].exit_status == -signal.SIGKILL
@@ -133,7 +137,7 @@ def test_a_rank_that_dies_in_a_step(kill):
 
 @pytest.mark.parametrize("kill", range(6))
 def test_a_rank_that_is_killed(kill):
-    """If a rank is killed from outside at any moment, the others raise."""
+    """If a rank is killed from outside at any moment, all other ranks raise."""
     draw = random.Random(100 + kill)
     total = (2, 4)[kill % 2]
     victim = draw.randrange(total)
@@ -153,7 +157,7 @@ def test_a_rank_that_is_killed(kill):
 
 
 def test_a_rank_that_stands_still():
-    """If a rank is stopped but not dead, the others raise after the group's timeout."""
+    """If a rank is stopped by a signal but has not ended, the other rank raises after the timeout of the group."""
     stopped = []
 
     def stop(processes: list[int]) -> None:
@@ -167,11 +171,14 @@ def test_a_rank_that_stands_still():
     assert re.match(r"^(StepLost|GroupError): (cp|tp)_group: all_\w+ of rank 0 among .* failed: ", outcomes[0].error)
 
 
-# The main job.
+# Tests of the main job.
 
 
 def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str, str]:
-    """Run `torchrun -m fast` on the CPU, one thread a rank; return status, stdout and stderr; end all its processes."""
+    """Run `torchrun -m fast` on the CPU with one thread for each rank, and return exit status, stdout and stderr.
+
+    After 240 s all processes of the command are ended.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     process = subprocess.Popen(
@@ -181,7 +188,7 @@ def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str,
     try:
         output, errors = process.communicate(timeout=240)
     except subprocess.TimeoutExpired:
-        process.terminate()  # it ends its workers, which have sessions of their own
+        process.terminate()  # torchrun then ends its workers
         output, errors = process.communicate(timeout=60)
         errors += "\nran longer than 240 s"
     return process.returncode, output, errors
@@ -189,7 +196,7 @@ def torchrun(*options: str, processes: int = 4, folder: Path) -> tuple[int, str,
 
 @pytest.mark.parametrize(("size", "interleave", "merge", "ops"), [(4, 1, "a2a", "both"), (2, 16, "ag_rs", "fast")])
 def test_main_job(tmp_path, size, interleave, merge, ops):
-    """TP = 4 with DCP = 4 and 2 generates the tokens of one rank, in float32; each rank holds its part of the cache."""
+    """Four ranks, in groups of four or of two ranks that share each sequence, generate the tokens of a single rank."""
     pytest.importorskip("transformers")
     status, output, errors = torchrun(
         "--context-parallel", str(size), "--interleave", str(interleave), "--merge", merge, "--max-new-tokens", "12",
@@ -208,7 +215,7 @@ def test_main_job(tmp_path, size, interleave, merge, ops):
 
 
 def test_main_job_refusals(tmp_path):
-    """Invalid options are refused with one line before a model is loaded."""
+    """The main job refuses invalid options with one line before a model is loaded."""
     alone = subprocess.run([sys.executable, "-m", "fast", "--context-parallel", "2"], cwd=tmp_path, text=True,
                            env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False)  # fmt: skip
     assert alone.returncode == 2
@@ -218,14 +225,17 @@ def test_main_job_refusals(tmp_path):
     assert "error: --context-parallel: expected a divisor of the 2 processes, got 3\n" in errors
 
 
-# GPUs.
+# Tests on GPUs.
 
 
 @on_gpus
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("total", [2, 4])
 def test_nccl_within_budget(total, dtype):
-    """Over NCCL results are within the budget: low is the reference on the same ranks, gold the float64 simulator."""
+    """Over NCCL, the results of `fast` are within the budget.
+
+    Low is `reference` on the same ranks, and gold is `reference` on simulated ranks in float64.
+    """
     if total > GPUS:
         pytest.skip(f"needs {total} GPUs")
     outcomes = run_ranks(total, exchange_everything, total, 16, dtype, "cuda", backend="nccl", limit_s=180.0)
@@ -242,7 +252,10 @@ def test_nccl_within_budget(total, dtype):
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 def test_nccl_graphs(merge, query_len):
-    """A step with exchanges is captured and replayed with other lengths, blocks and slots; memory does not grow."""
+    """A captured step with exchanges is within the budget if it is replayed with other lengths, blocks and slots.
+
+    The reserved memory does not grow.
+    """
     gold = values_of(run_ranks(2, replay_decodes, 2, merge, query_len, "cpu", torch.float64))
     outcomes = run_ranks(2, replay_decodes, 2, merge, query_len, "cuda", torch.float32, backend="nccl", limit_s=180.0)
     for (found, amounts), (wanted, _) in zip(values_of(outcomes), gold, strict=True):
@@ -254,7 +267,7 @@ def test_nccl_graphs(merge, query_len):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Fill Triton's cache on disk before, so that no rank waits long for another one that compiles."""
+    """Fill Triton's disk cache before the tests, so that no rank waits long for another rank that compiles."""
     for total in {2, min(GPUS, 4)}:
         served = run_ranks(total, serve_and_die, 2, None, 0, "cuda", torch.bfloat16, backend="nccl", timeout_s=120.0,
                            limit_s=180.0)  # fmt: skip
@@ -266,7 +279,10 @@ def compiled():
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("kill", range(20))
 def test_nccl_rank_that_dies(kill):
-    """If a rank dies, the others end in time with non-zero status and log group, operation and requests in flight."""
+    """If a rank dies, every other rank ends in time with a non-zero exit status.
+
+    Error or stderr of such a rank has the group, the operation and the requests in flight.
+    """
     draw = random.Random(kill)
     total = 4 if GPUS >= 4 and kill % 2 else 2
     victim, exchange, timeout_s = draw.randrange(total), draw.randrange(1, 90), 6.0
@@ -276,13 +292,13 @@ def test_nccl_rank_that_dies(kill):
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
             assert outcome.exit_status not in (0, None), f"{outcome}"
-            assert outcome.ended - outcomes[victim].ended < timeout_s + 1, f"{outcome}"  # plus a second to observe it
+            assert outcome.ended - outcomes[victim].ended < timeout_s + 1, f"{outcome}"  # 1 s to observe the end
             text = (outcome.error or "") + outcome.stderr
             assert re.search(r"(cp|tp)_group: .*all_\w+.*requests in flight: \d", text, re.S), f"{outcome}"
 
 
 def test_served_alone():
-    """The text that the ranks above generate is not degenerate."""
+    """Every request of the loop generates more than three different tokens, so no test compares degenerate texts."""
     with torch.device("cpu"):
         requests = make_loop(fast, RANK_CONFIG, None, "cpu", torch.float64).run()
     assert all(len(set(request.generated_ids)) > 3 for request in requests)

@@ -1,4 +1,4 @@
-"""`reorg_kvcache` over more tokens than the cpu kernel orders at once (chunks of 4096), compared bit by bit."""
+"""Tests of `reorg_kvcache` with more than the 4096 tokens that the cpu kernel reorders at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from reference.interfaces import ContextChunk, TokenOwnership
 from ..support.context_parallel import gathered_chunk
 from ..support.factories import assert_same_bits, integers, offsets
 
-LENS = (2500, 0, 3001, 1, 3900, 64)  # requests end in chunks 1 and 2 and span both chunk ends
+LENS = (2500, 0, 3001, 1, 3900, 64)  # one request contains token 4096 of the batch, and another request token 8192
 
 
 @pytest.mark.parametrize("rows", ["dense", "with gaps"])
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 16), (3, 5), (8, 1)])
 def test_reorg_of_several_thousand_tokens(ops, size, interleave, rows):
-    """Planted: the second chunk of 4096 tokens is read from, or written to, a wrong position."""
+    """`reorg_kvcache` puts more than 8192 tokens into order, bit by bit.
+
+    The test fails if the kernel reads or writes the second 4096 tokens at a wrong position.
+    """
     assert sum(LENS) > 2 * cpu_kernels.CHUNK_TOKENS, "too few tokens for three chunks"
     entries = [torch.randn(length, 3) for length in LENS]
     chunk = ContextChunk(integers(*[0] * len(LENS)), offsets(LENS), sum(LENS), max(LENS))

@@ -1,4 +1,4 @@
-"""The simulator of ranks: exchanges, modes of the caller, ranks that wait for each other, the first error."""
+"""Tests of the simulator of ranks: exchanges, the caller's torch modes, ranks that wait for each other, and errors."""
 
 from __future__ import annotations
 

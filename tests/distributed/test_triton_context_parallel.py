@@ -1,4 +1,4 @@
-"""The Triton kernels around the exchanges of ranks: token order restored bit by bit, states merged at owner ranks."""
+"""Tests of the Triton kernels before and after exchanges of ranks: reordered context and merged states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_in_the_interpreter():
 
 
 def gathered_rows(size, interleave, lens, width, dtype):
-    """Return all-gathered context [D, padded, width], with NaN after each rank's rows, and its chunk."""
+    """Return the all-gathered context [D, padded, width], with NaN after the rows of each rank, and the chunk."""
     chunk = ContextChunk(integers(*[0] * len(lens)).cpu(), offsets(lens).cpu(), sum(lens), max(lens))
     chunk = reference.rank_local_chunk(chunk, TokenOwnership(size, 0, interleave))
     gathered = torch.randn(size, chunk.padded_tokens, width).to(dtype)
@@ -53,7 +53,10 @@ def test_reorg(size, interleave, width):
 @runs
 @pytest.mark.parametrize("far", [-5, 2147480000])
 def test_reorg_of_offsets_outside(far):
-    """With offsets outside the input, the kernel reads nothing outside, writes 0 to those rows, and does not raise."""
+    """If the offsets of a rank lie outside the input, the kernel writes 0 to the rows of this rank and does not raise.
+
+    The kernel reads nothing outside the input.
+    """
     gathered, chunk = gathered_rows(4, 2, (30, 11), 12, torch.float32)
     local = chunk.local_cu_seq_lens.clone()
     local[1] = far
@@ -67,7 +70,8 @@ def test_reorg_of_offsets_outside(far):
 def rank_states(size, tokens, heads, value, dtype):
     """Return a state for each rank.
 
-    Outputs of rows without keys on a rank are NaN, which must reach no result. Head 0 of token 1 has no keys at all.
+    If a row has no key on a rank, the output of this row on the rank is NaN, and no result may contain this NaN. The
+    row of head 0 and token 1 has no key on any rank.
     """
     states = []
     for _ in range(size):
@@ -90,7 +94,10 @@ def merged_by(states, merge):
 
 
 def on(device, state, gaps):
-    """Return the state on a device; its outputs have gaps between rows, or are stored head by head."""
+    """Return the output and the LSE of a state on a device.
+
+    With `gaps`, the output has gaps between rows. Without `gaps`, the output is stored head by head.
+    """
     out = torch.cat((state.out, state.out), -1)[..., : state.out.shape[2]] if gaps else state.out
     return (out if gaps else out.transpose(0, 1).contiguous().transpose(0, 1)).to(device), state.lse.to(device)
 
@@ -150,7 +157,7 @@ def test_infinite_lse_is_nan(merge, bad):
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 @pytest.mark.parametrize(("size", "total"), [(4, 4), (2, 4)])
 def test_layers(size, total, merge, dtype):
-    """Steps of a layer on simulated ranks of one GPU are within the budget of the reference's ranks."""
+    """The steps of a layer on simulated ranks of one GPU are within the budget of `reference` on simulated ranks."""
     steps = Steps(STEPS, 16, 4 * 16 * size * 4, 2)
 
     def served(ops, dtype, device):
@@ -168,15 +175,18 @@ def test_layers(size, total, merge, dtype):
 @gpu_only
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 def test_a_step_is_captured(merge):
-    """Gathering the queries, decode and merge can be captured: the host reads no value, replays use other lengths."""
-    # One rank only: a simulation of several cannot be captured, as its ranks run in turn on the host.
+    """A step that gathers queries, decodes and merges can be captured and then replayed with other lengths."""
+    # The test has one rank: several simulated ranks cannot be captured, because the host runs the ranks alternately.
     (wanted,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=False), merge=merge)
     (found,) = fast.simulate(1, 1, lambda ranks: captured_twice(ranks, replay=True), merge=merge)
     assert found.out.equal(wanted.out) and found.lse.equal(wanted.lse)
 
 
 def captured_twice(ranks, replay):
-    """Run or capture a step of 3 requests; return the state of a second step with other lengths, rerun or replayed."""
+    """Run a step of 3 requests, and return the state of a second step with other lengths.
+
+    With `replay`, the step is captured, and the second step is a replay of the graph.
+    """
     torch.manual_seed(0)
     cache = torch.randn(30, 16, 48, device="cuda")
     table = torch.randperm(30, device="cuda").int().view(3, 10)

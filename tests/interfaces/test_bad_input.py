@@ -1,4 +1,4 @@
-"""Tests of bad input: an error of one line names the argument, what was expected and what came.
+"""Tests of bad input: an error of one line has the argument, the expected and the given value.
 
 The error is raised before the function writes anything.
 """
@@ -58,7 +58,7 @@ def meta(t: torch.Tensor) -> torch.Tensor:
     return t.to("meta")
 
 
-# Calls with one bad argument. Each case is (function, argument, change of its value, name in the message).
+# Tests of calls with one bad argument. Each case is (function, argument, change of the argument, name in the message).
 
 
 def arguments():
@@ -337,7 +337,7 @@ def test_make_refuses(argument, change, named):
     refuses(lambda: CommonAttentionMetadata.make(**(GOOD | {argument: change(GOOD[argument])})), named)
 
 
-# A whole step: a refused step changes nothing.
+# Tests of a whole step. A layer that refuses a step changes nothing.
 
 
 def decode_field(name, change):
@@ -446,7 +446,7 @@ def test_layer_refuses(ops, which, change, named):
      (2, short, "k_pe"), (2, half, "k_pe"), (4, narrow, "output"), (4, half, "output")],
 )  # fmt: skip
 def test_layer_attention_refuses(ops, which, change, named):
-    """`forward_attention` refuses bad input and changes neither cache nor output; integrations call it directly."""
+    """`forward_attention`, which integrations call directly, refuses bad input and changes neither cache nor output."""
     layer, hidden, positions, cache, plan = step_inputs(ops)
     q, kv_c, k_pe = layer.project(hidden, positions)
     output = torch.zeros(14, DIRECT.num_heads, DIRECT.v_head_dim)
@@ -456,7 +456,7 @@ def test_layer_attention_refuses(ops, which, change, named):
 
 
 def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
-    """A decode refuses a `max_query_len` that is too small; its launch would leave rows unwritten."""
+    """A decode refuses a `max_query_len` that is too small, because the kernels would leave rows unwritten."""
     cache = torch.randn(2, 4, 10)
     seen = integers(4, 2, 3, 4)
     plan = reference.DecodeMetadata(integers(0, 1)[:, None], integers(4, 4), offsets([1, 3]), 1, seen, 4, 4)
@@ -468,8 +468,8 @@ def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
 def test_decode_refuses_half_a_schedule(ops, plain_errors):
     """A decode refuses an incomplete schedule.
 
-    A schedule without `tile_ranges` must be batch-invariant and must not have `split_offsets`; with `tile_ranges` it
-    needs `split_offsets`.
+    A schedule without `tile_ranges` must be batch-invariant and must not have `split_offsets`. A schedule
+    with `tile_ranges` must have `split_offsets`.
     """
     plan = DecodeMetadata(integers(0)[:, None], integers(4), offsets([1]), 1, integers(4), 4, 4)
     arguments = torch.randn(1, 2, 8), torch.randn(1, 2, 2), torch.randn(1, 4, 10), plan, 0.3
@@ -527,7 +527,7 @@ def test_default_device_moves_no_plan(ops, device):
 
 
 def test_layer_leaves_no_graph(ops):
-    """Neither cache nor output of a layer requires gradients when its parameters do; the packages only do inference."""
+    """Neither the cache nor the output of a layer requires gradients, even if the parameters of the layer do."""
     layer, hidden, positions, cache, plan = step_inputs(ops)
     for parameter in layer.parameters():
         parameter.requires_grad_(True)

@@ -15,7 +15,7 @@ from reference.interfaces import AttentionMetadataBuilder, GraphSupport
 from ..support.factories import DIRECT, integers, make_batch
 
 BLOCK, LONGEST, REQUESTS = 16, 256, 6
-BUILDERS = {  # by name: a builder for blocks of 16 tokens, 256 tokens a sequence, 6 requests and 1 drafted token
+BUILDERS = {  # name: builder for blocks of 16 tokens, 256 tokens a sequence, 6 requests and 1 draft token
     f"{ops.__name__}.MLAMetadataBuilder{' (batch-invariant)' * invariant}": (
         lambda ops=ops, invariant=invariant: ops.MLAMetadataBuilder(
             DIRECT, BLOCK, LONGEST, REQUESTS, num_speculative_tokens=1, num_programs=3, batch_invariant=invariant
@@ -107,7 +107,7 @@ def test_captured_plans(builder):
 
 
 def test_shared_prefixes(builder):
-    """A builder chooses a cascade like `use_cascade_attention`, and never chooses one if it is batch-invariant."""
+    """A builder chooses a cascade if `use_cascade_attention` does, but never if the builder is batch-invariant."""
     query_lens, lens = integers(*[1] * 6), integers(*[4096] * 6)
     asked = builder.use_cascade_attention(4000, query_lens, lens)
     assert asked is (not builder.batch_invariant and fast.use_cascade_attention(4000, query_lens, lens, DIRECT))

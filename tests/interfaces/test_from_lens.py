@@ -1,4 +1,4 @@
-"""Tests of `CommonAttentionMetadata.from_lens`: offsets, maxima and slots equal those of the reference, on any rank."""
+"""Tests of `CommonAttentionMetadata.from_lens`, which derives the offsets, maxima and slots of a batch on any rank."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_from_lens_is_make_over_the_loops_slots(requests, block_size):
 
 @pytest.mark.parametrize("size, interleave", [(1, 1), (2, 1), (3, 4), (2, 16)])
 def test_rank_local_slots(size, interleave):
-    """The slots of each rank equal those of `dcp_slot_mapping`, and every token has a slot on exactly one rank."""
+    """Each rank gets the slots that `dcp_slot_mapping` gives, and every token has a slot on exactly one rank."""
     query_lens, seq_lens = LENS
     table = table_for(seq_lens, 16)
     found = []
@@ -57,7 +57,8 @@ def test_rank_local_slots(size, interleave):
             )
             assert_same_bits(common.slot_mapping, wanted)
         found.append(common.slot_mapping >= 0)
-        assert common.max_seq_len == 37 and common.seq_lens.tolist() == seq_lens  # over all ranks
+        # the lengths count the tokens of all ranks, not the rank-local tokens
+        assert common.max_seq_len == 37 and common.seq_lens.tolist() == seq_lens
     assert torch.stack(found).sum(0).eq(1).all()
 
 
@@ -147,7 +148,10 @@ def test_padding_rows_have_no_slot(size):
 
 
 def test_a_column_that_the_table_lacks_has_no_slot():
-    """Tokens whose block lies after the last column of the table get slot -1; a GPU has no check of such a table."""
+    """A token whose block lies after the last column of the block table gets slot -1.
+
+    On a GPU, no check refuses such a block table.
+    """
     table = TABLE.to(torch.get_default_device())
     found = slots_of_tokens(offsets([3, 1]), integers(66, 64), table, 16, 5)
     assert found.tolist() == [int(TABLE[0, 3]) * 16 + 15, -1, -1, int(TABLE[1, 3]) * 16 + 15, -1]

@@ -1,6 +1,6 @@
 """Tests of the contract: configurations, presets, formulas for integers, the softmax scale and the checks.
 
-The pitfall numbers are those of the list in tests/__init__.py.
+The pitfall numbers refer to the list in tests/__init__.py.
 """
 
 from __future__ import annotations
@@ -46,10 +46,7 @@ def hf(**fields):
 
 
 def check_scale_law(config: MLAConfig):
-    """Check that the softmax scale is (P + R)^-1/2, times m(f, mscale_all_dim)^2 once if YaRN is configured.
-
-    Pitfall 14.
-    """
+    """Check that the softmax scale is (P + R)^-1/2, and with YaRN this times m(f, mscale_all_dim)^2 (pitfall 14)."""
     assert math.isclose(config.softmax_scale, softmax_scale(config), rel_tol=1e-12)
     assert not math.isclose(config.softmax_scale, config.head_size**-0.5, rel_tol=1e-3)
 
@@ -63,7 +60,7 @@ def test_scale_law(config):
 @pytest.mark.parametrize("mscale", [None, 0.707, 1.0])
 @pytest.mark.parametrize("mscale_all_dim", [None, 0.707, 1.0])
 def test_yarn_scales(mscale, mscale_all_dim):
-    """YaRN's magnitudes appear in the right factors (pitfall 14).
+    """The magnitudes of YaRN multiply cos and sin, and the softmax scale (pitfall 14).
 
     - cos and sin are multiplied by m(f, mscale) / m(f, mscale_all_dim) if both are given, else by m(f, 1);
     - the softmax scale is multiplied by m(f, mscale_all_dim)^2 if mscale_all_dim is given, else by 1.
@@ -106,7 +103,7 @@ PUBLISHED_SCALES = {
 
 @pytest.mark.parametrize("name", PUBLISHED_SCALES)
 def test_presets_have_the_published_rope(name):
-    """The rope and the softmax scale of a preset equal those that `from_hf` reads from the published config.json."""
+    """The rope and the softmax scale of a preset equal the values that `from_hf` reads from its config.json."""
     theta, factor, beta_fast, mscale, scale = PUBLISHED_SCALES[name]
     yarn = dict(rope_type="yarn", factor=factor, beta_fast=beta_fast, beta_slow=1, mscale=mscale, mscale_all_dim=mscale,
                 original_max_position_embeddings=4096)  # fmt: skip
@@ -158,7 +155,7 @@ def test_a_given_scale_is_kept():
     computed = dataclasses.replace(config, softmax_scale=None)
     assert computed == MLAConfig(64, 4, None, 32, 16, 8, 12) != config and computed.softmax_scale == 24**-0.5
     kept = dataclasses.replace(computed, softmax_scale=computed.softmax_scale, qk_nope_head_dim=8)
-    assert kept.softmax_scale == 24**-0.5  # a given scale, although it equals the computed one
+    assert kept.softmax_scale == 24**-0.5  # a given scale, although its value equals the computed scale
     assert type(MLAConfig(64, 4, None, 32, 16, 8, 12, softmax_scale=1).softmax_scale) is float
     parameter = inspect.signature(MLAConfig).parameters["softmax_scale"]
     assert parameter.default is None and "given_softmax_scale" not in inspect.signature(MLAConfig).parameters
@@ -198,7 +195,7 @@ def test_presets_against_transformers():
 
 
 def test_presets_against_published_layouts():
-    """Cache entries of the published models have 576 elements, which are 1152 bytes in 16 bits; MiniCPM3 has 288."""
+    """A cache entry of MiniCPM3 has 288 elements, and a cache entry of every other preset has 576 elements."""
     for name in ("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "kimi-k2", "moonlight", "glm-5", "longcat-flash"):
         assert MLAConfig.from_preset(name).head_size == 576
     assert preset("minicpm3").head_size == 288
@@ -235,7 +232,7 @@ def test_from_hf_reads_every_field():
 
 
 def test_from_hf_deepseek_classes():
-    """DeepSeek-V2 always interleaves rope pairs, and DeepSeek-V3 has a field for the pairing (pitfall 15)."""
+    """`from_hf` reads interleaved rope for DeepSeek-V2, and for DeepSeek-V3 the pairing of the config (pitfall 15)."""
     transformers = pytest.importorskip("transformers")
     small = dict(hidden_size=64, num_attention_heads=4, q_lora_rank=24, kv_lora_rank=32, qk_nope_head_dim=16,
                  qk_rope_head_dim=8, v_head_dim=12, num_hidden_layers=1)  # fmt: skip
@@ -330,7 +327,7 @@ SWITCHED_OFF = [
 
 @pytest.mark.parametrize("fields", OTHER_ATTENTION, ids=lambda fields: ", ".join(fields))
 def test_from_hf_refuses_other_attention(fields):
-    """A config with a kind of attention that is not implemented is refused, and the reason names its field."""
+    """A config with a kind of attention that is not implemented is refused, and the reason names the config's field."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     (reason,) = error.value.reasons
@@ -385,7 +382,7 @@ def test_from_hf_accepts_what_is_switched_off(fields):
     ids=str,
 )
 def test_from_hf_refuses_a_malformed_field_by_name(fields, reason, plain_errors):
-    """A malformed field is refused by name, and not by an error from inside such as `'int' object is not iterable`."""
+    """The error about a malformed field names the field, and is not an error such as `'int' object is not iterable`."""
     with pytest.raises(UnsupportedConfiguration) as error:
         MLAConfig.from_hf(hf(**fields))
     assert [got[: len(reason)] for got in error.value.reasons] == [reason]
@@ -401,14 +398,14 @@ def test_from_hf_refuses_a_malformed_dim_by_name(field, plain_errors):
 
 
 def test_from_hf_refuses_rope_by_layer_type():
-    """A config with one rope for each layer type is refused; read as one rope, it would give the default rope."""
+    """A config with one rope for each layer type is refused; otherwise `from_hf` would read the default rope."""
     for parameters in (dict(full_attention=YARN_HF), YARN_HF | dict(llama_4_scaling_beta=0.1)):
         with pytest.raises(UnsupportedConfiguration, match="^config.rope_parameters: (rope by layer|llama_4_scaling)"):
             MLAConfig.from_hf(hf(rope_parameters=parameters))
 
 
 def test_from_hf_takes_stock_configs():
-    """Default configs of transformers are accepted, and a field that a user sets on them is refused."""
+    """Default configs of transformers are accepted, and a config in which a user set a sliding window is refused."""
     transformers = pytest.importorskip("transformers")
     for kind in (transformers.DeepseekV2Config, transformers.DeepseekV3Config):
         stock = kind()
@@ -425,7 +422,7 @@ def test_from_hf_takes_stock_configs():
 def test_workspace_size(max_model_len, max_num_seqs, block_size, ranks):
     """The workspace is a multiple of the unit and has at least one unit for each sequence.
 
-    It is at least as large as vLLM's workspace, unless one more unit would exceed vLLM's bound of 65536 tokens.
+    The workspace is at least as large as in vLLM, unless one more unit would exceed vLLM's limit of 65536 tokens.
     """
     size = reference.chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, *ranks)
     wanted = sorted((max_model_len * 8, max_num_seqs * block_size * 4))[1]
@@ -448,7 +445,7 @@ def test_cache_shape():
 
 
 def test_layouts():
-    """Shape and stride order of the cache have the documented axes for both layouts, slowest axis first."""
+    """For both layouts, the stride order lists the axes of the cache from the slowest axis to the fastest axis."""
     assert reference.kv_cache_shape(5, 4, 24, 3) == (3, 5, 4, 24)
     assert reference.stride_order() == reference.stride_order(layout="blocks_first") == (0, 1, 2)
     assert reference.stride_order(True) == (0, 1, 2, 3) and reference.stride_order(True, "blocks_first") == (1, 0, 2, 3)
@@ -459,7 +456,10 @@ def test_layouts():
 
 
 def test_global_hyperparameters():
-    """All layers must have the same values; the error names the layer that differs, the field and both values."""
+    """All layers must have the same dims and softmax scale.
+
+    The error names the layer that differs, the field and both values.
+    """
     same = {f"layers.{n}": MLAConfig.from_preset("deepseek-v3") for n in range(3)}
     found = reference.infer_global_hyperparameters(same)
     assert (found.num_heads, found.kv_lora_rank, found.softmax_scale) == (128, 512, pytest.approx(0.135234, abs=1e-6))

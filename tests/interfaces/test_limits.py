@@ -1,6 +1,6 @@
-"""Tests of the bounds of arguments: a value on a bound is accepted, and a value one past it is refused by name.
+"""Tests of the limits of arguments: a value on a limit is accepted, and the next value beyond the limit is refused.
 
-If a bound moves by one, or if "at most" becomes "less than", a case of ACCEPTED or of REFUSED fails. The last tests
+If a limit moves by one, or if "at most" becomes "less than", a case of ACCEPTED or of REFUSED fails. The last tests
 check the staging memory through which plans go to a GPU.
 """
 
@@ -83,7 +83,7 @@ def ownership(_, size=1, rank=0, interleave=1):
     return TokenOwnership(size, rank, interleave).count(5)
 
 
-# name: (call with values on the bounds, expected result)
+# name: (call with values on the limits, expected result)
 ACCEPTED = {
     "slots of blocks of one token": (lambda ops: slots(ops, 1, 2, table=[[7, 8, 9]], lens=[3]), [8, 9]),
     "the last block that int32 can name": (slots, [(2**31 - 1) * 4, (2**31 - 1) * 4 + 1, -1]),
@@ -113,7 +113,7 @@ ACCEPTED = {
     "an interleave of a whole block": (lambda ops: check_interleave(4, 4), None),
     "no tokens and no context": (lambda ops: ops.choose_path(0, 0, V3), "absorbed"),
 }  # fmt: skip
-# name: (call with a value past a bound, beginning of the message)
+# name: (call with a value beyond a limit, beginning of the message)
 REFUSED = {
     "blocks of no token": (lambda ops: slots(ops, 0), "block_size: expected at least 1, got 0"),
     "fewer slots than tokens": (lambda ops: slots(ops, tokens=1), "num_tokens: expected at least 2, got 1"),
@@ -211,7 +211,7 @@ def test_a_workspace_larger_than_needed(ops):
 
 
 def test_the_choice_of_one_is_the_choice_of_many(ops):
-    """A batch is split before its first request that takes the expanded path, wherever that request is."""
+    """The decodes are the requests before the first request that gets the expanded path."""
     absorb_all, expand_all = PathCosts(expanded_request=1e15), PathCosts(absorbed_request=1e15)
     for lens in ([9], [1, 9], [9, 12, 7], [1, 9, 1, 12]):
         common = make_batch(lens, [n + 20 for n in lens]).common
@@ -229,7 +229,8 @@ def test_a_tie_is_no_gain(ops):
     """A cascade that saves exactly as many bytes as it costs is not chosen.
 
     With 76 requests of one token, 75 requests do not read the prefix again: 75 x prefix x 32 elements of 2 bytes. The
-    additional states cost 16 bytes x 76 requests x 3 heads x 25 elements. Both are equal at a prefix of 19 tokens.
+    additional states cost 16 bytes x 76 requests x 3 heads x 25 elements. Savings and costs are
+    equal for a prefix of 19 tokens.
     """
     lens = integers(*[1] * 76).cpu(), integers(*[40] * 76).cpu()
     assert 16 * 76 * DIRECT.num_heads * (DIRECT.kv_lora_rank + 1) == 75 * 19 * 32 * 2
@@ -260,7 +261,7 @@ def test_every_small_batch(ops, threshold, chosen):
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (3, 2), (4, 4)])
 def test_chunks_begin_at_multiples_of_d_i(ops, size, interleave):
-    """The tokens of a request in a chunk must begin at a multiple of D I; other starts are refused."""
+    """The tokens of a request in a chunk must begin at a multiple of D x I tokens; other starts are refused."""
     period, ownership = size * interleave, TokenOwnership(size, 0, interleave)
     for start in range(3 * period + 1):
         chunk = ContextChunk(integers(0, start, period), offsets([3, 2, 5]), 10, 5)
@@ -278,11 +279,12 @@ def test_chunks_begin_at_multiples_of_d_i(ops, size, interleave):
                 ops.rank_local_chunk(chunk, ownership)
 
 
-# Plans go to a GPU through pinned memory. These tests check the order of its reads and writes, without a GPU.
+# Plans go to a GPU through pinned memory. The tests below check, without a GPU, in which order this memory is read and
+# written.
 
 
 class Event:
-    """Replacement of a CUDA event that logs when it is recorded and waited for."""
+    """A replacement of CUDA events that logs its creation, each record and each wait."""
 
     def __init__(self, log):
         self.log = log
@@ -298,7 +300,7 @@ class Event:
 
 @pytest.fixture
 def without_a_gpu(monkeypatch):
-    """Replace CUDA events by logging ones, and log tensors that should be pinned instead of pinning them."""
+    """Replace CUDA events by `Event`, and list the tensors that should be pinned instead of pinning these tensors."""
     found, empty = SimpleNamespace(log=[], pinned=[]), torch.empty
 
     def unpinned(*shape, pin_memory=False, **options):
@@ -313,7 +315,10 @@ def without_a_gpu(monkeypatch):
 
 
 def test_staging_waits_before_it_writes_again(without_a_gpu):
-    """Two plans may be in flight; each further plan waits for the plan before the last one and reuses its memory."""
+    """Two plans may be in flight at once.
+
+    Every further plan waits for the last plan but one and reuses the memory of that plan.
+    """
     from fast.mla.builder import StagingBuffer
 
     staging, log, events = StagingBuffer(), without_a_gpu.log, []
@@ -324,14 +329,14 @@ def test_staging_waits_before_it_writes_again(without_a_gpu):
         waited, recorded = ([event for what, event in log if what == word] for word in ("wait", "record"))
         events += recorded
         assert len(recorded) == 1 and waited == ([] if number < 2 else [events[number - 2]])
-        assert number < 2 or recorded == waited, "an event belongs to the same memory again"
-        assert [what for what, _ in log if what != "new"][-1] == "record", "the event is recorded after the copy"
-    # too small memory is replaced by memory of twice the needed elements; 10 and 2 elements fit into 10 and 2
+        assert number < 2 or recorded == waited, "the reused memory has another event"
+        assert [what for what, _ in log if what != "new"][-1] == "record", "the event is not recorded after the copy"
+    # memory that is too small is replaced by memory for twice the needed elements, here for 5, 1, 11 and 30 elements
     assert [memory.shape[0] for memory in without_a_gpu.pinned] == [10, 2, 22, 60]
 
 
 def test_plans_go_to_a_device_in_one_copy(without_a_gpu):
-    """Tensors of any shape keep order and shape when they go to a device in one copy, with or without given staging."""
+    """Tensors keep their order and shapes if one copy sends all tensors to a device, with or without staging memory."""
     from fast.mla.staging import to_device
 
     tensors = [integers(1, 2, 3), integers(4), torch.arange(6, dtype=torch.int32).view(2, 3), integers()]

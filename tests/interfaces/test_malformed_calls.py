@@ -26,13 +26,13 @@ from ..support.malformed_values import tensors
 PACKAGES = ("reference", "fast")
 REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
 
-# Records whose constructors check nothing. The functions that take them check their fields (such as `metadata.*`).
+# The constructors of these records check nothing. A function that takes a record checks the fields of the record.
 UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
              "ContextParallelMetadata", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters", "MLAMetadata",
              "PrefillMetadata", "ScheduleChoice"}  # fmt: skip
 NOT_CALLED = UNCHECKED | {"PRESETS", "QueryLenSupport", "GroupError", "UnsupportedConfiguration"}
 
-# Calls that may succeed with a value of another type: patterns of (call, argument, value), and the reason.
+# Calls that may succeed with a malformed value: regular expressions for (call, argument, value), and the reason.
 LEGITIMATE = {
     (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.context_chunks.*", r".*"):
         "the functions read only the chunk that is passed",
@@ -50,7 +50,7 @@ LEGITIMATE = {
     (r"forward_prefill|simulate", r"gather|program", r"a class"): "a class can be called; the class raises the error",
 }  # fmt: skip
 
-# Arguments whose elements have another name in messages.
+# Names that messages use for the elements of an argument.
 ALSO_NAMED = {"kv_caches": "kv_cache"}
 
 
@@ -94,7 +94,7 @@ def fault(row: list, arguments: list[str]) -> str | None:
     named = re.match(r"(\w+)[\w.\[\]()]*: ", message)
     if kind == "UnsupportedConfiguration" and named and named[1] in ("cpu", "triton", "hopper"):
         return None  # the message lists every backend with its reasons
-    # a value of the right type, or a tensor on another device, may be refused in comparison with another argument
+    # if the value has the right type, or is a tensor on another device, the error may name another argument
     may_be_named = {argument, ALSO_NAMED.get(argument)}
     if type_is_right or value.startswith("a meta tensor"):
         may_be_named |= set(arguments)
@@ -131,7 +131,7 @@ def test_every_argument_is_replaced(reports, package):
 def test_refused(reports, package):
     """Every malformed value is refused in one line that begins with the argument's name, and nothing is written.
 
-    Exceptions are the values of LEGITIMATE.
+    The only exceptions are the calls that LEGITIMATE lists.
     """
     rows, arguments = reports[package]["calls"], reports[package]["arguments"]
     assert len(rows) > 10_000
@@ -164,12 +164,12 @@ def test_no_exception_is_idle(reports):
 
 
 def unchecked(config, seq_lens):
-    """Function that does not check its arguments."""
+    """Return a sum without checking the arguments."""
     return config.num_heads + int(seq_lens.max())
 
 
 def late(config, kv_cache):
-    """Function that writes before it checks its arguments."""
+    """Write the cache and then check `config`."""
     kv_cache.add_(1)
     check_type("config", config, MLAConfig)
 

@@ -1,6 +1,6 @@
-"""A plan records its block size, and a cache with another block size raises before anything is written.
+"""Tests that functions refuse a cache whose block size differs from the block size of the plan.
 
-Without this check the layer read the wrong blocks: errors of 0.107 in values of at most 0.127.
+Before this check existed, a layer read the wrong blocks: values of at most 0.127 had errors of 0.107.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def ops(request):
 
 
 def other_blocks(cache):
-    """Return the same memory as blocks of half as many tokens."""
+    """Return a view of the cache with twice as many blocks, each of half as many tokens."""
     return cache.view(2 * cache.shape[0], cache.shape[1] // 2, cache.shape[2])
 
 
 def refuses(call, argument, cache):
-    """Assert that a call raises one line with the argument and both block sizes, and does not write the cache."""
+    """Assert that a call raises an error of one line with the argument and both sizes, and does not write the cache."""
     before = cache.clone()
     with pytest.raises(ValueError) as error:
         call()
@@ -88,7 +88,10 @@ def test_ops_refuse_a_plan_for_another_block_size(ops, plain_errors):
 
 
 def test_slots_of_another_block_size_are_refused(ops, plain_errors):
-    """A batch of `from_lens` records the block size of its slots; a batch of an engine may record it."""
+    """A plan is refused if the slots of the batch were computed for another block size.
+
+    `from_lens` records the block size in the batch. A batch without a recorded block size is accepted.
+    """
     table = torch.arange(8, dtype=torch.int32).view(2, 4)
     common = CommonAttentionMetadata.from_lens([1, 1], [20, 9], table, 16)
     wanted = "^common.block_size: expected 8, the block size of the plan, got 16$"

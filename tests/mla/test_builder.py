@@ -1,4 +1,4 @@
-"""The plan of a step: its integers compared with brute force over tokens, and bit by bit between both packages."""
+"""Tests of the plan of a step, compared with brute force over tokens and bit by bit between both packages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ SINGLE, UNIFORM, VARLEN = QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, 
 
 
 def check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold):
-    """Pitfall 12: each row of a decode sees the keys up to its own position, and none past its sequence."""
+    """Assert that the plan of a batch equals brute force, and return the plan.
+
+    Each query token of a decode sees the keys up to its own position and no key past the end of its sequence
+    (pitfall 12).
+    """
     batch = make_batch(query_lens, seq_lens, block_size, padding=2)
     plan = ops.build_mla_metadata(batch.common, block_size, workspace, threshold)
     decodes, prefills, decode_tokens, _ = brute_split(query_lens, threshold, False)
@@ -40,7 +44,7 @@ def check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold):
     visible = []
     for query_len, length in zip(query_lens[:decodes], seq_lens[:decodes], strict=True):
         positions = range(length)[length - query_len :] if length else [-1] * query_len
-        visible += [position + 1 for position in positions]  # a row sees the positions up to its own
+        visible += [position + 1 for position in positions]  # a query token sees the keys up to its own position
     assert plan.decode.visible_lens.dtype == torch.int32 and plan.decode.visible_lens.tolist() == visible
     assert plan.decode.seq_lens.tolist() == list(seq_lens[:decodes])
     assert plan.decode.query_start_loc.tolist() == offsets(query_lens[:decodes]).tolist()
@@ -57,13 +61,13 @@ def check_plan(ops, query_lens, seq_lens, block_size, workspace, threshold):
 
 @given(batches(), st.sampled_from([2, 16]), st.integers(0, 60), st.sampled_from([1, 2, 3]))
 def test_plan(lens, block_size, extra, threshold):
-    """The plans of both packages equal brute force, and each other in every field."""
+    """The plans of both packages equal brute force, and both plans are equal in every field."""
     query_lens, seq_lens = lens
     workspace = max(1, len(query_lens)) * block_size + extra
     common = make_batch(query_lens, seq_lens, block_size).common
     decodes = reference.split_decodes_and_prefills(common, threshold).num_decodes
     if any(new > 0 and length == 0 for new, length in zip(query_lens[decodes:], seq_lens[decodes:], strict=True)):
-        for ops in (reference, fast):  # a padding row that was taken for a prefill would not give 0
+        for ops in (reference, fast):  # a padding row that is planned as a prefill would not get output 0
             with pytest.raises(ValueError, match="^seq_lens: expected padding rows among the decodes only"):
                 ops.build_mla_metadata(common, block_size, workspace, threshold)
         return
@@ -76,7 +80,7 @@ def test_plan(lens, block_size, extra, threshold):
 
 @given(batches(), st.sampled_from([2, 16]), st.booleans())
 def test_parts_agree(lens, block_size, uniform):
-    """Tier 1: the planning functions that make up a plan agree between the packages, each by itself."""
+    """Each function that computes a part of a plan gives the same result in both packages (tier 1)."""
     query_lens, seq_lens = lens
     common = make_batch(query_lens, seq_lens, block_size).common
     for threshold in (1, 3):
@@ -87,7 +91,7 @@ def test_parts_agree(lens, block_size, uniform):
 
 
 def test_graph_padding_rows_are_inert(ops):
-    """Pitfalls 6 and 16: padding rows of a graph get length 0 and slot -1, and see no key."""
+    """Padding rows of a graph get length 0 and slot -1, and see no key (pitfalls 6 and 16)."""
     batch = make_batch((1, 1, 1, 1), (20, 7, 0, 0))
     plan = ops.build_mla_metadata(batch.common, 16, 64)
     assert plan.num_decodes == 4
@@ -106,7 +110,7 @@ def test_empty_batch(ops):
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5))
 def test_make_accepts_what_it_derives(query_lens):
-    """`make` and the plain constructor agree on the derived fields."""
+    """`CommonAttentionMetadata.make` derives the values that a caller of the constructor has to compute."""
     assume(sum(query_lens) < 30)
     common = make_batch(query_lens, [q + 3 for q in query_lens]).common
     again = CommonAttentionMetadata(
@@ -116,9 +120,9 @@ def test_make_accepts_what_it_derives(query_lens):
     same(common, again)
 
 
-@pytest.mark.parametrize("wing", ["reference", "fast"])
-def test_planning_does_not_write_its_input(wing):
-    ops = {"reference": reference, "fast": fast}[wing]
+@pytest.mark.parametrize("package", ["reference", "fast"])
+def test_planning_does_not_write_its_input(package):
+    ops = {"reference": reference, "fast": fast}[package]
     common = make_batch((1, 4, 9), (17, 40, 9)).common
     before = [t.clone() for t in (common.seq_lens, common.query_start_loc, common.block_table, common.slot_mapping)]
     ops.build_mla_metadata(common, 16, 64)
@@ -126,7 +130,8 @@ def test_planning_does_not_write_its_input(wing):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-# Which requests are decodes: threshold, query lengths that the kernel supports, choice of the path.
+# Tests of which requests are decodes. The decodes depend on the threshold, on the query lengths that the kernel
+# supports, and on the choice of the path.
 
 
 def decodes_of(ops, query_lens, seq_lens, **options):
@@ -138,7 +143,7 @@ def test_choices_agree(lens, threshold, support, asked, ordered):
     """Both packages give the same plan or the same error, for every option that decides which requests are decodes."""
     query_lens, seq_lens = lens
     common, found = make_batch(query_lens, seq_lens).common, []
-    costs = PathCosts(expanded_request=2e6)  # so that short queries choose the absorbed path even without context
+    costs = PathCosts(expanded_request=2e6)  # gives short queries the absorbed path even without context
     for ops in (reference, fast):
         try:
             found.append(
@@ -151,7 +156,7 @@ def test_choices_agree(lens, threshold, support, asked, ordered):
 
 
 def test_path_choice_makes_decodes(ops):
-    """Decodes are the leading requests that choose the absorbed path, whatever their query lengths."""
+    """The leading requests that get the absorbed path are decodes, whatever their query lengths are."""
     lens = [8, 1, 20, 600, 1], [5000, 30, 4000, 900, 77]
     assert decodes_of(ops, *lens) == 0
     assert decodes_of(ops, *lens, config=V3) == 3
@@ -168,9 +173,9 @@ def test_path_choice_makes_decodes(ops):
     ("query_lens", "seq_lens"), [([2, 0], [9000, 4]), ([0, 3, 1, 0], [4, 9000, 30, 7]), ([2, 0, 600], [9000, 4, 900])]
 )
 def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
-    """Planted: decodes are taken for one-token queries because the number of tokens equals the number of requests.
+    """The plan is right if the decodes have one token on average, although some decode has no token.
 
-    Here a request without new tokens balances one with several, which chose the absorbed path beyond threshold 1.
+    The test fails if the planner concludes from equal numbers of tokens and decodes that each decode has one token.
     """
     plan = ops.build_mla_metadata(make_batch(query_lens, seq_lens).common, 16, 8192, config=V3)
     decodes = sum(query_len < 600 for query_len in query_lens)
@@ -181,7 +186,7 @@ def test_as_many_tokens_as_decodes_are_not_one_each(ops, query_lens, seq_lens):
 
 
 def test_order_required(ops, plain_errors):
-    """If an expanded request stands before an absorbed one, the error names the request."""
+    """The error about an absorbed request that stands behind an expanded request names both requests."""
     common = make_batch([1, 30, 2, 1], [40, 90, 9, 8]).common
     wanted = "^common: expected absorbed requests before the expanded one at request 1, got one at"
     with pytest.raises(ValueError, match=f"{wanted} 3$"):
@@ -222,12 +227,12 @@ def test_slots_past_the_tokens(plain_errors):
             CommonAttentionMetadata.make(offsets([1]).cpu(), integers(4).cpu(), table, slots)
 
 
-# The builder that engines use.
+# Tests of `MLAMetadataBuilder`, the builder that engines use.
 
 
 def make_builder(ops, **options):
     sizes = {"block_size": 16, "max_model_len": 512, "max_num_seqs": 8, "workspace_tokens": 64}
-    given = sizes | {"schedule_costs": ScheduleCosts()} | options  # the same costs in both packages, on any device
+    given = sizes | {"schedule_costs": ScheduleCosts()} | options  # both packages get the same costs on every device
     return ops.MLAMetadataBuilder(given.pop("config", DIRECT), **given)
 
 
@@ -245,7 +250,10 @@ OPTIONS = {  # options of a builder, besides the numbers that hypothesis draws
 
 
 def uniform_length(query_lens, threshold):
-    """Return the most frequent query length up to the threshold; the longest of equals; 0 if there is none."""
+    """Return the most frequent query length from 1 to the threshold, or 0 if no query has such a length.
+
+    If several lengths are equally frequent, return the longest of these lengths.
+    """
     lens = [q for q in query_lens if 0 < q <= threshold]
     return max(set(lens), key=lambda q: (lens.count(q), q), default=0)
 
@@ -258,7 +266,10 @@ def schedule_pays(lens, programs, overhead):
 
 @given(batches(), st.sampled_from(sorted(OPTIONS)), st.sampled_from([0, 3]), st.booleans(), st.sampled_from([0, 5]))
 def test_builders_agree(lens, name, drafted, fast_build, programs):
-    """A builder accepts any batch in the order that it asked for; both packages' builders give the same plan."""
+    """A builder plans every batch that was put into the order of `reorder_batch`.
+
+    The builders of both packages give the same plan.
+    """
     options = {"num_programs": programs, "num_speculative_tokens": drafted, "max_model_len": 50_000} | OPTIONS[name]
     support, threshold = options.get("query_len_support", VARLEN), 1 if name == "one token" else 1 + drafted
     query_lens, seq_lens = list(lens[0]), [length and length + 20_000 * (name == "many heads") for length in lens[1]]
@@ -300,7 +311,10 @@ def test_builders_agree(lens, name, drafted, fast_build, programs):
 
 
 def test_builder_for_graphs(ops, plain_errors):
-    """A plan for capture takes decodes of one length up to the threshold, with padding rows."""
+    """A batch can be captured only if all its queries have the same length, and this length is within the threshold.
+
+    The batch may contain padding rows.
+    """
     builder = make_builder(ops, num_speculative_tokens=1, num_programs=3)
     assert builder.reorder_batch_threshold == 2
     kinds = {((2, 2, 2), (9, 40, 0)): True, ((1, 1), (9, 3)): True, ((1, 2), (9, 9)): False, ((), ()): False,
@@ -317,7 +331,10 @@ def test_builder_for_graphs(ops, plain_errors):
 
 
 def test_programs_by_query_length(ops):
-    """`num_programs` as a number holds up to the threshold; as a function it gets the longest query length."""
+    """If `num_programs` is a number, decodes with a query length above the threshold get no schedule.
+
+    If `num_programs` is a function, the builder calls the function with the longest query length of the decodes.
+    """
     common = make_batch([1, 6], [40, 4000]).common
     costs = PathCosts(expanded_request=1e15)
     sizes = {"costs": costs, "max_model_len": 4096}
@@ -328,7 +345,10 @@ def test_programs_by_query_length(ops):
 
 
 def test_captured_plans_are_updated_in_place(ops, plain_errors):
-    """Pitfalls 16 and 17: a captured plan is updated in the same tensors; plans of `build` share no tensor."""
+    """`update_captured` writes into the tensors of the captured plan (pitfalls 16 and 17).
+
+    A plan of `build` shares no tensor with the captured plan.
+    """
     builder = make_builder(ops, num_speculative_tokens=1, num_programs=3, max_model_len=2000)
     captured = builder.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
     tensors = captured.decode.visible_lens, captured.schedule.tile_ranges, captured.schedule.split_offsets
@@ -347,13 +367,13 @@ def test_captured_plans_are_updated_in_place(ops, plain_errors):
             builder.update_captured(captured, make_batch(query_lens, [9] * len(query_lens)).common)
     unplanned = make_builder(ops, num_speculative_tokens=1, num_programs=0, batch_invariant=True, max_model_len=2000)
     captured = unplanned.build_for_cudagraph_capture(make_batch([2] * 3, [0, 2000, 0]).common)
-    unplanned.update_captured(captured, common)  # a plan without a schedule is updated too
+    unplanned.update_captured(captured, common)  # a captured plan without tile ranges is updated too
     assert vars(captured.schedule) == vars(DecodeSchedule(batch_invariant=True))
     same(captured.decode.visible_lens, fresh.decode.visible_lens)
 
 
 def test_captured_plans_of_another_builder_are_refused(ops, plain_errors):
-    """A captured plan that was cut in another way than this builder cuts is left as it is."""
+    """`update_captured` refuses, and does not write, a plan that a builder with other schedule options captured."""
     common = make_batch([1] * 3, [20, 70, 5]).common
     kinds = {
         "planned": {"num_programs": 3},
@@ -379,13 +399,13 @@ def test_captured_plans_of_another_builder_are_refused(ops, plain_errors):
 
 
 def test_requests_without_new_tokens_take_no_path(ops):
-    """A request without new tokens may stand behind the prefills, where an engine that pads at the end puts it."""
+    """A request without new tokens may stand behind the prefills, because some engines pad a batch at its end."""
     plan = make_builder(ops).build(0, make_batch([1, 50, 0], [10, 50, 0]).common)
     assert (plan.num_decodes, plan.num_prefills) == (1, 2)
 
 
 def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
-    """One request without draft tokens does not make requests with drafts prefills."""
+    """Requests with draft tokens stay decodes if one request of the batch has no draft tokens."""
     builder = make_builder(ops, num_speculative_tokens=3, query_len_support=UNIFORM)
     swaps = builder.reorder_batch(integers(1, 4, 4, 4).cpu(), integers(49, 56, 0, 76).cpu())
     assert swaps == ((0, 3),)
@@ -397,7 +417,7 @@ def test_uniform_batches_keep_their_drafts_together(ops, plain_errors):
 
 
 def test_the_most_frequent_length_decodes(ops):
-    """Decodes are the requests of the most frequent length, also if it is neither the shortest nor the longest."""
+    """The requests of the most frequent query length are decodes, whether this length is short or long."""
     builder = make_builder(ops, num_speculative_tokens=5, query_len_support=UNIFORM)
     for most in range(1, 7):
         query_lens = [6, 1, most, most, most, 5]
@@ -408,7 +428,7 @@ def test_the_most_frequent_length_decodes(ops):
 
 
 def test_a_loose_bound_changes_nothing(ops):
-    """`max_query_len` of a batch is only a bound: plans hold the true lengths."""
+    """A `max_query_len` above the true maximum changes no plan, because plans are computed from the true lengths."""
     for lens in (([1, 1], [9, 30]), ([1, 0, 9], [9, 4, 30]), ([2, 2], [9, 0])):
         exact = make_batch(*lens).common
         loose = replace(exact, max_query_len=exact.max_query_len + 30)
@@ -421,7 +441,7 @@ def test_a_loose_bound_changes_nothing(ops):
 
 
 def test_early_refusals(ops, plain_errors):
-    """Invalid options for prefills are refused also for a batch without prefills, so not only at the first prefill."""
+    """Invalid options of prefills are refused even for a batch without prefills."""
     common = make_batch([1], [4]).common
     with pytest.raises(ValueError, match="^workspace_tokens: expected at least one unit of 16 tokens, got 15$"):
         ops.build_mla_metadata(common, 16, 15)
@@ -442,7 +462,7 @@ def test_builder_refuses(ops, plain_errors):
         make_builder(ops).build(0, make_batch([9, 1], [9, 30]).common)
 
 
-# On a GPU: the host reads nothing back, and writes no buffer while a copy reads it.
+# Tests on a GPU. The host reads no value back, and writes no buffer from which a copy still reads.
 
 
 @pytest.fixture
@@ -475,7 +495,7 @@ def test_planning_does_not_wait(request):
     expected = [twin.build(prefix, own) for twin in twins for prefix, own in zip(prefixes, batches, strict=True)]
     assert expected[3].cascade is not None and expected[7].schedule.batch_invariant
     there = [on_gpu(own) for own in batches]
-    for builder in builders:  # compiles and allocates
+    for builder in builders:  # compile and allocate before waits are forbidden
         builder.build(0, there[0])
     request.getfixturevalue("no_syncs")
     plans = [
@@ -501,7 +521,7 @@ def to_cpu(value):
 
 
 def test_staging_survives_many_plans():
-    """Hundreds of plans are copied without a wait behind a busy stream; each arrives unchanged."""
+    """Every plan arrives unchanged if hundreds of plans are copied behind a busy stream without a wait."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     from fast.mla.builder import StagingBuffer

@@ -1,4 +1,4 @@
-"""Cascade decode: the common prefix equals brute force, and prefix and suffixes merge to the result of one decode."""
+"""Tests of cascade decode: the common prefix, the decision for a cascade, and the equality with one decode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ SMALL = MLAConfig.from_preset("deepseek-v2-lite")
 
 
 def shared_batch(query_lens, seq_lens, shared_blocks, block_size=4):
-    """Return requests that share the first blocks of request 0; block tables of padding rows (S = 0) keep GARBAGE."""
+    """Return the number of blocks and a batch whose requests share the first blocks of one request.
+
+    The block table has GARBAGE after the last block of each request. A padding row (S = 0) has GARBAGE only.
+    """
     batch = make_batch(query_lens, seq_lens, block_size)
     common = batch.common
     table = common.block_table.clone()
@@ -45,7 +48,10 @@ def legal(pairs):
 
 @given(LENS, st.integers(0, 6))
 def test_common_prefix(pairs, shared):
-    """The common prefix is the longest sequence of blocks that all contexts begin with, found by trying each length."""
+    """The common prefix is the longest sequence of blocks with which all contexts begin.
+
+    The test finds this sequence by trying every length.
+    """
     query_lens, seq_lens = legal(pairs)
     _, common = shared_batch(query_lens, seq_lens, shared)
     contexts = [s - q for q, s in zip(query_lens, seq_lens, strict=True) if s]
@@ -83,7 +89,10 @@ def check_cascade(ops, pairs, shared):
 
 @given(LENS, st.integers(1, 6))
 def test_cascade_is_the_whole(pairs, shared):
-    """In float64 the cascade equals one decode, also with padding rows and several query tokens; packages agree."""
+    """In float64 a cascade equals one decode, also with padding rows and several query tokens.
+
+    Both packages plan the same cascade.
+    """
     found = []
     for ops in (reference, fast):
         torch.manual_seed(0)
@@ -94,7 +103,7 @@ def test_cascade_is_the_whole(pairs, shared):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_parity(dtype):
-    """States stay in float32 until they are merged, so a cascade is within the budget of one decode."""
+    """A cascade is within the budget of one decode, because attention states stay in float32 until the merge."""
     num_blocks, common = shared_batch([1, 2, 1], [33, 40, 21], 5)
     plan = reference.build_mla_metadata(common, 4, 64, 2).decode
     cascade = fast.split_shared_prefix(plan, 20, 4)
@@ -107,7 +116,10 @@ def test_parity(dtype):
 
 
 def counted(prefix, query_lens, seq_lens, config, stored=2, state=4):
-    """Compute the decision request by request; `stored` and `state` are bytes of a cache and of a state element."""
+    """Return whether a cascade pays, counted request by request.
+
+    `stored` is the bytes of one element of the cache, `state` the bytes of one element of an attention state.
+    """
     read = shared_read = flops = tokens = 0
     for q, s in zip(query_lens, seq_lens, strict=True):
         if s:
@@ -130,13 +142,16 @@ def test_decision(pairs, prefix, config, sizes):
     lens = integers(*query_lens).cpu(), integers(*seq_lens).cpu()
     dtype, *sizes = sizes
     found = {ops.use_cascade_attention(prefix, *lens, config, dtype=dtype) for ops in (reference, fast)}
-    if dtype == torch.bfloat16:  # the default
+    if dtype == torch.bfloat16:  # bfloat16 is the default
         found |= {ops.use_cascade_attention(prefix, *lens, config) for ops in (reference, fast)}
     assert found == {prefix > 0 and any(seq_lens) and counted(prefix, query_lens, seq_lens, config, *sizes)}
 
 
 def test_bytes_come_from_the_format(ops, monkeypatch):
-    """The decision uses the bytes of the cache format. Planted: 2 bytes an element for every cache."""
+    """The decision for a cascade counts the bytes of the cache format, here 1 byte an element.
+
+    The test fails if the decision counts 2 bytes an element for every cache.
+    """
     stored = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16,))
     monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": stored})
     query_lens, lengths, differ = [1] * 8, [4096] * 8, 0
@@ -151,7 +166,8 @@ def test_bytes_come_from_the_format(ops, monkeypatch):
 def test_when_it_pays(ops):
     """With few heads a cascade pays for a long prompt that many requests share.
 
-    It does not pay with one request, or where matrix products and not bytes limit the speed.
+    A cascade does not pay with one request or with a short prefix. With the 128 heads of DeepSeek-V3, a cascade does
+    not pay, because matrix products and not bytes limit the speed.
     """
     many, one = (integers(*[1] * n).cpu() for n in (64, 1))
     lens = integers(*[8192] * 64).cpu()
@@ -163,7 +179,10 @@ def test_when_it_pays(ops):
 
 
 def test_layer_takes_the_cascade(ops):
-    """The builder plans a cascade and the layer computes it, with the same output as without a cascade."""
+    """A layer gives the same output for a plan with a cascade as for a plan without a cascade.
+
+    The builder plans a cascade only if neither `fast_build` nor `batch_invariant` is set.
+    """
     from ..support.factories import make_layer, make_weights
 
     torch.manual_seed(0)

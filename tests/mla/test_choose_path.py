@@ -1,4 +1,4 @@
-"""The choice of the absorbed or the expanded path, compared with a count of all products and with the crossover."""
+"""Tests of the choice between the absorbed and the expanded path, compared with a count of all matrix products."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_against_a_count(preset, query_len, context_len, costs, dtype):
     config, element = preset_config(preset), ELEMENTS[dtype]
     absorbed, expanded = counted(config, query_len, context_len, costs, element, element)
     choices = {ops.choose_path(query_len, context_len, config, costs, dtype=dtype) for ops in (reference, fast)}
-    if element == 2:  # the default
+    if element == 2:  # bfloat16 is the default
         choices |= {ops.choose_path(query_len, context_len, config, costs) for ops in (reference, fast)}
     assert len(choices) == 1
     if abs(absorbed - expanded) > 1e-9 * max(absorbed, expanded):
@@ -73,8 +73,8 @@ def test_against_a_count(preset, query_len, context_len, costs, dtype):
     st.sampled_from([V3, *CONFIGS.values()]), st.sampled_from([None, MEASURED]), st.sampled_from([0, 1, 4]),
     st.sampled_from(list(QueryLenSupport)), st.sampled_from(sorted(ELEMENTS, key=str)),
 )  # fmt: skip
-def test_wings_agree(lens, config, costs, threshold, support, dtype):
-    """Both packages make the same choices, for a batch and for each of its requests alone."""
+def test_packages_agree(lens, config, costs, threshold, support, dtype):
+    """Both packages make the same choices, and a request in a batch gets the same path as the request alone."""
     query_lens, context_lens = (integers(*(pair[i] for pair in lens)).cpu() for i in (0, 1))
     ours, theirs = (
         ops.choose_paths(query_lens, context_lens, threshold, config, costs, support, dtype=dtype)
@@ -88,9 +88,9 @@ def test_wings_agree(lens, config, costs, threshold, support, dtype):
 
 
 def test_crossover_of_flops(ops):
-    """With a context much longer than the query, paths cross at Lkv (P + V) / (2 Lkv - P - V) query tokens.
+    """With a long context, both paths need equally many FLOPs at Lkv (P + V) / (2 Lkv - P - V) query tokens.
 
-    This is 171 tokens for DeepSeek-V3.
+    For DeepSeek-V3 these are 171 query tokens.
     """
     assert round(512 * 256 / (1024 - 256)) == 171
     for preset in ("deepseek-v3", "deepseek-v2", "kimi-k2", "glm-5", "moonlight"):
@@ -107,10 +107,10 @@ STORED = CacheFormat("stored", torch.float8_e4m3fn, (torch.bfloat16, torch.float
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_come_from_the_format(ops, dtype, monkeypatch, plain_errors):
-    """The choice uses the bytes of the cache format, here 1, not those of the queries, here 2 or 4 (planted).
+    """The choice counts the bytes of the cache format (1 byte an element) and not the bytes of the queries (2 or 4).
 
-    Both paths read the cache once, so its bytes matter only together with the arithmetic: `flop` makes absorbed
-    attention cost slightly more or less than the difference in bytes.
+    Both paths read the cache once, so the bytes of the cache matter only together with the arithmetic. The test makes
+    the FLOPs of the absorbed path cost slightly less or slightly more than the bytes of the expanded path.
     """
     monkeypatch.setattr(sys.modules["reference.interfaces.cache_format"], "CACHE_FORMATS", {"stored": STORED})
     config, element = V3, ELEMENTS[dtype]
@@ -130,14 +130,14 @@ def test_bytes_come_from_the_format(ops, dtype, monkeypatch, plain_errors):
 
 
 def test_ends(ops):
-    """One token with a long context takes the absorbed path, a prompt without context the expanded path."""
+    """One token with a long context gets the absorbed path, and a prompt without context gets the expanded path."""
     assert ops.choose_path(1, 4096, V3) == "absorbed"
     assert ops.choose_path(4096, 0, V3) == "expanded"
     assert ops.choose_path(0, 0, V3) == "absorbed"
 
 
 def test_measured_path_costs(monkeypatch, tmp_path):
-    """Measured costs are found by the name of the GPU and the nearest number of heads on a logarithmic scale."""
+    """Measured costs are looked up by the name of the GPU and by the nearest number of heads (logarithmic scale)."""
     from fast.mla import choose_path as path
 
     assert path.costs_file("NVIDIA H200", 16) == "h200-16.json"
@@ -153,7 +153,7 @@ def test_measured_path_costs(monkeypatch, tmp_path):
 
 
 def test_shipped_costs():
-    """With every shipped file of costs, `choose_path` works and makes the choices of `test_ends`."""
+    """With the costs of every shipped file, `choose_path` gives the paths that `test_ends` expects."""
     from fast.mla.choose_path import COSTS
 
     files = sorted(COSTS.glob("*.json"))
@@ -180,12 +180,11 @@ def test_costs(tmp_path, plain_errors):
 
 
 def test_a_query_token_sees_itself(ops):
-    """q tokens without context are q (q + 1) / 2 pairs of query and key, so one token is a pair, not half a pair."""
+    """A query of q tokens without context has q (q + 1) / 2 pairs of query and key, because each token sees itself."""
     config = V3
     pair = 2 * config.num_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
     for tokens, pairs in ((1, 1.0), (3, 6.0), (8, 36.0)):
         for factor, wanted in ((0.99, "expanded"), (1.01, "absorbed")):
-            costs = PathCosts(
-                0.0, factor * pairs * pair, 0.0, 1.0, 0.0, 0.0, 0.0
-            )  # only the attention of the absorbed path costs anything here
+            # absorbed attention costs 1 per FLOP, the expanded path has a constant cost, and all other costs are 0
+            costs = PathCosts(0.0, factor * pairs * pair, 0.0, 1.0, 0.0, 0.0, 0.0)
             assert ops.choose_path(tokens, 0, config, costs) == wanted, (tokens, factor)

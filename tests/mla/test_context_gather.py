@@ -1,6 +1,6 @@
-"""Context gathered from all ranks and put into token order has the bits of a single rank that holds all tokens.
+"""Tests that context which is gathered from all ranks has the bits and the order that a single rank reads.
 
-Planted mistakes each make the comparison fail.
+The last test plants mistakes and expects that the comparison fails for each mistake.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..support.ranks import owners
 @pytest.mark.parametrize("interleave", [1, 3, 16])
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
 def test_reorg(ops, size, interleave, dtype):
-    """The result has the bits of the entries; the NaN in rows that no rank filled reaches no result."""
+    """The reordered context has the bits of the cache entries, and no NaN from rows that no rank filled."""
     turn = size * interleave
     lens, starts = (5, 0, 1, turn, 3 * turn + 2, 200), (0, 0, 0, 0, turn, 2 * turn)
     ends = [start + length for start, length in zip(starts, lens, strict=True)]
@@ -45,7 +45,7 @@ def test_reorg(ops, size, interleave, dtype):
 @pytest.mark.parametrize(("size", "interleave", "cut"), [(1, 1, "packed"), (2, 1, "packed"), (3, 16, "even"),
                                                             (4, 4, "packed"), (8, 2, "even")])  # fmt: skip
 def test_gather_equals_one_rank(ops, size, interleave, cut):
-    """Each chunk on each rank has the bits that a single rank would read; unowned slots of the caches are NaN."""
+    """Each rank gathers a chunk with the bits that a single rank would read; slots without a token hold NaN."""
     contexts, block_size, width = (333, 0, 5, 64, 1), 16, 7
     entries = [torch.randn(length, width) for length in contexts]
     unit = reference.interfaces.context_unit(block_size, size, interleave)
@@ -77,7 +77,7 @@ def test_gather_equals_one_rank(ops, size, interleave, cut):
 
 
 def test_gather_in_a_workspace():
-    """A workspace of (D + 1) / D times the chunk's rows holds this rank's rows and the gathered rows."""
+    """A workspace of (D + 1) / D times the rows of a chunk is enough for the rank-local rows and the gathered rows."""
     config = CONFIGS["direct"]
     cache = torch.randn(30, 16, config.head_size)
     table = torch.arange(12, dtype=torch.int32)[None]
@@ -99,9 +99,10 @@ def test_gather_in_a_workspace():
 
 
 def context_left_in_the_order_of_ranks(patch):
-    """Leave the tokens in rank order.
+    """Plant a gather that leaves the tokens in the order of the ranks.
 
-    Entries contain rope, so attention without a mask gives the same result; only a comparison of bits detects it.
+    Cache entries already contain rope, so attention without a mask gives the same result for any order of tokens. Only
+    a comparison of bits detects the mistake.
     """
 
     def wrong(gathered, chunk):
@@ -116,7 +117,7 @@ def context_left_in_the_order_of_ranks(patch):
 
 
 def padding_taken_for_tokens(patch):
-    """Read every rank's rows of a request at rank 0's offset, as if all ranks held as many tokens (vLLM #28526)."""
+    """Plant a gather that reads the rows of all ranks at the offsets of rank 0 (vLLM #28526)."""
 
     def wrong(gathered, chunk):
         rows, size, interleave = [], chunk.ownership.size, chunk.ownership.interleave

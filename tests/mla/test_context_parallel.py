@@ -1,7 +1,7 @@
-"""Whole layers and serving loops on ranks that share sequences, compared with one rank that holds all tokens.
+"""Tests of layers and serving loops on ranks that share sequences, compared with one rank that holds all tokens.
 
-The ranks are simulated here; `test_process_groups` runs the same tasks in real processes. Planted mistakes each make
-the comparison fail.
+The ranks of these tests are simulated; `test_process_groups` runs the same tasks in real processes. The last test
+plants mistakes and expects that the comparison fails for each mistake.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from ..support.context_parallel import CONFIGS, HEADS, INTERLEAVES, MERGES, SIZE
 from ..support.factories import DIRECT, assert_close64, integers, make_batch, make_weights
 from ..support.ranks import Steps, make_loop, make_rank_layer, owners, serve
 
-# Prompts, then decodes of one to three tokens beside prefills with context; some ranks own no token of a request.
+# (new tokens, tokens after the step) of each request in four steps: first prompts, then decodes of one to three tokens
+# beside prefills with context. Some ranks own no token of a request.
 GROWING = (((40, 40), (5, 5), (7, 7)), ((1, 41), (3, 8), (90, 97)), ((2, 43), (1, 9), (1, 98)),
            ((3, 46), (60, 69), (50, 148)))  # fmt: skip
 
 
-# Whole layers.
+# Tests of whole layers.
 
 
 @functools.cache
@@ -53,7 +54,10 @@ def check_ranks_are_one(ops, config, size, interleave, merge="a2a", units=40, to
 @pytest.mark.parametrize("interleave", INTERLEAVES)
 @pytest.mark.parametrize("size", SIZES)
 def test_ranks_are_one(ops, size, interleave, units):
-    """Steps with context in several chunks, decodes of one to three tokens, and requests shorter than I tokens."""
+    """Every rank gives the output of a single rank, with context in one chunk and in several chunks.
+
+    The steps contain decodes of one to three tokens, and requests that are shorter than I tokens.
+    """
     check_ranks_are_one(ops, "low-rank", size, interleave, MERGES[size % 2], units)
 
 
@@ -65,7 +69,10 @@ def test_other_layers(ops, config, merge):
 
 @pytest.mark.parametrize(("size", "total"), [(2, 4), (1, 3), (4, 8)])
 def test_fewer_ranks_share_sequences_than_heads(ops, size, total):
-    """`total` ranks share the heads; each group of `size` of them shares the sequences, and groups hold equal keys."""
+    """Every rank gives the output of a single rank if more ranks divide the heads than divide each sequence.
+
+    All `total` ranks divide the heads. Each group of `size` ranks divides the tokens of every sequence.
+    """
     check_ranks_are_one(ops, "low-rank", size, 16, total=total)
 
 
@@ -80,7 +87,7 @@ def test_64_ranks(ops):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_low_precision(merge):
-    """The decode of four ranks in bfloat16 on a CPU is within the budget of the reference's ranks."""
+    """A bfloat16 decode of `fast` on four ranks is within the budget of a `reference` decode on four ranks."""
     config = CONFIGS["low-rank"]
     batch = make_batch([1, 2, 1, 0], [70, 130, 3, 0], 16)
     entries = [torch.randn(length, config.head_size).bfloat16() for length in batch.seq_lens]
@@ -109,7 +116,7 @@ def test_low_precision(merge):
 
 
 def test_memory_profile_run(ops):
-    """Without a plan (memory profiling) every rank allocates its largest buffers and returns zeros."""
+    """Without a plan, as in a memory-profile run, the layer of every rank returns zeros."""
     config = CONFIGS["direct"]
 
     def program(ranks):
@@ -123,7 +130,7 @@ def test_memory_profile_run(ops):
 
 @pytest.mark.parametrize("query_len", [1, 2])
 def test_graphs(ops, query_len):
-    """A decode graph with padding rows gives the outputs of the layer with the plan of the step."""
+    """A decode graph with padding rows gives the outputs that the layer gives with the plan of the step."""
     config = CONFIGS["low-rank"]
     lens = (70, 9, 33)
 
@@ -152,11 +159,11 @@ def test_graphs(ops, query_len):
         assert_close64(found, wanted)
 
 
-# The serving loop.
+# Tests of the serving loop.
 
 
 def test_serving(ops):
-    """Ranks generate the tokens of a single rank, and caches of the same size hold D times as many tokens."""
+    """D ranks generate the same tokens as a single rank, and the caches of D ranks hold D times the tokens of one."""
     config = CONFIGS["low-rank"]
     wanted = [request.generated_ids for request in make_loop(ops, config, None, "cpu", torch.float64).run()]
     assert len({tuple(ids) for ids in wanted}) == 4 and all(len(set(ids)) > 3 for ids in wanted)
@@ -171,7 +178,7 @@ def test_serving(ops):
 
 
 def test_no_step_follows_a_lost_one(ops):
-    """After a failed step the loop refuses further steps, as other ranks may still be inside the failed one."""
+    """A loop refuses further steps after a failed step, because other ranks may still be inside the failed step."""
 
     def program(ranks):
         loop = make_loop(ops, CONFIGS["direct"], ranks, "cpu", torch.float64)
@@ -189,7 +196,7 @@ def test_no_step_follows_a_lost_one(ops):
     assert ops.simulate(2, 1, program) == [40, 40]
 
 
-# Planted mistakes: each makes the identity fail.
+# Planted mistakes. Each mistake makes `check_ranks_are_one` fail.
 
 
 def ranks_in_the_wrong_order(patch):
@@ -199,7 +206,10 @@ def ranks_in_the_wrong_order(patch):
 
 
 def causal_bound_of_the_local_position(patch):
-    """The last query token sees all rank-local keys, each earlier one a key fewer (vLLM #50391)."""
+    """Plant a mask in which the last query token sees all rank-local keys and each earlier token sees one key fewer.
+
+    vLLM had this mistake (#50391).
+    """
 
     def wrong(common, *args, ownership, build=reference.build_mla_metadata, **kwargs):
         plan = build(common, *args, ownership=ownership, **kwargs)
@@ -237,7 +247,7 @@ def a_rank_is_left_out(patch):
 
 
 def owner_without_interleave(patch):
-    """Compute masks for an interleave of 1, over a cache with a larger interleave."""
+    """Plant masks for an interleave of 1 over a cache with a larger interleave."""
 
     def wrong(common, *args, ownership, build=reference.build_mla_metadata, **kwargs):
         plan = build(common, *args, ownership=ownership, **kwargs)

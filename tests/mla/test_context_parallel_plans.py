@@ -1,4 +1,4 @@
-"""Plans of ranks that share sequences, of the builder and for capture, compared with each token's owner rank."""
+"""Tests of the plans of ranks that share sequences, compared with a list of the rank that holds each token."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from ..support.ranks import owners
 @given(batch=batches(), size=st.sampled_from([1, 2, 3, 8]), interleave=st.sampled_from([1, 4, 16]),
        units=st.integers(7, 9), threshold=st.integers(1, 4))  # fmt: skip
 def test_plans(batch, size, interleave, units, threshold):
-    """Both packages give the same plan; lengths and masks fit each rank's own tokens; chunks cover the context."""
+    """Both packages give the same plan for each rank.
+
+    Lengths and masks count the rank-local tokens, and the chunks cover the context of every prefill.
+    """
     query_lens, seq_lens = batch
-    # padding rows may stand only among decodes
+    # a padding row is legal only among the decodes
     if any(q > 0 and s == 0 for q, s in zip(query_lens, seq_lens, strict=True)):
         query_lens = [min(q, 1) for q in query_lens]
     batch, block_size = make_batch(query_lens, seq_lens, 16), 16
@@ -66,7 +69,7 @@ def check_rank_plan(batch, plan, ownership, workspace):
 
 @pytest.mark.parametrize("merge", MERGES)
 def test_builder(ops, merge):
-    """The builder plans for its rank, with a schedule for the heads of all ranks, which a decode gathers."""
+    """The builder of a rank plans for this rank, with a schedule for the rank-local lengths and without a cascade."""
     batch, config = make_batch([1, 1, 40], [7000, 9, 100], 16), CONFIGS["direct"]
 
     def program(ranks):
@@ -83,7 +86,7 @@ def test_builder(ops, merge):
 
 @pytest.mark.parametrize("query_len", [1, 3])
 def test_captured_plans(ops, query_len):
-    """A captured plan is updated in place: rank-local lengths, masks, schedule."""
+    """`update_captured` writes the rank-local lengths, the masks and the schedule into the captured plan."""
     first, second = ([(query_len, s) for s in lens] for lens in ((70, 9, 33), (17, 64, 65)))
 
     def program(ranks):

@@ -1,4 +1,4 @@
-"""Malformed input of context parallelism raises one line that names the argument, before any exchange."""
+"""Tests of malformed input of context parallelism: an error of one line names the argument before any exchange."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ class TestBadInput:
                 ops.simulate(2, 1, lambda ranks, merge=merge, narrow=narrow: merge(narrow, ranks.cp_group))
 
     def test_batch_invariance(self, ops):
-        """A reduce-scatter adds in an order that the communication library chooses, so it is not batch-invariant."""
+        """A batch-invariant builder refuses the merge `ag_rs`.
+
+        The communication library chooses the order in which a reduce-scatter adds.
+        """
         ranks = ops.simulate(2, 1, lambda ranks: ranks, merge="ag_rs")[0]
         wanted = '^batch_invariant: expected False, or groups with merge "a2a", got True with "ag_rs"$'
         with pytest.raises(ValueError, match=wanted):
@@ -84,7 +87,7 @@ class TestBadInput:
                                    context_parallel=ops.simulate(2, 3, lambda ranks: ranks)[0])  # fmt: skip
 
     def test_gather(self, ops):
-        """A chunk for another ownership, or for none, is refused before any exchange."""
+        """A chunk for another ownership, or without ownership, is refused before any exchange."""
         plain = ContextChunk(integers(0), offsets([5]), 5, 5)
         plan = reference.interfaces.PrefillMetadata(integers(0)[None], offsets([1]), 1, (), 16)
         chunk = ops.rank_local_chunk(plain, TokenOwnership(2, 0))
@@ -119,7 +122,15 @@ class TestBadInput:
             ops.reorg_kvcache(torch.zeros(2, 3, 6), ContextChunk(integers(0), offsets([5]), 5, 5))
 
     def test_layers(self, ops):
-        """Refused: a plan for another ownership, heads that D does not divide, a bias that each rank would add."""
+        """A layer on several ranks refuses the following input and does not write the cache.
+
+        - a plan for a single rank;
+        - a number of heads that the number of ranks does not divide;
+        - an output projection with a bias, which every rank would add;
+        - a plan with a cascade.
+
+        A plan for one of two ranks is refused if the batch has slots for the tokens of both ranks.
+        """
         config = CONFIGS["direct"]
         batch = make_batch([1, 20], [20, 40], 16)
         cache = torch.zeros(batch.num_blocks, 16, config.head_size, dtype=torch.float64)
@@ -158,7 +169,10 @@ class TestBadInput:
         assert cache.eq(0).all()
 
     def test_shares_of_projections(self, ops):
-        """A projection that is more than its weight is refused, as slicing the weight would lose the rest."""
+        """`shard_linear` refuses a module with a hook, a replaced forward or a bias.
+
+        A slice of the weight would not contain the hook, the forward or the bias.
+        """
         ranks = ops.simulate(2, 1, lambda ranks: ranks)[1]
         plain = torch.nn.Linear(8, 12, bias=False)
         assert ranks.shard_linear("q_proj", plain, 0, 4).weight.equal(plain.weight[6:])

@@ -1,4 +1,4 @@
-"""The up-projection `kv_b_proj`: split into W_UK and W_UV, absorbed, and recovered from any kind of linear module."""
+"""Tests of `kv_b_proj`: the split into W_UK and W_UV, their absorption, and the weight of any linear module."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..support.factories import (
 
 
 class Int8Linear(nn.Module):
-    """A weight-only quantised linear as a third-party library may write it."""
+    """A linear module with an int8 weight, such as a third-party library may have."""
 
     def __init__(self, weight, bias=None):
         super().__init__()
@@ -40,7 +40,7 @@ class Int8Linear(nn.Module):
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_split_is_what_the_projection_does(ops, config):
-    """Rows of kv_b_proj per head: P key rows, then V value rows."""
+    """`kv_b_proj` has P key rows and then V value rows for each head, and the split copies no row."""
     c = config
     projection = linear(make_weights(c, torch.float64)["kv_b_proj"])
     latent = torch.randn(5, c.kv_lora_rank, dtype=torch.float64)
@@ -51,12 +51,12 @@ def test_split_is_what_the_projection_does(ops, config):
     assert_close64(v, per_head[..., c.qk_nope_head_dim :])
     storage = projection.weight.untyped_storage().data_ptr()
     for view in (w_uk, w_uv, *ops.absorb(w_uk, w_uv)):
-        assert view.untyped_storage().data_ptr() == storage, "a copy of the weight"
+        assert view.untyped_storage().data_ptr() == storage, "expected a view of the weight, got a copy"
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_absorption_moves_the_product(ops, config):
-    """(W_UK c) . q = c . (W_UK^T q), and W_UV may be applied after the sum over keys."""
+    """(W_UK c) . q equals c . (W_UK^T q), and W_UV can be applied after the weighted sum over keys."""
     w_uk, w_uv = make_up_projections(config, torch.float64)
     w_uk_t, w_uv_absorbed = ops.absorb(w_uk, w_uv)
     assert w_uk_t.shape == (config.num_heads, config.qk_nope_head_dim, config.kv_lora_rank)
@@ -121,7 +121,7 @@ def test_dense_weight_refuses(ops, plain_errors):
 
 
 class PairLinear(nn.Module):
-    """A linear module that returns (product, bias), as those of vLLM and Megatron do."""
+    """A linear module that returns (product, bias), as the linear modules of vLLM and Megatron do."""
 
     def __init__(self, weight, bias=None, skip_bias_add=False):
         super().__init__()
@@ -163,7 +163,7 @@ def test_layer_of_linears_that_return_pairs(ops, config):
 
 @pytest.mark.parametrize("name", ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"])
 def test_layer_refuses_a_bias_beside_the_product(ops, name, plain_errors):
-    """A bias that a module returns beside the product (skip_bias_add) is refused, not dropped; nothing is written."""
+    """A layer refuses, and does not drop, a bias that a module returns beside the product (`skip_bias_add`)."""
     config = CONFIGS["direct" if name == "q_proj" else "low-rank"]
     weights = make_weights(config, torch.float32)
     modules = modules_of(weights, PairLinear)
@@ -181,7 +181,10 @@ def test_linear_output_refuses(output, plain_errors):
 
 
 def test_refresh_in_place(ops):
-    """A recovered weight is refreshed in place, for captured graphs; a plain weight is the parameter itself."""
+    """`refresh_weights` writes a recovered weight in place, so that captured graphs read the new weight.
+
+    A layer of plain linear modules recovers no weight and reads the parameter itself.
+    """
     config = CONFIGS["direct"]
     weights = make_weights(config, torch.float32)
     layer = make_layer(ops, config, weights, torch.float32)
@@ -204,7 +207,10 @@ def test_refresh_in_place(ops):
 
 
 class Doubling(torch.Tensor):
-    """A tensor subclass that reports the dtype of its data, as torchao's quantised weights do."""
+    """A tensor subclass whose value is twice its data.
+
+    Like a quantised weight of torchao, the tensor reports an ordinary dtype.
+    """
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -233,7 +239,10 @@ def replaced(w):
 
 @pytest.mark.parametrize("wrap", [doubled, hooked, replaced])
 def test_a_linear_that_is_more_than_its_parameter_is_recovered(ops, wrap, plain_errors):
-    """With a subclassed weight, a hook or a replaced forward, the weight is recovered from products, not `.weight`."""
+    """The weight is recovered from products if its type is a subclass, or the module has a hook or another forward.
+
+    For such a module the parameter `.weight` is not the weight of the products.
+    """
     weight = torch.randn(10, 6)
     module = wrap(weight)
     assert not ops.is_plain_linear(module, torch.float32)
@@ -242,7 +251,7 @@ def test_a_linear_that_is_more_than_its_parameter_is_recovered(ops, wrap, plain_
 
 
 def test_layer_reads_norms_that_were_replaced(ops):
-    """After `load_state_dict(assign=True)` replaced a parameter, the layer computes with the new one."""
+    """A layer computes with the new parameter of a norm after `load_state_dict(assign=True)` replaced the parameter."""
     config = CONFIGS["direct"]
     layer = make_layer(ops, config, make_weights(config, torch.float32), torch.float32)
     hidden, positions = torch.randn(2, config.hidden_size), torch.arange(2)
@@ -252,7 +261,7 @@ def test_layer_reads_norms_that_were_replaced(ops):
 
 
 def test_layer_refuses_a_hooked_norm(ops, plain_errors):
-    """The layer reads a norm's weight and does not call its forward, so it would ignore a hook."""
+    """A layer refuses a norm with a hook, because the layer reads the weight of a norm and never calls the norm."""
     config = CONFIGS["direct"]
     weights = make_weights(config, torch.float32)
     modules = {name: linear(w) if w.dim() == 2 else norm(w) for name, w in weights.items()}

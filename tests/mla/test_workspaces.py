@@ -1,4 +1,4 @@
-"""A plan's chunks fit into the workspace that the memory-profile run of its layer allocated."""
+"""Tests that the chunks of a plan fit into the workspace that the layer allocated in its memory-profile run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def test_the_plan_says_its_workspace(ops):
 
 
 def test_a_chunk_beyond_the_profiled_workspace_raises(ops, plain_errors):
-    """Without this check a layer profiled with 8192 tokens expanded 65536 tokens of a long context."""
+    """A layer refuses a plan whose chunks exceed the workspace of the layer, and does not write the cache.
+
+    Before this check existed, a layer with a workspace of 8192 tokens expanded 65536 tokens of a long context.
+    """
     batch = make_batch([9], [100])
     layer = make_layer(ops, CONFIG, make_weights(CONFIG, torch.float32), torch.float32, workspace_tokens=48)
     entries = make_entries(batch, CONFIG.head_size, torch.float32)
@@ -52,10 +55,10 @@ def test_a_chunk_beyond_the_profiled_workspace_raises(ops, plain_errors):
 
 
 def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
-    """The profile run expands as many tokens as a plan may, by default as many as a long-context builder's plan."""
+    """The memory-profile run expands `workspace_tokens` tokens, which are MOST_WORKSPACE_TOKENS by default."""
     expanded = []
-    room = __import__(f"{ops.__name__}.mla.layer", fromlist=["layer"])
-    monkeypatch.setattr(room, "expand_kv", lambda latents, *_: expanded.append(latents.shape[0]))
+    module = __import__(f"{ops.__name__}.mla.layer", fromlist=["layer"])
+    monkeypatch.setattr(module, "expand_kv", lambda latents, *_: expanded.append(latents.shape[0]))
     weights = make_weights(CONFIG, torch.float32)
     cache = torch.zeros(1, 16, CONFIG.head_size)
     hidden, positions = torch.zeros(3, CONFIG.hidden_size), torch.arange(3)
@@ -69,7 +72,10 @@ def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
 @pytest.mark.parametrize("block_size", [16, 48, 96, 100, 65536])
 @pytest.mark.parametrize("size", [1, 3])
 def test_defaults_fit_together(ops, block_size, size):
-    """The default workspace of a builder fits the default of a layer, also if 65536 is not a multiple of the unit."""
+    """A builder's default workspace is at most a layer's default workspace or one unit, whichever is larger.
+
+    Some units of the test do not divide 65536 tokens.
+    """
     ranks = None if size == 1 else ops.simulate(size, 1, lambda ranks: ranks, tensor_parallel_size=3)[0]
     layer = make_layer(ops, CONFIG, make_weights(CONFIG, torch.float32), torch.float32)
     for sequences in (8, 2048):
@@ -81,7 +87,10 @@ def test_defaults_fit_together(ops, block_size, size):
 
 
 def test_a_loop_expands_no_more_than_the_layers_of_its_model(ops, plain_errors):
-    """A loop refuses a larger workspace than that of its model's layers; it would fail later, at a long prompt."""
+    """A serving loop refuses a workspace that exceeds the workspace of the model's layers.
+
+    Without this refusal the loop would fail later, at a long prompt.
+    """
     pytest.importorskip("transformers")
     from transformers import AutoModelForCausalLM
 

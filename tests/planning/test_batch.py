@@ -1,4 +1,4 @@
-"""Split into decodes and prefills, reordering, slots and virtual batches: both packages against brute force."""
+"""Tests of the split into decodes and prefills, reordering, slots and virtual batches, against brute force."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..support.properties import given, st
 
 
 def check_slots(ops, query_lens, seq_lens, block_size, padding=0):
-    """Assert that each new token gets the slot of its position in its own block, and padding tokens get -1."""
+    """Assert that each new token gets the slot of its position, each slot occurs once, and padding tokens get -1."""
     batch = make_batch(query_lens, seq_lens, block_size, padding)
     common = batch.common
     got = ops.slot_mapping(
@@ -34,7 +34,7 @@ def test_slot_mapping(lens, block_size, padding, ops):
 
 
 def test_slot_mapping_is_64_bit(ops):
-    """Pitfall 8: block x block_size exceeds 2^31; no cache of that size is needed."""
+    """Slots are right if block x block_size exceeds 2^31 (pitfall 8); the test needs no cache of that size."""
     table = integers(2**31 - 2, 40_000_000).view(1, 2)
     slots = ops.slot_mapping(integers(0, 2), integers(65), table, 64, 3)
     assert slots.dtype == torch.int64
@@ -42,7 +42,7 @@ def test_slot_mapping_is_64_bit(ops):
 
 
 def brute_split(query_lens, threshold, uniform):
-    """Return the longest prefix of requests that may all be decodes, by trying every prefix."""
+    """Return the split whose decodes are the longest legal prefix of the requests, found by trying every prefix."""
 
     def fits(prefix):
         lengths = {n for n in prefix if n > 0}
@@ -89,7 +89,7 @@ def fewest_swaps(flags):
 
 @pytest.mark.parametrize("requests", range(8))
 def test_reorder_with_the_fewest_swaps(requests, ops):
-    """For every batch of up to 7 requests, decodes come first after as few swaps as an exhaustive search finds."""
+    """For every batch of up to 7 requests, decodes come first after as few swaps as an exhaustive search needs."""
     for flags in itertools.product((True, False), repeat=requests):
         swaps = ops.reorder_batch_to_split_decodes_and_prefills(torch.tensor(flags, dtype=torch.bool, device="cpu"))
         assert apply(swaps, flags) == sorted(flags, reverse=True)
@@ -106,11 +106,11 @@ def test_reorder_keeps_every_request(flags):
     assert [flags[place] for place in order] == sorted(flags, reverse=True)
 
 
-# Chunked local attention.
+# Tests of chunked local attention.
 
 
 def local_attention(ops, batch, chunk, q, entries):
-    """Return the virtual batch and its attention over the paged cache: out [T, N, D], lse [N, T]."""
+    """Return the virtual batch and its attention state over the paged cache: out [T, N, Dv], lse [N, T]."""
     virtual = ops.make_local_attention_virtual_batches(batch.common, chunk, batch.block_size)
     lens = virtual.seq_lens
     ends = offsets(lens.tolist())
@@ -146,7 +146,7 @@ def check_virtual_batches(ops, query_lens, seq_lens, chunk, block_size):
 
 @pytest.mark.parametrize("length", range(1, 26))
 def test_local_attention_of_every_length(length, ops):
-    """For chunks of three blocks, every query length of a sequence length is compared with an explicit mask."""
+    """With chunks of three blocks, every query length gives the result of attention with an explicit mask."""
     for query_len in range(1, length + 1):
         check_virtual_batches(ops, [query_len], [length], 6, 2)
 

@@ -1,6 +1,6 @@
-"""The decode graph: batches are padded to the next captured size and replayed with any lengths, tables and slots.
+"""Tests of `DecodeGraph`, which pads a batch to the next captured size and replays with new lengths, tables and slots.
 
-On a CPU `fast` uses the same buffers without a graph; on a GPU it captures graphs, with the same tests.
+On a CPU, `fast` runs the step eagerly over the same buffers. On a GPU, the same tests capture and replay CUDA graphs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reference.interfaces import CommonAttentionMetadata
 from ..support.factories import CONFIGS, DIRECT, GARBAGE, make_batch, make_cache, make_entries, make_layer, make_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-STEPS = ([20, 7, 40], [3], [1, 0, 64, 33], [90, 2, 5, 8, 13], [0], [17, 18])  # sequence lengths
+STEPS = ([20, 7, 40], [3], [1, 0, 64, 33], [90, 2, 5, 8, 13], [0], [17, 18])  # sequence lengths of each step
 BLOCK, BLOCKS, WIDTH = 16, 40, 8
 
 
@@ -26,7 +26,10 @@ def moved(common, device):
 
 
 def steps(config, dtype, query_len):
-    """Yield batches with caches of one size and hidden states; requests of length 0 are an engine's padding rows."""
+    """Yield (batch, cache, hidden states, positions) for each step; all caches have the same size.
+
+    A request of length 0 is a padding row.
+    """
     for lengths in STEPS:
         with torch.device("cpu"):
             lengths = [length and max(length, query_len) for length in lengths]
@@ -61,7 +64,7 @@ def make_builder(ops, config=DIRECT, query_len=1, **options):
 
 
 def judged_steps(config, weights, dtype, query_len):
-    """Yield `steps`, each with the outputs of the reference layer in float64 and in `dtype`."""
+    """Yield the tuples of `steps`, each with the output of the reference layer in float64 and in `dtype`."""
     with torch.device("cpu"):
         gold_layer = make_layer(reference, config, {n: w.double() for n, w in weights.items()}, torch.float64)
         low_layer = make_layer(reference, config, weights, dtype)
@@ -77,7 +80,7 @@ def judged_steps(config, weights, dtype, query_len):
 @pytest.mark.parametrize("query_len", [1, 2])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_replays(config, query_len, programs, invariant):
-    """Each replayed step is within the budget of the reference layer; caches agree bit by bit where the layers do."""
+    """Each replayed step is within the budget of the reference layer, and writes the same slots as the reference."""
     dtype = torch.float32
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     options = {"num_programs": programs, "batch_invariant": invariant}
@@ -97,11 +100,11 @@ def test_replays(config, query_len, programs, invariant):
         assert graph.replay(size)[batch.num_tokens :].eq(0).all(), "padding rows are not 0"
         padding = (batch.common.seq_lens == 0).repeat_interleave(query_len).cpu()
         assert value[padding].eq(0).all()
-        assert held.cpu().isnan().equal(ref_held.isnan()), "other slots are written than by the reference"
+        assert held.cpu().isnan().equal(ref_held.isnan()), "fast and reference write different slots"
 
 
 def test_a_run_leaves_nothing_behind():
-    """A small batch after a large one gets padding rows without values of the large one."""
+    """A small batch after a large batch gets padding rows that hold no value of the large batch."""
     config, dtype = DIRECT, torch.float32
     weights = make_weights(config, dtype)
     seen = []
@@ -142,7 +145,10 @@ def test_a_run_leaves_nothing_behind():
 
 
 def test_in_any_grad_mode():
-    """A graph made in inference mode runs outside it, and the reverse."""
+    """A graph that is made in inference mode also runs outside inference mode.
+
+    A graph that is made outside inference mode also runs in inference mode.
+    """
     for make_mode, run_mode in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
         with torch.device("cpu"):
             with make_mode():
@@ -164,7 +170,10 @@ def test_nothing_to_do(ops):
 
 
 def test_refusals(ops, plain_errors):
-    """A batch that exceeds the captured sizes raises before any buffer is written."""
+    """A batch that exceeds the captured sizes raises before the step runs.
+
+    A graph with invalid sizes raises in the constructor.
+    """
     steps_run = []
 
     def step(hidden_states, positions, metadata):
@@ -220,13 +229,13 @@ def test_refusals(ops, plain_errors):
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 def test_captured_memory_stands_still():
-    """Pitfall 17: hundreds of replays with other lengths keep no new memory and move no buffer."""
+    """Hundreds of replays with other lengths repeat their outputs and leave no new memory allocated (pitfall 17)."""
     config, dtype = DIRECT, torch.bfloat16
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, 1, num_programs=4)
     runs = [(h.to(DEVICE), p.to(DEVICE), moved(b.common, DEVICE)) for b, _, h, p in steps(config, dtype, 1)]
     held.zero_()
-    for _ in range(2):  # all runs use the same blocks, so runs of the second round read a cache that was written
+    for _ in range(2):  # all runs use the same blocks, so the second round reads a cache that the first round wrote
         first = [graph.run(*run).clone() for run in runs]
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""Rank-local lengths and slots of every rank, compared with a loop that assigns token after token to ranks."""
+"""Tests of rank-local lengths and slots, compared with a loop that assigns token after token to ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def dealt_slots(batch, table, block_size, size, rank, interleave):
 @given(batch=batches(), size=st.sampled_from([1, 2, 3, 4, 8]), interleave=st.sampled_from([1, 2, 4, 8]),
        blocks=st.integers(1, 3), padding=st.integers(0, 2))  # fmt: skip
 def test_slots(batch, size, interleave, blocks, padding):
-    """Every token has one slot on exactly one rank, and every block is filled in token order."""
+    """Every new token has a slot on exactly one rank, and each rank fills its blocks in token order."""
     block_size = interleave * blocks
     batch = make_batch(*batch, block_size, padding)
     common, tokens = batch.common, batch.num_tokens + padding

@@ -1,4 +1,4 @@
-"""Context chunks and decode schedules: both packages against brute force, and bit by bit against each other."""
+"""Tests of context chunks and decode schedules, against brute force and bit by bit between both packages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ CONTEXTS = st.lists(st.sampled_from([0, 1, 15, 16, 17, 31, 97, 200]), max_size=6
 
 
 def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1):
-    """Plan chunks, check them and return them.
+    """Plan context chunks, assert their properties, and return the chunks.
 
-    Every context token is in exactly one chunk, starts are multiples of the unit, no chunk exceeds the workspace, and
-    all chunks but the last are full.
+    - Every context token is in exactly one chunk.
+    - The tokens of a request in a chunk start at a multiple of the unit.
+    - No chunk exceeds the workspace.
+    - All chunks except the last chunk are full.
     """
     unit = block_size if ranks == 1 else math.lcm(block_size, ranks * interleave)
     chunks = ops.plan_context_chunks(integers(*context_lens).cpu(), workspace, block_size, ranks, interleave)
@@ -35,15 +37,17 @@ def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1
         assert chunk.starts.dtype == chunk.cu_seq_lens.dtype == torch.int32
         assert chunk.cu_seq_lens[0] == 0 and chunk.cu_seq_lens[-1] == chunk.num_tokens == sum(pieces)
         assert 0 < chunk.num_tokens <= workspace and chunk.max_seq_len == max(pieces)
-        assert sum(-(-length // unit) for length in pieces) <= workspace // unit, "requests take whole units"
+        assert sum(-(-length // unit) for length in pieces) <= workspace // unit, "the units exceed the workspace"
         present = [request for request, length in enumerate(pieces) if length]
         for request, (start, length) in enumerate(zip(chunk.starts.tolist(), pieces, strict=True)):
             assert start % unit == 0 and length >= 0 and (length or start == 0)
             if start:
-                assert request == present[0] and seen[request], "only the first request continues"
+                assert request == present[0] and seen[request], "a later request continues an earlier chunk"
             seen[request] += range(start, start + length)
         if number + 1 < len(chunks):
-            assert sum(-(-length // unit) for length in pieces) == workspace // unit, "all chunks but the last are full"
+            assert sum(-(-length // unit) for length in pieces) == workspace // unit, (
+                "a chunk before the last chunk is not full"
+            )
     assert seen == [list(range(length)) for length in context_lens]
     assert len(chunks) == -(-sum(-(-length // unit) for length in context_lens) // (workspace // unit))
     return chunks
@@ -51,7 +55,7 @@ def check_chunks(ops, context_lens, workspace, block_size, ranks=1, interleave=1
 
 @given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), PACKAGES)
 def test_context_chunks(context_lens, block_size, extra, ops):
-    """Whatever the chunks are, each context token is read exactly once."""
+    """For any block size and any workspace, each context token is in exactly one chunk."""
     check_chunks(ops, context_lens, block_size + extra, block_size)
 
 
@@ -60,14 +64,14 @@ def test_context_chunks(context_lens, block_size, extra, ops):
     st.integers(0, 90), PACKAGES,
 )  # fmt: skip
 def test_context_chunks_of_ranks(context_lens, block_size, ranks, interleave, extra, ops):
-    """Pitfall 10: chunks start at multiples of D x I tokens, for any block size, D and I."""
+    """For any block size, D and I, chunks start at multiples of D x I tokens (pitfall 10)."""
     unit = math.lcm(block_size, ranks * interleave)
     check_chunks(ops, context_lens, unit + extra, block_size, ranks, interleave)
 
 
 @given(CONTEXTS, st.sampled_from([1, 3, 16]), st.integers(0, 90), st.sampled_from([(1, 1), (1, 64), (3, 16), (4, 1)]))
 def test_chunk_planners_agree(context_lens, block_size, extra, ranks):
-    """Tier 1: both packages give the same chunks; chunks of equal size (`even_chunks`) are never fewer."""
+    """Both packages give the same chunks (tier 1), and never more chunks than the simpler `even_chunks`."""
     unit = block_size if ranks[0] == 1 else math.lcm(block_size, math.prod(ranks))
     workspace = max(1, sum(n > 0 for n in context_lens)) * unit + extra
     ours, theirs = (
@@ -84,7 +88,10 @@ def test_one_request_takes_the_whole_workspace(ops):
 
 
 def test_one_long_context_among_short_ones(ops):
-    """Pitfall 11: with as much workspace for each request, the long context is read 2048 tokens at a time."""
+    """A long context among short contexts fits into one chunk if the workspace is large enough (pitfall 11).
+
+    `even_chunks` gives each request equally much workspace, so it needs 30 chunks of 2048 tokens for the long context.
+    """
     contexts = [60_000] + 31 * [16]
     assert len(even_chunks(contexts, 65536, 16)) == 30
     assert len(check_chunks(ops, contexts, 65536, 16)) == 1
@@ -93,7 +100,10 @@ def test_one_long_context_among_short_ones(ops):
 
 
 def test_chunk_refusals(ops, plain_errors):
-    """A sum of lengths that overflows int32 is refused; the error about a negative length names the request."""
+    """A workspace of 2^31 tokens, a workspace below one unit and a negative length are refused.
+
+    The largest int32 length is planned without overflow.
+    """
     with pytest.raises(ValueError, match="^workspace_tokens: expected less than 2.31, got 2147483648$"):
         ops.plan_context_chunks(integers(5).cpu(), 2**31, 64)
     with pytest.raises(ValueError, match="^context_lens: expected lengths >= 0, got -1 at request 1$"):
@@ -104,7 +114,7 @@ def test_chunk_refusals(ops, plain_errors):
     assert [chunk.num_tokens for chunk in largest] == [2**31 - 64, 63]
 
 
-# The decode schedule.
+# Tests of decode schedules.
 
 LENS = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 130, 700, 1500, 9000, 20_000, 70_000]), max_size=8)
 PROGRAMS = st.sampled_from([1, 2, 3, 7, 33, 132])
@@ -115,7 +125,7 @@ def tiles_of(lens):
 
 
 def taken_by(schedule, lens):
-    """Return for each program its tiles as [(request, tile), ..] and the number of its first split."""
+    """Return, for each program, its tiles as [(request, tile), ...] and the number of its first split."""
     tiles, found = tiles_of(lens), []
     for first, last, first_tile, last_tile, split in schedule.tile_ranges.tolist():
         if last < first:
@@ -125,16 +135,17 @@ def taken_by(schedule, lens):
             start = first_tile if request == first else 0
             end = last_tile if request == last else tiles[request]
             own += [(request, tile) for tile in range(start, end)]
-        assert bool(own) == (last >= first), "a program with a range has work"
+        assert bool(own) == (last >= first), "a program with a range of requests has no tile"
         found.append((own, split))
     return found
 
 
 def check_schedule(ops, lens, programs, overhead):
-    """Check a schedule.
+    """Assert the properties of a schedule.
 
-    Each tile occurs once and in order, no program has more than an equal part of the cost plus one request's cost, and
-    split numbers count the programs of a request.
+    - Each tile occurs once and in order.
+    - No program has more than an equal part of the total cost plus the cost of starting one request.
+    - The programs of a request have the split numbers 0, 1, 2 and so on.
     """
     schedule = ops.plan_decode(integers(*lens), programs, ScheduleCosts(request_cost=overhead))
     assert schedule.tile_ranges.dtype == schedule.split_offsets.dtype == torch.int32
@@ -175,7 +186,7 @@ def test_planners_agree_on_long_requests(heads):
 
 
 def test_costs_decide_where_programs_begin():
-    """A plan without given costs uses the neutral costs, the same in both packages."""
+    """A schedule without given costs uses the neutral costs, which are the same in both packages."""
     lens = integers(700, 64, 3000, 129)
     for ops in (reference, fast):
         neutral, given_them, none = (
@@ -186,7 +197,7 @@ def test_costs_decide_where_programs_begin():
 
 
 def test_measured_schedule_costs_by_heads():
-    """The measured costs are those that `fast` had as constants before they became a record."""
+    """The measured costs equal the constants of earlier versions of `fast`."""
     few, some, many = InvariantCut(4, 32, 16, 128), InvariantCut(16, 8, 32, 64), InvariantCut(16, 8, 32, 64)
     wanted = {1: (5, 1, few), 16: (5, 1, few), 17: (5, 4, some), 32: (5, 4, some), 33: (8, 4, many), 128: (8, 4, many)}
     for heads, (request_cost, split_cost, cut) in wanted.items():
@@ -195,7 +206,10 @@ def test_measured_schedule_costs_by_heads():
 
 @pytest.mark.parametrize("heads, each, sizes", [(16, 1, (10, 4, 4)), (17, 4, (32, 16, 16))])
 def test_splits_cost_a_part_of_a_request(heads, each, sizes, ops):
-    """A request's cost of 5 tiles is `each` for every split and the rest for the first; programs begin accordingly."""
+    """The measured costs decide at which split each program begins.
+
+    Every split of a request costs `each` tiles. The first split costs 5 - `each` additional tiles.
+    """
     tiles, starts, place = (300, 40, 100), [], 0
     for request, (count, size) in enumerate(zip(tiles, sizes, strict=True)):
         place += 5 - each
@@ -220,7 +234,7 @@ def test_batch_invariant_cut(heads, tiles, size):
 
 @pytest.mark.parametrize("heads", [16, 17])
 def test_most_batch_invariant_splits(heads):
-    """The bound on splits is the largest number of splits of any request of that many tiles or fewer."""
+    """`most_invariant_splits(tiles)` is the largest number of splits of any request with at most `tiles` tiles."""
     most, cut = 1, measured_schedule_costs(heads).cut
     for tiles in range(1, 4200):
         most = max(most, -(-tiles // invariant_split_tiles(tiles, cut)))
@@ -230,9 +244,12 @@ def test_most_batch_invariant_splits(heads):
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 20), st.integers(0, 60), st.integers(0, 3000))
 def test_buffers_hold_the_splits_of_any_cut(small_pairs, small_splits, more_pairs, more_splits, tiles):
-    """`most_invariant_splits`, which sizes buffers, bounds the splits of any request of that many tiles or fewer."""
+    """For any cut, no request with at most `tiles` tiles has more splits than `most_invariant_splits(tiles)`.
+
+    `most_invariant_splits` gives the sizes of buffers.
+    """
     cut = InvariantCut(2 * small_pairs, small_splits, 2 * (small_pairs + more_pairs), small_splits + more_splits)
-    ScheduleCosts(cut=cut)  # it accepts the cut
+    ScheduleCosts(cut=cut)  # the constructor accepts the cut
     bound = most_invariant_splits(tiles, cut)
     for count in {*range(max(0, tiles - 40), tiles + 1), *range(0, tiles, 7)}:
         assert -(-count // invariant_split_tiles(count, cut)) <= bound
@@ -240,9 +257,9 @@ def test_buffers_hold_the_splits_of_any_cut(small_pairs, small_splits, more_pair
 
 @given(LENS, PROGRAMS, st.sampled_from([0, 5]), st.sampled_from([16, 128]), PACKAGES)
 def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
-    """Check a batch-invariant schedule.
+    """In a batch-invariant schedule, the splits of a request depend only on the length of this request.
 
-    Each tile occurs once, the splits of a request depend only on its own length, and programs take whole splits.
+    Each tile occurs once, and every program processes whole splits.
     """
     costs = replace(measured_schedule_costs(heads), request_cost=overhead)
     schedule = ops.plan_decode(integers(*lens), programs, costs, True)
@@ -285,7 +302,10 @@ def test_schedule_of_nothing(ops):
 
 @pytest.mark.parametrize("lens", [(64 * 10, 64 * 10), (64 * 25,), (64 * 3, 64 * 3, 64 * 30)])
 def test_schedule_by_hand(lens, ops):
-    """Schedules by hand for two programs and a cost of 2 tiles a request; the three examples cost 24, 27 and 42."""
+    """Three schedules equal schedules that were computed by hand, for two programs and a cost of 2 tiles a request.
+
+    The total costs of the three batches are 24, 27 and 42 tiles.
+    """
     expected = {
         (640, 640): [[0, 0, 0, 10, 0], [1, 1, 0, 10, 0]],
         (1600,): [[0, 0, 0, 12, 0], [0, 0, 12, 25, 1]],

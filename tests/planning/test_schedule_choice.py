@@ -1,4 +1,4 @@
-"""Schedules by default: which decodes get one, which function decides, and what the plan records of the choice."""
+"""Tests of the default choice of schedules: which decodes get a schedule, and what a plan records of the choice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..support.properties import given, st
 
 CONFIG = CONFIGS["direct"]
 EQUAL, RAGGED = [3000] * 6, [30_000, 64, 200, 1000, 90, 130]
-START = {1: 5, 32: 5, 33: 8, 128: 8}  # number of heads to measured cost of starting a request, in tiles
+START = {1: 5, 32: 5, 33: 8, 128: 8}  # measured cost of starting a request, in tiles, by number of heads
 
 
 @pytest.fixture(params=["reference", "fast"])
@@ -32,7 +32,7 @@ def ops(request):
 
 @pytest.fixture
 def eight_programs(monkeypatch):
-    """Let the device report eight programs, as a GPU does; return the list of the calls that asked for them."""
+    """Let the device report eight programs, and return the list of the calls of `decode_programs`."""
     calls = []
 
     def decode_programs(config, **given):
@@ -53,7 +53,10 @@ def batch_of(seq_lens, query_len=1, ownership=None):
 
 @given(st.lists(st.integers(0, 9000), max_size=8), st.integers(0, 9), st.sampled_from(sorted(START)), st.booleans())
 def test_lengths_that_differ_are_planned(lens, programs, heads, invariant):
-    """A decode is planned if padding all requests to the longest costs more than starting requests and programs."""
+    """A decode is planned if padding all requests to the longest request costs more than a schedule.
+
+    The cost of a schedule is the cost of starting all requests and programs.
+    """
     choice = choose_schedule(integers(*lens).cpu(), programs, measured_schedule_costs(heads), invariant)
     tiles = [len(range(0, length, DECODE_TILE)) for length in lens if length > 0]
     if programs == 0 or not lens:
@@ -71,9 +74,10 @@ TIMES = json.loads((Path(__file__).parents[2] / "docs/results/h200-schedule-choi
 
 @pytest.mark.parametrize("invariant, most", [(False, 1.042), (True, 1.056)])
 def test_the_choice_is_nearly_the_faster_way(invariant, most):
-    """For every shape timed on an H200 with graphs, the choice costs at most `most` times the faster way's time.
+    """For every shape that was timed on an H200, the chosen way takes at most `most` times as long as the faster way.
 
-    `docs/log.md` has the same bounds.
+    The two ways are a decode with a schedule and a decode without a schedule, both replayed from a CUDA graph.
+    `docs/log.md` states the same two limits.
     """
     lost = {}
     for row in TIMES:
@@ -88,7 +92,7 @@ def test_the_choice_is_nearly_the_faster_way(invariant, most):
 
 
 def test_ragged_steps_are_planned_by_default(eight_programs, plain_errors):
-    """A ragged step is planned without any option; without a schedule such a decode took 941 us instead of 372 us."""
+    """Without any option, a step with requests of unequal lengths is planned, and a step with equal lengths is not."""
     for make in (
         lambda common: fast.build_mla_metadata(common, 64, 4096, config=CONFIG),
         lambda common: fast.MLAMetadataBuilder(CONFIG, 64, 40_000, 8).build(0, common),
@@ -102,7 +106,7 @@ def test_ragged_steps_are_planned_by_default(eight_programs, plain_errors):
     heads, how = eight_programs[0]
     assert heads == CONFIG.num_heads
     assert (how["dtype"], how["block_size"], how["query_len"]) == (torch.bfloat16, 64, 1)
-    assert len(eight_programs) == 1  # the answer is cached: later steps do not ask the device
+    assert len(eight_programs) == 1  # the number of programs is cached, so later steps do not ask the device
 
 
 def test_zero_never_plans(ops, eight_programs):
@@ -116,7 +120,7 @@ def test_zero_never_plans(ops, eight_programs):
 
 
 def test_the_device_of_the_reference_runs_one_program():
-    """On the reference's device `num_programs=None` means one program, and one program needs no schedule."""
+    """In `reference`, and on a CPU in `fast`, `num_programs=None` means one program, which needs no schedule."""
     plan = reference.build_mla_metadata(batch_of(RAGGED), 64, 4096, config=CONFIG)
     assert plan.schedule is None and plan.schedule_choice == ScheduleChoice(1, 6, 469, 495, False)
     plan = fast.build_mla_metadata(batch_of(RAGGED), 64, 4096, config=CONFIG)
@@ -128,7 +132,10 @@ def test_the_device_of_the_reference_runs_one_program():
 @pytest.mark.parametrize("programs", [1, 5, 132])
 @pytest.mark.parametrize("size", [1, 3])
 def test_both_make_the_same_choice(lens, programs, size):
-    """With equal numbers of programs and costs, both packages make the same choice and plan from rank-local lengths."""
+    """With the same number of programs and the same costs, both packages make the same choice.
+
+    Both packages choose and plan with the rank-local lengths.
+    """
     plans = []
     for ops in (reference, fast):
         ownership = None if size == 1 else ops.TokenOwnership(size, 1)
@@ -145,7 +152,7 @@ def test_both_make_the_same_choice(lens, programs, size):
 
 
 def test_invariant_cuts_are_chosen_alike(ops):
-    """Batch-invariant splits always depend on length alone; the choice decides only whether there is a schedule."""
+    """A batch-invariant builder gives every decode batch-invariant splits, whether the decode is planned or not."""
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 40_000, 8, num_programs=5, batch_invariant=True)
     ragged, equal = (builder.build(0, batch_of(lens)) for lens in (RAGGED, EQUAL))
     assert ragged.schedule.batch_invariant and ragged.schedule.tile_ranges.shape == (5, 5)
@@ -153,7 +160,11 @@ def test_invariant_cuts_are_chosen_alike(ops):
 
 
 def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
-    """A captured plan uses the builder's bounds and always has a schedule, as later lengths are not known."""
+    """A captured plan always has a schedule, because the lengths of later steps are unknown.
+
+    `max_seq_len` of the plan is the limit of the builder, or the number of tokens in the captured block table if this
+    number is smaller.
+    """
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5, schedule_costs=ScheduleCosts())
     captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     assert captured.schedule_choice.planned and captured.schedule.tile_ranges.shape == (5, 5)
@@ -170,17 +181,20 @@ def test_captured_plans_do_not_look_at_lengths(ops, plain_errors):
 
 
 def test_bounds_of_a_plan(ops, plain_errors):
-    """A plan's `max_seq_len` covers its decodes and is rank-local; a batch's bound that is too small is refused."""
+    """`max_seq_len` of a decode plan is the largest rank-local length of the decodes.
+
+    A larger `max_seq_len` of a batch of decodes is kept. A `max_seq_len` below the longest request is refused.
+    """
     common = make_batch([1, 1, 30], [20, 33, 400]).common
     plan = ops.build_mla_metadata(common, 16, 512)
     assert (common.max_seq_len, plan.decode.max_seq_len, plan.num_decodes) == (400, 33, 2)
     loose = replace(make_batch([1, 1], [20, 33]).common, max_seq_len=999)
-    assert ops.build_mla_metadata(loose, 16, 512).decode.max_seq_len == 999  # the engine's bound is kept
+    assert ops.build_mla_metadata(loose, 16, 512).decode.max_seq_len == 999  # the engine's `max_seq_len` is kept
     ownership = ops.TokenOwnership(2, 1)
     plan = ops.build_mla_metadata(
         replace(common, slot_mapping=common.slot_mapping * 0 - 1), 16, 512, ownership=ownership
     )
-    assert plan.decode.max_seq_len == 17 and plan.decode.seq_lens.tolist() == [10, 16]  # the first rank owns 17
+    assert plan.decode.max_seq_len == 17 and plan.decode.seq_lens.tolist() == [10, 16]  # the first rank owns 17 tokens
     with pytest.raises(ValueError, match="^common.max_seq_len: expected at least the longest request, 400, got 399$"):
         ops.build_mla_metadata(replace(common, max_seq_len=399), 16, 512)
 
@@ -202,7 +216,7 @@ def test_the_longest_lengths_do_not_overflow(plain_errors):
 
 
 def test_a_loose_bound_is_no_longer_request(ops, plain_errors):
-    """A batch's `max_seq_len` may be a constant of the engine; a captured plan checks the lengths themselves."""
+    """`update_captured` checks the lengths of the requests, because `max_seq_len` may be a constant of the engine."""
     builder = ops.MLAMetadataBuilder(CONFIG, 64, 1500, 8, num_programs=5, schedule_costs=ScheduleCosts())
     captured = builder.build_for_cudagraph_capture(batch_of([3] * 6))
     builder.update_captured(captured, replace(batch_of([64, 1, 3, 4, 5, 6]), max_seq_len=1000))

@@ -1,6 +1,7 @@
-"""The Triton planner of decode schedules gives the integers of the reference.
+"""Tests that the Triton planner of decode schedules gives the integers of the reference.
 
-These cases take every branch. On a GPU, `pytest --device cuda tests/planning/test_schedule.py` draws random cases.
+The cases of this file take every branch of the kernel. On a GPU, `pytest --device cuda tests/planning/test_schedule.py`
+tests the kernel with random cases.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def test_schedules(lens, batch_invariant):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("requests", [256, 257, 1025])
 def test_many_requests(requests, batch_invariant):
-    """Requests that exactly fill one chunk of the planner, and several chunks."""
+    """The kernel is right for requests that exactly fill one loop iteration, and for requests of several iterations."""
     draw = random.Random(requests)
     check([draw.choice([0, 1, 70, 700, 3000]) for _ in range(requests)], 13, 128, 5, batch_invariant)
 
