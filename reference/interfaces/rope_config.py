@@ -59,7 +59,7 @@ class YarnConfig:
     def cos_sin_scale(self) -> float:
         """Return the factor of cos and sin: m(f, mscale) / m(f, mscale_all_dim).
 
-        It is m(f, 1) if one of the two magnitude scales is None or 0.
+        The factor is m(f, 1) if one of the two magnitude scales is None or 0.
         """
         if self.mscale and self.mscale_all_dim:
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)

@@ -78,7 +78,7 @@ class MLAMetadataBuilder:
             most `MOST_WORKSPACE_TOKENS`, which a layer allows by default.
         context_parallel: the groups of context parallelism; None for one rank. With groups, batches have the lengths of
             whole sequences and the slots of this rank, and no step has a cascade.
-        schedule_costs: costs from which schedules are computed; None takes the defaults of `ScheduleCosts`.
+        schedule_costs: costs from which schedules are computed; None means the defaults of `ScheduleCosts`.
         cache_format: format of the cache, for `choose_path` and the choice of a cascade.
         dtype: dtype of queries and keys, for the same two choices. The plans work for any dtype.
 

@@ -44,7 +44,7 @@ def plan_captured_decodes(
             `max_seq_len` must be an upper bound of the keys of every request in every replay.
         block_size: tokens per block.
         num_programs: programs of the schedule; 0 makes no schedule, and the kernel splits the decode itself.
-        costs: costs from which the schedule is computed; None takes the defaults of `ScheduleCosts`.
+        costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
         batch_invariant: whether the splits of a request depend on its own length alone, with or without a schedule for
             programs.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the

@@ -59,7 +59,7 @@ def choose_path(
         query_len: q, new tokens of the request.
         context_len: c, cached tokens of the request.
         config: config of the layer.
-        costs: costs of FLOPs, bytes and requests, measured on a device; None takes the defaults of `PathCosts`.
+        costs: costs of FLOPs, bytes and requests, measured on a device; None means the defaults of `PathCosts`.
         cache_format: format of the cache.
         dtype: dtype of queries, keys and values.
 

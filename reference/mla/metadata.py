@@ -93,7 +93,7 @@ def build_mla_metadata(
         num_programs: programs of a schedule; 0 makes no schedule. None takes the number that suits the device (in the
             reference: 1) if `config` is given. The lengths decide whether the decode gets the schedule
             (`choose_schedule`), and the plan's `schedule_choice` reports the decision.
-        schedule_costs: costs from which the schedule is computed; None takes the defaults of `ScheduleCosts`.
+        schedule_costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
         cache_format: format of the cache, for `choose_path`.
         dtype: dtype of queries and keys, for `choose_path`. The plan itself works for any dtype.
 

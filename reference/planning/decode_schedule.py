@@ -48,7 +48,7 @@ def plan_decode(
     Args:
         seq_lens: [B], keys of each request.
         num_programs: number of programs of the decode kernel, which run at the same time.
-        costs: costs of the decode kernel; None takes the defaults of `ScheduleCosts`.
+        costs: costs of the decode kernel; None means the defaults of `ScheduleCosts`.
         batch_invariant: whether the splits of a request depend on its own length alone.
 
     Returns:
