@@ -30,7 +30,7 @@ def make_local_attention_virtual_batches(
 
     Returns:
         The batch of virtual requests. A padding row (S = 0) becomes one virtual request; a request without query tokens
-        becomes none.
+        becomes no virtual request.
 
     Raises:
         ValueError: a size is below 1; the slots were computed for another block size; `attention_chunk_size` is not a
