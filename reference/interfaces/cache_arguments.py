@@ -199,7 +199,7 @@ def check_ownership(ownership: TokenOwnership | None) -> None:
 
 
 def check_rank_local_slots(common: CommonAttentionMetadata, ownership: TokenOwnership) -> None:
-    """Check that a batch has no more slots than the rank owns new tokens. The check reads values on the CPU.
+    """Check that a batch has at most one slot for each new token that the rank owns. The check reads values on the CPU.
 
     A batch whose slots were computed for a single rank has a slot for every token, and fails this check.
     """

@@ -20,7 +20,7 @@ class CacheFormat:
     Attributes:
         name: name of the format, unique among formats.
         storage_dtype: dtype of the cache tensor; None means the dtype of the queries.
-        query_dtypes: dtypes of queries that may attend over this format.
+        query_dtypes: dtypes of queries that may attend over caches of this format.
         dims: the only (Lkv, R) that the format supports; None if the format supports all dims.
     """
 
@@ -41,7 +41,7 @@ class CacheFormat:
         """Return the dtype of a cache tensor over which queries of `query_dtype` attend.
 
         Raises:
-            ValueError: queries of this dtype cannot attend over this format.
+            ValueError: queries of this dtype cannot attend over caches of this format.
         """
         if query_dtype not in self.query_dtypes:
             check(False, "dtype", f"one of {', '.join(map(str, self.query_dtypes))}", query_dtype)

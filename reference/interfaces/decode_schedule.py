@@ -32,10 +32,10 @@ class InvariantCut:
 
     Attributes:
         small_tiles: number of tiles in the smallest split; an even number, because kernels process tiles in pairs.
-        small_splits: largest number of splits of the smallest size. If a request needs more tiles, its splits grow.
-        large_tiles: number of tiles at which splits stop growing; an even number. If a request needs more tiles, the
+        small_splits: largest number of splits of the smallest size. For a longer request, the size of the splits grows.
+        large_tiles: number of tiles in a split at which splits stop growing; an even number. For a longer request, the
             number of splits grows.
-        max_splits: largest number of splits of a request. If a request needs more tiles, its splits grow again.
+        max_splits: largest number of splits of a request. For a longer request, the size of the splits grows again.
 
     Raises:
         ValueError: a number is below 1; `small_tiles` or `large_tiles` is odd; `large_tiles` is below `small_tiles`;
@@ -57,7 +57,7 @@ class InvariantCut:
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """Return the four numbers in the order of the fields. Kernels and ops take them in this order."""
+        """Return the four numbers in the order of the fields. Kernels and ops take the numbers in this order."""
         return self.small_tiles, self.small_splits, self.large_tiles, self.max_splits
 
 
@@ -77,7 +77,7 @@ NEUTRAL_CUT = InvariantCut(small_tiles=8, small_splits=16, large_tiles=32, max_s
 
 
 def invariant_split_tiles(num_tiles: int, cut: InvariantCut) -> int:
-    """Return the tiles of each split of a request under `batch_invariant`; an even number.
+    """Return the number of tiles in each split of a request under `batch_invariant`; an even number.
 
     Args:
         num_tiles: tiles of the request.
@@ -110,10 +110,9 @@ class ScheduleCosts:
     (`fast.schedule_costs`), which depend on the number of heads.
 
     Attributes:
-        request_cost: time to start on a request: load its queries, fill the pipeline of the kernel and write its
-            output.
-        split_cost: time to start on a further split of a request under `batch_invariant`. (`request_cost` includes
-            the first split.)
+        request_cost: time to start a request: load its queries, fill the pipeline of the kernel and write its output.
+        split_cost: time to start a further split of a request under `batch_invariant`. (`request_cost` includes the
+            first split.)
         cut: division of a request into splits under `batch_invariant`.
         invariant_starts: factor by which `choose_schedule` multiplies `request_cost` under `batch_invariant`. The
             programs of a batch-invariant schedule attend whole splits, so the times of the programs differ more. The
@@ -155,13 +154,13 @@ class DecodeSchedule:
 
     A schedule is optional. Without a schedule, a kernel divides every request into the same number of splits. This is
     slow if the requests have very different lengths, because the programs of short requests finish early and the
-    programs of the longest request do not. A schedule changes the time of a decode. It changes the results of a decode
-    by rounding alone. FlashMLA calls a schedule the tile scheduler metadata.
+    programs of the longest request do not. A schedule changes the time of a decode, and it changes the results by
+    rounding alone. FlashMLA calls a schedule the tile scheduler metadata.
 
     A tile is `DECODE_TILE` consecutive keys of one request, for every block size of the cache. A program attends
-    consecutive tiles: the end of one request, then whole requests, then the beginning of another. The tiles that a
-    program attends in one request are one split of the request. With `batch_invariant` these tiles may be several
-    splits.
+    consecutive tiles: the end of one request, then whole requests, then the beginning of another request. The tiles
+    that a program attends in one request are one split of the request. With `batch_invariant` these tiles may be
+    several splits.
 
     `DecodeSchedule(batch_invariant=True)`, without tensors, is legal. The kernel then divides each request into splits
     by the length of the request (`cut`) and distributes the splits evenly over programs.
@@ -190,7 +189,7 @@ class ScheduleChoice:
 
     Attributes:
         num_programs: number of programs of the schedule. The number is 0 if no schedule was considered, because the
-            caller asked for none, the step has a cascade, or a query is longer than the builder's threshold.
+            caller asked for no schedule, the step has a cascade, or a query is longer than the builder's threshold.
         requests: number of requests that have keys.
         longest_tiles: tiles of the longest request.
         total_tiles: tiles of all requests together.
@@ -216,9 +215,9 @@ def choose_schedule(
 ) -> ScheduleChoice:
     """Decide from the lengths of the requests whether a decode is faster with a schedule.
 
-    Without a schedule the kernel divides every request into the same number of splits, so the decode takes about as
-    long as if every request were the longest. A schedule therefore saves this number of tiles (B is the number of
-    requests with keys):
+    Without a schedule the kernel divides every request into the same number of splits, so the decode takes about the
+    time of a batch whose requests are all as long as the longest request. A schedule therefore saves this number of
+    tiles (B is the number of requests with keys):
 
         B * tiles of the longest request - tiles of all requests together
 

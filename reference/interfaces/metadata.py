@@ -59,7 +59,7 @@ class BatchSplit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CommonAttentionMetadata:
-    """The batch of one step in an engine's own terms. Every attention family can compute its plan from this batch.
+    """The batch of one step. Every attention family can compute its plan from this batch.
 
     The constructor does not validate, because engines call it in every step. Invalid input gives an undefined plan; use
     `make` or `from_lens` to validate.
@@ -70,15 +70,15 @@ class CommonAttentionMetadata:
         seq_lens_cpu: [B], copy of `seq_lens` on the CPU. Plans are computed from this copy, so that no value has to be
             read back from the device.
         query_start_loc_cpu: [B + 1], copy of `query_start_loc` on the CPU. Plans are computed from this copy too.
-        block_table: [B, W], block ids of each request; entries after the last block of a request may be anything.
-        slot_mapping: [T], cache slot of each token; -1 for a token that is not written to the cache. The first
-            `num_actual_tokens` tokens belong to requests; all later tokens are padding and have slot -1.
+        block_table: [B, W], block ids of each request; entries after the last block of a request may have any value.
+        slot_mapping: [T], cache slot of each token; -1 for a token that is not written to the cache. Tokens with index
+            `num_actual_tokens` or more are padding and have slot -1.
         max_query_len: upper bound of the query lengths.
-        num_actual_tokens: query_start_loc[-1], number of tokens without padding.
+        num_actual_tokens: query_start_loc[-1], number of query tokens of all requests; later tokens are padding.
         max_seq_len: upper bound of the sequence lengths (under context parallelism, of the whole sequences), as an int
             on the CPU.
-        block_size: tokens per block for which `slot_mapping` was computed, or None if it was not recorded. Planning
-            this batch for a different block size raises.
+        block_size: tokens per block for which `slot_mapping` was computed, or None if this number was not recorded.
+            Planning this batch for a different block size raises.
     """
 
     seq_lens: Int32[Tensor, " B"]
@@ -125,7 +125,8 @@ class CommonAttentionMetadata:
             seq_lens_cpu: [B], tokens of each request after this step, on the CPU.
             block_table: [B, W], block ids of each request.
             slot_mapping: [T], cache slot of each token.
-            block_size: tokens per block for which `slot_mapping` was computed; None leaves it unrecorded.
+            block_size: tokens per block for which `slot_mapping` was computed; None means that this number is not
+                recorded.
 
         Returns:
             The validated batch.
@@ -274,15 +275,15 @@ class ContextParallelChunk(ContextChunk):
     """A `ContextChunk` whose tokens are distributed over the D ranks of a context-parallel group.
 
     The fields of `ContextChunk` describe the tokens of all ranks together, in the order of the tokens. Each request's
-    first token in the chunk is at a multiple of D * I (`context_unit`), so rank 0 owns it. The rank-local tokens of a
-    request in the chunk are therefore consecutive in the cache of each rank.
+    first token in the chunk is at a multiple of D * I (`context_unit`), so rank 0 owns this token. The rank-local
+    tokens of a request in the chunk are therefore consecutive in the cache of each rank.
 
     Attributes:
         local_starts: [B], starts / D: index of each request's first rank-local token in the chunk, counted among the
             request's tokens on that rank. The index is the same on every rank.
         local_cu_seq_lens: [D, B + 1], for each rank the prefix sum of the number of rank-local tokens of each request.
         local_tokens: tokens of this chunk on this rank.
-        padded_tokens: number of rows that each rank contributes to the all-gather. It is the number of tokens of rank
+        padded_tokens: number of rows that each rank contributes to the all-gather. This is the number of tokens of rank
             0, because no rank has more tokens. Ranks with fewer tokens append padding.
         ownership: the tokens that this rank owns.
     """
@@ -376,7 +377,7 @@ class MLAMetadata:
     Attributes:
         slot_mapping: [T], cache slot of every token of the batch, padding included.
         num_actual_tokens: number of tokens without padding.
-        num_decodes: number of requests on the absorbed path; they come first in the batch.
+        num_decodes: number of requests on the absorbed path; these requests come first in the batch.
         num_decode_tokens: number of query tokens of the requests on the absorbed path.
         decode: the part of the plan for the absorbed path.
         prefill: the part of the plan for the expanded path.

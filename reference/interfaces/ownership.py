@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checks import check, check_int, check_tensor
 
-MERGES = ("ag_rs", "a2a")  # names of the merges over ranks: cp_lse_ag_out_rs, cp_lse_a2a
+MERGES = ("ag_rs", "a2a")  # names of the two merges over ranks, cp_lse_ag_out_rs and cp_lse_a2a
 
 
 def check_rank(size: int, rank: int | None, interleave: int, argument: str = "context_parallel_size") -> None:
@@ -121,12 +121,12 @@ def dcp_wire_bytes(
 ) -> dict[str, int]:
     """Return the bytes that each rank receives in one decode step of one layer, by collective operation.
 
-    Each rank has n = N / D heads. It receives the following from each of the other D - 1 ranks:
+    Each rank has n = N / D heads. From each of the other D - 1 ranks, a rank receives the following:
 
     | what | merge "ag_rs" | merge "a2a" |
     |---|---|---|
     | queries (all-gather) | T n (Lkv + R) elements | T n (Lkv + R) elements |
-    | LSE | T N float32: of all heads | T n float32: of this rank's heads |
+    | LSE | T N float32 values, of all heads | T n float32 values, of this rank's heads |
     | outputs of this rank's heads | T n Lkv elements | T n Lkv elements |
 
     For the reduce-scatter of the outputs, the table has the least traffic that any algorithm needs.

@@ -30,9 +30,9 @@ class YarnConfig:
         beta_fast: a frequency stays as it is if it makes more than this number of rotations over the original context.
         beta_slow: a frequency is divided by `factor` if it makes fewer than this number of rotations over the original
             context.
-        mscale: magnitude scale in the numerator of the factor of cos and sin; None if the checkpoint has none.
-        mscale_all_dim: magnitude scale in the denominator of the factor of cos and sin; None if the checkpoint has
-            none. The softmax scale is multiplied by m(f, mscale_all_dim)^2.
+        mscale: magnitude scale in the numerator of the factor of cos and sin; None if the checkpoint has no such scale.
+        mscale_all_dim: magnitude scale in the denominator of the factor of cos and sin; None if the checkpoint has no
+            such scale. The softmax scale is multiplied by m(f, mscale_all_dim)^2.
 
     Raises:
         ValueError: `factor`, `beta_fast` or `beta_slow` is not above 0; `original_max_position_embeddings` is not a

@@ -150,11 +150,11 @@ def infer_global_hyperparameters(layers: Mapping[str, Any]) -> GlobalHyperparame
     """Return the hyperparameters that all layers of a model have in common, and raise if a layer differs.
 
     Args:
-        layers: mapping from the name of a layer to its `MLAConfig`, or to an object that has one as `.config` (an
+        layers: mapping from the name of a layer to its `MLAConfig`, or to an object with a config as `.config` (an
             `MLAAttention`).
 
     Raises:
-        ValueError: `layers` is empty, or a layer differs from the first one; the message names the layer.
+        ValueError: `layers` is empty, or a layer differs from the first layer; the message names the layer.
     """
     check_type("layers", layers, Mapping)
     check(len(layers) > 0, "layers", "at least one layer", "none")

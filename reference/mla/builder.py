@@ -54,7 +54,7 @@ from .metadata import _rank_local_decode_lens, _with_schedule, build_mla_metadat
 
 
 class MLAMetadataBuilder:
-    """Builder of the plans of an engine's steps, with the methods of vLLM's builders (`AttentionMetadataBuilder`).
+    """Builder that plans the steps of an engine, with the methods of vLLM's builders (`AttentionMetadataBuilder`).
 
     Args:
         config: config of the layers; all layers must have the same dims and softmax scale
@@ -203,7 +203,7 @@ class MLAMetadataBuilder:
         to use this method:
 
         - Call this method during the capture, as `DecodeGraph` does. The graph then contains the planning, and every
-          replay plans for its own lengths.
+          replay computes a plan for its own lengths.
         - Call this method before the capture, and keep the plan. The graph reads the tensors of this plan, and the
           caller calls `update_captured` before each replay.
 

@@ -59,8 +59,8 @@ def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> 
     """Return the fewest swaps of two requests after which all decodes come first in the batch.
 
     With n decodes, the first n requests of the result are the decodes. Every prefill among the first n requests is
-    misplaced and must be swapped with a decode after them. One swap corrects one misplaced prefill, so the number of
-    swaps is the number of misplaced prefills. All other requests keep their index.
+    misplaced and must be swapped with a decode that comes later. One swap corrects one misplaced prefill, so the number
+    of swaps is the number of misplaced prefills. All other requests keep their index.
 
     Args:
         decodes: [B] bool on the CPU, True for the requests that decode (`choose_paths`, or query_lens <= threshold).

@@ -1,4 +1,4 @@
-"""Compute the schedule of a decode: assign the tiles of all requests to programs, so that programs take equal times."""
+"""Compute the schedule of a decode: assign the tiles of all requests to programs that take similar times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan_decode(
     costs: ScheduleCosts | None = None,
     batch_invariant: bool = False,
 ) -> DecodeSchedule:
-    """Compute the schedule of a decode: assign consecutive tiles to each program, so that programs take equal times.
+    """Compute the schedule of a decode: assign consecutive tiles to each program, so that programs take similar times.
 
     A schedule is optional. A schedule makes a decode faster if the requests have very different lengths
     (`choose_schedule` estimates the gain), and changes results by rounding alone. A decode always needs its plan
@@ -44,8 +44,8 @@ def plan_decode(
 
     With `batch_invariant`, a request is divided into splits of `invariant_split_tiles` tiles, by its own length alone.
     On the line, the first split of a request has `request_cost` units in addition to its tiles. Every further split has
-    `split_cost` units in addition to its tiles, but at most `request_cost`. A program gets the splits that start in its
-    part of the line.
+    `split_cost` units in addition to its tiles, or `request_cost` units if this number is smaller. A program gets the
+    splits that start in its part of the line.
 
     Args:
         seq_lens: [B], keys of each request.

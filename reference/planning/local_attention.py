@@ -21,7 +21,7 @@ def make_local_attention_virtual_batches(
     In chunked local attention, a token at position i attends the positions from (i // size) * size to i, where size is
     `attention_chunk_size`. Query tokens in the same attention chunk therefore form a virtual request that has only this
     chunk as its keys. The chunk begins at a block boundary, so the block table of the virtual request is a part of the
-    original one. Tokens keep their order and their slots.
+    original block table. Tokens keep their order and their slots.
 
     Args:
         common: the batch.

@@ -1,4 +1,4 @@
-"""Find the prefix that all requests share, and split a decode plan into this prefix and the suffixes."""
+"""Find the prefix that all requests share, and split the plan of a decode into this prefix and the suffixes."""
 
 from __future__ import annotations
 
