@@ -56,8 +56,8 @@ class Group(ABC):
         size: D, number of ranks.
         rank: this rank, in [0, D).
         members: global ranks of the members, in order.
-        received: bytes that this rank received so far, by operation. The bytes are not measured. They are the least
-            that any algorithm needs for a tensor of n bytes: (D - 1) n for an all-gather, (D - 1) n / D for a
+        received: bytes that this rank received so far, by operation. The bytes are computed and not measured, as the
+            least that any algorithm needs for a tensor of n bytes: (D - 1) n for an all-gather, (D - 1) n / D for a
             reduce-scatter or an all-to-all, and 2 (D - 1) n / D for an all-reduce. An exchange in a CUDA graph is
             counted at the capture and not at the replays.
         last_operation: name of the operation that was started last.

@@ -283,8 +283,8 @@ class ContextParallelChunk(ContextChunk):
             request's tokens on that rank. The index is the same on every rank.
         local_cu_seq_lens: [D, B + 1], for each rank the prefix sum of the number of rank-local tokens of each request.
         local_tokens: tokens of this chunk on this rank.
-        padded_tokens: number of rows that each rank contributes to the all-gather. This is the number of tokens of rank
-            0, because no rank has more tokens. Ranks with fewer tokens append padding.
+        padded_tokens: number of rows that each rank contributes to the all-gather. This number is the number of tokens
+            of rank 0, because no rank has more tokens. Ranks with fewer tokens append padding.
         ownership: the tokens that this rank owns.
     """
 

@@ -144,8 +144,8 @@ class MLAMetadataBuilder:
 
         Raises:
             ValueError: for the same reasons as `build_mla_metadata`; `common_prefix_len` is longer than the context of
-                a decode; an absorbed request comes after an expanded one; the batch has more or longer requests than
-                the builder allows.
+                a decode; an absorbed request comes after an expanded request; the batch has more or longer requests
+                than the builder allows.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)

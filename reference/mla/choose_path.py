@@ -47,11 +47,12 @@ def choose_path(
 
     The estimated time of a path is its time for FLOPs or its time for bytes, whichever is longer, plus fixed costs.
 
-    For each head, the expanded path needs 2 n (2 Lkv - P - V) fewer FLOPs in attention, and the absorbed path needs 2 c
-    Lkv (P + V) fewer FLOPs in the projections. If 2 Lkv > P + V, as in every published model, two rules follow:
+    In attention, the expanded path needs 2 n (2 Lkv - P - V) fewer FLOPs for each head. In the projections, the
+    absorbed path needs 2 c Lkv (P + V) fewer FLOPs for each head. If 2 Lkv > P + V, as in every published model, two
+    rules follow:
 
-    - With a long context (c >> q, so n = q c) both paths need the same FLOPs at q = Lkv (P + V) / (2 Lkv - P - V) query
-      tokens. For DeepSeek-V3 this is q = 171. Shorter queries need fewer FLOPs on the absorbed path.
+    - With a long context (c >> q, so n is about q c) both paths need the same FLOPs at q = Lkv (P + V) / (2 Lkv - P -
+      V) query tokens. For DeepSeek-V3 this is q = 171. Shorter queries need fewer FLOPs on the absorbed path.
     - Without context the expanded path always needs fewer FLOPs.
 
     Args:

@@ -49,8 +49,8 @@ def dcp_gather_context(
         chunk: one chunk of the prefill's context.
         context_parallel: the groups.
         cache_format: format of the cache.
-        out_dtype: dtype of the result and of the exchanged entries; None has the meaning that
-            `gather_and_maybe_dequant_cache` gives to it.
+        out_dtype: dtype of the result and of the exchanged entries; None means the dtype of the cache (see
+            `gather_and_maybe_dequant_cache`).
 
     Returns:
         [num_tokens, Lkv + R] in `out_dtype`, with num_tokens from `chunk`.

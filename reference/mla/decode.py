@@ -50,10 +50,10 @@ def mla_decode(
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
         q_pe: [T, N, R], rotated rope parts of the queries.
-        kv_cache: the cache of the layer. It must already contain the new tokens (`concat_and_cache_mla`).
+        kv_cache: the cache of the layer; it must already contain the new tokens (`concat_and_cache_mla`).
         metadata: plan of the decode; query token t attends the first `visible_lens[t]` keys of its request.
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`. This scale is (P + R)^-1/2, times YaRN's factor.
-            It is not (Lkv + R)^-1/2, although the absorbed queries have Lkv + R elements.
+            The scale is not (Lkv + R)^-1/2, although the absorbed queries have Lkv + R elements.
         schedule: schedule of the decode (`plan_decode`). A schedule changes results by rounding alone. The reference
             validates the schedule and does not use it.
         out_dtype: dtype of `out`; None means the dtype of `ql_nope`. Use float32 if the state will be merged.

@@ -87,7 +87,7 @@ def build_mla_metadata(
             paths, and the plan has no schedule.
         costs: costs passed to `choose_path`.
         query_len_support: query lengths that the decode kernel supports.
-        require_order: whether to raise if a request that may take the absorbed path comes after an expanded one.
+        require_order: whether to raise if a request that may take the absorbed path comes after an expanded request.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
             lengths of whole sequences and the slots of this rank (`dcp_slot_mapping`). The paths are the same as on one
             rank.
@@ -110,7 +110,7 @@ def build_mla_metadata(
             - `workspace_tokens` is below one unit (`context_unit`);
             - on a CPU: there are more slots than the rank owns new tokens;
             - a padding row with query tokens (S = 0 < Sq) is among the prefills;
-            - `require_order` is True, and a request that may take the absorbed path comes after an expanded one.
+            - `require_order` is True, and a request that may take the absorbed path comes after an expanded request.
     """
     check_threshold(decode_threshold, query_len_support)
     if num_programs is not None:

@@ -117,7 +117,7 @@ def gather_context(
         metadata: plan of the prefill.
         chunk: one chunk of the prefill's context.
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None has the meaning that `gather_and_maybe_dequant_cache` gives to it.
+        out_dtype: dtype of the result; None means the dtype of the cache (see `gather_and_maybe_dequant_cache`).
 
     Returns:
         [S, Lkv + R] in `out_dtype`.
@@ -149,7 +149,7 @@ def forward_prefill(
 
     1. Expand the latents of the new tokens, and attend the resulting keys with the causal mask.
     2. For each chunk of the context, gather the cache entries and expand the latents. Attend the resulting keys without
-       a mask, and merge the chunk's state into the state so far.
+       a mask, and merge the chunk's state with the state over the keys so far.
 
     Args:
         q: [T, N, P + R], queries with the rope part rotated.

@@ -38,7 +38,7 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     weight is computed: the module is applied to the unit vectors, and its outputs are the rows of W^T.
 
     Args:
-        linear: module that takes [.., Lkv] and returns the product, or (product, None) like vLLM and Megatron.
+        linear: module that takes [.., Lkv] and returns the product, or (product, None) as in vLLM and Megatron.
         in_features: Lkv.
         dtype: dtype of the result and of the unit vectors.
 
