@@ -22,8 +22,8 @@ def slots_of_tokens(
     The slot of token t of request b follows in three steps, with D ranks and interleave I:
 
     1. The position of the token in the sequence is p = S_b - (query_start_loc[b + 1] - t).
-    2. Rank (p // I) mod D owns the token. The index of the token in the request, counted on this rank, is l = p // (D
-       I) * I + p mod I. With one rank, l = p.
+    2. Rank (p // I) mod D owns the token. The index of the token in the request, counted on this rank, is
+       l = p // (D I) * I + p mod I. With one rank, l = p.
     3. The slot of the token is block_table[b, l // block_size] * block_size + l mod block_size.
 
     Args:
