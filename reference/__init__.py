@@ -1,7 +1,7 @@
 """A readable specification of Multi-head Latent Attention serving, in PyTorch and einops.
 
-It runs on any device and in any float dtype. Every name of this package exists in `fast` too, and takes the same
-arguments. A function that takes a package as its argument `ops` therefore works with both.
+The package runs on any device and in any float dtype. Every function and class of this package exists in `fast` too,
+with the same arguments. A function that takes a package as its argument `ops` therefore works with both packages.
 """
 
 from .attention.merge import merge_attn_states

@@ -1,1 +1,1 @@
-"""Functions for any attention family: varlen softmax attention with LSE, merge of states, rotary embedding."""
+"""Functions for any attention family: softmax attention with LSE, merge of attention states, rotary embedding."""

@@ -18,13 +18,13 @@ def merge_attn_states(prefix: AttentionState, suffix: AttentionState) -> Attenti
 
     The merge has these properties:
 
-    - It is associative and commutative, up to rounding.
-    - If one state has lse = -inf in a row (it has no keys), the row of the other state is returned unchanged.
+    - The merge is associative and commutative, up to rounding.
+    - If one state has no keys in a row (lse = -inf), the row of the other state is returned unchanged.
     - If one state has lse = +inf or NaN in a row, the result is NaN.
 
     Args:
-        prefix: state with out [T, N, Dv] and lse [N, T].
-        suffix: state with the same shapes and dtypes.
+        prefix: one state, with out [T, N, Dv] and lse [N, T].
+        suffix: the other state, with the shapes and dtypes of `prefix`.
 
     Returns:
         The merged state, in the dtypes of the arguments.
@@ -34,7 +34,7 @@ def merge_attn_states(prefix: AttentionState, suffix: AttentionState) -> Attenti
     """
     check_merge(prefix, suffix)
     largest = torch.maximum(prefix.lse, suffix.lse)
-    shift = largest.masked_fill(largest == -torch.inf, 0)  # neither has keys: exp(-inf - 0) = 0, not NaN
+    shift = largest.masked_fill(largest == -torch.inf, 0)  # 0 if neither state has keys: exp(-inf - 0) is 0, not NaN
     weight_a, weight_b = torch.exp(prefix.lse - shift), torch.exp(suffix.lse - shift)
     total = weight_a + weight_b
     lse = shift + torch.log(total)

@@ -1,7 +1,7 @@
 """Rotary position embedding of `q_pe` and `k_pe` (RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071).
 
-Only these two parts of queries and keys are rotated. Rotation keeps the order of the elements, so both packages write
-the same cache entries.
+Only `q_pe` and `k_pe`, the rope parts of queries and keys, are rotated. The rotation keeps the order of the elements,
+so both packages write the same cache entries.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from ..interfaces import RopeConfig, check, check_dtype, check_flag, check_int, 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
     """Return the frequency of each pair of elements, in radians per position: theta^(-2i/R) for pair i.
 
-    YaRN changes a frequency by the number of rotations that it makes over the original context:
+    With YaRN, the result depends on the number of rotations that the frequency makes over the original context:
 
     - more than `beta_fast` rotations: the frequency stays;
     - fewer than `beta_slow` rotations: the frequency is divided by `factor`;
-    - in between: the result moves linearly from the one to the other with the index of the pair.
+    - in between: the result is interpolated linearly between the frequency and the divided frequency, by the index of
+      the pair.
 
     Args:
         rope: rotary parameters.

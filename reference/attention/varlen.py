@@ -1,12 +1,13 @@
 """Softmax attention over packed sequences, with its log-sum-exp (LSE).
 
-All attention in the reference has the same precision, and FlashAttention has it too:
+All attention in the reference has the precision of FlashAttention:
 
-- products accumulate in float32 (float64 if the input is float64); scores and softmax have that dtype too;
+- products accumulate in float32 (float64 if the input is float64), and scores and softmax are computed in the same
+  dtype;
 - probabilities are rounded to the dtype of the input before they are multiplied by the values.
 
-In float64 the result is the correct value with which kernels are compared ("gold"). In the dtype of a kernel its error
-is the error that a careful kernel may have.
+Attention computed in float64 is the correct value with which kernels are compared ("gold"). Attention computed in the
+dtype of a kernel ("low") shows the error that a careful kernel may have.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def attend_one_request(
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = torch.logsumexp(scores, dim=-1)
     probabilities = torch.exp(scores - lse[..., None])
-    # a row without keys: -inf - (-inf) is NaN, so set 0
+    # in a row without keys, exp(-inf - (-inf)) is NaN: set the probabilities to 0
     probabilities = probabilities.masked_fill(~visible | (lse == -torch.inf)[..., None], 0)
     probabilities = probabilities.to(q.dtype).to(wide)
     out = einsum(probabilities, v.to(wide), "heads queries keys, keys heads value -> queries heads value")
@@ -80,8 +81,8 @@ def flash_attn_varlen(
         v: [S, N, Dv], values of all requests; Dv may differ from D.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths; 0 is a legal length.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths; 0 is a legal length.
-        max_seqlen_q: upper bound of the query lengths. It sizes the grid of a kernel and does not change the result.
-        max_seqlen_k: upper bound of the key lengths. It does not change the result either.
+        max_seqlen_q: upper bound of the query lengths, which sizes the grid of a kernel and does not change the result.
+        max_seqlen_k: upper bound of the key lengths, which does not change the result.
         softmax_scale: factor of the scores.
         causal: whether to mask the keys after each query.
         out_dtype: dtype of `out`; None means the dtype of `q`.

@@ -19,15 +19,15 @@ from ..interfaces import (
 def copy_blocks(
     kv_caches: list[Shaped[Tensor, "num_blocks block_size columns"]], block_mapping: Int64[Tensor, "pairs 2"]
 ) -> None:
-    """Copy whole blocks within each cache, bit for bit. Engines use it for copy on write.
+    """Copy whole blocks within each cache, bit for bit. Engines use this function for copy on write.
 
     Args:
         kv_caches: caches of all layers, with the same number of blocks.
-        block_mapping: [pairs, 2], pairs of (source block, target block); the same for all caches.
+        block_mapping: [pairs, 2], pairs of (source block, target block); the same pairs for all caches.
 
     Raises:
-        ValueError: a block is outside the cache, is the target of two pairs, or is both a source and a target. Nothing
-            has been written.
+        ValueError: a block is outside the cache, is the target of two pairs, or is both a source and a target. If the
+            function raises, it has written nothing.
     """
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
     check_readable("block_mapping", block_mapping)
@@ -55,7 +55,7 @@ def swap_blocks(
 
     Raises:
         ValueError: the caches have different block sizes, columns or dtypes, or overlap in memory; a block is outside
-            its cache or is the target of two pairs. Nothing has been written.
+            its cache or is the target of two pairs. If the function raises, it has written nothing.
     """
     check_swap(source, target, block_mapping)
     check_block_mapping(block_mapping, source.shape[0], target.shape[0], source.data_ptr() == target.data_ptr())

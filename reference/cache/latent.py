@@ -31,9 +31,9 @@ def allocate_kv_cache(
     num_layers: int | None = None,
     layout: str = "layers_first",
 ) -> Shaped[Tensor, "*layers num_blocks block_size columns"]:
-    """Allocate a cache without initialising it. Its values are undefined until they are written, and may be NaN.
+    """Allocate a paged latent cache without initialising its values.
 
-    Undefined values never change a result.
+    The values are undefined, and may be NaN, until they are written. Undefined values never change a result.
 
     Args:
         num_blocks: blocks of one layer; 0 is legal.
@@ -42,8 +42,8 @@ def allocate_kv_cache(
         dtype: dtype of the cache: float32, float64, bfloat16 or float16.
         device: device of the cache.
         num_layers: number of layers if one tensor holds the cache of all layers; `cache[layer]` is then the cache of a
-            layer. None allocates the cache of one layer.
-        layout: order of the axes in memory (`stride_order`). Every op takes a layer's cache with any strides.
+            layer. None means that the tensor is the cache of one layer.
+        layout: order of the axes in memory (`stride_order`). Every op accepts a layer's cache with any strides.
 
     Returns:
         [num_blocks, block_size, Lkv + R], or [num_layers, num_blocks, block_size, Lkv + R] if `num_layers` is given.
@@ -66,7 +66,7 @@ def concat_and_cache_mla(
     slot_mapping: Int64[Tensor, " slots"],
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> None:
-    """Write the cache entry of each token, its latent and its rotated rope key, to the slot of the token.
+    """Write the cache entry of each token (its latent and its rotated rope key) to the slot of the token.
 
     The values are copied bit for bit.
 
@@ -74,11 +74,13 @@ def concat_and_cache_mla(
         kv_c_normed: [T, Lkv], normed latents.
         k_pe: [T, R], rotated rope parts of the keys.
         kv_cache: the cache of the layer, written in place.
-        slot_mapping: [at least T], slot of each token; -1 = the token is not written. Slots from T on are ignored.
+        slot_mapping: [at least T], slot of each token; -1 = the token is not written. Slots with index T or more are
+            ignored.
         cache_format: format of the cache.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; a slot is outside the cache. Nothing has been written.
+        ValueError: shapes, dtypes or devices do not match; a slot is outside the cache. If the function raises, it has
+            written nothing.
     """
     check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
     slots = slot_mapping[: kv_c_normed.shape[0]]
@@ -100,8 +102,9 @@ def gather_and_maybe_dequant_cache(
 ) -> Float[Tensor, "num_tokens head_size"]:
     """Copy the cache entries of consecutive tokens of each request into one tensor, one request after another.
 
-    Of request b it copies the tokens [starts[b], starts[b] + n), where n = cu_seq_lens[b + 1] - cu_seq_lens[b]. In the
-    dtype of the cache the values are copied bit for bit; for another `out_dtype` each element is rounded once.
+    The function copies the tokens [starts[b], starts[b] + n) of request b, where n = cu_seq_lens[b + 1] -
+    cu_seq_lens[b]. If `out_dtype` is the dtype of the cache, the values are copied bit for bit. For another
+    `out_dtype`, each element is rounded once.
 
     Args:
         kv_cache: the cache of the layer.

@@ -25,16 +25,17 @@ def check_groups(context_parallel: ContextParallel | None) -> None:
 def check_output_projection(o_proj: object, context_parallel: ContextParallel | None) -> None:
     """Check the bias of an output projection.
 
-    - The projection must add its bias itself. `linear_output` raises for a bias that is returned, but only after the
-      layer has written to the cache.
-    - If ranks share the heads it must have no bias: their outputs are summed, and every rank would add the bias.
+    - The projection must add its bias itself and not return the bias. `linear_output` raises for a returned bias too,
+      but only after the layer has written to the cache.
+    - If ranks share the heads, the projection must have no bias. The outputs of all ranks are summed, and each output
+      would contain the bias.
     """
     check_groups(context_parallel)
     skipped = getattr(o_proj, "skip_bias_add", False) and getattr(o_proj, "bias", None) is not None
     check(not skipped, "o_proj", "a module that adds its own bias", "one with skip_bias_add and a bias")
     summed = context_parallel is not None and context_parallel.tp_group.size > 1
     check(not summed or getattr(o_proj, "bias", None) is None, "o_proj",
-          "no bias where heads are shared (each rank would add it)", "one with a bias")  # fmt: skip
+          "no bias if ranks share the heads (each rank would add the bias)", "a bias")  # fmt: skip
 
 
 def check_step_ownership(metadata: MLAMetadata, context_parallel: ContextParallel | None) -> None:
@@ -67,8 +68,8 @@ def check_chunk_ownership(chunk: ContextChunk, context_parallel: ContextParallel
 def check_invariant_merge(context_parallel: ContextParallel | None, batch_invariant: bool) -> None:
     """Check that `batch_invariant` is not combined with the merge "ag_rs".
 
-    "ag_rs" sums by a reduce-scatter. The communication library may choose the order of its sum, so the bits of the
-    result are not guaranteed.
+    The merge "ag_rs" sums with a reduce-scatter. The communication library may choose the order of this sum, so the
+    bits of the result are not guaranteed.
     """
     check_groups(context_parallel)
     check_flag("batch_invariant", batch_invariant)
@@ -77,7 +78,7 @@ def check_invariant_merge(context_parallel: ContextParallel | None, batch_invari
 
 
 def check_merge_over_group(state: AttentionState, group_size: int) -> None:
-    """Check an attention state that is merged over ranks, and that the group size divides its heads; read no values."""
+    """Check an attention state that is merged over ranks, and that the group size divides its number of heads."""
     check_state("state", state)
     heads = state.out.shape[1]
     check(heads % group_size == 0, "state.out", f"a number of heads that {group_size} divides", heads)

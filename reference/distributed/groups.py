@@ -30,7 +30,8 @@ class Pending:
 
     Args:
         result: tensor that `wait` returns.
-        finish: function that waits for the exchange; the first `wait` calls it. None if the exchange is complete.
+        finish: function that waits for the exchange; only the first call of `wait` calls this function. None if the
+            exchange is complete.
     """
 
     def __init__(self, result: Tensor, finish: Callable[[], object] | None = None):
@@ -55,10 +56,10 @@ class Group(ABC):
         size: D, number of ranks.
         rank: this rank, in [0, D).
         members: global ranks of the members, in order.
-        received: bytes that this rank received so far, by operation. They are computed, as the least that any algorithm
-            needs for a tensor of n bytes: (D - 1) n for an all-gather, (D - 1) n / D for a reduce-scatter or an
-            all-to-all, and 2 (D - 1) n / D for an all-reduce. A CUDA graph counts at its capture and not at its
-            replays.
+        received: bytes that this rank received so far, by operation. The bytes are computed and not measured, as the
+            least that any algorithm needs for a tensor of n bytes: (D - 1) n for an all-gather, (D - 1) n / D for a
+            reduce-scatter or an all-to-all, and 2 (D - 1) n / D for an all-reduce. An exchange in a CUDA graph is
+            counted at the capture and not at the replays.
         last_operation: name of the operation that was started last.
     """
 
@@ -69,12 +70,12 @@ class Group(ABC):
 
     @property
     def timeout_s(self) -> float | None:
-        """Return the seconds after which an exchange fails; None if it has no timeout."""
+        """Return the seconds after which an exchange fails; None if exchanges have no timeout."""
         return None
 
     @property
     def fails_on_its_own(self) -> bool:
-        """Return whether an exchange with a dead rank raises an exception in the call."""
+        """Return whether the call of an exchange raises an exception if another rank is dead."""
         return True
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -82,7 +83,7 @@ class Group(ABC):
 
         Args:
             x: tensor of this rank.
-            out: contiguous tensor [D, *x.shape] for the result; None allocates one.
+            out: contiguous tensor [D, *x.shape] for the result; None means that a new tensor is allocated.
         """
         return self.all_gather_async(x, out).wait()
 
@@ -92,7 +93,7 @@ class Group(ABC):
         if out is None:
             out = x.new_empty(self.size, *x.shape)
         check_tensor("out", out, (self.size, *x.shape), (x.dtype,), x.device)
-        check(out.is_contiguous(), "out", "a tensor without gaps", f"strides {out.stride()}")
+        check(out.is_contiguous(), "out", "a contiguous tensor", f"strides {out.stride()}")
         if self.size == 1 or x.numel() == 0:
             return Pending(out.copy_(x))
         return self._all_gather(x.contiguous(), out)
@@ -118,14 +119,14 @@ class Group(ABC):
         return x if self.size == 1 or x.numel() == 0 else self._all_reduce(x.contiguous())
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the Python objects of all ranks. It is slow; use it for checks at the start."""
+        """Return the Python objects of all ranks. The exchange is slow; use it only for checks at the start."""
         self._begin("all_gather_object", 0)
         return [value] if self.size == 1 else self._all_gather_object(value)
 
     def _check_parts(self, operation: str, x: Tensor) -> None:
         """Check that the first dimension of a tensor has one element for each rank."""
-        check(x.dim() > 0 and x.shape[0] == self.size, operation, f"a part for each of {self.size} ranks",
-              f"shape {list(x.shape)}")  # fmt: skip
+        check(x.dim() > 0 and x.shape[0] == self.size, operation,
+              f"a first dimension of {self.size}, one element for each rank", f"shape {list(x.shape)}")  # fmt: skip
 
     def _begin(self, operation: str, num_bytes: int) -> None:
         """Record the start of an operation and the bytes that this rank receives."""
@@ -154,7 +155,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _either(new: str, old: str) -> Callable[..., Any]:
-    """Return a function of torch.distributed by its new name, or by its old name in versions without the new one."""
+    """Return a function of torch.distributed by its new name, or by its old name if the new name does not exist."""
     return getattr(dist, new, None) or getattr(dist, old)
 
 
@@ -162,7 +163,7 @@ class ProcessRanks(Group):
     """The ranks of a process group of `torch.distributed` that the caller made.
 
     A failed exchange (a dead rank, a timeout) raises `GroupError`. With NCCL the call returns before the exchange is
-    complete, so it cannot raise; the watchdog of PyTorch ends the process instead.
+    complete, so the call cannot raise. The watchdog of PyTorch ends the process instead.
 
     Args:
         group: process group, or device mesh of one dimension.
@@ -178,26 +179,26 @@ class ProcessRanks(Group):
             check(group.ndim == 1, name, "a device mesh of one dimension", f"{group.ndim} dimensions")
             group = group.get_group()
         outside = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
-        check(not outside, name, "a group that this process is a member of", "another")
+        check(not outside, name, "a group that this process is a member of", "a group without this process")
         if group is None or not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"{name}: expected a process group or a device mesh, got {type(group).__name__}")
         rank = dist.get_rank(group)
-        check(rank >= 0, name, "a group that this process is a member of", "another")
+        check(rank >= 0, name, "a group that this process is a member of", "a group without this process")
         super().__init__(name, dist.get_world_size(group), rank, dist.get_process_group_ranks(group))
         self.group = group
-        # as the caller made the group, for example "gloo" or "cpu:gloo,cuda:nccl"
+        # the backends that the caller chose for the group, for example "gloo" or "cpu:gloo,cuda:nccl"
         engines = dict(pair.rsplit(":", 1) for pair in dist.get_backend_config(group).split(","))
         self._is_nccl = engines.get("cuda") == "nccl"
 
     @property
     def timeout_s(self) -> float | None:
-        """Return the seconds after which an exchange fails; the caller chose them when it made the group."""
+        """Return the seconds after which an exchange fails: the timeout with which the caller made the group."""
         device = torch.device("cuda" if self._is_nccl else "cpu")
         return self.group._get_backend(device).options._timeout.total_seconds()
 
     @property
     def fails_on_its_own(self) -> bool:
-        """Return False if the group exchanges GPU tensors by NCCL: the GPU then waits, but the call has returned."""
+        """Return False for NCCL, whose calls return before the exchange is complete; otherwise return True."""
         return not self._is_nccl
 
     def _call(self, operation: str, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -259,9 +260,10 @@ class ContextParallel:
     Attributes:
         cp_group: the ranks that share sequences: a process group, a device mesh of one dimension, or a group from
             `simulate`.
-        tp_group: the ranks that share heads, of the same types. It contains all ranks of `cp_group`.
+        tp_group: the ranks that share heads: an object of the same types as `cp_group`. The group contains all ranks of
+            `cp_group`.
         interleave: I, consecutive tokens on one rank.
-        merge: merge of step 3: "a2a" (`cp_lse_a2a`) or "ag_rs" (`cp_lse_ag_out_rs`).
+        merge: name of the merge in step 3: "a2a" (`cp_lse_a2a`) or "ag_rs" (`cp_lse_ag_out_rs`).
         ownership: the tokens that this rank owns; computed from `cp_group` and `interleave`.
 
     Raises:
@@ -363,13 +365,13 @@ class ContextParallel:
 
 
 def verify_group(context_parallel: ContextParallel, **facts: Any) -> None:
-    """Check that all ranks have the same settings: D, I, the merge, and any others that the caller names.
+    """Check that all ranks have the same settings: D, I, the merge, and the settings in `facts`.
 
-    Call it once at the start, on every rank of `tp_group`, with the same names in `facts`.
+    Call this function once at the start, on every rank of `tp_group`, with the same names in `facts`.
 
     Args:
         context_parallel: the groups.
-        facts: further settings by name, such as block_size=64, dtype=torch.bfloat16, seq_lens=[...]. Their values must
+        facts: further settings by name, such as block_size=64, dtype=torch.bfloat16, seq_lens=[...]. The values must
             support pickle and ==.
 
     Raises:

@@ -19,7 +19,8 @@ from .groups import Group
 def _weighted(out: Tensor, weights: Tensor, lse: Tensor) -> Tensor:
     """Return outputs [.., T, N, Dv] times their weights [.., N, T], and 0 where `lse` [.., N, T] is -inf.
 
-    lse = -inf means that the rank has no keys for the row. Its output is not used then, so it may even be NaN.
+    If `lse` is -inf, the rank has no keys for the row. The rank's output in this row is not used, so it may even be
+    NaN.
     """
     per_row = "... heads tokens -> ... tokens heads 1"
     return torch.where(rearrange(lse, per_row) == -torch.inf, 0, rearrange(weights, per_row) * out.to(weights.dtype))
@@ -32,7 +33,7 @@ def _merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
         lses: [D, N, T], LSE of each rank.
     """
     largest = lses.amax(0)
-    shift = largest.masked_fill(largest == -torch.inf, 0)  # no rank has a key: exp(-inf - 0) = 0, not NaN
+    shift = largest.masked_fill(largest == -torch.inf, 0)  # 0 if no rank has a key: exp(-inf - 0) is 0, not NaN
     sums = torch.exp(lses - shift)  # each rank's sum of exp(score - shift)
     total = sums.sum(0)
     return sums / total.masked_fill(total == 0, 1), shift + torch.log(total)
@@ -53,7 +54,8 @@ def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
 
     Returns:
         out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T] of this rank's heads, over the keys of all
-        ranks. A rank without keys (lse = -inf) adds nothing. A row without keys on any rank has out = 0, lse = -inf.
+        ranks. A rank without keys (lse = -inf) adds nothing. A row that has no keys on any rank has out = 0, lse =
+        -inf.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; D does not divide the heads.
@@ -72,16 +74,16 @@ def cp_lse_ag_out_rs(state: AttentionState, group: Group) -> AttentionState:
 def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
     """Merge attention states over ranks with one all-to-all.
 
-    Each rank receives the outputs and LSE of its own heads from every rank, and merges them itself. The sum is in
-    float32 (float64 if `state.out` is) and is rounded once. `cp_lse_ag_out_rs` rounds each rank's output before the
-    sum.
+    Each rank receives the outputs and LSE of its own heads from every rank, and merges these attention states itself.
+    The sum is computed in float32 (float64 if `state.out` is float64) and rounded once. In contrast, `cp_lse_ag_out_rs`
+    rounds each rank's output before the sum.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the rank-local keys.
         group: the D ranks. Rank r is the owner rank of heads [r N / D, (r + 1) N / D).
 
     Returns:
-        The same shapes and dtypes as `cp_lse_ag_out_rs`.
+        The merged state of this rank's heads, with the shapes and dtypes that `cp_lse_ag_out_rs` returns.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; D does not divide the heads.
@@ -92,7 +94,7 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
     tokens, heads, value = state.out.shape
     outs = rearrange(state.out, "tokens (ranks heads) value -> ranks tokens heads value", ranks=group.size)
     lses = rearrange(state.lse, "(ranks heads) tokens -> ranks heads tokens", ranks=group.size)
-    # send both as bytes in one message, so that LSE keeps its dtype
+    # send outputs and LSE as bytes in one message, so that the LSE keeps its dtype
     message = torch.cat([_as_bytes(outs), _as_bytes(lses)], dim=1)
     arrived = group.all_to_all(message)
     out_bytes = tokens * heads // group.size * value * state.out.element_size()
@@ -103,7 +105,7 @@ def cp_lse_a2a(state: AttentionState, group: Group) -> AttentionState:
 
 
 def _as_bytes(x: Tensor) -> Tensor:
-    """Return a tensor [D, ...] as bytes [D, bytes of one element]."""
+    """Return a tensor x of shape [D, ...] as bytes: uint8 [D, number of bytes of x[0]]."""
     return x.contiguous().view(x.shape[0], -1).view(torch.uint8)
 
 

@@ -18,20 +18,20 @@ def reorg_kvcache(
 ) -> Float[Tensor, "S head_size"]:
     """Return the cache entries of a chunk from all ranks, one request after another and in the order of the tokens.
 
-    The result has the same bits as a gather on one rank that owns all tokens. (vLLM's function of this name returns the
-    tokens of a request rank by rank. That order is enough for attention without a mask.)
+    The result has the same bits as a gather on one rank that owns all tokens. (vLLM's `reorg_kvcache` returns the
+    tokens of a request rank by rank, which is enough for attention without a mask.)
 
     Args:
         gathered: [D, padded_tokens, Lkv + R], cache entries of each rank: its rank-local tokens of the chunk, one
             request after another, then padding.
-        chunk: the chunk.
+        chunk: chunk whose cache entries were gathered.
 
     Returns:
         [num_tokens, Lkv + R], with num_tokens from `chunk`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; the offsets of the chunk do not count the tokens that each
-            rank owns.
+        ValueError: shapes, dtypes or devices do not match; the offsets of the chunk do not fit the numbers of tokens
+            that each rank owns.
     """
     check_reorg(gathered, chunk)
     local, interleave = chunk.local_cu_seq_lens, chunk.ownership.interleave
@@ -41,7 +41,7 @@ def reorg_kvcache(
     for request, length in enumerate(chunk.cu_seq_lens.diff().tolist()):
         next_row = [offsets[rank][request] for rank in range(size)]
         token, rank = 0, 0
-        while token < length:  # I tokens of each rank, round after round
+        while token < length:  # each round has I tokens of each rank
             taken = min(interleave, length - token)
             rows.append(gathered[rank, next_row[rank] : next_row[rank] + taken])
             next_row[rank] += taken

@@ -1,4 +1,4 @@
-"""Simulate ranks in one process: each rank is a thread, one thread runs at a time, and they exchange in memory."""
+"""Simulate ranks in one process: each rank is a thread, one thread runs at a time, and exchanges happen in memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ MOST_RANKS = 64
 
 
 class _Turns:
-    """Lets one rank run at a time, until it waits for others; the order is always the same.
+    """Lock that lets one rank run at a time, until this rank waits; the order of the ranks is always the same.
 
     Attributes:
-        turn: the rank that may run; -1 if there is none.
-        ready: for each rank, a function that tells whether it can go on; None if the rank has ended.
-        waits_for: for each rank, the exchange that it waits for, for error messages.
-        error: the first failure; all ranks raise after it.
+        turn: the rank that may run; -1 if no rank may run.
+        ready: for each rank, a function that returns whether the rank can continue; None if the rank has ended.
+        waits_for: for each rank, the exchange that the rank waits for, as text for error messages.
+        error: the first exception of any rank; after this exception all ranks raise.
     """
 
     def __init__(self, size: int):
@@ -53,7 +53,7 @@ class _Turns:
             self._until_turn(rank)
 
     def end(self, rank: int, error: BaseException | None = None) -> None:
-        """Record that a rank has ended; with an error, all other ranks fail too."""
+        """Record that a rank has ended. If the rank ended with an error, all other ranks fail too."""
         with self.changed:
             self.ready[rank] = None
             self.error = self.error or error
@@ -78,13 +78,13 @@ class _Turns:
         turn = next((other for other in order if self.ready[other] is not None and self.ready[other]()), None)
         if turn is None and any(ready is not None for ready in self.ready) and self.error is None:
             waiting = [f"rank {other} in {self.waits_for[other]}" for other in sorted(order) if self.ready[other]]
-            self.error = GroupError(f"simulation: every rank waits for another: {', '.join(waiting)}")
+            self.error = GroupError(f"simulation: every rank waits for another rank: {', '.join(waiting)}")
         self.turn = -1 if turn is None else turn
         self.changed.notify_all()
 
 
 class _Contribution(NamedTuple):
-    """The operation that one rank called in an exchange, and its value."""
+    """The operation that one rank called in an exchange, and the value that the rank contributed."""
 
     rank: int
     operation: str
@@ -92,7 +92,7 @@ class _Contribution(NamedTuple):
 
 
 class SimulatedRanks(Group):
-    """One rank of a group whose members are threads of one process. `simulate` makes these objects.
+    """One rank of a group whose members are threads of one process. `simulate` creates the objects of this class.
 
     Args:
         name: name of the group in error messages.
@@ -100,7 +100,7 @@ class SimulatedRanks(Group):
         members: global ranks of the members, in order.
         turns: object that lets one rank of the simulation run at a time.
         board: contributions of the members to each exchange, by the number of the exchange. All members of the group
-            have the same dictionary.
+            share one dictionary.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class SimulatedRanks(Group):
         what = f"{operation} of {self.name}, ranks {list(self.members)}"
         self._turns.wait(self.members[self.rank], lambda: len(contributions) == self.size, what)
         by_rank = sorted(contributions, key=lambda contribution: contribution.rank)
-        self._board.pop(number - 1, None)  # all members are in this exchange, so all have read the previous one
+        self._board.pop(number - 1, None)  # every member is in this exchange and has read the previous one
         for other in by_rank:
             if other.operation != operation:
                 raise GroupError(
@@ -161,15 +161,16 @@ def simulate(
 ) -> list[Any]:
     """Run a function on simulated ranks, which are threads of this process. No process group is needed.
 
-    One rank runs at a time, until it waits for an exchange. The order is the same in every run, and a debugger can stop
-    in one rank while the other ranks wait. A simulation takes as long as all ranks one after another.
+    One rank runs at a time, until this rank waits for an exchange. The order of the ranks is the same in every run. A
+    debugger can stop in one rank while the other ranks wait. The time of a simulation is the sum of the times of all
+    ranks.
 
     Args:
-        context_parallel_size: D, ranks that share each sequence; up to 64.
+        context_parallel_size: D, number of ranks that share each sequence; at most 64.
         interleave: I, consecutive tokens on one rank.
         program: function that is called on every rank with the rank's `ContextParallel`. All ranks must call the same
             exchanges in the same order.
-        tensor_parallel_size: TP, ranks that share the heads; a multiple of D, up to 64. None means D. Ranks
+        tensor_parallel_size: TP, number of ranks that share the heads; a multiple of D, at most 64. None means D. Ranks
             [k D, (k + 1) D) share sequences.
         merge: name of the merge, as in `ContextParallel`.
 
@@ -179,7 +180,7 @@ def simulate(
     Raises:
         ValueError: a number is out of range.
         GroupError: ranks wait for different exchanges, or exchange tensors of different shapes or dtypes.
-        Exception: the exception that `program` raised first on any rank.
+        Exception: the first exception that `program` raised on any rank.
     """
     size = context_parallel_size
     total = size if tensor_parallel_size is None else tensor_parallel_size
@@ -223,7 +224,7 @@ def simulate(
 
 
 def _thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context manager that gives another thread the PyTorch settings of this thread.
+    """Return a function whose context manager gives another thread the PyTorch settings of this thread.
 
     PyTorch keeps the gradient mode, the inference mode, the default device and the CUDA stream for each thread.
     """

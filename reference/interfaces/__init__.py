@@ -4,7 +4,7 @@ All docstrings write shapes with these letters: T packed query tokens, B request
 tokens, C context length, N heads, H hidden size, Lq query latent, Lkv key/value latent, P head dim without rope, R rope
 dim (0 is legal), V value dim, D context-parallel world size, I interleave size.
 
-`reference` and `fast` both import this package; it imports torch and jaxtyping only.
+`reference` and `fast` both import this package. This package depends on torch and jaxtyping only.
 """
 
 from .attention_arguments import (

@@ -1,3 +1,3 @@
-"""The version of the distribution mla-twins. Both packages export it, and pyproject.toml reads it from this file."""
+"""The version of the distribution mla-twins, which both packages export and pyproject.toml reads from this file."""
 
 __version__ = "0.1.0"

@@ -68,7 +68,7 @@ def check_state(argument: str, state: AttentionState) -> None:
 
 
 def check_merge(prefix: AttentionState, suffix: AttentionState) -> None:
-    """Check that two attention states can be merged: equal shapes, dtypes and devices. Read no values."""
+    """Check that two attention states can be merged: shapes, dtypes and devices must be equal; read no values."""
     check_state("prefix", prefix)
     check_state("suffix", suffix)
     check_tensor("suffix.out", suffix.out, tuple(prefix.out.shape), (prefix.out.dtype,), prefix.out.device)
@@ -112,7 +112,7 @@ def check_schedule(
 
 
 def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.device) -> None:
-    """Check shapes, dtypes and devices of the tensors of a decode plan; read no values."""
+    """Check shapes, dtypes and devices of the plan of a decode; read no values."""
     int32 = (torch.int32,)
     check_type("metadata", metadata, DecodeMetadata)
     check_type("metadata.graph", metadata.graph, GraphSupport)
@@ -124,16 +124,17 @@ def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.d
     longest = metadata.max_query_len
     check_int("metadata.max_query_len", longest, 0)
     check(num_tokens <= requests * longest, "metadata.max_query_len",
-          f"a bound: {num_tokens} tokens of {requests} requests", longest)  # fmt: skip
+          f"an upper bound of the query lengths of {requests} requests with {num_tokens} tokens",
+          longest)  # fmt: skip
     check_int("metadata.max_seq_len", metadata.max_seq_len, 0)
     check_int("metadata.block_size", metadata.block_size)
 
 
 def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: int, num_blocks: int) -> None:
-    """Check the values of a decode plan: offsets, lengths, visible lengths and blocks. It reads values on the CPU.
+    """Check offsets, lengths, visible lengths and blocks of the plan of a decode. The check reads values on the CPU.
 
-    A length may be below the query length: under context parallelism it counts rank-local keys, and a rank may own
-    fewer keys than the query has tokens. The lengths are therefore not compared with the query lengths.
+    The lengths are not compared with the query lengths. Under context parallelism a length is a number of rank-local
+    keys, and a rank may own fewer keys than the query has tokens.
     """
     check_offsets("metadata.query_start_loc", metadata.query_start_loc, num_tokens)
     lengths = metadata.seq_lens.tolist()
@@ -167,7 +168,7 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
 
 
 def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> int:
-    """Check shapes, dtypes and devices of a prefill plan, except its chunks; read no values.
+    """Check shapes, dtypes and devices of the plan of a prefill, except those of the chunks; read no values.
 
     Returns:
         B, the number of requests of the plan.
@@ -183,7 +184,7 @@ def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argu
 
 
 def check_prefill_plan(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> None:
-    """Check shapes, dtypes and devices of a prefill plan; read no values."""
+    """Check shapes, dtypes and devices of the plan of a prefill; read no values."""
     requests = check_prefill_requests(metadata, device, argument)
     check_type(f"{argument}.context_chunks", metadata.context_chunks, (tuple, list), "a tuple of chunks")
     for chunk in metadata.context_chunks:
@@ -220,7 +221,7 @@ def check_context(
     cache_format: CacheFormat,
     out_dtype: torch.dtype | None,
 ) -> tuple[int, torch.dtype]:
-    """Check shapes, dtypes and devices of a chunk and of the cache that it is gathered from; read no values.
+    """Check shapes, dtypes and devices of a chunk and of the cache that contains the chunk; read no values.
 
     Returns:
         Width Lkv + R and dtype of the gathered entries.

@@ -60,7 +60,7 @@ def check_equal_query_lens(common: CommonAttentionMetadata) -> int:
 
 
 def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
-    """Check that no request of the prefills is a padding row with query tokens. It reads values on the CPU."""
+    """Check that no request of the prefills is a padding row with query tokens. The check reads values on the CPU."""
     if num_decodes == common.num_reqs or int(common.seq_lens_cpu[num_decodes:].min()) > 0:
         return
     query_lens = common.query_start_loc_cpu.diff()[num_decodes:]
@@ -70,12 +70,12 @@ def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) 
 
 
 def check_chunking(workspace_tokens: int, unit: int) -> None:
-    """Check that a workspace is an int and holds at least one unit (`context_unit`) of tokens."""
+    """Check that the size of a workspace is an int and is at least one unit (`context_unit`)."""
     check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
 
 
 def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -> None:
-    """Check that the decode kernel supports queries up to a threshold."""
+    """Check that the decode kernel supports queries of up to `decode_threshold` tokens."""
     check_int("decode_threshold", decode_threshold, 1, "at least 1")
     check_type("query_len_support", query_len_support, QueryLenSupport)
     single = query_len_support is QueryLenSupport.SINGLE_ONLY
@@ -83,9 +83,9 @@ def check_threshold(decode_threshold: int, query_len_support: QueryLenSupport) -
 
 
 def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int, num_decodes: int) -> None:
-    """Check that a shared prefix is not longer than the context of any decode, padding rows excepted.
+    """Check that a shared prefix is not longer than the context of any decode that is not a padding row.
 
-    It reads values on the CPU.
+    The check reads values on the CPU.
     """
     contexts, lengths = common.num_computed_tokens_cpu[:num_decodes], common.seq_lens_cpu[:num_decodes]
     wrong = ((contexts < common_prefix_len) & (lengths > 0)).nonzero()
@@ -96,7 +96,7 @@ def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int,
 
 
 def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> None:
-    """Check that the slots of a batch were computed for a block size, if the batch records its block size."""
+    """Check that the slots of a batch were computed for `block_size`, if the batch records its block size."""
     check_type("common", common, CommonAttentionMetadata)
     if common.block_size is not None:
         check_int("common.block_size", common.block_size, 1, "a positive int or None")
@@ -105,7 +105,7 @@ def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> 
 
 
 def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
-    """Check that the block table has a column for every block of every request. It reads values on the CPU."""
+    """Check that the block table has a column for every block of every request. The check reads values on the CPU."""
     check_common(common)
     check_int("block_size", block_size)
     width = common.block_table.shape[1]
@@ -144,9 +144,9 @@ def check_graph_sizes(
 ) -> None:
     """Check the sizes of a decode graph: batch sizes, columns of the block table, hidden size and query length."""
     check_type("builder", builder, AttentionMetadataBuilder)
-    check_type("batch_sizes", batch_sizes, Sequence, "positive ints, at least one")
+    check_type("batch_sizes", batch_sizes, Sequence, "at least one positive int")
     sizes = list(batch_sizes)
-    check(bool(sizes) and all(is_positive_int(size) for size in sizes), "batch_sizes", "positive ints, at least one",
+    check(bool(sizes) and all(is_positive_int(size) for size in sizes), "batch_sizes", "at least one positive int",
           sizes)  # fmt: skip
     most = builder.max_num_seqs
     check(max(sizes) <= most, "batch_sizes", f"at most {most}, the builder's max_num_seqs", max(sizes))
@@ -169,7 +169,7 @@ def check_graph_query_len(graph: Any) -> None:
         torch.full((tokens,), -1, dtype=torch.int64, device=CPU),
     )
     served = graph.builder.can_run_in_cudagraph(batch)
-    check(served, "query_len", "a length that the builder can capture", graph.query_len)
+    check(served, "query_len", "a query length that the builder can plan for a CUDA graph", graph.query_len)
 
 
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:

@@ -1,4 +1,4 @@
-"""The interface of metadata builders: what an engine calls to plan a step, for every attention family."""
+"""The interface of metadata builders: the methods that an engine calls to plan a step, for every attention family."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .support import GraphSupport
 
 @runtime_checkable
 class AttentionMetadataBuilder(Protocol):
-    """Interface that plans steps for an engine: it computes the plan of a step from the batch of the scheduler.
+    """Interface of a class that computes the plan of each step from the batch of an engine's scheduler.
 
     Each attention family has its own type of plan, so plans are annotated as `Any`. For MLA, `MLAMetadataBuilder`
-    implements this interface and its plans are `MLAMetadata`.
+    implements this interface, and the type of its plans is `MLAMetadata`.
 
     Attributes:
         block_size: tokens per block.
-        max_model_len: most tokens of a sequence.
-        max_num_seqs: most requests in a batch.
+        max_model_len: largest number of tokens of a sequence.
+        max_num_seqs: largest number of requests in a batch.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens.
     """
 
@@ -43,16 +43,16 @@ class AttentionMetadataBuilder(Protocol):
         Args:
             common_prefix_len: context tokens that all decodes share; 0 for none.
             common: the batch, in the order that the swaps of `reorder_batch` give.
-            fast_build: plan faster: leave out the parts of a plan that only make the kernels faster.
+            fast_build: whether to leave out the parts of a plan that only make the kernels faster.
         """
         ...
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
         """Return the plan of a batch for a CUDA graph, computed from the batch's tensors on the device alone.
 
-        If it is called during the capture, the graph contains the planning and repeats it in every replay. If it is
-        called before the capture, keep the plan: the graph reads the tensors of this plan in every replay, and
-        `update_captured` writes new values into them.
+        If an engine calls this method during the capture, the graph contains the planning and repeats the planning in
+        every replay. If an engine calls this method before the capture, the engine must keep the plan. The graph reads
+        the tensors of this plan in every replay, and `update_captured` writes new values into these tensors.
         """
         ...
 
@@ -94,11 +94,11 @@ class AttentionMetadataBuilder(Protocol):
 
 
 def most_captured_tokens(builder: AttentionMetadataBuilder, max_blocks: int) -> int:
-    """Return the most tokens of a request in any replay of a decode graph.
+    """Return the largest number of tokens that a request may have in a replay of a decode graph.
 
     Args:
         builder: builder that plans the graph; its `max_model_len` is one limit.
-        max_blocks: columns of the block table; the tokens that fit into them are the other limit.
+        max_blocks: columns of the block table; the number of tokens that fit into these columns is the other limit.
     """
     size = 1 if builder.ownership is None else builder.ownership.size
     return min(builder.max_model_len, max_blocks * builder.block_size * size)
@@ -109,8 +109,8 @@ def captured_batch(
 ) -> CommonAttentionMetadata:
     """Return the batch that a decode graph passes to its builder.
 
-    The graph is replayed with lengths that the host does not know at capture. The CPU fields of the batch therefore
-    have the upper bound `graph.max_seq_len` as the length of every request.
+    The lengths of the replays are unknown at capture. The CPU fields of the batch therefore have the upper bound
+    `graph.max_seq_len` as the length of every request.
 
     Args:
         graph: decode graph with the attributes `query_len`, `max_seq_len` and `builder`.

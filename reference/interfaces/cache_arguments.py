@@ -61,7 +61,8 @@ def check_stored_cache(
     """Check a cache that an op gathers from, and the dtype of the result; read no values.
 
     Args:
-        kv_cache: the cache. A gather knows the columns of the cache, but neither Lkv nor R.
+        kv_cache: the cache. Its number of columns is checked only if the format supports a single (Lkv, R), because the
+            arguments of a gather contain neither Lkv nor R.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None means the dtype of the cache, for formats without a storage dtype.
 
@@ -114,7 +115,7 @@ def check_gather(
 def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
     """Check two caches between which blocks are copied: shapes, dtypes, and that their memory does not overlap.
 
-    The two may be the same cache. Values are not read.
+    `source` and `target` may be the same cache. Values are not read.
     """
     check_tensor("source", source, ("source_blocks", "block_size", "head_size"), storage_dtypes())
     check_tensor("target", target, ("target_blocks", *source.shape[1:]), (source.dtype,))
@@ -123,11 +124,11 @@ def check_swap(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
         check_readable(name, tensor)
     shared = source.numel() and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
     alike = (source.data_ptr(), source.shape, source.stride()) == (target.data_ptr(), target.shape, target.stride())
-    check(alike or not shared, "target", "the very cache of source, or one with its own storage", "an overlapping view")
+    check(alike or not shared, "target", "source itself, or a cache with its own storage", "an overlapping view")
 
 
 def check_block_mapping(block_mapping: Tensor, source_blocks: int, target_blocks: int, same_cache: bool) -> None:
-    """Check the values of (source, target) block pairs. It reads values on the CPU.
+    """Check the values of (source, target) block pairs. The check reads values on the CPU.
 
     Raises:
         ValueError: a block is out of range; a target occurs twice; within the same cache, a block is both a source and
@@ -178,9 +179,9 @@ def check_reorg(gathered: Tensor, chunk: ContextParallelChunk) -> None:
 def check_rank_offsets(
     cu_seq_lens: Tensor, local_cu_seq_lens: Tensor, interleave: int, num_tokens: int, padded_tokens: int
 ) -> None:
-    """Check the offsets of a chunk: that each rank's offsets count the tokens that this rank owns.
+    """Check that each rank's offsets in a chunk are the prefix sums of the numbers of tokens that the rank owns.
 
-    It reads values on the CPU.
+    The check reads values on the CPU.
     """
     check_offsets("chunk.cu_seq_lens", cu_seq_lens, num_tokens)
     rank_local_lens = get_dcp_local_seq_lens(cu_seq_lens.diff(), local_cu_seq_lens.shape[0], None, interleave).T
@@ -198,7 +199,7 @@ def check_ownership(ownership: TokenOwnership | None) -> None:
 
 
 def check_rank_local_slots(common: CommonAttentionMetadata, ownership: TokenOwnership) -> None:
-    """Check that a batch has no more slots than the rank owns new tokens. It reads values on the CPU.
+    """Check that a batch has at most one slot for each new token that the rank owns. The check reads values on the CPU.
 
     A batch whose slots were computed for a single rank has a slot for every token, and fails this check.
     """

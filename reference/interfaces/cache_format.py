@@ -14,14 +14,14 @@ from .checks import FLOAT_DTYPES, check, check_int, check_type
 class CacheFormat:
     """Layout of one cache entry: the latent and the rotated key part of one token.
 
-    Every property of a cache that ops check or compute comes from its format: the columns and the dtype of the tensor,
-    the bytes of an entry, and the dtype and width of gathered entries.
+    Ops take every property of a cache from the format of the cache: the columns and the dtype of the tensor, the bytes
+    of an entry, and the dtype and width of gathered entries.
 
     Attributes:
         name: name of the format, unique among formats.
-        storage_dtype: dtype of the cache tensor; None if it is the dtype of the queries.
-        query_dtypes: dtypes of queries that may attend over this format.
-        dims: the only (Lkv, R) that the format supports; None if it supports all.
+        storage_dtype: dtype of the cache tensor; None means the dtype of the queries.
+        query_dtypes: dtypes of queries that may attend over caches of this format.
+        dims: the only (Lkv, R) that the format supports; None if the format supports all dims.
     """
 
     name: str
@@ -41,14 +41,14 @@ class CacheFormat:
         """Return the dtype of a cache tensor over which queries of `query_dtype` attend.
 
         Raises:
-            ValueError: queries of this dtype cannot attend over this format.
+            ValueError: queries of this dtype cannot attend over caches of this format.
         """
         if query_dtype not in self.query_dtypes:
             check(False, "dtype", f"one of {', '.join(map(str, self.query_dtypes))}", query_dtype)
         return query_dtype if self.storage_dtype is None else self.storage_dtype
 
     def columns(self, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-        """Return the columns of a cache entry, in elements of the storage dtype: Lkv of the latent, R of the rope key.
+        """Return the number of columns of a cache entry, in elements of the storage dtype: Lkv + R.
 
         Raises:
             ValueError: the format does not support these dims.
@@ -98,7 +98,7 @@ class CacheFormat:
 
 
 def element_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of one element of a tensor other than the cache: a query, an output, an expanded key."""
+    """Return the bytes of one element of a tensor other than the cache, such as a query or an expanded key."""
     return dtype.itemsize
 
 
@@ -107,13 +107,13 @@ CACHE_FORMATS: Mapping[str, CacheFormat] = {COMPUTE_FORMAT.name: COMPUTE_FORMAT}
 
 
 def storage_dtypes() -> tuple[torch.dtype, ...]:
-    """Return every dtype that a cache tensor may have in any format."""
+    """Return every dtype that a cache tensor may have in at least one format."""
     stored = [each.storage_dtype for each in CACHE_FORMATS.values() if each.storage_dtype is not None]
     return tuple(dict.fromkeys((*FLOAT_DTYPES, *stored)))
 
 
 def check_storage_dtype(argument: str, dtype: torch.dtype) -> None:
-    """Check that a dtype is one that a cache tensor may have in any format.
+    """Check that a cache tensor may have the given dtype in at least one format.
 
     Raises:
         ValueError: no format has a cache of this dtype, or the argument is not a dtype.
@@ -131,5 +131,5 @@ def check_format(cache_format: CacheFormat) -> None:
     """
     check_type("cache_format", cache_format, CacheFormat)
     known = CACHE_FORMATS.get(cache_format.name)
-    if known is not cache_format and known != cache_format:  # identity first: it is fast, and every op checks
+    if known is not cache_format and known != cache_format:  # identity first, because every op makes this check
         check(False, "cache_format", f"one of {', '.join(CACHE_FORMATS)}", cache_format.name)

@@ -25,7 +25,7 @@ def check(condition: bool, argument: str, expected: object, got: object) -> None
 
 
 def _in_one_line(got: object) -> str:
-    """Return a value as text for an error message; the name of its type if the text is long or has several lines."""
+    """Return a value as text for an error message, or its type's name if the text is long or has several lines."""
     if isinstance(got, Tensor):
         return type(got).__name__
     text = str(got)
@@ -35,7 +35,7 @@ def _in_one_line(got: object) -> str:
 
 
 def short_text(value: object) -> str:
-    """Return `repr(value)` in one line of at most 60 characters and "..."."""
+    """Return `repr(value)` in one line; replace everything after 60 characters by "..."."""
     text = " ".join(repr(value).splitlines())
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -47,7 +47,7 @@ def check_type(argument: str, value: object, kind: type | tuple[type, ...], expe
         argument: name of the argument.
         value: the argument.
         kind: class, or tuple of classes.
-        expected: description of `kind` for the message; None takes the names of the classes.
+        expected: description of `kind` for the message; None means the names of the classes.
 
     Raises:
         TypeError: the argument has another class.
@@ -83,8 +83,8 @@ def check_int(argument: str, value: object, least: int = 1, expected: str | None
         argument: name of the argument.
         value: the argument.
         least: smallest valid value.
-        expected: description for the message if the type is wrong or the value is too small; None makes one from
-            `least`.
+        expected: description for the message if the type is wrong or the value is too small; None means a description
+            that is made from `least`.
     """
     if not isinstance(value, INTS) or isinstance(value, bool) or value < least:
         check(False, argument, expected or ("a positive int" if least == 1 else f"an int >= {least}"), value)
@@ -100,7 +100,7 @@ def check_number(argument: str, value: object, least: int | None = None) -> None
 
 
 def check_device(argument: str, device: torch.device | str) -> torch.device:
-    """Return the `torch.device` of an argument that is a device or its name.
+    """Return the `torch.device` of an argument that is a device or the name of a device.
 
     Raises:
         TypeError: the argument is neither a device nor a str.
@@ -167,12 +167,12 @@ def check_tensor(
 def linear_output(argument: str, output: object) -> Tensor:
     """Return the product from the output of a linear module, which is a tensor or a pair (product, bias).
 
-    The linear modules of vLLM and Megatron return the pair. Its bias was not added to the product, so a bias other than
-    None is an error.
+    The linear modules of vLLM and Megatron return the pair. The bias in the pair was not added to the product, so a
+    bias other than None is an error.
 
     Raises:
         TypeError: the product is not a tensor.
-        ValueError: the bias is not None, or the tuple has another length.
+        ValueError: the bias is not None, or the output is a tuple whose length is not 2.
     """
     if isinstance(output, tuple):
         check(len(output) == 2, argument, "a tensor or (product, bias)", f"a tuple of {len(output)}")
@@ -184,7 +184,7 @@ def linear_output(argument: str, output: object) -> Tensor:
 
 
 def check_readable(argument: str, tensor: Tensor) -> None:
-    """Check that the values of a tensor can be read: that it is not on the device "meta"."""
+    """Check that a tensor is not on the device "meta", so that its values can be read."""
     check(not tensor.is_meta, argument, "a tensor with values", "one on device meta")
 
 
@@ -236,12 +236,12 @@ def check_dtype(argument: str, dtype: torch.dtype) -> None:
 
 
 def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> None:
-    """Check the values of a prefix sum: it starts at 0, never decreases, and ends at `total` if that is given."""
+    """Check the values of a prefix sum: it starts at 0, never decreases, and ends at `total` if `total` is given."""
     values = offsets.tolist()
     check(len(values) > 0 and values[0] == 0, argument, "a first element of 0", values[0] if values else "no element")
     for request, (low, high) in enumerate(itertools.pairwise(values)):
         if high < low:
-            check(False, argument, "values that never fall", f"{low} then {high} at request {request}")
+            check(False, argument, "values that never decrease", f"{low} then {high} at request {request}")
     if total is not None:
         check(values[-1] == total, argument, f"a last element of {total}", values[-1])
 
@@ -270,7 +270,7 @@ def check_lengths(
 
 
 def check_slots(slot_mapping: Tensor, num_slots: int, argument: str = "slot_mapping") -> None:
-    """Check the values of a slot mapping: each is -1 (the token is not written) or a slot in [0, num_slots)."""
+    """Check the values of a slot mapping: each value is -1 (the token is not written) or a slot in [0, num_slots)."""
     if slot_mapping.numel():
         low, high = int(slot_mapping.min()), int(slot_mapping.max())
         check(low >= -1 and high < num_slots, argument, f"slots in [-1, {num_slots})",
@@ -284,7 +284,7 @@ def check_blocks(
     num_blocks: int,
     argument: str = "block_table",
 ) -> None:
-    """Check that the block table has valid blocks for all tokens of each request. It reads values on the CPU.
+    """Check that the block table has valid blocks for all tokens of each request. The check reads values on the CPU.
 
     Args:
         block_table: [B, W].

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def _take_softmax_scale(cls: type[MLAConfig]) -> type[MLAConfig]:
-    """Let the constructor take `softmax_scale`, and keep it in the field `given_softmax_scale`.
+    """Let the constructor take `softmax_scale`, and keep the value in the field `given_softmax_scale`.
 
     `dataclasses.replace` reads every field of a config and passes its value to the constructor under the same name. If
-    the field were called `softmax_scale`, `replace` would read the computed scale and pass it on as if the caller had
-    given it. The copy would then keep this scale even if its dimensions differ. In `replace(config, softmax_scale=...)`
-    the constructor gets both names, and `softmax_scale` replaces `given_softmax_scale`.
+    the field were called `softmax_scale`, `replace` would read the computed scale and pass this scale on as if the
+    caller had given the scale. The copy would then keep this scale even if its dimensions differ. If the caller passes
+    `softmax_scale` to `replace`, the constructor gets both names, and `softmax_scale` replaces `given_softmax_scale`.
     """
     generated = cls.__init__
 
@@ -68,7 +68,7 @@ class MLAConfig:
         given_softmax_scale: value of the constructor's argument `softmax_scale`: factor of the scores on both paths,
             any finite number (also 0 or negative), or None. With None the property `softmax_scale` computes the factor
             from the dims and the rope. `dataclasses.replace` keeps a given scale unless `softmax_scale` is among its
-            arguments; `softmax_scale=None` returns to the computed one.
+            arguments; `softmax_scale=None` returns to the computed scale.
     """
 
     hidden_size: int
@@ -112,8 +112,8 @@ class MLAConfig:
     def softmax_scale(self) -> float:
         """Return the factor of the scores before the softmax; the same number on both paths.
 
-        It is the given scale. If none was given, it is (P + R)^-1/2, times m(f, mscale_all_dim)^2 if the rope has YaRN
-        with `mscale_all_dim` (m is `yarn_mscale`).
+        If the caller gave a scale, the factor is this scale. Otherwise the factor is (P + R)^-1/2. If the rope has YaRN
+        with `mscale_all_dim`, the factor is multiplied by m(f, mscale_all_dim)^2, where m is `yarn_mscale`.
         """
         if self.given_softmax_scale is not None:
             return float(self.given_softmax_scale)
@@ -125,7 +125,7 @@ class MLAConfig:
 
     @classmethod
     def from_preset(cls, name: str, **fields: Any) -> MLAConfig:
-        """Return a config with the published dims and rope of a model, and therefore with its softmax scale.
+        """Return a config with the published dims and rope of a model, and therefore with the model's softmax scale.
 
         `latent_norm_eps` keeps its default. Two models do more than a config can describe:
 
@@ -135,7 +135,7 @@ class MLAConfig:
 
         Args:
             name: name of the model, a key of `PRESETS`.
-            fields: arguments of the constructor that replace those of the preset.
+            fields: arguments of the constructor that replace the arguments from the preset.
 
         Raises:
             ValueError: `name` is not in `PRESETS`.
@@ -146,26 +146,26 @@ class MLAConfig:
         rope = PRESET_ROPES[name]
         if rope is None and "rope" not in fields:
             wanted = f"rope: expected a RopeConfig for {name!r}, whose LongRoPE is not implemented"
-            raise UnsupportedConfiguration([f"{wanted}, got none (MLAConfig(**PRESETS[{name!r}]) has its dims alone)"])
+            raise UnsupportedConfiguration([f"{wanted}, got none (MLAConfig(**PRESETS[{name!r}]) has the dims only)"])
         return cls(**{**PRESETS[name], "rope": rope, **fields})
 
     @classmethod
     def from_hf(cls, config: Any) -> MLAConfig:
-        """Return the config of a transformers config (any object with the same attributes).
+        """Return the config of the layers that a transformers config describes (any object with the same attributes).
 
-        `latent_norm_eps` is 1e-6: the modules of transformers use this value and ignore `rms_norm_eps` here.
+        `latent_norm_eps` is 1e-6, because the latent norms in transformers have this epsilon and ignore `rms_norm_eps`.
         `MLAAttention.from_hf` reads the epsilon of the module instead.
 
         Raises:
             TypeError: `model_type` is not a str.
             ValueError: a dim is not an int, or it is too small.
-            UnsupportedConfiguration: the config is not of an MLA model, a field is malformed, or a field enables a
-                feature that is not implemented. The exception lists every reason. A field enables nothing if it is
-                None, False, 0 or empty. These features are not implemented:
+            UnsupportedConfiguration: the config does not describe an MLA model, a field is malformed, or a field
+                enables a feature that is not implemented. The exception lists every reason. A field enables nothing if
+                it is None, False, 0 or empty. These features are not implemented:
 
                 - scaling of the latents, a sparse-attention indexer;
                 - a sliding window, a softcap, a position bias;
                 - layers that share keys and values, attention that is not causal;
-                - another rope, another scale of the scores.
+                - other kinds of rope, other scales of the scores.
         """
         return cls(**fields_from_hf(config))

@@ -15,14 +15,14 @@ FLOPS_PER_BYTE = 200  # bfloat16 FLOPs that a GPU computes in the time of readin
 class PathCosts:
     """Costs of the absorbed and the expanded path, from which `choose_path` estimates their times.
 
-    All costs have the same unit of time. The unit may be any, because `choose_path` only compares times. The defaults
-    are not measured: every FLOP costs 1, and a byte costs `FLOPS_PER_BYTE`. `python -m tests.benchmarks.crossover`
-    measures the costs on a device.
+    All costs have the same unit of time. Any unit is valid, because `choose_path` only compares times. The defaults are
+    not measured: every FLOP costs 1, and a byte costs `FLOPS_PER_BYTE`. `python -m tests.benchmarks.crossover` measures
+    the costs on a device.
 
     Attributes:
-        absorbed_request: fixed cost of one more request on the absorbed path, for any lengths.
-        expanded_request: fixed cost of one more request on the expanded path, for any lengths.
-        expanded_context: further fixed cost of a request on the expanded path if it has context; the context needs a
+        absorbed_request: fixed cost of one more request on the absorbed path, the same for all lengths.
+        expanded_request: fixed cost of one more request on the expanded path, the same for all lengths.
+        expanded_context: further fixed cost of a request on the expanded path if the request has context, which needs a
             gather and separate attention.
         absorbed_flop: cost of a FLOP of attention over latents.
         expanded_flop: cost of a FLOP of attention over expanded keys and values.

@@ -16,9 +16,10 @@ DECODE_TILE = 64  # keys in a tile, for every block size of the cache
 
 @dataclass(frozen=True)
 class InvariantCut:
-    """Four numbers that divide a request into splits by its own length alone, for a `batch_invariant` decode.
+    """Four numbers from which the splits of each request in a `batch_invariant` decode are computed.
 
-    A longer request gets larger or more splits, in this order:
+    The splits of a request depend on the length of this request alone. A longer request gets larger splits or more
+    splits, in this order:
 
     | length of the request | tiles of a split | number of splits |
     |---|---|---|
@@ -30,10 +31,11 @@ class InvariantCut:
     `invariant_split_tiles` computes the size of a split from these numbers.
 
     Attributes:
-        small_tiles: tiles of the smallest split; an even number, because kernels process tiles in pairs.
-        small_splits: most splits of the smallest size in a request.
-        large_tiles: tiles of a split up to which splits grow before their number grows; an even number.
-        max_splits: most splits of a request.
+        small_tiles: number of tiles in the smallest split; an even number, because kernels process tiles in pairs.
+        small_splits: largest number of splits of the smallest size. For a longer request, the size of the splits grows.
+        large_tiles: number of tiles in a split at which splits stop growing; an even number. For a longer request, the
+            number of splits grows.
+        max_splits: largest number of splits of a request. For a longer request, the size of the splits grows again.
 
     Raises:
         ValueError: a number is below 1; `small_tiles` or `large_tiles` is odd; `large_tiles` is below `small_tiles`;
@@ -55,7 +57,7 @@ class InvariantCut:
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """Return the four numbers in the order of the fields. Kernels and ops take them in this order."""
+        """Return the four numbers in the order of the fields. Kernels and ops take the numbers in this order."""
         return self.small_tiles, self.small_splits, self.large_tiles, self.max_splits
 
 
@@ -75,7 +77,7 @@ NEUTRAL_CUT = InvariantCut(small_tiles=8, small_splits=16, large_tiles=32, max_s
 
 
 def invariant_split_tiles(num_tiles: int, cut: InvariantCut) -> int:
-    """Return the tiles of each split of a request under `batch_invariant`; an even number.
+    """Return the number of tiles in each split of a request under `batch_invariant`; an even number.
 
     Args:
         num_tiles: tiles of the request.
@@ -91,9 +93,9 @@ def invariant_split_tiles(num_tiles: int, cut: InvariantCut) -> int:
 
 
 def most_invariant_splits(num_tiles: int, cut: InvariantCut) -> int:
-    """Return the most splits that a request of at most `num_tiles` tiles can have under `batch_invariant`, at least 1.
+    """Return the largest number of splits, at least 1, of a `batch_invariant` request of at most `num_tiles` tiles.
 
-    Kernels size the buffers of their partial outputs by it.
+    Kernels size the buffers of their partial outputs by this number.
     """
     small = min(cut.small_splits, -(-num_tiles // cut.small_tiles))
     return max(1, small, min(cut.max_splits, -(-num_tiles // cut.large_tiles)))
@@ -108,13 +110,13 @@ class ScheduleCosts:
     (`fast.schedule_costs`), which depend on the number of heads.
 
     Attributes:
-        request_cost: time to start on a request: load its queries, fill the pipeline of the kernel and write its
-            output.
-        split_cost: time to start on a further split of a request under `batch_invariant`. (`request_cost` includes
-            the first split.)
+        request_cost: time to start a request: load its queries, fill the pipeline of the kernel and write its output.
+        split_cost: time to start a further split of a request under `batch_invariant`. (`request_cost` includes the
+            first split.)
         cut: division of a request into splits under `batch_invariant`.
-        invariant_starts: factor by which `choose_schedule` multiplies `request_cost` under `batch_invariant`. A
-            batch-invariant schedule costs more, because its programs begin at the start of a split only.
+        invariant_starts: factor by which `choose_schedule` multiplies `request_cost` under `batch_invariant`. The
+            programs of a batch-invariant schedule attend whole splits, so the times of the programs differ more. The
+            factor accounts for this difference.
 
     Raises:
         TypeError: `cut` is not an `InvariantCut`.
@@ -148,19 +150,20 @@ def check_schedule_costs(costs: ScheduleCosts | None, name: str = "costs") -> Sc
 
 @dataclass(frozen=True, eq=False)
 class DecodeSchedule:
-    """The tiles that each program of a decode kernel attends, chosen so that all programs take about as long.
+    """The assignment of a decode's tiles to programs, chosen so that all programs take about the same time.
 
     A schedule is optional. Without a schedule, a kernel divides every request into the same number of splits. This is
     slow if the requests have very different lengths, because the programs of short requests finish early and the
-    programs of the longest request do not. A schedule changes the time of a decode, and the results by rounding alone.
-    FlashMLA calls it the tile scheduler metadata.
+    programs of the longest request do not. A schedule changes the time of a decode, and it changes the results by
+    rounding alone. FlashMLA calls a schedule the tile scheduler metadata.
 
     A tile is `DECODE_TILE` consecutive keys of one request, for every block size of the cache. A program attends
-    consecutive tiles: the end of one request, then whole requests, then the beginning of another. Its tiles of one
-    request are one split of this request, or several splits with `batch_invariant`.
+    consecutive tiles: the end of one request, then whole requests, then the beginning of another request. The tiles
+    that a program attends in one request are one split of the request. With `batch_invariant` these tiles may be
+    several splits.
 
-    `DecodeSchedule(batch_invariant=True)`, without tensors, is legal: the kernel divides each request by its own length
-    (`cut`) and distributes the splits evenly over programs.
+    `DecodeSchedule(batch_invariant=True)`, without tensors, is legal. The kernel then divides each request into splits
+    by the length of the request (`cut`) and distributes the splits evenly over programs.
 
     Attributes:
         tile_ranges: [programs, 5], the tiles of each program, in these columns: first request, last request
@@ -169,8 +172,8 @@ class DecodeSchedule:
             between two programs within a request by one tile. None if the programs have no assigned tiles.
         split_offsets: [B + 1], prefix sum of the number of splits of each request; a request without keys has no split.
             None if `tile_ranges` is None.
-        batch_invariant: the splits of a request depend on its own length alone (`invariant_split_tiles`) and not on the
-            programs. A request then gets the same bits in every batch.
+        batch_invariant: whether the splits of a request depend on its own length alone (`invariant_split_tiles`) and
+            not on the programs. If True, a request gets the same bits in every batch.
         cut: the numbers that divide a request into splits; used only with `batch_invariant`.
     """
 
@@ -182,16 +185,16 @@ class DecodeSchedule:
 
 @dataclass(frozen=True)
 class ScheduleChoice:
-    """Whether the decode of a step gets a schedule, and the numbers that decide it.
+    """The decision whether the decode of a step gets a schedule, and the numbers behind this decision.
 
     Attributes:
-        num_programs: programs of the schedule. It is 0 if no schedule was considered: the caller asked for none, the
-            step has a cascade, or a query is longer than the builder's threshold.
+        num_programs: number of programs of the schedule. The number is 0 if no schedule was considered, because the
+            caller asked for no schedule, the step has a cascade, or a query is longer than the builder's threshold.
         requests: number of requests that have keys.
         longest_tiles: tiles of the longest request.
         total_tiles: tiles of all requests together.
-        planned: True if the decode has a schedule. If False, the kernel divides every request into the same number of
-            splits.
+        planned: True if the decode has a schedule that assigns tiles to programs. If False, the kernel divides the
+            requests into splits itself. (The name does not refer to the plan of the step, which every decode has.)
     """
 
     num_programs: int
@@ -212,8 +215,9 @@ def choose_schedule(
 ) -> ScheduleChoice:
     """Decide from the lengths of the requests whether a decode is faster with a schedule.
 
-    Without a schedule the kernel divides every request into the same number of splits, so the decode takes about as
-    long as if every request were the longest. A schedule therefore saves this many tiles (B counts requests with keys):
+    Without a schedule the kernel divides every request into the same number of splits, so the decode takes about the
+    time of a batch whose requests are all as long as the longest request. A schedule therefore saves this number of
+    tiles (B is the number of requests with keys):
 
         B * tiles of the longest request - tiles of all requests together
 
@@ -223,12 +227,12 @@ def choose_schedule(
 
     Args:
         seq_lens: [B], keys of each request, on the CPU.
-        num_programs: programs of the schedule. With 0 or 1 the decode gets no schedule.
-        costs: costs of the decode kernel; None takes the defaults of `ScheduleCosts`.
+        num_programs: number of programs of the schedule. With 0 or 1 the decode gets no schedule.
+        costs: costs of the decode kernel; None means the defaults of `ScheduleCosts`.
         batch_invariant: whether the schedule would be batch-invariant.
 
     Returns:
-        The decision and the numbers that it follows from.
+        The decision and the numbers behind this decision.
 
     Raises:
         TypeError: `costs` has another type.

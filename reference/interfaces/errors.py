@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class UnsupportedConfiguration(ValueError):
-    """A configuration that is not supported. The exception lists every reason, not only the first.
+    """Error for a configuration that is not supported. The exception lists every reason, not only the first reason.
 
     Attributes:
         reasons: the reasons, one line of text each; never empty.
@@ -18,4 +18,4 @@ class UnsupportedConfiguration(ValueError):
 
 
 class GroupError(RuntimeError):
-    """A collective operation between ranks that failed. The message names the group, the operation and the reason."""
+    """Error for a collective operation that failed. The message names the group, the operation and the reason."""

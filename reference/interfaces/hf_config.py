@@ -1,4 +1,4 @@
-"""Read the attention fields of a transformers config, and find the fields that need features not implemented here."""
+"""Read the attention fields of a transformers config, and find fields that need features that are not implemented."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def _asks(value: object) -> bool:
 def _list_of(config: Any, path: str, name: str, reasons: list[str]) -> list[Any]:
     """Return a field that has one element for each layer.
 
-    The result is empty if the field enables nothing. It is also empty if the field is not a list; this is then added
-    to `reasons`.
+    The result is empty if the field enables nothing. If the field is not a list, the result is empty too, and a reason
+    is added to `reasons`.
     """
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):
@@ -130,7 +130,7 @@ def _other_attention(config: Any, path: str = "config") -> list[str]:
 
 def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
     """Return the rotary parameters of a transformers config; raise with every reason if they are not implemented."""
-    fields = ("rope_parameters", "rope_scaling")  # the second is the older name
+    fields = ("rope_parameters", "rope_scaling")  # `rope_scaling` is the older name
     field = next((name for name in fields if _asks(getattr(config, name, None))), fields[0])
     given = getattr(config, field, None) if _asks(getattr(config, field, None)) else {}
     if not isinstance(given, Mapping):
@@ -156,13 +156,13 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
         reasons.append(f"config.rope_theta: expected a number above 1, got {theta}")
     interleaved = getattr(config, "rope_interleave", None)
     if model_type == "deepseek_v2":
-        interleaved = True  # this model always rotates neighbouring elements; its config has no field for it
+        interleaved = True  # this model always rotates neighbouring elements, and its config has no such field
     if not isinstance(interleaved, bool):
         got = f"nothing from {model_type!r}" if interleaved is None else short_text(interleaved)
         reasons.append(f"config.rope_interleave: expected True or False, got {got}")
     if kind not in ("default", "yarn"):
         got = short_text(kind)
-        reasons.append(f"config.{field}: rope type {got} is not implemented (default and yarn are)")
+        reasons.append(f"config.{field}: rope type {got} is not implemented; expected default or yarn")
     if kind == "yarn" and parameters.get("attention_factor") is not None:
         reasons.append(f"config.{field}: an explicit attention_factor is not implemented")
     if kind == "yarn" and not _asks(parameters.get("truncate", True)):
@@ -201,7 +201,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
 
 
 def fields_from_hf(config: Any) -> dict[str, Any]:
-    """Return the arguments of `MLAConfig` for a transformers config; `MLAConfig.from_hf` has the description."""
+    """Return the arguments of `MLAConfig` for a transformers config, as `MLAConfig.from_hf` describes."""
     required = (
         "hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     )  # fmt: skip

@@ -42,7 +42,7 @@ def check_costs(costs: PathCosts | None) -> None:
 
 
 def check_modules(**modules: object) -> None:
-    """Check that projections are modules. A query projection may be None here; `check_projections` checks that."""
+    """Check that projections are modules. A query projection may be None (see `check_projections`)."""
     for name, module in modules.items():
         if module is not None or not name.startswith("q_"):
             check_type(name, module, nn.Module, "a module")
@@ -87,7 +87,7 @@ def latent_norm_eps(kv_a_layernorm: object, q_a_layernorm: object | None) -> flo
     eps = kv_a_layernorm.variance_epsilon
     other = eps if q_a_layernorm is None else q_a_layernorm.variance_epsilon
     if other != eps:
-        wanted = f"q_a_layernorm.variance_epsilon: expected {eps}, that of kv_a_layernorm"
+        wanted = f"q_a_layernorm.variance_epsilon: expected {eps}, as in kv_a_layernorm"
         raise UnsupportedConfiguration([f"{wanted}, got {other}"])
     return eps
 
@@ -104,7 +104,8 @@ def check_forward_attention(
 ) -> None:
     """Check shapes, dtypes and devices of the arguments of `MLAAttention.forward_attention`; read no values.
 
-    All tensors must have the device, and except for the cache the dtype, of `weight`, an up-projection of the layer.
+    `weight` is an up-projection of the layer. All tensors must be on the device of `weight`, and all tensors except the
+    cache must have the dtype of `weight`.
     """
     dtypes, device = (weight.dtype,), weight.device
     check_tensor("q", q, ("T", config.num_heads, config.qk_head_dim), dtypes, device)
@@ -120,9 +121,9 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
     """Check the plan of a whole step before the layer writes anything.
 
     - Shapes and counts are checked on every device.
-    - Values are checked if the cache is on the CPU. Compiled code cannot read values here; it relies on each op, which
-      checks its own arguments before it writes.
-    - No chunk may have more than `workspace_tokens` tokens, the number that the layer was profiled with.
+    - Values are checked if the cache is on the CPU and the code is not compiled. In compiled code, each op checks the
+      values of its own arguments before the op writes.
+    - No chunk may have more than `workspace_tokens` tokens, the number with which the memory of the layer was profiled.
     """
     check(isinstance(metadata, MLAMetadata), "metadata", "an MLAMetadata or None", type(metadata).__name__)
     end, split = metadata.num_actual_tokens, metadata.num_decode_tokens

@@ -19,10 +19,11 @@ from .support import GraphSupport
 
 @dataclass(frozen=True, eq=False)
 class AttentionState:
-    """Output and log-sum-exp (LSE) of softmax attention over a set of keys. It unpacks: `out, lse = mla_decode(...)`.
+    """Output and log-sum-exp (LSE) of softmax attention over a set of keys. A state unpacks: `out, lse = state`.
 
-    A caller needs the LSE to merge this state with attention over other keys (`merge_attn_states`): the LSE decides how
-    much each state counts. If one call covers all keys of its queries, the caller may drop the LSE.
+    A caller needs the LSE to merge this state with a state over other keys (`merge_attn_states`). The weight of each
+    state in the merge is computed from the LSEs. A caller may drop the LSE if this state covers all keys of the
+    queries.
 
     Attributes:
         out: [T, N, Dv], the softmax-weighted sum of the values. Dv is V on the expanded path and Lkv on the absorbed
@@ -58,7 +59,7 @@ class BatchSplit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CommonAttentionMetadata:
-    """The batch of one step, as the scheduler of an engine describes it. Every attention family can plan from it.
+    """The batch of one step. Every attention family can compute its plan from this batch.
 
     The constructor does not validate, because engines call it in every step. Invalid input gives an undefined plan; use
     `make` or `from_lens` to validate.
@@ -68,16 +69,16 @@ class CommonAttentionMetadata:
         query_start_loc: [B + 1], prefix sum of the query lengths; a query length of 0 is legal.
         seq_lens_cpu: [B], copy of `seq_lens` on the CPU. Plans are computed from this copy, so that no value has to be
             read back from the device.
-        query_start_loc_cpu: [B + 1], copy of `query_start_loc` on the CPU, for the same reason.
-        block_table: [B, W], block ids of each request; entries after the last block of a request may be anything.
-        slot_mapping: [T], cache slot of each token; -1 for a token that is not written to the cache, and for all tokens
-            from `num_actual_tokens` on.
+        query_start_loc_cpu: [B + 1], copy of `query_start_loc` on the CPU. Plans are computed from this copy too.
+        block_table: [B, W], block ids of each request; entries after the last block of a request may have any value.
+        slot_mapping: [T], cache slot of each token; -1 for a token that is not written to the cache. Tokens with index
+            `num_actual_tokens` or more are padding and have slot -1.
         max_query_len: upper bound of the query lengths.
-        num_actual_tokens: query_start_loc[-1]; later tokens are padding.
+        num_actual_tokens: query_start_loc[-1], number of query tokens of all requests; later tokens are padding.
         max_seq_len: upper bound of the sequence lengths (under context parallelism, of the whole sequences), as an int
             on the CPU.
-        block_size: tokens per block for which `slot_mapping` was computed, or None if it was not recorded. Planning
-            this batch for a different block size raises.
+        block_size: tokens per block for which `slot_mapping` was computed, or None if this number was not recorded.
+            Planning this batch for a different block size raises.
     """
 
     seq_lens: Int32[Tensor, " B"]
@@ -124,19 +125,21 @@ class CommonAttentionMetadata:
             seq_lens_cpu: [B], tokens of each request after this step, on the CPU.
             block_table: [B, W], block ids of each request.
             slot_mapping: [T], cache slot of each token.
-            block_size: tokens per block for which `slot_mapping` was computed; None leaves it unrecorded.
+            block_size: tokens per block for which `slot_mapping` was computed; None means that this number is not
+                recorded.
 
         Returns:
             The validated batch.
 
         Raises:
-            ValueError: one of the following. The message names the argument, and the request if one request is wrong:
+            ValueError: in one of the following cases. The message names the argument. If one request is wrong, the
+                message also names this request:
 
                 - a shape or dtype is wrong;
                 - `query_start_loc_cpu` decreases;
                 - a request has 0 < S < Sq (a query longer than its sequence);
                 - there are fewer slots than tokens;
-                - on a CPU: a slot after the last token is not -1.
+                - on a CPU: a slot after the slot of the last token is not -1.
         """
         check_tensor("query_start_loc_cpu", query_start_loc_cpu, ("B + 1",), (torch.int32,), torch.device("cpu"))
         num_reqs = query_start_loc_cpu.shape[0] - 1
@@ -182,8 +185,8 @@ class CommonAttentionMetadata:
 
         Args:
             query_lens: [B], new tokens of each request; a list of ints or a CPU tensor of any int dtype.
-            seq_lens: [B], tokens of each request after this step; the same types. 0 marks a padding row; its slots are
-                -1.
+            seq_lens: [B], tokens of each request after this step, with the same types as `query_lens`. 0 marks a
+                padding row, whose slots are -1.
             block_table: [B, W], block ids of each request; the batch is created on the device of this tensor.
             block_size: tokens per block.
             ownership: the tokens that this context-parallel rank owns; tokens of other ranks get slot -1. None means
@@ -194,7 +197,7 @@ class CommonAttentionMetadata:
 
         Raises:
             TypeError: the lengths are not ints, or `block_table` is not a tensor.
-            ValueError: one of the following:
+            ValueError: in one of the following cases:
 
                 - a shape is wrong;
                 - a length is negative, or a request has 0 < S < Sq (a query longer than its sequence);
@@ -244,7 +247,7 @@ class ContextChunk:
         starts: [B], position of each request's first token in this chunk.
         cu_seq_lens: [B + 1], prefix sum of the number of tokens that each request has in this chunk (0 is legal).
         num_tokens: cu_seq_lens[-1], tokens in this chunk.
-        max_seq_len: the most tokens that one request has in this chunk.
+        max_seq_len: the largest number of tokens that one request has in this chunk.
     """
 
     starts: Int32[Tensor, " B"]
@@ -254,7 +257,7 @@ class ContextChunk:
 
     @property
     def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
-        """Return `starts` and `cu_seq_lens` of the tokens that the cache of this rank holds: here all tokens."""
+        """Return `starts` and `cu_seq_lens` of the tokens that the cache of this rank has, which are all tokens."""
         return self.starts, self.cu_seq_lens
 
     def tensors(self) -> dict[str, Tensor]:
@@ -272,16 +275,16 @@ class ContextParallelChunk(ContextChunk):
     """A `ContextChunk` whose tokens are distributed over the D ranks of a context-parallel group.
 
     The fields of `ContextChunk` describe the tokens of all ranks together, in the order of the tokens. Each request's
-    first token in the chunk is at a multiple of D * I (`context_unit`), so rank 0 owns it. The rank-local tokens of a
-    request in the chunk are therefore consecutive in the cache of each rank.
+    first token in the chunk is at a multiple of D * I (`context_unit`), so rank 0 owns this token. The rank-local
+    tokens of a request in the chunk are therefore consecutive in the cache of each rank.
 
     Attributes:
         local_starts: [B], starts / D: index of each request's first rank-local token in the chunk, counted among the
-            request's tokens on that rank. It is the same on every rank.
+            request's tokens on that rank. The index is the same on every rank.
         local_cu_seq_lens: [D, B + 1], for each rank the prefix sum of the number of rank-local tokens of each request.
         local_tokens: tokens of this chunk on this rank.
-        padded_tokens: rows that each rank contributes to the all-gather: the tokens of rank 0, which has the most.
-            Ranks with fewer tokens pad.
+        padded_tokens: number of rows that each rank contributes to the all-gather. This number is the number of tokens
+            of rank 0, because no rank has more tokens. Ranks with fewer tokens append padding.
         ownership: the tokens that this rank owns.
     """
 
@@ -293,20 +296,20 @@ class ContextParallelChunk(ContextChunk):
 
     @property
     def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
-        """Return `starts` and `cu_seq_lens` of the tokens that the cache of this rank holds."""
+        """Return `starts` and `cu_seq_lens` of the tokens that the cache of this rank has."""
         return self.local_starts, self.local_cu_seq_lens[self.ownership.rank]
 
 
 @dataclass(frozen=True, eq=False)
 class PrefillMetadata:
-    """Plan of the expanded path: the requests of a step that prefill.
+    """The part of a step's plan for the expanded path: the requests that prefill.
 
     Attributes:
         block_table: [B, W], block ids of these requests.
-        query_start_loc: [B + 1], prefix sum of their query lengths; it starts at 0.
+        query_start_loc: [B + 1], prefix sum of the query lengths of these requests; it starts at 0.
         max_query_len: length of the longest query.
         context_chunks: the cached context of these requests, cut into chunks; empty if no request has context.
-        block_size: tokens per block that the plan was made for; a cache with another block size raises.
+        block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -318,7 +321,7 @@ class PrefillMetadata:
 
 @dataclass(frozen=True, eq=False)
 class DecodeMetadata:
-    """Plan of the absorbed path: the requests of a step that decode.
+    """The part of a step's plan for the absorbed path: the requests that decode.
 
     `visible_lens` is the causal mask, as one number for each query token: token t attends the first `visible_lens[t]`
     keys of its request.
@@ -328,13 +331,14 @@ class DecodeMetadata:
         seq_lens: [B], keys of each request in the cache, the new tokens included; 0 for padding rows.
         query_start_loc: [B + 1], prefix sum of the query lengths; it starts at 0.
         max_query_len: upper bound of the query lengths.
-        visible_lens: [T], keys that each query token attends. It is S - Sq + i + 1 for the query token with index i in
-            its request, and 0 for a padding row.
-        max_seq_len: upper bound of `seq_lens`, as an int on the CPU. Kernels size splits and buffers by it, and on a
-            GPU they treat a longer length as this one. Under context parallelism it bounds the rank-local lengths.
-            Inside a captured graph it bounds the lengths of every replay.
-        block_size: tokens per block that the plan was made for; a cache with another block size raises.
-        graph: CUDA graphs in which this decode is replayed. A backend that does not support them is not chosen.
+        visible_lens: [T], number of keys that each query token attends: S - Sq + i + 1 for the query token with index i
+            in its request, and 0 for a padding row.
+        max_seq_len: upper bound of `seq_lens`, as an int on the CPU. Kernels size splits and buffers by this bound. On
+            a GPU, kernels treat a longer length as equal to this bound. Under context parallelism the bound is for
+            rank-local lengths. Inside a captured graph the bound is for the lengths of every replay.
+        block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
+        graph: kind of CUDA graphs in which this decode is replayed. A backend that does not support such graphs is not
+            chosen.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -349,7 +353,7 @@ class DecodeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class CascadeMetadata:
-    """Plan of a decode whose requests share their first blocks, in two parts (`cascade_attention`).
+    """The plan of a decode in two parts, for requests that share their first blocks (`cascade_attention`).
 
     Attributes:
         prefix: one request that has the query tokens of all requests as its queries and the shared blocks as its keys.
@@ -362,7 +366,7 @@ class CascadeMetadata:
 
 @dataclass(frozen=True, eq=False)
 class MLAMetadata:
-    """Plan of one step: the integers that every layer needs to attend the batch. All layers use the same plan.
+    """The plan of one step: the integers that every layer needs to attend the batch. All layers use the same plan.
 
     The tokens of the batch are in this order; each part may be empty:
 
@@ -373,16 +377,16 @@ class MLAMetadata:
     Attributes:
         slot_mapping: [T], cache slot of every token of the batch, padding included.
         num_actual_tokens: number of tokens without padding.
-        num_decodes: number of requests on the absorbed path; they come first in the batch.
-        num_decode_tokens: number of query tokens of these requests.
-        decode: plan of the absorbed path.
-        prefill: plan of the expanded path.
-        workspace_tokens: most context tokens of a chunk; the chunks of `prefill` were cut for this number.
-        schedule: schedule of the decode. It is optional and changes the speed: without it (None) the kernel splits
-            the decode itself.
-        cascade: the decode in two parts, shared prefix and suffixes, for the layer to attend in place of `decode`. None
-            if the requests share no prefix, or if the two parts would take longer.
-        schedule_choice: the numbers that decided whether the decode has a schedule.
+        num_decodes: number of requests on the absorbed path; these requests come first in the batch.
+        num_decode_tokens: number of query tokens of the requests on the absorbed path.
+        decode: the part of the plan for the absorbed path.
+        prefill: the part of the plan for the expanded path.
+        workspace_tokens: largest number of context tokens of a chunk; the chunks of `prefill` were cut for this number.
+        schedule: optional schedule of the decode, which makes the decode faster. None means that the kernel divides the
+            requests into splits itself.
+        cascade: the plan of the decode in two parts, shared prefix and suffixes, which the layer uses in place of
+            `decode`. None if the requests share no prefix, or if the two parts would take longer.
+        schedule_choice: the decision whether the decode has a schedule, and the numbers behind this decision.
     """
 
     slot_mapping: Int64[Tensor, " T"]
@@ -404,12 +408,12 @@ class MLAMetadata:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ContextParallelMetadata(MLAMetadata):
-    """Plan of one step on one rank of a context-parallel group, whose ranks share every sequence.
+    """The plan of one step on one rank of a context-parallel group, whose ranks share every sequence.
 
-    It differs from `MLAMetadata` in three points:
+    This plan differs from an `MLAMetadata` in three points:
 
     - `slot_mapping` is -1 for tokens that another rank owns;
-    - `decode.seq_lens` and `decode.visible_lens` count rank-local keys only;
+    - `decode.seq_lens` and `decode.visible_lens` are numbers of rank-local keys;
     - the chunks of `prefill` are `ContextParallelChunk`s.
 
     Attributes:

@@ -1,8 +1,8 @@
 """Decode context parallelism in numbers: the tokens that each rank owns, and the bytes that ranks exchange.
 
-The tokens of a sequence are distributed over D ranks in groups of I consecutive tokens: the first group belongs to
-rank 0, the next to rank 1, and so on; after rank D - 1 follows rank 0 again. A round is one group for each rank, D * I
-tokens.
+The tokens of a sequence are distributed over D ranks in groups of I consecutive tokens: rank 0 owns the first group,
+rank 1 owns the next group, and so on. After rank D - 1, rank 0 owns the next group again. A round is one group for each
+rank, which is D * I tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checks import check, check_int, check_tensor
 
-MERGES = ("ag_rs", "a2a")  # names of the merges over ranks: cp_lse_ag_out_rs, cp_lse_a2a
+MERGES = ("ag_rs", "a2a")  # names of the two merges over ranks, cp_lse_ag_out_rs and cp_lse_a2a
 
 
 def check_rank(size: int, rank: int | None, interleave: int, argument: str = "context_parallel_size") -> None:
@@ -84,8 +84,7 @@ def get_dcp_local_seq_lens(
 ) -> Int32[Tensor, " B *D"]:
     """Return how many of the first S tokens of each request a rank owns: the tokens i < S with (i // I) mod D = rank.
 
-    The computation is elementwise. It therefore works for visible lengths as well, on any device and inside a captured
-    graph.
+    The computation is elementwise, so it works for visible lengths as well, on any device and inside a captured graph.
 
     Args:
         seq_lens: [B], sequence lengths S.
@@ -122,15 +121,15 @@ def dcp_wire_bytes(
 ) -> dict[str, int]:
     """Return the bytes that each rank receives in one decode step of one layer, by collective operation.
 
-    Each rank has n = N / D heads. It receives the following from each of the other D - 1 ranks:
+    Each rank has n = N / D heads. From each of the other D - 1 ranks, a rank receives the following:
 
     | what | merge "ag_rs" | merge "a2a" |
     |---|---|---|
     | queries (all-gather) | T n (Lkv + R) elements | T n (Lkv + R) elements |
-    | LSE | T N float32: of all heads | T n float32: of this rank's heads |
+    | LSE | T N float32 values, of all heads | T n float32 values, of this rank's heads |
     | outputs of this rank's heads | T n Lkv elements | T n Lkv elements |
 
-    For the reduce-scatter of the outputs this is the least traffic that any algorithm needs.
+    For the reduce-scatter of the outputs, the table has the least traffic that any algorithm needs.
 
     Args:
         num_tokens: T, query tokens of the step.
@@ -147,7 +146,7 @@ def dcp_wire_bytes(
         Mapping from collective to bytes: "all_gather" and "reduce_scatter", or "all_gather" and "all_to_all".
 
     Raises:
-        ValueError: `merge` is neither of the two; D does not divide `num_heads`; a number is out of range.
+        ValueError: `merge` is neither "ag_rs" nor "a2a"; D does not divide `num_heads`; a number is out of range.
     """
     size = context_parallel_size
     check_rank(size, None, 1)

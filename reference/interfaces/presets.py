@@ -27,7 +27,7 @@ PRESETS: Mapping[str, Mapping[str, int | None]] = {
         #                    H     N    Lq    Lkv   P    R   V
         "deepseek-v2-lite": (2048, 16, None, 512, 128, 64, 128),
         "deepseek-v2": (5120, 128, 1536, 512, 128, 64, 128),
-        "deepseek-v3": (7168, 128, 1536, 512, 128, 64, 128),  # R1 has the same dims
+        "deepseek-v3": (7168, 128, 1536, 512, 128, 64, 128),  # DeepSeek-R1 has the same dims
         "kimi-k2": (7168, 64, 1536, 512, 128, 64, 128),
         "moonlight": (2048, 16, None, 512, 128, 64, 128),
         "minicpm3": (2560, 40, 768, 256, 64, 32, 64),
@@ -55,6 +55,6 @@ PRESET_ROPES: Mapping[str, RopeConfig | None] = {
     "minicpm3": None,
     # github.com/radixark/miles, scripts/models/glm5-744B-A40B.sh; interleaved as in transformers' glm_moe_dsa
     "glm-5": RopeConfig(1e6, True),
-    # config.json of huggingface.co/mlx-community/LongCat-Flash-Chat-bf16; interleaved as transformers' longcat_flash
+    # config.json of huggingface.co/mlx-community/LongCat-Flash-Chat-bf16; interleaved as in transformers' longcat_flash
     "longcat-flash": RopeConfig(1e7, True),
 }

@@ -30,9 +30,9 @@ class YarnConfig:
         beta_fast: a frequency stays as it is if it makes more than this number of rotations over the original context.
         beta_slow: a frequency is divided by `factor` if it makes fewer than this number of rotations over the original
             context.
-        mscale: magnitude scale in the numerator of the factor of cos and sin; None if the checkpoint has none.
-        mscale_all_dim: magnitude scale in the denominator of the factor of cos and sin; None if the checkpoint has
-            none. The softmax scale is multiplied by m(f, mscale_all_dim)^2.
+        mscale: magnitude scale in the numerator of the factor of cos and sin; None if the checkpoint has no such scale.
+        mscale_all_dim: magnitude scale in the denominator of the factor of cos and sin; None if the checkpoint has no
+            such scale. The softmax scale is multiplied by m(f, mscale_all_dim)^2.
 
     Raises:
         ValueError: `factor`, `beta_fast` or `beta_slow` is not above 0; `original_max_position_embeddings` is not a
@@ -59,7 +59,7 @@ class YarnConfig:
     def cos_sin_scale(self) -> float:
         """Return the factor of cos and sin: m(f, mscale) / m(f, mscale_all_dim).
 
-        It is m(f, 1) if one of the two magnitude scales is None or 0.
+        The factor is m(f, 1) if one of the two magnitude scales is None or 0.
         """
         if self.mscale and self.mscale_all_dim:
             return yarn_mscale(self.factor, self.mscale) / yarn_mscale(self.factor, self.mscale_all_dim)

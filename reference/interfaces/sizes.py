@@ -11,7 +11,7 @@ from .checks import check, check_flag, check_int, check_type
 from .config import MLAConfig
 from .support import QueryLenSupport
 
-MOST_WORKSPACE_TOKENS = 64 * 1024  # upper bound of the context tokens expanded at once; vLLM has the same bound
+MOST_WORKSPACE_TOKENS = 64 * 1024  # upper bound of the context tokens that are expanded at once, as in vLLM
 LAYOUTS = {  # order in memory of the logical axes [layers, blocks, block_size, head_size]
     "layers_first": (0, 1, 2, 3),  # the cache of one layer is contiguous
     "blocks_first": (1, 0, 2, 3),  # all layers of one block are contiguous: one copy sends or swaps a block
@@ -48,10 +48,10 @@ def stride_order(include_layers: bool = False, layout: str = "layers_first") -> 
     Args:
         include_layers: whether the shape begins with a layers dimension.
         layout: "layers_first" (the cache of one layer is contiguous) or "blocks_first" (all layers of one block are
-            contiguous). The two are the same without a layers dimension.
+            contiguous). Without a layers dimension both layouts are the same.
 
     Raises:
-        ValueError: `layout` is neither of the two.
+        ValueError: `layout` is neither "layers_first" nor "blocks_first".
     """
     check_flag("include_layers", include_layers)
     check(isinstance(layout, str) and layout in LAYOUTS, "layout", f"one of {', '.join(LAYOUTS)}", layout)
@@ -59,11 +59,11 @@ def stride_order(include_layers: bool = False, layout: str = "layers_first") -> 
 
 
 def context_unit(block_size: int, context_parallel_size: int = 1, interleave: int = 1) -> int:
-    """Return the number of tokens at whose multiples context may be cut into chunks.
+    """Return the unit in which context is cut into chunks, in tokens; each chunk begins at a multiple of this unit.
 
-    With one rank this is the block size, so that a chunk begins with a block. With D ranks and interleave I it is
-    lcm(block_size, D * I). A chunk then also begins with a token of rank 0, and every rank has equally many of the
-    tokens before it.
+    With one rank the unit is the block size, so that a chunk begins at the start of a block. With D ranks and
+    interleave I the unit is lcm(block_size, D * I). A chunk then also begins with a token of rank 0, and all ranks own
+    the same number of the tokens before the chunk.
 
     Args:
         block_size: tokens per block.
@@ -85,12 +85,12 @@ def chunked_prefill_workspace_size(
     """Return the context tokens that are expanded at once: min(max(8 max_model_len, 4 max_num_seqs block_size), 64k).
 
     The number is rounded up to whole units (`context_unit`; with one rank a unit is a block), but not above 64k tokens.
-    It is at least one unit for each sequence, so that a planner may also give every sequence an equal part of the
-    workspace. vLLM has this rule for its MLA workspace.
+    The number is at least one unit for each sequence, so that a planner may also give every sequence an equal part of
+    the workspace. vLLM uses this rule for the workspace of MLA.
 
     Args:
-        max_model_len: most tokens of a sequence.
-        max_num_seqs: most requests in a batch.
+        max_model_len: largest number of tokens of a sequence.
+        max_num_seqs: largest number of requests in a batch.
         block_size: tokens per block.
         context_parallel_size: D, ranks that share each sequence.
         interleave: I, consecutive tokens on one rank.
@@ -109,10 +109,11 @@ def chunked_prefill_workspace_size(
 def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_tokens: int = 0) -> int:
     """Return the length of the longest query that always decodes.
 
-    It is one token plus the drafted tokens, or one token if the decode kernel takes single tokens only (SINGLE_ONLY).
+    This length is one token plus the drafted tokens. With SINGLE_ONLY (the decode kernel supports single tokens only)
+    the length is one token.
 
     Args:
-        query_len_support: query lengths that the decode kernel takes. With SINGLE_ONLY, requests with drafted tokens
+        query_len_support: query lengths that the decode kernel supports. With SINGLE_ONLY, requests with drafted tokens
             take the expanded path.
         num_speculative_tokens: drafted tokens of a request in one step.
 
@@ -149,11 +150,11 @@ def infer_global_hyperparameters(layers: Mapping[str, Any]) -> GlobalHyperparame
     """Return the hyperparameters that all layers of a model have in common, and raise if a layer differs.
 
     Args:
-        layers: mapping from the name of a layer to its `MLAConfig`, or to an object that has one as `.config` (an
+        layers: mapping from the name of a layer to its `MLAConfig`, or to an object with a config as `.config` (an
             `MLAAttention`).
 
     Raises:
-        ValueError: `layers` is empty, or a layer differs from the first one; the message names the layer.
+        ValueError: `layers` is empty, or a layer differs from the first layer; the message names the layer.
     """
     check_type("layers", layers, Mapping)
     check(len(layers) > 0, "layers", "at least one layer", "none")
@@ -167,5 +168,5 @@ def infer_global_hyperparameters(layers: Mapping[str, Any]) -> GlobalHyperparame
     for name in others:
         for field in fields(GlobalHyperparameters):
             wanted, got = (getattr(found[layer], field.name) for layer in (first, name))
-            check(wanted == got, "layers", f"{field.name} {wanted} of {first!r} in all", f"{got} at {name!r}")
+            check(wanted == got, "layers", f"{field.name} {wanted} of {first!r} in all layers", f"{got} at {name!r}")
     return found[first]

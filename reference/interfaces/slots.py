@@ -21,10 +21,10 @@ def slots_of_tokens(
 
     The slot of token t of request b follows in three steps, with D ranks and interleave I:
 
-    1. Its position in the sequence is p = S_b - (query_start_loc[b + 1] - t).
-    2. Rank (p // I) mod D owns it. On this rank it is the request's token number l = p // (D I) * I + p mod I. With one
-       rank, l = p.
-    3. Its slot is block_table[b, l // block_size] * block_size + l mod block_size.
+    1. The position of the token in the sequence is p = S_b - (query_start_loc[b + 1] - t).
+    2. Rank (p // I) mod D owns the token. The index of the token in the request, counted on this rank, is
+       l = p // (D I) * I + p mod I. With one rank, l = p.
+    3. The slot of the token is block_table[b, l // block_size] * block_size + l mod block_size.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.
@@ -35,8 +35,8 @@ def slots_of_tokens(
         ownership: the tokens that this context-parallel rank owns; None means that one rank owns all tokens.
 
     Returns:
-        [num_tokens] int64. The slot is -1 for a token of a padding row, a token of another rank, a token after the last
-        request, and a token for which the block table has no column.
+        [num_tokens] int64. The slot is -1 for a token of a padding row, for a token of another rank, for a token after
+        the last request, and for a token for which the block table has no column.
     """
     requests, width = block_table.shape
     tokens = torch.arange(num_tokens, device=block_table.device)

@@ -54,33 +54,34 @@ from .metadata import _rank_local_decode_lens, _with_schedule, build_mla_metadat
 
 
 class MLAMetadataBuilder:
-    """Plans the steps of an engine. It has the methods of vLLM's metadata builders (`AttentionMetadataBuilder`).
+    """Builder that plans the steps of an engine, with the methods of vLLM's builders (`AttentionMetadataBuilder`).
 
     Args:
-        config: config of the layers; all layers must have the same (`infer_global_hyperparameters` checks that).
+        config: config of the layers; all layers must have the same dims and softmax scale
+            (`infer_global_hyperparameters` checks this condition).
         block_size: tokens per block.
-        max_model_len: most tokens of a sequence.
-        max_num_seqs: most requests in a batch.
+        max_model_len: largest number of tokens of a sequence.
+        max_num_seqs: largest number of requests in a batch.
         query_len_support: query lengths that the decode kernel supports.
         num_speculative_tokens: drafted tokens of a request in one step.
         costs: costs passed to `choose_path`.
-        num_programs: programs of a schedule. The lengths of a step decide whether its decode gets a schedule
-            (`choose_schedule`), and the plan's `schedule_choice` reports the decision. Legal values:
+        num_programs: number of programs of a schedule. `choose_schedule` decides from the lengths of a step whether the
+            decode gets a schedule, and the plan has the decision as `schedule_choice`. Legal values:
 
             - None: the number that suits the device (in the reference: 1);
             - 0: no step gets a schedule;
-            - an int: this number, for steps whose decodes have at most `reorder_batch_threshold` query tokens; other
-              steps get no schedule;
+            - an int: this number, for steps whose decodes have at most `reorder_batch_threshold` query tokens each;
+              other steps get no schedule;
             - a function: it takes the length of the longest decode query and returns the number.
         batch_invariant: whether the decode gives a request the same bits in every batch and with every number of
             programs. `choose_path` is then disabled, and queries longer than the threshold are expanded.
-        workspace_tokens: context tokens that are expanded at once. None takes `chunked_prefill_workspace_size`, but at
-            most `MOST_WORKSPACE_TOKENS`, which a layer allows by default.
+        workspace_tokens: context tokens that are expanded at once. None means `chunked_prefill_workspace_size`, but at
+            most `MOST_WORKSPACE_TOKENS`, the default upper bound of a layer.
         context_parallel: the groups of context parallelism; None for one rank. With groups, batches have the lengths of
             whole sequences and the slots of this rank, and no step has a cascade.
-        schedule_costs: costs from which schedules are computed; None takes the defaults of `ScheduleCosts`.
+        schedule_costs: costs from which schedules are computed; None means the defaults of `ScheduleCosts`.
         cache_format: format of the cache, for `choose_path` and the choice of a cascade.
-        dtype: dtype of queries and keys, for the same two choices. The plans work for any dtype.
+        dtype: dtype of queries and keys, for `choose_path` and the choice of a cascade. A plan is valid for any dtype.
 
     Raises:
         ValueError: a number is below its smallest valid value; TP does not divide the heads; `batch_invariant` is
@@ -125,7 +126,7 @@ class MLAMetadataBuilder:
         self.num_programs, self.batch_invariant = num_programs, batch_invariant
         self.schedule_costs, self.cache_format, self.dtype = schedule_costs, cache_format, dtype
         self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
-        if workspace_tokens is None:  # chunks are packed, so a workspace below one unit for each sequence is enough
+        if workspace_tokens is None:  # chunks are packed, so a workspace may be smaller than one unit for each sequence
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
         self.workspace_tokens = workspace_tokens
         check_chunking(self.workspace_tokens, unit)
@@ -139,12 +140,12 @@ class MLAMetadataBuilder:
                 this prefix once is faster (`use_cascade_attention`).
             common: the batch, in the order that the swaps of `reorder_batch` give.
             fast_build: whether to leave out the cascade and the schedule, which only make the kernels faster. A
-                batch-invariant builder keeps the schedule, because it decides the bits of the result.
+                batch-invariant builder keeps the schedule, because the bits of the result depend on the schedule.
 
         Raises:
             ValueError: for the same reasons as `build_mla_metadata`; `common_prefix_len` is longer than the context of
-                a decode; an absorbed request comes after an expanded one; the batch has more or longer requests than
-                the builder allows.
+                a decode; an absorbed request comes after an expanded request; the batch has more or longer requests
+                than the builder allows.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
@@ -171,7 +172,7 @@ class MLAMetadataBuilder:
     def _with_hints(
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
-        """Return the plan with a cascade, or with a schedule, if one of them makes the decode faster."""
+        """Return the plan with a cascade or a schedule, if the cascade or the schedule makes the decode faster."""
         if common_prefix_len > 0 and not self.batch_invariant and self.ownership is None:
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
@@ -185,7 +186,7 @@ class MLAMetadataBuilder:
         return _with_schedule(metadata, lens, programs, self.schedule_costs, self.batch_invariant)
 
     def _programs_for(self, query_len: int) -> int:
-        """Return the number of programs of a schedule, from the length of the longest query; 0 makes no schedule."""
+        """Return the number of programs of a schedule for the length of the longest query; 0 means no schedule."""
         if self.num_programs is None:
             return 1
         if callable(self.num_programs):
@@ -199,12 +200,12 @@ class MLAMetadataBuilder:
 
         A request may have up to `max_model_len` tokens in a replay, and no more than fit into the columns of the block
         table. The plan is computed from the tensors on the device alone (`plan_captured_decodes`). There are two ways
-        to use it:
+        to use this method:
 
         - Call this method during the capture, as `DecodeGraph` does. The graph then contains the planning, and every
-          replay plans for its own lengths.
-        - Call it before the capture, and keep the plan. The graph reads the tensors of this plan, and the caller calls
-          `update_captured` before each replay.
+          replay computes a plan for its own lengths.
+        - Call this method before the capture, and keep the plan. The graph reads the tensors of this plan, and the
+          caller calls `update_captured` before each replay.
 
         Args:
             common: the batch, in the buffers that the caller writes before each replay.
@@ -236,17 +237,17 @@ class MLAMetadataBuilder:
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
 
-        It writes the schedule, the visible lengths and, under context parallelism, the rank-local lengths. The caller
-        writes the other buffers: lengths, block table and slots. A plan that was computed during the capture needs no
-        update.
+        This method writes the schedule, the visible lengths and, under context parallelism, the rank-local lengths. The
+        caller writes the other buffers: lengths, block table and slots. A plan that was computed during the capture
+        needs no update.
 
         Args:
             captured: plan that `build_for_cudagraph_capture` returned before the capture.
             common: the batch of the next replay.
 
         Raises:
-            ValueError: the batch does not have the captured shape, or it has a longer request than was captured for.
-                Nothing has been written.
+            ValueError: the batch does not have the captured shape, or a request is longer than the captured plan
+                allows. If the method raises, it has written nothing.
         """
         check_type("captured", captured, MLAMetadata)
         check_type("captured.decode", captured.decode, DecodeMetadata)
@@ -297,8 +298,9 @@ class MLAMetadataBuilder:
     ) -> bool:
         """Return whether `build` plans a cascade for a shared prefix.
 
-        It is the result of the function `use_cascade_attention` for the builder's config. It is False for a
-        batch-invariant builder, whose results must not depend on other requests, and under context parallelism.
+        The answer is the result of the function `use_cascade_attention` for the builder's config, with two exceptions.
+        The answer is always False under context parallelism and for a batch-invariant builder, whose results must not
+        depend on other requests.
 
         Args:
             common_prefix_len: tokens of the prefix.

@@ -32,28 +32,28 @@ def plan_captured_decodes(
     batch_invariant: bool = False,
     ownership: TokenOwnership | None = None,
 ) -> MLAMetadata:
-    """Plan decodes of one query length from the lengths in the device tensor `common.seq_lens`.
+    """Plan decodes with equal query lengths from the lengths in the device tensor `common.seq_lens`.
 
     The lengths in `common.seq_lens_cpu` are not used. If this function is called during the capture of a CUDA graph,
     the graph contains the planning. Every replay then plans for the lengths that are in `common.seq_lens` at that time.
-    The lengths are unknown at capture, so they do not decide whether there is a schedule: the plan has one whenever
-    `num_programs` is above 0.
+    The lengths are unknown at capture, so `choose_schedule` cannot decide on a schedule. The plan has a schedule
+    whenever `num_programs` is above 0.
 
     Args:
         common: the batch. All requests have the same number of query tokens, padding rows (S = 0) included.
             `max_seq_len` must be an upper bound of the keys of every request in every replay.
         block_size: tokens per block.
-        num_programs: programs of the schedule; 0 makes no schedule, and the kernel splits the decode itself.
-        costs: costs from which the schedule is computed; None takes the defaults of `ScheduleCosts`.
-        batch_invariant: whether the splits of a request depend on its own length alone, with or without a schedule for
-            programs.
+        num_programs: number of programs of the schedule; 0 means no schedule, so the kernel divides the requests into
+            splits itself.
+        costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
+        batch_invariant: whether the splits of a request depend on its own length alone, also if `num_programs` is 0.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
             lengths of whole sequences and the slots of this rank.
 
     Returns:
-        The plan; a `ContextParallelMetadata` if `ownership` is given. Its block table, slots and offsets are the
-        tensors of `common`, not copies. Without `ownership` this holds for `decode.seq_lens` too, and for
-        `decode.visible_lens` if each request has one query token.
+        The plan; a `ContextParallelMetadata` if `ownership` is given. The block table, slots and offsets of the plan
+        are the tensors of `common`, not copies. Without `ownership`, `decode.seq_lens` is also `common.seq_lens`
+        itself, and so is `decode.visible_lens` if each request has one query token.
 
     Raises:
         ValueError: the batch has no request, or its query lengths differ; a number is below its smallest valid value.

@@ -1,4 +1,4 @@
-"""Cascade: attend a prefix that all decodes share once for all of them, then the suffix of each request."""
+"""Cascade: attend the prefix that all decodes share together and once, then the suffix of each request."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def use_cascade_attention(
 ) -> bool:
     """Return whether a decode is faster if it attends the shared prefix separately, estimated from FLOPs and bytes.
 
-    Both ways need the same FLOPs. With a cascade the prefix is read once instead of once for each request. In exchange,
-    the attention states of prefix and suffix are written and read again to be merged. A cascade is therefore faster if
-    memory traffic limits the decode and the prefix has more bytes than the states.
+    The FLOPs are the same with and without a cascade. With a cascade the prefix is read once instead of once for each
+    request. In exchange, the attention states of prefix and suffix are written and read again to be merged. A cascade
+    is therefore faster if memory traffic limits the decode and the saved reads have more bytes than the states.
 
     Args:
-        common_prefix_len: context tokens that all requests share (the function `common_prefix_len` finds it).
+        common_prefix_len: number of context tokens that all requests share (the function `common_prefix_len` returns
+            this number).
         query_lens: [B], new tokens of each request, on the CPU.
         seq_lens: [B], tokens of each request after this step, on the CPU; 0 for padding rows.
         config: config of the layer.
@@ -85,10 +86,10 @@ def cascade_attention(
     softmax_scale: float,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> AttentionState:
-    """Compute what `mla_decode` computes, but attend the shared prefix once for all requests.
+    """Compute the result of `mla_decode`, but attend the shared prefix once for all requests.
 
-    Merging the attention states over the prefix and over the suffixes gives the state over all keys. It differs from
-    the state of `mla_decode` by rounding alone.
+    Merging the attention states over the prefix and over the suffixes gives the state over all keys. The merged state
+    differs from the state of `mla_decode` by rounding alone.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).

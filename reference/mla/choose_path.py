@@ -35,8 +35,8 @@ def choose_path(
     """Return the path on which a request is estimated to be faster.
 
     The absorbed path attends the latents themselves; the expanded path first computes keys and values of every head. A
-    request with q new tokens and c cached tokens has n = q c + q (q + 1) / 2 pairs of a query and a key. It needs this
-    work:
+    request with q new tokens and c cached tokens has n = q c + q (q + 1) / 2 pairs of a query and a key. The paths need
+    this work for the request:
 
     | | absorbed path | expanded path |
     |---|---|---|
@@ -47,19 +47,19 @@ def choose_path(
 
     The estimated time of a path is its time for FLOPs or its time for bytes, whichever is longer, plus fixed costs.
 
-    The FLOPs of the two paths differ by 2 n (2 Lkv - P - V) in attention, which favours the expanded path, and by
-    2 c Lkv (P + V) in the projections, which favours the absorbed path. If 2 Lkv > P + V, as in every published model,
-    two rules follow:
+    In attention, the expanded path needs 2 n (2 Lkv - P - V) fewer FLOPs for each head. In the projections, the
+    absorbed path needs 2 c Lkv (P + V) fewer FLOPs for each head. If 2 Lkv > P + V, as in every published model, two
+    rules follow:
 
-    - With a long context (c >> q, so n = q c) both paths need the same FLOPs at q = Lkv (P + V) / (2 Lkv - P - V) query
-      tokens. For DeepSeek-V3 this is q = 171. Shorter queries need fewer FLOPs on the absorbed path.
+    - With a long context (c >> q, so n is about q c) both paths need the same FLOPs at q = Lkv (P + V) / (2 Lkv - P -
+      V) query tokens. For DeepSeek-V3 this is q = 171. Shorter queries need fewer FLOPs on the absorbed path.
     - Without context the expanded path always needs fewer FLOPs.
 
     Args:
         query_len: q, new tokens of the request.
         context_len: c, cached tokens of the request.
         config: config of the layer.
-        costs: costs of FLOPs, bytes and requests, measured on a device; None takes the defaults of `PathCosts`.
+        costs: costs of FLOPs, bytes and requests, measured on a device; None means the defaults of `PathCosts`.
         cache_format: format of the cache.
         dtype: dtype of queries, keys and values.
 
@@ -115,8 +115,10 @@ def choose_paths(
 ) -> Bool[Tensor, " B"]:
     """Return for each request of a batch whether it may take the absorbed path.
 
-    - A query of at most `decode_threshold` tokens always may, because captured graphs need a fixed rule.
-    - A longer query may if `choose_path` returns "absorbed" for it and the decode kernel supports any query lengths.
+    - A query of at most `decode_threshold` tokens always may take the absorbed path, because captured graphs need a
+      fixed rule.
+    - A longer query may take the absorbed path if `choose_path` returns "absorbed" for this query and the decode kernel
+      supports any query lengths.
 
     Args:
         query_lens: [B], new tokens of each request, on the CPU.

@@ -39,30 +39,32 @@ def dcp_gather_context(
 ) -> Float[Tensor, "S head_size"]:
     """Return the cache entries of one chunk from all ranks, in the order of the tokens.
 
-    It replaces `gather_context` in a prefill with context parallelism. Every rank gathers its rank-local tokens of the
-    chunk, the ranks exchange them by an all-gather, and `reorg_kvcache` puts them into the order of the tokens.
+    This function replaces `gather_context` in a prefill with context parallelism. Every rank gathers the cache entries
+    of its rank-local tokens. The ranks exchange these entries by an all-gather. Then `reorg_kvcache` puts the entries
+    of all ranks into the order of the tokens.
 
     Args:
         kv_cache: cache of this rank.
         metadata: plan of the prefill.
-        chunk: a chunk of its context.
+        chunk: one chunk of the prefill's context.
         context_parallel: the groups.
         cache_format: format of the cache.
-        out_dtype: dtype of the result and of the exchanged entries; None as in `gather_and_maybe_dequant_cache`.
+        out_dtype: dtype of the result and of the exchanged entries; None means the dtype of the cache (see
+            `gather_and_maybe_dequant_cache`).
 
     Returns:
         [num_tokens, Lkv + R] in `out_dtype`, with num_tokens from `chunk`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the chunk was planned for another rank; a block is outside
-            the cache. Nothing has been exchanged.
+            the cache. If the function raises this error, it has exchanged nothing.
         GroupError: the exchange failed.
     """
     width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     check_chunk_ownership(chunk, context_parallel)
     starts, offsets = chunk.held
     local_tokens = chunk.local_tokens
-    padded = kv_cache.new_zeros(chunk.padded_tokens, width, dtype=dtype)  # all ranks exchange the same shape
+    padded = kv_cache.new_zeros(chunk.padded_tokens, width, dtype=dtype)  # all ranks contribute the same shape
     padded[:local_tokens] = gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, offsets, starts, local_tokens, cache_format, dtype
     )
@@ -86,7 +88,7 @@ def dcp_decode(
 
     1. All-gather the queries, so that each rank has the queries of N D / TP heads.
     2. Attend the rank-local keys with all of these heads (`mla_decode`).
-    3. Merge the attention states of the D ranks. Each head's merged state ends on its owner rank.
+    3. Merge the attention states of the D ranks. The owner rank of each head gets the head's merged state.
 
     Args:
         ql_nope: [T, N / TP, Lkv], queries of this rank's heads, with W_UK absorbed.
@@ -96,7 +98,7 @@ def dcp_decode(
             request on this rank.
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
         context_parallel: the groups, and the name of the merge.
-        schedule: schedule of step 2. It changes results by rounding alone.
+        schedule: schedule of step 2, which changes results by rounding alone.
         out_dtype: dtype of `out` and of the exchanged outputs; None means the dtype of `ql_nope`.
         cache_format: format of the cache.
 

@@ -39,31 +39,31 @@ def mla_decode(
 ) -> AttentionState:
     """Attend the cached latents of each request with its query tokens, on the absorbed path.
 
-    The result is an attention state: the output and its log-sum-exp (LSE). A caller needs the LSE to merge the output
-    with attention over other keys, as a cascade or context parallelism does. A caller whose one call covers all keys of
-    the requests may drop the LSE.
+    The result is an attention state: the output and its log-sum-exp (LSE). A caller needs the LSE to merge the state
+    with a state over other keys, as a cascade or context parallelism does. A caller may drop the LSE if one call covers
+    all keys of the requests.
 
-    `metadata`, the plan of the decode, is always needed: it says which keys each query token attends. `schedule` is
-    optional: it assigns keys to the programs of a kernel and makes batches of very different lengths faster.
+    `metadata`, the plan of the decode, is always needed: it determines the keys that each query token attends.
+    `schedule` is optional: it assigns tiles of keys to the programs of a kernel. A schedule makes the decode faster if
+    the requests have very different lengths.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
         q_pe: [T, N, R], rotated rope parts of the queries.
-        kv_cache: the cache of the layer. It must already contain the new tokens (`concat_and_cache_mla`).
+        kv_cache: the cache of the layer; it must already contain the new tokens (`concat_and_cache_mla`).
         metadata: plan of the decode; query token t attends the first `visible_lens[t]` keys of its request.
-        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`. It is (P + R)^-1/2, times YaRN's factor; it is
-            not (Lkv + R)^-1/2, although the absorbed queries have that width.
-        schedule: schedule of the decode (`plan_decode`). It changes results by rounding alone; the reference
-            validates it and does not use it.
-        out_dtype: dtype of `out`; None means the dtype of `ql_nope`. A state that is merged next is best kept in
-            float32.
+        softmax_scale: factor of the scores, `MLAConfig.softmax_scale`. This scale is (P + R)^-1/2, times YaRN's factor.
+            The scale is not (Lkv + R)^-1/2, although the absorbed queries have Lkv + R elements.
+        schedule: schedule of the decode (`plan_decode`). A schedule changes results by rounding alone. The reference
+            validates the schedule and does not use it.
+        out_dtype: dtype of `out`; None means the dtype of `ql_nope`. Use float32 if the state will be merged.
         cache_format: format of the cache.
 
     Returns:
         out [T, N, Lkv] and lse [N, T]. `out` is still a latent; `latent_to_value` applies W_UV to it.
 
     Raises:
-        ValueError: one of the following:
+        ValueError: in one of the following cases:
 
             - shapes, dtypes or devices do not match, or the plan was made for another block size;
             - the offsets decrease, or a length is above `max_seq_len`;

@@ -68,9 +68,9 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache, for inference.
 
-    The projections are modules of the caller, under the names of DeepSeek's checkpoints; the layer does not copy their
-    weights. Any callable module works, quantised modules too. A projection returns its product, or (product, None) like
-    the linear modules of vLLM and Megatron.
+    The caller passes the projections as modules, under the names of DeepSeek's checkpoints. The layer does not copy the
+    weights of these modules, with one exception (`refresh_weights`). Any module works as a projection, also a quantised
+    module. A projection returns its product, or (product, None) like the linear modules of vLLM and Megatron.
 
     Args:
         config: dims, epsilon of the latent norms, rotary parameters.
@@ -78,14 +78,15 @@ class MLAAttention(nn.Module):
         kv_a_layernorm: RMS norm of the latent, with a weight [Lkv]. The layer takes the epsilon from `config`.
         kv_b_proj: projection Lkv -> N (P + V), from the latent to keys and values.
         o_proj: output projection N V -> H.
-        q_proj: query projection H -> N (P + R); given if and only if `config.q_lora_rank` is None. Otherwise the next
-            three modules are given.
+        q_proj: query projection H -> N (P + R); required if `config.q_lora_rank` is None. Otherwise `q_proj` must be
+            None, and the next three modules are required.
         q_a_proj: projection H -> Lq, to the query latent.
         q_a_layernorm: RMS norm of the query latent, with a weight [Lq]. The layer takes the epsilon from `config`.
         q_b_proj: projection Lq -> N (P + R), from the query latent to the queries.
-        workspace_tokens: most context tokens of a chunk; a plan with a larger chunk raises. The memory-profile run
-            (`metadata=None`) expands this number of tokens. The default is the largest workspace that a builder chooses
-            by itself. If the caller gives `workspace_tokens` to the builder, the layer needs the same number.
+        workspace_tokens: largest number of context tokens of a chunk; a call with a plan that has a larger chunk
+            raises. The memory-profile run (`metadata=None`) expands this number of tokens. The default is the largest
+            workspace that a builder chooses by itself. If the caller gives `workspace_tokens` to the builder, the layer
+            needs the same number.
         context_parallel: the groups of context parallelism; None for one rank. With groups, `q_proj` or `q_b_proj`,
             `kv_b_proj` and `o_proj` have only this rank's N / TP heads, `o_proj` has no bias, and `config` still
             describes all N heads.
@@ -135,17 +136,17 @@ class MLAAttention(nn.Module):
 
     @classmethod
     def from_hf(cls, module: nn.Module, **options: Any) -> MLAAttention:
-        """Build a layer from a DeepseekV2Attention or DeepseekV3Attention of transformers; the two share submodules.
+        """Build a layer that shares the submodules of a DeepseekV2Attention or DeepseekV3Attention of transformers.
 
         Args:
             module: the attention module. The layer takes the epsilon of the module's latent norms. With
-                `context_parallel` the module has the projections of all heads, and the layer takes views of the weights
+                `context_parallel` the module has the projections of all heads, and the layer uses views of the weights
                 of this rank's heads.
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `cache_format`).
 
         Raises:
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different
-                epsilons; a projection is not a plain linear, so that its heads cannot be separated.
+                epsilons; with `context_parallel`, a projection is not a plain linear, so its heads cannot be separated.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
@@ -214,13 +215,13 @@ class MLAAttention(nn.Module):
             positions: [T], position of each token in its request.
             kv_cache: cache of this layer; the new tokens are written to it.
             metadata: plan of the step; None for the memory-profile run, which allocates the largest buffers and
-                attends nothing.
+                computes no attention.
 
         Returns:
-            [T, H]. For a padding row it is the output of `o_proj` for zeros.
+            [T, H]. A padding row has the output of `o_proj` for zeros.
 
         Raises:
-            ValueError: arguments do not match. The cache has not been written.
+            ValueError: arguments do not match. If the method raises, it has not written to the cache.
         """
         weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
@@ -279,12 +280,12 @@ class MLAAttention(nn.Module):
             kv_c_normed: [T, Lkv], normed latents of the new tokens.
             k_pe: [T, R], rotated rope parts of the new tokens' keys.
             kv_cache: cache of this layer; written at `metadata.slot_mapping`.
-            metadata: plan of the step. None allocates the largest buffers, for a memory profile, and fills `output`
-                with zeros.
+            metadata: plan of the step. With None the method allocates the largest buffers, for a memory profile, and
+                fills `output` with zeros.
             output: [T, N, V]; every element is written.
 
         Raises:
-            ValueError: arguments do not match. Nothing has been written.
+            ValueError: arguments do not match. If the method raises, it has written nothing.
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()

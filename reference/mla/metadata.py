@@ -81,19 +81,20 @@ def build_mla_metadata(
     Args:
         common: the batch.
         block_size: tokens per block.
-        workspace_tokens: most context tokens that are expanded at once.
+        workspace_tokens: largest number of context tokens that are expanded at once.
         decode_threshold: length of the longest query that always decodes (`reorder_batch_threshold`).
-        config: config of the layer. It is passed to `choose_path`, and a schedule needs it too. None disables both: the
-            threshold alone chooses the paths, and the plan has no schedule.
+        config: config of the layer, for `choose_path` and for a schedule. With None, the threshold alone determines the
+            paths, and the plan has no schedule.
         costs: costs passed to `choose_path`.
         query_len_support: query lengths that the decode kernel supports.
-        require_order: whether to raise if a request that may take the absorbed path comes after an expanded one.
+        require_order: whether to raise if a request that may take the absorbed path comes after an expanded request.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
-            lengths of whole sequences and the slots of this rank (`dcp_slot_mapping`). Paths are chosen as on one rank.
-        num_programs: programs of a schedule; 0 makes no schedule. None takes the number that suits the device (in the
-            reference: 1) if `config` is given. The lengths decide whether the decode gets the schedule
-            (`choose_schedule`), and the plan's `schedule_choice` reports the decision.
-        schedule_costs: costs from which the schedule is computed; None takes the defaults of `ScheduleCosts`.
+            lengths of whole sequences and the slots of this rank (`dcp_slot_mapping`). The paths are the same as on one
+            rank.
+        num_programs: number of programs of a schedule; 0 means no schedule. If `config` is given, None means the number
+            that suits the device (in the reference: 1). `choose_schedule` decides from the lengths whether the decode
+            gets the schedule, and the plan has the decision as `schedule_choice`.
+        schedule_costs: costs from which the schedule is computed; None means the defaults of `ScheduleCosts`.
         cache_format: format of the cache, for `choose_path`.
         dtype: dtype of queries and keys, for `choose_path`. The plan itself works for any dtype.
 
@@ -101,7 +102,7 @@ def build_mla_metadata(
         The plan, with tensors on the device of `common`; a `ContextParallelMetadata` if `ownership` is given.
 
     Raises:
-        ValueError: one of the following:
+        ValueError: in one of the following cases:
 
             - `decode_threshold` is below 1, or above 1 with SINGLE_ONLY;
             - `num_programs` is above 0 and `config` is None;
@@ -109,7 +110,7 @@ def build_mla_metadata(
             - `workspace_tokens` is below one unit (`context_unit`);
             - on a CPU: there are more slots than the rank owns new tokens;
             - a padding row with query tokens (S = 0 < Sq) is among the prefills;
-            - `require_order` is True and the order is wrong.
+            - `require_order` is True, and a request that may take the absorbed path comes after an expanded request.
     """
     check_threshold(decode_threshold, query_len_support)
     if num_programs is not None:

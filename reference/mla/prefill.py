@@ -43,7 +43,7 @@ def run_prefill_new_tokens(
     metadata: PrefillMetadata,
     softmax_scale: float,
 ) -> AttentionState:
-    """Compute the causal attention of the new tokens over each other.
+    """Compute the causal attention of each request's new tokens over the new tokens of the same request.
 
     Args:
         q: [T, N, P + R], queries with the rope part rotated.
@@ -54,8 +54,8 @@ def run_prefill_new_tokens(
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`.
 
     Returns:
-        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is). The output stays in this dtype because the
-        state is merged with the states of the context chunks.
+        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64). The output stays in this dtype
+        because the state is merged with the states of the context chunks.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
@@ -90,8 +90,8 @@ def run_prefill_context_chunk(
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`.
 
     Returns:
-        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is), to be merged with the state of the other
-        keys.
+        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64), to be merged with the state over the
+        other keys.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
@@ -115,9 +115,9 @@ def gather_context(
     Args:
         kv_cache: the cache of the layer.
         metadata: plan of the prefill.
-        chunk: a chunk of its context.
+        chunk: one chunk of the prefill's context.
         cache_format: format of the cache.
-        out_dtype: dtype of the result; None as in `gather_and_maybe_dequant_cache`.
+        out_dtype: dtype of the result; None means the dtype of the cache (see `gather_and_maybe_dequant_cache`).
 
     Returns:
         [S, Lkv + R] in `out_dtype`.
@@ -147,9 +147,9 @@ def forward_prefill(
 
     The steps are:
 
-    1. Expand the latents of the new tokens, and attend them with the causal mask.
-    2. For each chunk of the context: gather its cache entries, expand them, attend them without a mask, and merge the
-       state with the state so far.
+    1. Expand the latents of the new tokens, and attend the resulting keys with the causal mask.
+    2. For each chunk of the context, gather the cache entries and expand the latents. Attend the resulting keys without
+       a mask, and merge the chunk's state with the state over the keys so far.
 
     Args:
         q: [T, N, P + R], queries with the rope part rotated.
@@ -161,7 +161,8 @@ def forward_prefill(
         w_uv: [Lkv, N, V], value up-projection.
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
         gather: function that returns the cache entries of a chunk, with the signature of `gather_context`. Under
-            context parallelism it is `dcp_gather_context` with its groups.
+            context parallelism this function is `dcp_gather_context` with its argument `context_parallel` already
+            given.
         cache_format: format of the cache.
 
     Returns:

@@ -20,8 +20,8 @@ from ..interfaces import check, check_dtype, check_int, check_tensor, check_type
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether a module is a `torch.nn.Linear` whose weight can be used directly.
 
-    It must be exactly that class with a parameter of `dtype`, without hooks and without a forward of its own. Any other
-    module may compute something else than a product with its `weight`.
+    The module must be exactly of this class, with a parameter of `dtype`, without hooks and without a forward of its
+    own. Any other module may compute something other than the product with its `weight`.
     """
     check_type("linear", linear, nn.Module, "a module")
     check_type("dtype", dtype, torch.dtype)
@@ -33,12 +33,12 @@ def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
     """Return the weight of a linear module as a dense tensor, also if the module stores it in another form.
 
-    For a plain `nn.Linear` of `dtype` the result is its parameter, detached. It is not a copy, so later in-place
-    changes of the parameter change the result. For any other module (quantised, wrapped, hooked) the weight is
-    computed: the module is applied to the unit vectors, and its outputs are the rows of W^T.
+    For a plain `nn.Linear` of `dtype` the result is the detached parameter of the module. This parameter is not copied,
+    so later in-place changes of the parameter change the result. For any other module (quantised, wrapped, hooked) the
+    weight is computed: the module is applied to the unit vectors, and its outputs are the rows of W^T.
 
     Args:
-        linear: module that takes [.., Lkv] and returns the product, or (product, None) like vLLM and Megatron.
+        linear: module that takes [.., Lkv] and returns the product, or (product, None) as in vLLM and Megatron.
         in_features: Lkv.
         dtype: dtype of the result and of the unit vectors.
 

@@ -19,7 +19,7 @@ from ..interfaces import (
 def split_decodes_and_prefills(
     common: CommonAttentionMetadata, decode_threshold: int = 1, require_uniform: bool = False
 ) -> BatchSplit:
-    """Count the leading requests that decode, the prefills after them, and the query tokens of both.
+    """Count the leading requests that decode, the prefills after them, and the query tokens of both parts.
 
     A request with at most `decode_threshold` query tokens decodes. The first request with a longer query is a prefill,
     and so are all requests after it. Requests without query tokens are padding and count as decodes.
@@ -31,7 +31,7 @@ def split_decodes_and_prefills(
             length is then a prefill, and so are all requests after it.
 
     Returns:
-        Number of requests and query tokens of both parts; it unpacks in the order of the fields.
+        The numbers of requests and of query tokens in the two parts.
 
     Raises:
         ValueError: `decode_threshold` is below 1.
@@ -59,8 +59,8 @@ def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> 
     """Return the fewest swaps of two requests after which all decodes come first in the batch.
 
     With n decodes, the first n requests of the result are the decodes. Every prefill among the first n requests is
-    misplaced and must be swapped with a decode after them. One swap corrects one misplaced prefill, so the number of
-    swaps is the number of misplaced prefills. All other requests keep their index.
+    misplaced and must be swapped with a decode that comes later. One swap corrects one misplaced prefill, so the number
+    of swaps is the number of misplaced prefills. All other requests keep their index.
 
     Args:
         decodes: [B] bool on the CPU, True for the requests that decode (`choose_paths`, or query_lens <= threshold).

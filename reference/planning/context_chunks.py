@@ -32,7 +32,7 @@ def plan_context_chunks(
     """Cut the cached context of some requests into chunks that fit into the workspace.
 
     Every context token is in exactly one chunk. Chunks are filled one after another in the order of the requests, so
-    only the first request of a chunk can have earlier tokens in the chunk before.
+    only the first request of a chunk can have earlier tokens in the previous chunk.
 
     Workspace is allocated in units (`context_unit`: one block, or lcm(block_size, D * I) tokens under context
     parallelism). A request's first token in a chunk is at a multiple of a unit, and a request occupies whole units.
@@ -40,7 +40,7 @@ def plan_context_chunks(
 
     Args:
         context_lens: [B], context tokens of each request, on the CPU; 0 = no context.
-        workspace_tokens: most tokens of one chunk.
+        workspace_tokens: largest number of tokens of one chunk.
         block_size: tokens per block.
         context_parallel_size: D, ranks that share each sequence.
         interleave: I, consecutive tokens on one rank.
@@ -77,7 +77,7 @@ def _pack(lens: list[int], workspace_tokens: int, unit: int) -> list[dict[int, t
 
 
 def _chunk(ranges: dict[int, tuple[int, int]], num_requests: int) -> ContextChunk:
-    """Return the chunk with these token ranges; a request that is not in `ranges` has no token in it."""
+    """Return the chunk with these token ranges; a request that is not in `ranges` has no token in the chunk."""
     starts = [ranges.get(request, (0, 0))[0] for request in range(num_requests)]
     offsets = [0]
     for request in range(num_requests):

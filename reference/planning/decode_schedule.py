@@ -1,4 +1,4 @@
-"""Compute the schedule of a decode: assign the tiles of all requests to programs that take about the same time."""
+"""Compute the schedule of a decode: assign the tiles of all requests to programs that take similar times."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ def plan_decode(
     costs: ScheduleCosts | None = None,
     batch_invariant: bool = False,
 ) -> DecodeSchedule:
-    """Compute the schedule of a decode: assign consecutive tiles to each program, so that all take about as long.
+    """Compute the schedule of a decode: assign consecutive tiles to each program, so that programs take similar times.
 
-    A schedule is optional. It makes a decode faster if the requests have very different lengths (`choose_schedule`
-    estimates whether it does), and it changes results by rounding alone. The plan of the decode (`DecodeMetadata`) is
-    needed in any case.
+    A schedule is optional. A schedule makes a decode faster if the requests have very different lengths
+    (`choose_schedule` estimates the gain), and changes results by rounding alone. A decode always needs its plan
+    (`DecodeMetadata`), with or without a schedule.
 
-    The programs get equal parts of a time line. The unit of the line is the time of one tile:
+    Each program gets an equal part of a time line, whose unit is the time of one tile. The steps are:
 
-    1. Put the requests on the line one after another. Each has `request_cost` units for its start, then one unit for
-       each tile. A request without keys is not on the line and has no split; the combine writes its empty row.
+    1. Put the requests on the line one after another. Each request has `request_cost` units for its start, then one
+       unit for each tile. A request without keys is not on the line and has no split; the combine kernel writes output
+       0 and LSE -inf for such a request.
     2. Divide the line into parts of Q = ceil(length / num_programs) units. Program p gets the tiles in
        [p Q, (p + 1) Q).
 
-    A program that continues a request of the program before pays `request_cost` once more. No program therefore takes
-    longer than Q + `request_cost`.
+    A program that continues a request of the previous program needs `request_cost` once more. No program therefore
+    takes longer than Q + `request_cost`.
 
     With `batch_invariant`, a request is divided into splits of `invariant_split_tiles` tiles, by its own length alone.
-    Each split has `split_cost` units on the line (at most `request_cost`) in addition to its tiles; the first split of
-    a request has `request_cost`. A program gets the splits that start in its part of the line.
+    On the line, the first split of a request has `request_cost` units in addition to its tiles. Every further split has
+    `split_cost` units in addition to its tiles, or `request_cost` units if this number is smaller. A program gets the
+    splits that start in its part of the line.
 
     Args:
         seq_lens: [B], keys of each request.
         num_programs: number of programs of the decode kernel, which run at the same time.
-        costs: costs of the decode kernel; None takes the defaults of `ScheduleCosts`.
+        costs: costs of the decode kernel; None means the defaults of `ScheduleCosts`.
         batch_invariant: whether the splits of a request depend on its own length alone.
 
     Returns:

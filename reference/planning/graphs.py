@@ -1,4 +1,4 @@
-"""Decode steps with fixed batch sizes, as CUDA graphs need them. The reference runs the same step without a graph."""
+"""Decode steps with fixed batch sizes, as CUDA graphs require. The reference runs these steps without a graph."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ Step = Callable[[Tensor, Tensor, Any], Tensor]
 
 
 class DecodeGraph:
-    """A decode step that runs with a few fixed batch sizes; a smaller batch is padded to the next of these sizes.
+    """A decode step that runs with a few fixed batch sizes; a smaller batch is padded to the next larger size.
 
     A CUDA graph has fixed shapes, but the lengths, block tables and slots may differ in every run. This class runs the
-    same step without a graph; `fast` captures it.
+    step without a graph; its twin in `fast` captures the step in a graph.
 
-    A padding row has sequence length 0, slot -1 and block 0. It reads no key and writes no cache entry, and its
+    A padding row has sequence length 0, slot -1 and block 0. Such a row reads no key and writes no cache entry, and its
     attention output is 0. The builder plans every run from the lengths of that run (`build_for_cudagraph_capture`) and
     the step gets this plan, so the class works for any attention family.
 
     Args:
         step: function (hidden_states [T, H], positions [T], plan) -> [T, H], such as one layer over its cache or all
-            layers of a model. It must not change its arguments.
+            layers of a model. The function must not change its arguments.
         builder: builder that plans the step (such as `MLAMetadataBuilder`). Under context parallelism every rank makes
-            a `DecodeGraph` with its own builder, and runs it with the same batches but its own slots.
+            a `DecodeGraph` with its own builder, and runs the graph with the same batches but its own slots.
         batch_sizes: numbers of requests to which batches are padded.
-        max_blocks: most columns of a block table.
+        max_blocks: largest number of columns of a block table.
         hidden_size: H.
         dtype: dtype of the hidden states.
         device: device of the step.
         query_len: query tokens of each request: 1, plus the drafted tokens if there are any.
 
     Attributes:
-        max_seq_len: most tokens of a request in any run, as `builder` and `max_blocks` allow.
+        max_seq_len: largest number of tokens that a request may have in a run; `builder` and `max_blocks` are its
+            limits.
 
     Raises:
         TypeError: `builder` is not an `AttentionMetadataBuilder`, or another argument has a wrong type.
@@ -92,11 +93,12 @@ class DecodeGraph:
             common: the batch. Every request, padding rows (S = 0) included, has `query_len` query tokens.
 
         Returns:
-            [T, H], the output without the rows that were added as padding. The next run may overwrite it.
+            [T, H], the output without the rows that were added as padding. The next run may overwrite this tensor.
 
         Raises:
-            ValueError: the batch has more requests, longer requests or a wider block table than the graph was made for;
-                a request has another query length; a tensor has a wrong shape, dtype or device. Nothing has been run.
+            ValueError: the batch has more requests, longer requests or a wider block table than the graph allows; a
+                request has another query length; a tensor has a wrong shape, dtype or device. If the method raises, it
+                has not run the step.
         """
         check_graph_batch(self, hidden_states, positions, common)
         tokens, requests, q = common.num_actual_tokens, common.num_reqs, self.query_len

@@ -21,7 +21,7 @@ def make_local_attention_virtual_batches(
     In chunked local attention, a token at position i attends the positions from (i // size) * size to i, where size is
     `attention_chunk_size`. Query tokens in the same attention chunk therefore form a virtual request that has only this
     chunk as its keys. The chunk begins at a block boundary, so the block table of the virtual request is a part of the
-    original one. Tokens keep their order and their slots.
+    original block table. Tokens keep their order and their slots.
 
     Args:
         common: the batch.
@@ -30,7 +30,7 @@ def make_local_attention_virtual_batches(
 
     Returns:
         The batch of virtual requests. A padding row (S = 0) becomes one virtual request; a request without query tokens
-        becomes none.
+        becomes no virtual request.
 
     Raises:
         ValueError: a size is below 1; the slots were computed for another block size; `attention_chunk_size` is not a

@@ -1,4 +1,4 @@
-"""Find the prefix that all requests share, and split a decode plan into this prefix and the suffixes."""
+"""Find the prefix that all requests share, and split the plan of a decode into this prefix and the suffixes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
 
     The number is a multiple of the block size and at most the shortest context. Every new token attends all of these
     tokens, so attention over them needs no mask. Padding rows (S = 0) are ignored. The function reads the values of the
-    block table, which on a GPU waits for the device.
+    block table. On a GPU this read waits for the device.
 
     Args:
         common: the batch.
@@ -49,18 +49,18 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
 def split_shared_prefix(
     metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
 ) -> CascadeMetadata:
-    """Split the plan of a decode into two: all query tokens over the shared prefix, and each request over its suffix.
+    """Split the plan of a decode into two parts: all query tokens over the shared prefix, each request over its suffix.
 
-    The function does not check that the requests share the prefix; the caller must know it (the function
-    `common_prefix_len` finds the prefix).
+    The function does not check that the requests share the prefix. The caller must ensure this condition (the function
+    `common_prefix_len` returns the length of the prefix).
 
     Args:
         metadata: plan of the decode.
         common_prefix_len: tokens of the shared prefix: a multiple of `block_size`, and at most the context of every
             request except padding rows.
         block_size: tokens per block.
-        row: index of a request that is not a padding row; the blocks of the prefix are taken from its row of the block
-            table.
+        row: index of a request that is not a padding row; the blocks of the prefix are taken from this request's row of
+            the block table.
 
     Returns:
         The plans of prefix and suffix, for `cascade_attention`.

@@ -41,7 +41,7 @@ def test_ranks_that_wait_for_each_other(ops):
     def missing(ranks):
         return ranks.rank == 1 or ranks.cp_group.all_reduce(torch.ones(2))
 
-    wanted = r"^simulation: every rank waits for another: rank 0 in all_reduce of cp_group, ranks \[0, 1\]$"
+    wanted = r"^simulation: every rank waits for another rank: rank 0 in all_reduce of cp_group, ranks \[0, 1\]$"
     with pytest.raises(ops.GroupError, match=wanted):
         ops.simulate(2, 1, missing)
 

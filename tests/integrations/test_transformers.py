@@ -115,7 +115,7 @@ def test_the_latent_norms_own_epsilon_is_read(name, ops):
 def test_two_latent_norms_of_different_epsilons_are_refused(ops):
     attention = copy.deepcopy(STOCK["v3-yarn"]).model.layers[0].self_attn
     attention.q_a_layernorm.variance_epsilon = 1e-5
-    wanted = "^q_a_layernorm.variance_epsilon: expected 1e-06, that of kv_a_layernorm, got 1e-05$"
+    wanted = "^q_a_layernorm.variance_epsilon: expected 1e-06, as in kv_a_layernorm, got 1e-05$"
     with pytest.raises(UnsupportedConfiguration, match=wanted):
         ops.MLAAttention.from_hf(attention)
 

@@ -460,7 +460,7 @@ def test_decode_refuses_a_bound_below_its_queries(ops, plain_errors):
     cache = torch.randn(2, 4, 10)
     seen = integers(4, 2, 3, 4)
     plan = reference.DecodeMetadata(integers(0, 1)[:, None], integers(4, 4), offsets([1, 3]), 1, seen, 4, 4)
-    wanted = "^metadata.max_query_len: expected a bound: 4 tokens of 2 requests, got 1$"
+    wanted = "^metadata.max_query_len: expected an upper bound of the query lengths of 2 requests with 4 tokens, got 1$"
     with pytest.raises(ValueError, match=wanted):
         ops.mla_decode(torch.randn(4, 2, 8), torch.randn(4, 2, 2), cache, plan, 0.3)
 

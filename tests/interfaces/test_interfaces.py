@@ -467,11 +467,13 @@ def test_global_hyperparameters():
     for field, value in (("num_heads", 64), ("kv_lora_rank", 256), ("qk_nope_head_dim", 64), ("qk_rope_head_dim", 32),
                          ("v_head_dim", 64)):  # fmt: skip
         layers = same | {"layers.1": MLAConfig.from_preset("deepseek-v3", **{field: value})}
-        wanted = f"^layers: expected {field} {getattr(found, field)} of 'layers.0' in all, got {value} at 'layers.1'$"
+        wanted = (
+            f"^layers: expected {field} {getattr(found, field)} of 'layers.0' in all layers, got {value} at 'layers.1'$"
+        )
         with pytest.raises(ValueError, match=wanted):
             reference.infer_global_hyperparameters(layers)
     for other in (dict(rope=RopeConfig()), dict(softmax_scale=0.0722)):
-        wanted = "^layers: expected softmax_scale 0.135.* of 'layers.0' in all, got 0.072.* at 'x'$"
+        wanted = "^layers: expected softmax_scale 0.135.* of 'layers.0' in all layers, got 0.072.* at 'x'$"
         with pytest.raises(ValueError, match=wanted):
             reference.infer_global_hyperparameters(same | {"x": MLAConfig.from_preset("deepseek-v3", **other)})
     with pytest.raises(ValueError, match="^layers: expected at least one layer, got none$"):
@@ -500,7 +502,7 @@ def test_make_derives_the_rest():
         (lambda: check_offsets("o", integers()), "o: expected a first element of 0, got no element"),
         (
             lambda: check_offsets("o", integers(0, 3, 2)),
-            "o: expected values that never fall, got 3 then 2 at request 1",
+            "o: expected values that never decrease, got 3 then 2 at request 1",
         ),
         (lambda: check_offsets("o", integers(0, 3), 4), "o: expected a last element of 4, got 3"),
         (

@@ -156,7 +156,7 @@ class TestBadInput:
             ops.simulate(2, 1, program)
         with pytest.raises(ValueError, match="^num_heads: expected a multiple of the 5 ranks of tp_group, got 24$"):
             ops.simulate(5, 1, program)
-        with pytest.raises(ValueError, match="^o_proj: expected no bias where heads are shared"):
+        with pytest.raises(ValueError, match="^o_proj: expected no bias if ranks share the heads"):
             ops.simulate(2, 1, functools.partial(program, bias=True))
         with pytest.raises(
             ValueError, match="^metadata.cascade: expected None where ranks share sequences, got a cascade$"

@@ -211,7 +211,7 @@ def test_refusals(ops, plain_errors):
             run(make(), [1], [4], dtype=torch.float64)
     assert not steps_run
     for sizes in ((), (0,), (1, -2)):
-        with pytest.raises(ValueError, match="^batch_sizes: expected positive ints, at least one, got"):
+        with pytest.raises(ValueError, match="^batch_sizes: expected at least one positive int, got"):
             make(sizes)
     with pytest.raises(ValueError, match="^max_blocks: expected a positive int, got 0$"):
         make(width=0)
@@ -221,7 +221,9 @@ def test_refusals(ops, plain_errors):
         make(hidden=0)
     with pytest.raises(ValueError, match="^batch_sizes: expected at most 6, the builder's max_num_seqs, got 8$"):
         make((1, 8))
-    with pytest.raises(ValueError, match="^query_len: expected a length that the builder can capture, got 2$"):
+    with pytest.raises(
+        ValueError, match="^query_len: expected a query length that the builder can plan for a CUDA graph, got 2$"
+    ):
         make(query_len=2)
     with pytest.raises(TypeError, match="^builder: expected an AttentionMetadataBuilder, got MLAConfig$"):
         ops.DecodeGraph(step, DIRECT, [1], WIDTH, DIRECT.hidden_size, torch.float32, "cpu")
