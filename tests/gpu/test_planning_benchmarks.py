@@ -1,4 +1,4 @@
-"""Tests of the benchmarks `planning` and `crossover`: they time the right calls, and fitted constants choose well."""
+"""Tests of the benchmarks `planning` and `crossover`: right calls are timed, and fitted constants choose well."""
 
 from __future__ import annotations
 
