@@ -36,7 +36,7 @@ LINK_TO_NOTEBOOK = re.compile(r"\]\((?!\w+:)(?P<path>[^)\s#]*?)(?P<name>[\w-]+)\
 
 
 def fenced(text: str, language: str) -> str:
-    """Return a fenced block with more backticks than any sequence of backticks in the text, so that none closes it."""
+    """Return the text in a fenced block whose fence is longer than any sequence of backticks in the text."""
     ticks = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
     return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
 
@@ -169,7 +169,7 @@ def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str
 
 
 def output_box(block: str) -> str:
-    """Return an output in a box of the page; an inline figure is already HTML and is not parsed as Markdown."""
+    """Return an output in a box of the page; an inline figure is already HTML, so its box does not parse Markdown."""
     if block.startswith("<figure>"):
         return f'<div class="output">\n{block}\n</div>'
     return f'<div class="output" markdown>\n\n{block}\n\n</div>'
@@ -199,7 +199,7 @@ def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add page, figures and file of each notebook to the files of the site."""
+    """Add the page, the figures and the file of each notebook to the files of the site."""
     for path in sorted((Path(config.config_file_path).parent / FOLDER).glob("*.ipynb")):
         markdown, figures = page_of(path)
         files.append(File.generated(config, f"{SECTION}/{path.stem}.md", content=pages_for_notebooks(markdown)))

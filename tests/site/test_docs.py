@@ -1,4 +1,4 @@
-"""Tests of the README and of the pages: examples run, links lead to files, API pages are complete, figures are true.
+"""Tests of the README and of the pages: examples run, links lead to files, API pages are complete, numbers are right.
 
 Every `python` block of every page runs by itself, except a block whose first line names a file (`# step.py`). The test
 writes such a block to that file, and a shell command of the same page runs the file. Every line of a shell block is run
@@ -40,7 +40,7 @@ NOT_RUN = {"sh", "text"}  # no other language is allowed, because a block fenced
 FILE = re.compile(r"# (\w+\.py)\n")  # first line of a block that belongs in a file
 PRESETS_MODULE = "reference.interfaces.presets"
 PACKAGES = ("reference", "fast")
-ONE_ENTRY = ("fast.backends", "fast.integrations.transformers")  # folders with one API entry, for `__init__`
+ONE_ENTRY = ("fast.backends", "fast.integrations.transformers")  # only `__init__` has an API entry
 NO_ENTRY = ("fast.kernels", "fast.assets")  # the files of the kernels document them; assets has no public names
 
 
@@ -110,7 +110,7 @@ def test_blocks_are_found():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_languages(path):
-    """Every fenced block has a language: `python`, which is run, or a language of NOT_RUN."""
+    """The language of every fenced block is `python`, whose blocks run, or a language of NOT_RUN."""
     for line, language, _ in fenced_blocks(path):
         assert language in NOT_RUN | {"python"}, f"{path.name}:{line}: expected python, sh or text, got {language!r}"
 
@@ -128,12 +128,12 @@ def test_commands():
     assert (ROOT / "fast" / "__main__.py").exists()
 
 
-# Lines of shell blocks that `.ci/run` reads from the README and runs, each with the text of `.ci/run` that reads it.
+# Lines of shell blocks that `.ci/run` reads from the README and runs: the command of `.ci/run` that reads the line.
 RUN_BY_CI = {
     'pip install -c constraints.txt -e ".[hf]" && python -m fast': 'main_line=$(readme_line "python -m fast")',
     'pip install -c constraints.txt -e ".[test]" && pytest': "test_line=$(readme_line pytest)",
 }
-# Lines of shell blocks that a test of this file runs: pattern of the expected output, and how often it must occur.
+# Lines of shell blocks that a test of this file runs: pattern of the output, and least number of matches.
 RUN_HERE = {
     "python -m fast --help": (r"--context-parallel", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
@@ -147,7 +147,7 @@ def shell_lines() -> dict[str, list[Path]]:
     """Return every line of every shell block of the README and of the site, with the pages that show the line."""
     found: dict[str, list[Path]] = {}
     for path in PAGES:
-        if path.name != "CONTRIBUTING.md":  # its commands set up a checkout, and make runs them
+        if path.name != "CONTRIBUTING.md":  # its commands only set up a checkout for development
             for _, language, source in fenced_blocks(path):
                 for line in source.splitlines() if language == "sh" else ():
                     found.setdefault(line, []).append(path)
@@ -229,7 +229,7 @@ def directives(text: str) -> list[str]:
 
 
 def definitions() -> dict[str, tuple[str, str]]:
-    """Return the full names of every public name in both packages; both are equal for a name of the contract."""
+    """Return the full names of each public name in `reference` and `fast`; the two are equal for the contract's names."""
     found = {}
     for name in reference.__all__:
         # PRESETS is a dictionary, and has no `__module__`
@@ -268,7 +268,7 @@ def test_api_names(package):
 
 @pytest.mark.parametrize("module", TWIN_MODULES)
 def test_api_twins(module):
-    """The page of a module has the entry of `reference`, then that of `fast`, each followed by a link to the twin.
+    """The page of a module has the entry of `reference` before the entry of `fast`; each links to its twin.
 
     This holds for the module and for each of its public names. The page also has every public name that `fast` alone
     defines in the module.
@@ -321,7 +321,7 @@ def test_guards_exist():
 
 
 def test_every_fault_is_guarded():
-    """Each of the 21 faults of the correctness page has a source in brackets and at least one guarding test."""
+    """Each of the 21 faults of the correctness page names a source in parentheses and, after "Guards:", a test."""
     text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
     faults = re.split(r"^(\d+)\. \*\*", text[text.index("## Faults") :], flags=re.MULTILINE)[1:]
     numbers = [int(number) for number in faults[::2]]
@@ -329,7 +329,7 @@ def test_every_fault_is_guarded():
     for number, fault in zip(numbers, faults[1::2], strict=True):
         told, found, guards = fault.partition("Guards:")
         assert found and "`tests/" in guards, number
-        assert re.search(r"\(.+\)\s*$", told, re.DOTALL), f"fault {number}: no source in brackets"
+        assert re.search(r"\(.+\)\s*$", told, re.DOTALL), f"fault {number}: no source in parentheses"
 
 
 def test_backends():
@@ -350,7 +350,7 @@ def test_backends():
 
 
 def test_glossary():
-    """The glossary has all letters of shapes with DeepSeek-V3's sizes, and the sources have the glossary's names."""
+    """The glossary lists all letters with DeepSeek-V3's sizes, and its names of this project exist in the sources."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     letters = re.findall(r"^\| (\w+) \| ", text[: text.index("## Terms")], re.MULTILINE)
     assert " ".join(letters) == "letter T B S Sq C W H N Lq Lkv P R V Dv D I"
@@ -360,7 +360,9 @@ def test_glossary():
     words = set(re.findall(r"\w+", "\n".join(sources)))
     ours = re.findall(r"^\|([^|]*)\|", text[text.index("## Names elsewhere") :], re.MULTILINE)
     names = {part for cell in ours for name in re.findall(r"`([\w.]+)`", cell) for part in name.split(".")}
-    assert len(names) > 30 and names - words == {"flash_mla_with_kvcache"}  # a function of FlashMLA in the same column
+    assert len(names) > 30 and names - words == {
+        "flash_mla_with_kvcache"
+    }  # the first column also names this function of FlashMLA
     fields = re.findall(r"^\| \w+ \| [^|]* \| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
     assert {field: int(value) for value, field in fields} == PRESETS["deepseek-v3"]
 
@@ -403,7 +405,7 @@ def test_glossary_links(path):
 
 
 def test_log_entries():
-    """Each log entry begins with a paragraph, the conclusion; each of its lists has all four labels in order."""
+    """Each log entry begins with a paragraph, and each of its lists has the four labels in the right order."""
     text = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
     entries = re.split(r"^## (?=\d)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.MULTILINE)[1:]
     assert len(entries) >= 57
@@ -531,7 +533,7 @@ def test_hopper_table():
 
 
 def test_costs_in_words():
-    """The costs of schedules, of batch invariance and of a hot GPU in the README's text are those of the results."""
+    """The costs of schedules, of batch invariance and of a hot GPU in the README's text agree with the results."""
     plans, cuts, invariants = [], [], []
     for row in results_of("h200-decode")["rows"]:
         for way, times in row["times"].items():

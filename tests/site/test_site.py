@@ -338,7 +338,7 @@ def stored_figures(path: Path) -> int:
 
 
 def test_plots_are_visible(walks):
-    """Every figure and chart is loaded, has a description and lies on the screen, and no page lacks one."""
+    """Every figure and chart is loaded, has a description and lies on the screen; no page lacks a figure or chart."""
     assert not faulty(walks, lambda visit: visit.looks["lost_pictures"])
     assert not faulty(walks, lambda visit: visit.looks["lost_charts"])
     assert not faulty(walks, lambda visit: visit.looks["lost_figures"])
@@ -452,7 +452,7 @@ def hook(name: str):
 
 
 def test_picture_of_mla():
-    """The committed picture is what the script draws, with DeepSeek-V3's numbers, and four pages show the picture."""
+    """The committed picture equals the output of its script, has DeepSeek-V3's numbers, and appears on four pages."""
     from reference.interfaces import PRESETS
 
     diagram = hook("mla_diagram")

@@ -57,7 +57,7 @@ def check_decode() -> None:
     found: list[Parity] = [compare(name, ours[i], low[i], gold[i]) for i, name in enumerate(names)]
     for parity in found:
         if not parity.passed:
-            raise SystemExit(f"{parity.op}: the error {parity.max_error} exceeds the budget {parity.max_budget}")
+            raise SystemExit(f"{parity.op}: failed with largest error {parity.max_error}, budget {parity.max_budget}")
 
 
 def step_layer(attention: torch.nn.Module, ops_layer: type[fast.MLAAttention]) -> Tensor:
