@@ -1,4 +1,4 @@
-"""Compare kernels on the same rows of work: check parity, time them in turns, write one table and one JSON file.
+"""Compare kernels on the same shapes: check the outputs, time the kernels in turns, write a table and a JSON file.
 
 A row is one shape. A row is timed only if the error of `fast` is within a budget that is computed from the reference.
 The error of a peer (a kernel of another project) is compared with the same budget. A peer that exceeds the budget is
@@ -38,7 +38,7 @@ class CannotRun(Exception):
 
 @dataclass
 class Contender:
-    """One implementation of the work of a row.
+    """One implementation of the computation of a row.
 
     Attributes:
         calls: one call for each set of inputs; a call does the timed work and nothing else.

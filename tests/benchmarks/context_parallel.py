@@ -1,4 +1,4 @@
-"""Time a decode step whose keys are divided over several GPUs, and the same step on one GPU; bfloat16, DeepSeek-V3.
+"""Time a decode step with keys divided over several GPUs, and the same step on one GPU; bfloat16, DeepSeek-V3's dims.
 
     python -m tests.benchmarks.context_parallel --ranks 4
     python -m tests.benchmarks.context_parallel --ranks 2 --rows 32,131072,128 --json h200-x2.json

@@ -115,7 +115,7 @@ def time_batches(device: str, seconds: float) -> list[dict[str, Any]]:
 def time_schedule() -> list[dict[str, Any]]:
     """Time `plan_decode` in a replayed graph, and the fill of one element as the cost of a kernel with no work."""
     clock, rows = Clock(50.0), []
-    config = MLAConfig.from_preset("deepseek-v3", num_heads=16)  # with few heads a decode has the most programs
+    config = MLAConfig.from_preset("deepseek-v3", num_heads=16)  # a decode with few heads has the most programs
     served = {"device": "cuda", "dtype": torch.bfloat16, "block_size": 64}
     programs, costs = fast.decode_programs(config, **served), fast.schedule_costs(config, **served)
     one = torch.zeros(1, device="cuda")

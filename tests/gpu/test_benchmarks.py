@@ -1,4 +1,4 @@
-"""Tests of the benchmarks' arithmetic, checks, tables and errors. They measure no times and need no GPU."""
+"""Tests of the benchmarks' arithmetic, checks, tables and errors. The tests measure no times and need no GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def no_gpu(monkeypatch):
 
 
 def test_decode_counts():
-    """The counts of the row B 128, S 4096, N 128 are right.
+    """FLOPs and bytes of the row B 128, S 4096, N 128 are right.
 
     The work is 2 * 128 * 128 * 4096 * 1088 operations, 604 MB of cache, 18.9 MB of q and 16.8 MB of out.
     """
@@ -46,7 +46,7 @@ def test_decode_counts():
 
 
 def test_prefill_counts():
-    """The counts of 4096 queries, 4096 keys and N 128 are right.
+    """FLOPs and bytes of 4096 queries, 4096 keys and N 128 are right.
 
     The work is 2 * 128 * 4096^2 * 320 operations, and half as much with a causal mask: 649 TFLOPS if it takes 1059 us.
     """
@@ -269,7 +269,7 @@ def test_table():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_whole_program(name, monkeypatch, tmp_path, capsys):
-    """A benchmark runs from options to exit status on one small row, with a fake clock and fake ceilings.
+    """A benchmark runs to its exit status on one small row, with a fake clock and fake ceilings.
 
     Table and file have the expected contents, and the exit status is 1 for a row outside its budget.
     """

@@ -1,4 +1,4 @@
-"""Tests of the GPU suite: which tests it runs, how it reads their output, and what it reports. No GPU is needed."""
+"""Tests of the GPU suite: its choice of tests, its reading of their outputs, and its reports. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_where_triton_specializes_warps():
 
 
 def test_races():
-    """Each pair of source lines in a race report counts, also a further pair of one report or an unreadable pair."""
+    """Each pair of source lines in a race report counts as a race, even if a line cannot be read."""
     head, call = places(*TRITONS)
     again = f"[4 hazards]\n=========     and Write access at {KERNEL}+0x10 in work_items.py:7 [1 hazards]"
     found = sanitizers.races(reported((head, call), ("work_items.py:9", call)).replace("[4 hazards]", again, 1))

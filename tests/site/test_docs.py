@@ -229,7 +229,7 @@ def directives(text: str) -> list[str]:
 
 
 def definitions() -> dict[str, tuple[str, str]]:
-    """Return the full names of each public name in `reference` and `fast`; the two are equal for the contract's names."""
+    """Return the full names of each public name in `reference` and `fast`; the contract's names have the same one."""
     found = {}
     for name in reference.__all__:
         # PRESETS is a dictionary, and has no `__module__`
@@ -360,9 +360,8 @@ def test_glossary():
     words = set(re.findall(r"\w+", "\n".join(sources)))
     ours = re.findall(r"^\|([^|]*)\|", text[text.index("## Names elsewhere") :], re.MULTILINE)
     names = {part for cell in ours for name in re.findall(r"`([\w.]+)`", cell) for part in name.split(".")}
-    assert len(names) > 30 and names - words == {
-        "flash_mla_with_kvcache"
-    }  # the first column also names this function of FlashMLA
+    # the first column also names one function of FlashMLA
+    assert len(names) > 30 and names - words == {"flash_mla_with_kvcache"}
     fields = re.findall(r"^\| \w+ \| [^|]* \| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
     assert {field: int(value) for value, field in fields} == PRESETS["deepseek-v3"]
 
