@@ -1,8 +1,8 @@
-"""Charts of the site as inline SVG on two logarithmic axes.
+"""Charts of the site: inline SVG with two logarithmic axes.
 
-Colours are classes that the style sheet sets for the light and the dark scheme; words take the page's own colour. Each
-chart is drawn twice, for a wide and for a narrow screen, and the style sheet shows one of them: a drawing that is only
-scaled down cannot be read on a phone.
+Lines and marks have CSS classes, to which the style sheet gives colours for the light and the dark scheme. Text has the
+colour of the page's text. Each chart is drawn twice, for a wide and for a narrow screen, and the style sheet shows the
+drawing that fits. A wide drawing that is scaled down to a phone would be too small to read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ SIZES = {"wide": (720, 400), "narrow": (350, 380)}
 
 @dataclass(frozen=True)
 class Line:
-    """A line through points, with a name in the legend."""
+    """A line through points.
+
+    Attributes:
+        name: name in the legend.
+        style: CSS classes of the line.
+        points: (x, y) in the units of the axes.
+    """
 
     name: str
     style: str
@@ -27,7 +33,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """A measured point; `text` is shown while a pointer rests on it."""
+    """A measured point.
+
+    Attributes:
+        style: CSS classes of the mark.
+        x: value on the horizontal axis.
+        y: value on the vertical axis.
+        text: text that the browser shows while the pointer rests on the mark.
+    """
 
     style: str
     x: float
@@ -37,7 +50,17 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn: words for whoever does not see it, axes, lines, marks, and names of the marks' styles."""
+    """Contents of one chart.
+
+    Attributes:
+        description: text for readers who cannot see the chart.
+        x_label: label of the horizontal axis.
+        y_label: label of the vertical axis.
+        lines: lines, which also appear in the legend.
+        marks: measured points.
+        mark_names: name in the legend for each style of the marks.
+        links: pairs of marks that a thin line joins.
+    """
 
     description: str
     x_label: str
@@ -45,10 +68,10 @@ class Chart:
     lines: Sequence[Line] = ()
     marks: Sequence[Mark] = ()
     mark_names: dict[str, str] = field(default_factory=dict)
-    links: Sequence[tuple[Point, Point]] = ()  # two marks that belong together
+    links: Sequence[tuple[Point, Point]] = ()
 
     def html(self) -> str:
-        """A figure: both drawings and the legend."""
+        """Return the HTML of both drawings and the legend."""
         entries = [(line.style, "line", line.name) for line in self.lines]
         entries += [(style, "mark", name) for style, name in self.mark_names.items()]
         legend = "".join(
@@ -59,7 +82,7 @@ class Chart:
         return f'<div class="chart">\n{drawings}\n<ul class="legend">{legend}</ul>\n</div>'
 
     def svg(self, name: str, width: int, height: int) -> str:
-        """One drawing."""
+        """Return one drawing of `width` x `height` pixels with the CSS class `name`."""
         points = [point for line in self.lines for point in line.points] + [(mark.x, mark.y) for mark in self.marks]
         left, right, top, bottom = 58, width - 12, 10, height - 46
         x = Axis.over([point[0] for point in points], left, right)
@@ -104,18 +127,21 @@ class Axis:
 
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float) -> Axis:
-        """With a margin of a twentieth at either end."""
+        """Return an axis over all values, with a margin of a twentieth of the range at both ends."""
         low, high = math.log10(min(values)), math.log10(max(values))
         margin = max(high - low, 0.2) / 20
         return cls(10 ** (low - margin), 10 ** (high + margin), start, end)
 
     def at(self, value: float) -> float:
-        """The pixel of a value."""
+        """Return the pixel of a value."""
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int) -> list[tuple[float, bool]]:
-        """Powers of ten, and their double and fivefold where there is room; which of them are powers."""
+        """Return at most `most` ticks if possible, each with True for a power of ten.
+
+        The ticks are 1, 2 and 5 times a power of ten, or 1 and 3 times a power of ten, or powers of ten alone.
+        """
         powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
         for factors in ((1, 2, 5), (1, 3), (1,)):
             found = [(factor * 10.0**power, factor == 1) for power in powers for factor in factors]
@@ -126,17 +152,17 @@ class Axis:
 
 
 def number(value: float) -> str:
-    """A tick without needless zeros."""
+    """Return the label of a tick, without needless zeros."""
     return f"{value:.0f}" if value >= 1 else f"{value:g}"
 
 
 def shape(style: str, x: float, y: float) -> str:
-    """The mark of a style: a disc for ours, a diamond for a peer, so that colour is not all that tells them apart."""
+    """Return a disc for `fast` and a diamond for a peer, so that the marks differ in shape as well as in colour."""
     if style.split()[0] == "ours":
         return f'<path class="mark {style}" d="M{x - 4.5:.1f} {y:.1f}a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0"/>'
     return f'<path class="mark {style}" d="M{x:.1f} {y - 5.5:.1f}l5.5 5.5l-5.5 5.5l-5.5 -5.5z"/>'
 
 
 def sample(style: str, kind: str) -> str:
-    """What a style looks like, for the legend."""
+    """Return a short line or a mark that shows a style in the legend."""
     return f'<path class="line {style}" d="M1 6H23"/>' if kind == "line" else shape(style, 12, 6)

@@ -1,7 +1,8 @@
-"""Figures of matplotlib inside a page: SVG whose black, white and contenders follow the colour scheme of the page.
+"""Figures of matplotlib on the site: inline SVG whose colours follow the colour scheme of the page.
 
-A page shows `assets/gain.svg` as a picture; the site puts the drawing itself there, and `gain-narrow.svg` beside it for
-a narrow screen. `learn.py` does the same with the figures of the notebooks.
+A page refers to `assets/gain.svg` as an image. The site replaces the image by the contents of `gain.svg` and of
+`gain-narrow.svg`, and the style sheet shows the drawing that fits the screen. `learn.py` uses `inlined` for the figures
+of the notebooks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 IMAGE = re.compile(r"!\[(?P<alt>[^\]]*)\]\((?P<path>[^)\s]*assets/gain)\.svg\)")
-COLOURS = {  # as matplotlib writes them, and what the style sheet calls them
+COLOURS = {  # colour that matplotlib writes: property of the style sheet
     "#000000": "currentColor", "#ffffff": "var(--md-default-bg-color)",
     "#eeeeee": "var(--md-default-fg-color--lightest)",
 }  # fmt: skip
@@ -23,7 +24,18 @@ CONTENDERS = ("fast", "reference", "transformers", "FlashMLA", "FA3")
 
 
 def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[str, str] | None = None) -> str:
-    """The drawing for a page: identifiers of its own, a description, and the colours of the scheme."""
+    """Return an SVG drawing for a page, with unique identifiers and a description.
+
+    Args:
+        svg: contents of the SVG file.
+        name: prefix that makes the identifiers of the drawing unique on the page.
+        alt: description for readers who cannot see the drawing.
+        kind: CSS classes of the drawing.
+        colours: colours to replace besides COLOURS, each with its replacement.
+
+    Raises:
+        ValueError: the drawing has no viewBox.
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
@@ -32,7 +44,7 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
         svg = svg.replace(colour, wanted)
     box = re.search(r'viewBox="[^"]*"', svg)
     if box is None:
-        raise ValueError(f"{name}: a drawing without a viewBox")
+        raise ValueError(f"{name}: the drawing has no viewBox")
     width = float(box.group().split()[2]) * 4 / 3  # points to pixels
     head = (
         f'<svg class="{kind}" {box.group()} style="max-width: {width:.0f}px" role="img" '
@@ -42,13 +54,13 @@ def inlined(svg: str, name: str, alt: str, kind: str = "figure", colours: dict[s
 
 
 def contenders(css: str) -> dict[str, str]:
-    """The light colour of each contender, and the property that has the scheme's own."""
+    """Return the light colour of each contender, with the property that has the contender's colour in each scheme."""
     light = css.split("\n:root {")[1].split("}")[0]
     return {re.search(rf"--{who}: (#\w+);", light)[1]: f"var(--{who})" for who in CONTENDERS}
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the drawings where a page shows the file."""
+    """Replace each image of `assets/gain.svg` by the wide and the narrow drawing."""
     assets = Path(config.docs_dir) / "assets"
 
     def draw(image: re.Match[str]) -> str:

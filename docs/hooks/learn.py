@@ -1,7 +1,8 @@
-"""The notebooks as pages of the site: Markdown from their cells and stored outputs. Nothing is executed here.
+"""Pages of the notebooks: Markdown that is made from the cells and the stored outputs, without running any code.
 
-A notebook `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`; its figures and the notebook itself lie
-beside it. Any page of the site may link to the notebook's file, and the link leads to the page.
+A notebook such as `notebooks/01-latent.ipynb` becomes the page `learn/01-latent.md`. The PNG figures and the notebook
+file are put into the same folder. If a page of the site links to the notebook file, the link is changed so that it
+leads to the notebook's page.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ABOUT_A_FIGURE = re.compile(r"\b(figure|plot|plotted|drawn|diagram|bars?|curves?
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 FENCED = re.compile(r"^(`{3,}|~{3,})[^\n]*\n.*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 ITEM = re.compile(r"^ {0,3}([-*+]|\d+[.)]) ")
-FOLDED = {  # tag of a cell: kind and title of the box that the page folds it into
+FOLDED = {  # tag of a cell: kind and title of the box in which the page hides the cell until a click
     "setup": ("abstract", "Set-up: imports and helpers"),
     "answer": ("example", "The answer in code"),
 }
@@ -35,23 +36,23 @@ LINK_TO_NOTEBOOK = re.compile(r"\]\((?!\w+:)(?P<path>[^)\s#]*?)(?P<name>[\w-]+)\
 
 
 def fenced(text: str, language: str) -> str:
-    """A block that no run of backticks in the text can close."""
+    """Return the text in a fenced block whose fence is longer than any sequence of backticks in the text."""
     ticks = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
     return f"{ticks}{language}\n{text.rstrip()}\n{ticks}"
 
 
 def joined(value: str | list[str]) -> str:
-    """A multi-line value of a notebook as one string."""
+    """Return a value of a notebook, a string or a list of lines, as one string."""
     return value if isinstance(value, str) else "".join(value)
 
 
 def indented(text: str) -> str:
-    """Four columns to the right, as the body of an admonition."""
+    """Return the text indented by four columns, as the body of an admonition must be."""
     return "\n".join("    " + line if line.strip() else "" for line in text.strip("\n").splitlines())
 
 
 def outside_fences(text: str, change: Any) -> str:
-    """The text with `change` applied to what stands outside fenced blocks."""
+    """Return the text with `change` applied to all parts outside fenced blocks."""
     parts, at = [], 0
     for fence in FENCED.finditer(text):
         parts += [change(text[at : fence.start()]), fence.group()]
@@ -60,14 +61,14 @@ def outside_fences(text: str, change: Any) -> str:
 
 
 def blank_lines(text: str) -> str:
-    """The text with the blank lines that Python-Markdown needs where CommonMark, and so Jupyter, needs none.
+    """Return the text with the blank lines that Python-Markdown needs and CommonMark (used by Jupyter) does not need.
 
-    Before a list or a table that follows a paragraph at once, and before an item where the one above has several
-    paragraphs.
+    A blank line is added before a list or a table that directly follows a paragraph, and before a list item if the item
+    above has several paragraphs.
     """
     lines: list[str] = []
-    formula = False  # between two lines of $$, where a line may begin with a plus
-    opening = ""  # first line of the paragraph that the line belongs to
+    formula = False  # inside a formula between $$, where a line that begins with a plus is no list item
+    opening = ""  # first line of the paragraph of `line`
     for line in text.split("\n"):
         before = lines[-1] if lines else ""
         table, item = line.startswith("|"), bool(ITEM.match(line))
@@ -83,7 +84,7 @@ def blank_lines(text: str) -> str:
 
 
 def takeaways(text: str) -> str:
-    """Each blockquote that opens with a bold word and a full stop, such as **Takeaway.**, as a box of that title."""
+    """Turn each blockquote that begins with a bold word and a full stop, such as **Takeaway.**, into a titled box."""
 
     def box(quote: re.Match[str]) -> str:
         body = re.sub(r"^> ?", "", quote.group(), flags=re.MULTILINE)
@@ -94,7 +95,7 @@ def takeaways(text: str) -> str:
 
 
 def answers(text: str) -> str:
-    """Each <details> as a box that opens, its body Markdown with maths and blocks."""
+    """Turn each <details> element into a box that opens on a click, with Markdown inside."""
 
     def box(details: re.Match[str]) -> str:
         summary, body = unescape(re.sub(r"<[^>]+>", "", details[1])).strip(), blank_lines(details[2])
@@ -106,19 +107,23 @@ def answers(text: str) -> str:
 
 
 def markdown_cell(source: str) -> str:
-    """The text of a cell as Markdown of this site."""
+    """Return the text of a Markdown cell as Markdown of the site."""
     return answers(outside_fences(source, lambda text: takeaways(blank_lines(text))))
 
 
 def plain(text: str) -> str:
-    """A sentence of Markdown without its marks."""
+    """Return a Markdown text without links, emphasis and formula commands."""
     text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
     text = re.sub(r"\\[a-zA-Z]+|[*`$\\{}]", "", text)
     return " ".join(text.split())
 
 
 def figure_text(cells: list[Any], index: int) -> str:
-    """What a figure shows, in words: the cell's own "alt", or the paragraph beside it that speaks of a figure."""
+    """Return the description of a figure for readers who cannot see the figure.
+
+    The description is the "alt" of the cell's metadata, or else a paragraph after or before the cell. A paragraph that
+    mentions a figure is preferred.
+    """
     if alt := cells[index].metadata.get("alt"):
         return plain(alt)
     after = next((cell for cell in cells[index + 1 :] if cell.cell_type == "markdown"), None)
@@ -134,16 +139,20 @@ def figure_text(cells: list[Any], index: int) -> str:
 
 
 def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str, bytes]) -> str:
-    """One stored output of cell `index` as Markdown; SVG stands inline, other pictures go into `figures`."""
+    """Return one stored output of cell `index` as Markdown; SVG stays inline, and PNG is added to `figures`.
+
+    Raises:
+        PluginError: the output is an error, or a figure has no description.
+    """
     if output.output_type == "stream":
         return fenced(ANSI.sub("", joined(output.text)), "text") if output.name == "stdout" else ""
     if output.output_type == "error":
-        raise PluginError(f"{stem}: an error is stored among the outputs: {output.ename}: {output.evalue}")
+        raise PluginError(f"{stem}: a stored output is an error: {output.ename}: {output.evalue}")
     data = output.data
     if "application/vnd.jupyter.widget-view+json" in data:
-        return ""  # a page has no kernel to move the slider
+        return ""  # a slider needs a Python kernel, and a page has none
     if not alt and {"image/svg+xml", "image/png"} & data.keys():
-        raise PluginError(f"{stem}: a figure without a sentence that says what it shows")
+        raise PluginError(f"{stem}: a figure has neither alt metadata nor a paragraph beside its cell")
     name = f"{stem}-{index}"
     if "image/svg+xml" in data:
         return f"<figure>\n{inlined(joined(data['image/svg+xml']), name, alt)}\n</figure>"
@@ -160,19 +169,19 @@ def output_block(output: Any, stem: str, index: int, alt: str, figures: dict[str
 
 
 def output_box(block: str) -> str:
-    """An output as a block of its own; what is HTML already stays as it is."""
+    """Return an output in a box of the page; an inline figure is already HTML, so its box does not parse Markdown."""
     if block.startswith("<figure>"):
         return f'<div class="output">\n{block}\n</div>'
     return f'<div class="output" markdown>\n\n{block}\n\n</div>'
 
 
 def folded(kind: str, title: str, blocks: list[str]) -> str:
-    """Blocks in a box that opens."""
+    """Return blocks in a box that opens on a click."""
     return "\n\n".join([f'<details class="{kind}" markdown>\n<summary>{title}</summary>', *blocks, "</details>"])
 
 
 def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
-    """Markdown of a notebook, and its figures by name."""
+    """Return the Markdown of a notebook's page, and the PNG figures by file name."""
     notebook = nbformat.read(path, as_version=4)
     parts: list[str] = []
     figures: dict[str, bytes] = {}
@@ -190,7 +199,7 @@ def page_of(path: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page, its figures and the file of each notebook."""
+    """Add the page, the figures and the file of each notebook to the files of the site."""
     for path in sorted((Path(config.config_file_path).parent / FOLDER).glob("*.ipynb")):
         markdown, figures = page_of(path)
         files.append(File.generated(config, f"{SECTION}/{path.stem}.md", content=pages_for_notebooks(markdown)))
@@ -201,7 +210,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def pages_for_notebooks(markdown: str) -> str:
-    """Links from one notebook to another, and to files of docs/, as links between pages; downloads stay."""
+    """Change links to notebooks and to files of docs/ into links to pages; download links stay."""
     markdown = markdown.replace("](../docs/", "](../")
     return LINK_TO_NOTEBOOK.sub(
         lambda link: link.group() if markdown[link.end() :].startswith("{") else
@@ -209,7 +218,11 @@ def pages_for_notebooks(markdown: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """In pages written by hand a link to a notebook's file leads to its page; lists are read as CommonMark does."""
+    """Prepare a page that is not made from a notebook.
+
+    Links to notebook files are changed into links to the pages of the notebooks. Blank lines are added as
+    `blank_lines` does, so that lists look as in CommonMark.
+    """
     here = posixpath.dirname(page.file.src_uri)
     if here == SECTION:
         return markdown

@@ -1,7 +1,8 @@
-"""The picture of MLA on the home page, in README and in notebooks 1 and 2, drawn by `python docs/hooks/mla_diagram.py`.
+"""The picture of MLA on the home page, in the README and in notebooks 1 and 2.
 
-The file `docs/assets/mla.svg` follows the colour scheme of the system. On the site the picture stands inline instead,
-so that it follows the switch of the site; it is drawn twice, for a wide and for a narrow screen.
+`python docs/hooks/mla_diagram.py` draws the file `docs/assets/mla.svg`, whose colours follow the system's colour
+scheme. The site replaces the file by inline SVG, so that the colours follow the button of the site that changes the
+scheme. The inline SVG has two drawings, one for a wide and one for a narrow screen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mkdocs.structure.pages import Page
 
 PICTURE = Path(__file__).resolve().parents[1] / "assets" / "mla.svg"
 IMAGE = re.compile(r"!\[(?P<alt>[^\]]*)\]\([^)\s]*assets/mla\.svg\)")
-# DeepSeek-V3; a test compares them with the preset
+# dims of DeepSeek-V3; a test compares these numbers with the preset
 DIMS = {"hidden_size": 7168, "num_heads": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
         "v_head_dim": 128}  # fmt: skip
 H, N, L, P, R, V = DIMS.values()
@@ -26,7 +27,7 @@ LIGHT = {"back": "#ffffff", "ink": "#1b1f27", "soft": "#59616e", "line": "#6b748
 DARK = {"back": "#1e2129", "ink": "#e8eaee", "soft": "#b4bac5", "line": "#98a1b0", "box": "#2a2f3a",
         "frame": "#4b5362", "cache": "#12354f", "cache-line": "#56b4e9", "query": "#40330f",
         "query-line": "#f2b632"}  # fmt: skip
-TALL = 402  # of the frame of a path
+TALL = 402  # height in pixels of the frame around one attention path
 STYLE = """
 .mla text { fill: var(--mla-ink); font: 14px "Segoe UI", Roboto, Arial, "Liberation Sans", sans-serif; }
 .mla .soft { fill: var(--mla-soft); font-size: 13px; }
@@ -42,7 +43,7 @@ STYLE = """
 
 
 def words(x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> str:
-    """A line of text; `W_{UK}` has its index below the line."""
+    """Return a line of text; the index of a name such as `W_{UK}` is drawn below the line."""
     text = escape(text).replace(" x ", " \N{MULTIPLICATION SIGN} ")
     text = re.sub(r"_\{(\w+)\}(.?)", r'<tspan dy="4" font-size="10">\1</tspan><tspan dy="-4">\2</tspan>', text)
     return (
@@ -51,14 +52,23 @@ def words(x: float, y: float, text: str, kind: str = "", anchor: str = "middle")
 
 
 def box(x: float, y: float, width: float, height: float, *lines: str, kind: str = "", first: str = "bold") -> list[str]:
-    """A rectangle with centred lines of text, the first one bold."""
+    """Return a rectangle with centred lines of text; the first line is bold unless `first` is another class."""
     found = [f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" class="{kind or "box"}"/>']
     top = y + height / 2 - 9 * (len(lines) - 1) + 5
     return found + [words(x + width / 2, top + 18 * i, line, "" if i else first) for i, line in enumerate(lines)]
 
 
 def arrow(x: float, y0: float, y1: float, *labels: str, side: str = "start", start: float | None = None) -> list[str]:
-    """An arrow downwards, from beside it where `start` is given, with words beside its middle."""
+    """Return a vertical arrow from (x, y0) down to (x, y1), with labels beside the middle of the arrow.
+
+    Args:
+        x: horizontal position of the arrow.
+        y0: vertical position of the upper end.
+        y1: vertical position of the tip.
+        labels: lines of text.
+        side: "start" puts the labels to the right of the arrow, "end" to the left.
+        start: if given, a horizontal line from (start, y0) to (x, y0) comes before the arrow.
+    """
     way = f"M{x:g} {y0:g}" if start is None else f"M{start:g} {y0:g}H{x:g}"
     found = [f'<path class="line" d="{way}V{y1 - 7:g}"/><path d="M{x - 4:g} {y1 - 8:g}h8l-4 8z"/>']
     at = x + (9 if side == "start" else -9)
@@ -67,9 +77,9 @@ def arrow(x: float, y0: float, y1: float, *labels: str, side: str = "start", sta
 
 
 def token(x: float, y: float, wide: bool) -> list[str]:
-    """What a layer computes for each token: its query, and what is cached."""
+    """Return the first part of the picture: the query and the cache entry that a layer computes for each token."""
     width = 740 if wide else 360
-    span = 420 if wide else 360  # of the cache
+    span = 420 if wide else 360  # width of the box of the cache
     left, right = (x + 120, x + 560) if wide else (x + 30, x + 330)
     query, cache = (y + 128, y + 118) if wide else (y + 124, y + 226)
     parts = [words(x + width / 2, y + 12, "1. For each token, one layer computes", "bold")]
@@ -91,13 +101,13 @@ def token(x: float, y: float, wide: bool) -> list[str]:
     parts += [words(at + span / 2, cache + 22, "the KV cache keeps, for all heads together", "bold")]
     parts += box(at + 16, cache + 33, span - 152, 32, f"latent: {L}")
     parts += box(at + span - 128, cache + 33, 112, 32, f"rope key: {R}")
-    parts += [words(at + span / 2, cache + 88, f"{L} + {R} = {L + R} numbers a token", "bold")]
+    parts += [words(at + span / 2, cache + 88, f"{L} + {R} = {L + R} numbers per token", "bold")]
     plain = f"multi-head attention: {N} x ({P} + {R} + {V}) = {N * (P + R + V)}"
     return [*parts, words(at + span / 2, cache + 110, plain, "soft")]
 
 
 def path(x: float, y: float, name: str, cost: str) -> list[str]:
-    """What both paths have: the frame, the two inputs, the attention."""
+    """Return what the pictures of both paths have in common: the frame, the title and the two inputs."""
     parts = [f'<rect x="{x:g}" y="{y:g}" width="360" height="{TALL}" rx="8" class="frame"/>']
     parts += [words(x + 180, y + 22, name, "bold"), words(x + 180, y + 42, cost, "soft")]
     parts += box(x + 20, y + 54, 110, 28, "query", kind="query")
@@ -105,30 +115,32 @@ def path(x: float, y: float, name: str, cost: str) -> list[str]:
 
 
 def expanded(x: float, y: float) -> list[str]:
-    """Keys and values of every head, then ordinary attention."""
-    parts = path(x, y, "Expanded path, for prefill", f"makes {N * (P + V)} numbers for every cached token")
+    """Return the picture of the expanded path: compute keys and values of every head, then attend them."""
+    parts = path(x, y, "Expanded path, for prefill", f"computes {N * (P + V)} numbers for every cached token")
     parts += arrow(x + 265, y + 82, y + 134, "W_{UK}, W_{UV}", side="end")
     parts += box(x + 150, y + 134, 200, 54, f"keys S x {N} x ({P} + {R})", f"values S x {N} x {V}", first="")
     parts += arrow(x + 75, y + 82, y + 230, f"{N} x ", f"({P} + {R})", side="end")
     parts += arrow(x + 265, y + 188, y + 230)
-    parts += box(x + 20, y + 230, 320, 50, "each head attends its keys and values", f"{P + R} products a score")
+    parts += box(
+        x + 20, y + 230, 320, 50, "each head attends its keys and values", f"{P + R} multiplications per score"
+    )
     return parts + arrow(x + 180, y + 280, y + TALL, f"{N} x {V}")
 
 
 def absorbed(x: float, y: float) -> list[str]:
-    """The query in the latent space, attention over the entries themselves, the output out of it."""
-    parts = path(x, y, "Absorbed path, for decode", "makes nothing for a cached token")
+    """Return the picture of the absorbed path: multiply the query by W_UK, attend the cache, multiply by W_UV."""
+    parts = path(x, y, "Absorbed path, for decode", "computes nothing for a cached token")
     parts += arrow(x + 75, y + 82, y + 134, "W_{UK}")
     parts += box(x + 10, y + 134, 170, 54, "absorbed query", f"{N} x ({L} + {R})")
     parts += arrow(x + 75, y + 188, y + 230)
     parts += arrow(x + 265, y + 82, y + 230, f"S x {L + R}")
-    parts += box(x + 20, y + 230, 320, 50, "all heads attend the cache itself", f"{L + R} products a score")
+    parts += box(x + 20, y + 230, 320, 50, "all heads attend the cache itself", f"{L + R} multiplications per score")
     parts += arrow(x + 180, y + 280, y + 326, f"{N} x {L}") + box(x + 140, y + 326, 80, 28, "W_{UV}")
     return parts + arrow(x + 180, y + 354, y + TALL, f"{N} x {V}")
 
 
 def drawing(wide: bool) -> tuple[int, int, list[str]]:
-    """Width, height and elements of one drawing."""
+    """Return width, height and SVG elements of one drawing."""
     width, second = (760, 282) if wide else (380, 388)
     parts = token(10, 8, wide)
     parts += [words(width / 2, second + 2, "2. Attention takes one of two paths", "bold")]
@@ -143,12 +155,12 @@ def drawing(wide: bool) -> tuple[int, int, list[str]]:
 
 
 def variables(scheme: dict[str, str]) -> str:
-    """The colours of a scheme as custom properties."""
+    """Return the colours of a scheme as CSS custom properties."""
     return " ".join(f"--mla-{name}: {colour};" for name, colour in scheme.items())
 
 
 def svg() -> str:
-    """The file: one drawing with a background, in the colours of the reader's system."""
+    """Return the contents of mla.svg: the wide drawing with a background, whose colours follow the reader's system."""
     width, height, parts = drawing(True)
     dark = f"@media (prefers-color-scheme: dark) {{ .mla {{ {variables(DARK)} }} }}"
     style = f".mla {{ {variables(LIGHT)} }}\n{dark}{STYLE}"
@@ -159,7 +171,7 @@ def svg() -> str:
 
 
 def inline(alt: str) -> str:
-    """Both drawings for a page of the site, whose own style sheet says which scheme is on."""
+    """Return both drawings for a page of the site, where a CSS attribute of the page selects the colour scheme."""
     style = f".mla {{ {variables(LIGHT)} }}\n[data-md-color-scheme=slate] .mla {{ {variables(DARK)} }}{STYLE}"
     drawings = []
     for name, wide in (("wide", True), ("narrow", False)):
@@ -170,7 +182,7 @@ def inline(alt: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the drawings where a page shows the file."""
+    """Replace each image of `assets/mla.svg` by the inline drawings."""
     return IMAGE.sub(lambda image: inline(image["alt"]), markdown)
 
 

@@ -1,7 +1,8 @@
-"""Tables and rooflines of the site, drawn from docs/results/*.json whenever it is built.
+"""Tables and charts of the site, drawn from docs/results/*.json whenever the site is built.
 
-A page asks for one with a comment of its own, `<!-- results: times h200-decode.json . replayed -->`: which drawing, of
-which file, of which part of it. No figure is written into a page by hand, so another file gives another page.
+A comment in a page, such as `<!-- results: times h200-decode.json . replayed -->`, is replaced by a table or a chart.
+The first word names a public method of `Results`, and the other words are the arguments of the method. No figure is
+typed into a page, so that the pages always agree with the results files.
 """
 
 from __future__ import annotations
@@ -21,53 +22,53 @@ from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
 
 OURS = "fast"
-OURS_BEST = "fast, the best of its ways"
-NONE = "-"  # in the place of a figure that was not measured
+OURS_BEST = "fast, the best way of each shape"
+NONE = "-"  # cell of a time or ratio that was not measured
 REQUEST = re.compile(r"^<!-- results: (?P<name>\w+) ?(?P<words>[^\n]*?) -->$", re.MULTILINE)
 DIMS = {
     "B": "requests", "S": "tokens", "Sq": "new tokens", "Skv": "keys", "N": "heads", "lens": "lengths", "W": "columns",
     "mask": "mask", "op": "op", "tokens": "tokens", "decodes": "decodes", "prefills": "prefills",
     "programs": "programs",
 }  # fmt: skip
-VERSIONS = {"python": "Python", "triton": "Triton", "cuda": "CUDA"}  # as they are spelt; others as in the file
+VERSIONS = {"python": "Python", "triton": "Triton", "cuda": "CUDA"}  # spelling on the page
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
-    """A Markdown table whose first `words` columns are flush left and the rest flush right."""
+    """Return a Markdown table; the first `words` columns are aligned left, the other columns right."""
     line = "|".join([":---"] * words + ["---:"] * (len(head) - words))
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, *rows]).replace("\n", f"\n|{line}|\n", 1)
 
 
 def code(text: str) -> str:
-    """A name as code where it is one of ours."""
+    """Return the name of a contender, formatted as code if the contender is `fast` or one of its variants."""
     return f"`{text}`" if is_ours(text) else text
 
 
 def is_ours(who: str) -> bool:
-    """`fast` itself, or `fast` in one of its ways: "fast, planned"."""
+    """Return True for `fast` and its variants, such as "fast, planned"."""
     return who == OURS or who.startswith(OURS + ", ")
 
 
 def style_of(who: str) -> str:
-    """The classes of a contender's lines and marks, for which the style sheet has one colour a contender."""
+    """Return the CSS classes of a contender's lines and marks; the style sheet has one colour for each contender."""
     name = OURS if is_ours(who) else who
     return f"{'ours' if is_ours(who) else 'peer'} {re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}"
 
 
 def part_of(report: dict[str, Any], path: str) -> dict[str, Any]:
-    """The part of a file at a dotted path; "." is all of it."""
+    """Return the part of a results file at a dotted path; "." is the whole file."""
     for key in filter(None, path.split(".")):
         report = report[key]
     return report
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Each name once, ours first."""
+    """Return each name once, `fast` and its variants first."""
     return sorted(dict.fromkeys(names), key=lambda name: not is_ours(name))
 
 
 def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
-    """Dims that differ between rows as columns (names, cells of each row), and those that do not as words."""
+    """Return the names of the dims that differ between rows, words for the dims that do not, and cells of each row."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     shown = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1] or keys[:1]
     said = [f"{DIMS.get(key, key)} {rows[0][key]}" for key in keys if key not in shown]
@@ -75,10 +76,10 @@ def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], li
 
 
 def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[str]]:
-    """As `dims_table`, with the dims of a row in one cell, so that a wide table keeps them beside what it is about."""
+    """Return the results of `dims_table` with all dims of a row in one cell, which stays in view in a wide table."""
     heads, said, cells = dims_table(rows)
     first = 2 if heads[:2] == [DIMS["B"], DIMS["S"]] else 1
-    bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # their values are words
+    bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # dims whose values are words
 
     def joined(values: Sequence[str]) -> str:
         together = [" x ".join(values[:first]), *values[first:]]
@@ -90,13 +91,13 @@ def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[s
 
 
 def best(times: dict[str, Any], ours: bool) -> str | None:
-    """Who of ours, or of the peers, has the smallest median; None where nobody is there."""
+    """Return the fastest variant of `fast` (`ours`) or the fastest peer, by median; None if there is none."""
     who = [name for name in times if is_ours(name) == ours]
     return min(who, key=lambda name: times[name]["median_us"], default=None)
 
 
 def gain(times: dict[str, Any]) -> str:
-    """The best peer's time over our best, and which of our ways that was unless it is plain `fast`."""
+    """Return best time of the peers / best time of `fast` as text, followed by the variant such as (planned)."""
     ours, peer = best(times, True), best(times, False)
     if ours is None or peer is None:
         return NONE
@@ -105,30 +106,30 @@ def gain(times: dict[str, Any]) -> str:
 
 
 def spread(rows: Iterable[dict[str, Any]], way: str) -> float:
-    """The farthest that a quartile lies from its median, as a share of it."""
+    """Return the largest relative distance of a quartile from its median, over all rows."""
     times = [time for row in rows for time in row["times"][way].values()]
     return max(abs(quartile / time["median_us"] - 1) for time in times for quartile in time["quartiles_us"])
 
 
 def described(dims: dict[str, Any]) -> str:
-    """The dims of a row in words."""
+    """Return the dims of a row in words."""
     return ", ".join(f"{DIMS.get(key, key)} {value}" for key, value in dims.items())
 
 
 def gb_s(ceilings: dict[str, Any]) -> list[tuple[str, float]]:
-    """The bandwidths among the ceilings, by name."""
+    """Return (name, GB/s) of the bandwidths among the ceilings."""
     return [(key.removesuffix("_gb_s"), value) for key, value in ceilings.items() if key.endswith("_gb_s")]
 
 
 def tflops(ceilings: dict[str, Any]) -> list[tuple[str, float]]:
-    """The rates of products among the ceilings, by name, the highest first."""
+    """Return (name, TFLOPS) of the matrix products among the ceilings, the highest rate first."""
     found = [(key.removesuffix("_tflops").replace("_", " "), value) for key, value in ceilings.items()
              if key.endswith("_tflops")]  # fmt: skip
     return sorted(found, key=lambda entry: -entry[1])
 
 
 class Results:
-    """The folder of results and what can be drawn from it; every public method answers to its name in a page."""
+    """Tables and charts of a folder of results; a page calls the public methods by their names."""
 
     def __init__(self, docs: Path) -> None:
         self._docs = docs
@@ -137,10 +138,10 @@ class Results:
         return json.loads((self._docs / "results" / name).read_text(encoding="utf-8"))
 
     def facts(self, name: str) -> str:
-        """Hardware, versions, date, and whether the sources that were measured are those of this tree."""
+        """Return hardware, versions and date, and whether the sources of `fast` have changed since the measurement."""
         report = self._load(name)
         hardware = report["hardware"]
-        if isinstance(hardware, dict):  # the main job's file
+        if isinstance(hardware, dict):  # the results file of the main job
             hardware, threads = hardware["gpu"] or hardware["cpu"], hardware["threads"]
         else:
             threads = report["threads"]
@@ -157,17 +158,17 @@ class Results:
             same = report["fast_sha256"] == digest(self._docs.parent / OURS)
             lines.append(
                 f"sources of `fast/`: sha256 `{report['fast_sha256'][:12]}`, "
-                + ("unchanged since" if same else "changed since")
+                + ("unchanged since the measurement" if same else "changed since the measurement")
             )
         return f"*{'; '.join(lines)}.* Complete file: [`{name}`](results/{name})."
 
     def command(self, name: str, path: str = ".") -> str:
-        """The command that wrote the file, ready to be copied."""
+        """Return the command that wrote the file, in a shell block."""
         commands = re.split(" && |; ", part_of(self._load(name), path)["command"])
         return "```sh\n" + "\n".join(commands) + "\n```"
 
     def times(self, name: str, path: str, way: str) -> str:
-        """A table of medians: the shape, the best peer's time over our best beside it, then all times."""
+        """Return a table of medians: the shape, the speed of `fast` / the speed of the best peer, and all times."""
         part = part_of(self._load(name), path)
         rows = [row for row in part["rows"] if way in row["times"]]
         who = in_order(who for row in rows for who in row["times"][way])
@@ -186,10 +187,12 @@ class Results:
             fastest = who.index(min(times, key=lambda name: times[name]["median_us"]))
             shown[fastest] = f"**{shown[fastest]}**"
             lines.append([shape, gain(times), *shown])
-        words = [f"Times are medians in {unit}; the quartiles are within {100 * spread(rows, way):.1f} % of them"]
+        words = [
+            f"Times are medians in {unit}; the quartiles are within {100 * spread(rows, way):.1f} % of the medians"
+        ]
         words += [f"all rows have {', '.join(said)}"] if said else []
         words += (
-            ["before the measurement the outputs of every row passed the comparison"]
+            ["the outputs of every row passed the comparison with `reference` before the measurement"]
             if all(row["passed"] for row in rows)
             else []
         )
@@ -203,7 +206,7 @@ class Results:
         return f"{shown}\n\n{'; '.join(words)}."
 
     def roofline(self, name: str, path: str, way: str) -> str:
-        """Our best and the best peer of each row under the ceilings that the same run measured."""
+        """Return a chart of the best way of `fast` and the best peer of each row, with the ceilings of the same run."""
         part = part_of(self._load(name), path)
         rows = [row for row in part["rows"] if way in row["times"] and row["passed"]]
         ceilings = part["ceilings"]
@@ -215,11 +218,11 @@ class Results:
                     time = row["times"][way][who]
                     text = f"{who}, {described(row['dims'])}: {time['tflops']:.0f} TFLOPS, {time['median_us']:.1f} us"
                     marks.append(Mark(style_of(who), x, time["tflops"], text))
-                    names[style_of(who)] = OURS_BEST if ours else f"{who}, where it is the best peer"
+                    names[style_of(who)] = OURS_BEST if ours else f"{who}, if {who} is the best peer"
                     both.append((x, time["tflops"]))
             links += [(both[0], both[1])] if len(both) == 2 else []
         peaks = tflops(ceilings)
-        # TFLOPS that x FLOPs a byte allow: x GB/s are x / 1000 of them
+        # one FLOP per byte at 1000 GB/s is 1 TFLOPS
         ways = dict(gb_s(ceilings))
         bandwidth = part["bandwidth"].removesuffix("_gb_s")
         rate = ways[bandwidth] / 1000
@@ -245,7 +248,7 @@ class Results:
         return Chart(description, "FLOPs per byte", "TFLOPS", lines, marks, names, links).html()
 
     def ranks(self, name: str) -> str:
-        """Decode steps over several GPUs beside one: times of each merge, the gain, bytes that a rank receives."""
+        """Return a table of decode steps on one and several GPUs: times, gain, and bytes that each rank receives."""
         part = self._load(name)["between_gpus"]
         lines, merges = [], []
         for gpus in sorted(key for key in part if key.endswith(" GPUs")):
@@ -270,7 +273,7 @@ class Results:
         )
 
     def contexts(self, name: str) -> str:
-        """One decoded token at several context lengths: a table and a chart."""
+        """Return a table and a chart of the time of one decoded token at several context lengths."""
         rows = self._load(name)["rows"]
         who = list(dict.fromkeys(row["who"] for row in rows))
         at = {(row["context"], row["who"]): row for row in rows}
@@ -310,7 +313,7 @@ class Results:
         return f"{table(head, lines, 1)}\n\nTimes are medians in ms.\n\n{chart.html()}"
 
     def planning(self, name: str, path: str) -> str:
-        """The host's time to plan a step, and where it was measured the device's time to plan a schedule."""
+        """Return a table of the host's time to plan a step."""
         part = part_of(self._load(name), path)
         batches = part["batches"]
         heads, _, cells = dims_table([{key: row["dims"][key] for key in ("decodes", "prefills")} for row in batches])
@@ -324,7 +327,7 @@ class Results:
         return f"{shown}\n\nTimes are medians in us on the host."
 
     def schedules(self, name: str, path: str) -> str:
-        """The device's time to plan a decode schedule, in a CUDA graph."""
+        """Return a table of the GPU's time to plan a decode schedule, in a CUDA graph."""
         rows = part_of(self._load(name), path)["schedule"]
         who = list(rows[0]["replayed"])
         heads, said, cells = dims_table([{key: row[key] for key in ("B", "programs")} for row in rows])
@@ -336,19 +339,17 @@ class Results:
         return f"{table([*heads, *names], lines, len(heads))}\n\nTimes are medians in us, replayed; {', '.join(said)}."
 
     def crossover(self, name: str, path: str) -> str:
-        """What choosing a path by measured and by counted costs loses against the better path, at worst."""
+        """Return a table that shows how much slower than the faster path the chosen path is at most."""
         rows = part_of(self._load(name), path)["heads"]
         ways = list(rows[0]["lost"])
         lines = [
             [str(row["N"]), str(len(row["points"])), *(f"{100 * row['lost'][way]:.1f} %" for way in ways)]
             for row in rows
         ]
-        return table(
-            ["heads", "shapes", *(f"{way} costs: slower than the better path by up to" for way in ways)], lines, 1
-        )
+        return table(["heads", "shapes", *(f"largest slowdown with {way} costs" for way in ways)], lines, 1)
 
     def speed(self, name: str, path: str) -> str:
-        """Tokens a second of the main job."""
+        """Return a table of the tokens per second of the main job."""
         part = part_of(self._load(name), path)
         lines = [
             [f"`{who}`" if who != "transformers" else who, row["how"], f"{row['tokens_per_second']:.1f}"]
@@ -357,7 +358,7 @@ class Results:
         return table(["package", "prompts", "tokens per second"], lines, 2)
 
     def checks(self, name: str) -> str:
-        """What was checked on the card besides speed, and what came of it."""
+        """Return a table of the checks that ran on the GPU, with their results."""
         report, lines = self._load(name), []
         for stage in (stage for stage in report if isinstance(report[stage], dict) and "ok" in report[stage]):
             found = report[stage]
@@ -372,7 +373,7 @@ class Results:
         return table(["check", "verdict", "summary"], lines, 3)
 
     def mutants(self, name: str) -> str:
-        """How many planted faults the tests noticed, by subject, and what was drawn."""
+        """Return a table of the mutants that the tests noticed, by subject, and how the mutants were drawn."""
         report = self._load(name)
         columns = {"judged": "drawn", "killed": "a test failed", "timed out": "timed out", "survived": "survived"}
         rows = [[subject, *(str(counts[key]) for key in columns)]
@@ -380,13 +381,13 @@ class Results:
         noticed = report["all"]["judged"] - report["all"]["survived"]
         said = (
             f"{noticed} of {report['all']['judged']} mutants were noticed, {noticed / report['all']['judged']:.1%}. "
-            f"They were drawn with seed {report['seed']} out of {report['population']}, with cosmic-ray "
+            f"The mutants were drawn with seed {report['seed']} out of {report['population']}, with cosmic-ray "
             f"{report['versions']['cosmic-ray']}, on {report['date']}. Complete file: [`{name}`](results/{name})."
         )
         return f"{table(['subject', *columns.values()], rows, 1)}\n\n{said}"
 
     def negative(self, name: str) -> str:
-        """Every experiment of the log that was not kept, with its figures where they stand in no table."""
+        """Return a list of the log's experiments that were not kept; the tables of the log are left out."""
         text = re.sub(r"^```.*?^```$", "", (self._docs / name).read_text(encoding="utf-8"), flags=re.M | re.S)
         lines, slugs = [], set()
 
@@ -416,7 +417,7 @@ class Results:
 
 
 def digest(folder: Path) -> str:
-    """As tests/benchmarks/report.py has it: sha256 over the Python sources of a folder, by sorted path."""
+    """Return the sha256 of the Python sources of a folder, the same as `digest` in tests/benchmarks/report.py."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
@@ -424,18 +425,18 @@ def digest(folder: Path) -> str:
 
 
 def filled(markdown: str, docs: Path) -> str:
-    """A page with each request answered."""
+    """Return a page in which each request is replaced by its table or chart."""
     results = Results(docs)
 
     def draw(request: re.Match[str]) -> str:
         draw: Callable[..., str] | None = getattr(results, request["name"], None)
         if draw is None or request["name"].startswith("_"):
-            raise PluginError(f"no drawing is called {request['name']!r}: {request.group()}")
+            raise PluginError(f"expected the name of a table or chart, got {request['name']!r}: {request.group()}")
         return draw(*request["words"].split())
 
     return REQUEST.sub(draw, markdown)
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Answer the requests of every page."""
+    """Replace the requests of a page by tables and charts."""
     return filled(markdown, Path(config.docs_dir))

@@ -1,6 +1,6 @@
-"""The chart of README and of the home page, drawn from docs/results by `python docs/hooks/picture.py`.
+"""The chart of the README and of the home page, which `python docs/hooks/picture.py` draws from docs/results.
 
-Each file holds the digest of the results that it shows; a test compares that digest with docs/results.
+Each image file stores the digest of the results that the image shows. A test compares this digest with docs/results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PICTURE = DOCS / "assets" / "gain.png"
 DRAWINGS = (DOCS / "assets" / "gain.svg", DOCS / "assets" / "gain-narrow.svg")
 SOURCES = tuple(DOCS / "results" / name for name in ("h200-decode.json", "cpu-2-cores.json"))
 NAMES = {"FA3": "FlashAttention-3"}
-SHAPES = {  # requests, keys of the longest, new tokens, heads, lengths
+SHAPES = {  # label: requests, keys of the longest request, new tokens, heads, distribution of lengths
     "128 x 4096, 128 heads": (128, 4096, 1, 128, "equal"),
     "128 x 4096, 16 heads": (128, 4096, 1, 16, "equal"),
     "96 x 256 to 32768, 128 heads": (96, 32768, 1, 128, "ragged"),
@@ -34,12 +34,15 @@ SHAPES = {  # requests, keys of the longest, new tokens, heads, lengths
 
 
 def results_digest() -> str:
-    """Sha256 of the files that the picture shows."""
+    """Return the sha256 of the results files that the chart shows."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in SOURCES)).hexdigest()
 
 
 def times_of(report: dict) -> dict[str, dict[str, float]]:
-    """Medians of a captured graph's replays for each shape, over that of the faster way of `fast`."""
+    """Return the time of each contender / the time of `fast`, for each shape; times are medians of replayed decodes.
+
+    The time of `fast` is the shorter of the times with and without a schedule.
+    """
     found = {}
     for label, dims in SHAPES.items():
         (row,) = (row for row in report["rows"] if tuple(row["dims"].values()) == dims)
@@ -50,7 +53,7 @@ def times_of(report: dict) -> dict[str, dict[str, float]]:
 
 
 def draw_decode(axes: Axes, report: dict) -> None:
-    """Decode on a GPU beside its peers."""
+    """Draw the times of one decode step on a GPU, for `fast` and its peers."""
     rows = times_of(report)
     for place, times in enumerate(rows.values()):
         for order, (who, time) in enumerate(times.items()):
@@ -67,7 +70,7 @@ def draw_decode(axes: Axes, report: dict) -> None:
 
 
 def draw_contexts(axes: Axes, report: dict) -> None:
-    """A decoded token on a CPU, over the length of the context."""
+    """Draw the time of one decoded token on a CPU against the length of the context."""
     for who in ("transformers", "reference", "fast"):
         points = sorted((row["context"], row["ms_median"]) for row in report["rows"] if row["who"] == who)
         axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[who], label=who)
@@ -84,7 +87,7 @@ def draw_contexts(axes: Axes, report: dict) -> None:
 
 
 def draw() -> None:
-    """Write the picture for README, and for the site the drawings of a wide and of a narrow screen."""
+    """Write the picture of the README, and the drawings of the site for a wide and for a narrow screen."""
     gpu, cpu = (json.loads(path.read_text(encoding="utf-8")) for path in SOURCES)
     plt.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
     plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "gain"})

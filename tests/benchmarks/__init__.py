@@ -1,4 +1,4 @@
-"""Benchmarks: each module prints a table of medians and quartiles, and writes JSON if `--json` is given.
+"""Benchmarks: each benchmark prints a table of medians and quartiles, and writes JSON if `--json` is given.
 
-No module of this package is a test.
+This package contains no tests; pytest does not collect its modules.
 """

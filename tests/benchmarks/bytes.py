@@ -4,8 +4,8 @@
     python -m tests.benchmarks.bytes --rows gather,65536 merge,65536 --json bytes.json
 
 Each row is also timed as a contiguous copy of the same number of bytes, because a copy of this size does not reach the
-rate of a large copy. The whole output of a movement must equal the expected bits. A part of the output of a merge is
-compared with the reference on a computed budget.
+rate of a large copy. The output of every operation except merge must have exactly the expected bits. A part
+of the output of a merge is compared with the reference on a computed budget.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Row:
     """One operation and its size.
 
     Attributes:
-        op: gather, cache_write, copy_blocks, reorg (context of 4 ranks, interleaved token by token), reorg_64 (the
-            same, interleaved by 64 tokens), merge (both states float32, as in a prefill) or merge_bfloat16.
+        op: gather, cache_write, copy_blocks, reorg, reorg_64, merge or merge_bfloat16. reorg puts the context of 4
+            ranks, interleaved token by token, into token order; for reorg_64 the ranks are interleaved by 64 tokens.
+            merge joins two float32 states, as in a prefill; merge_bfloat16 joins two bfloat16 states.
         tokens: number of tokens.
     """
 
@@ -52,20 +53,21 @@ class Row:
 
     @classmethod
     def parse(cls, op: str, tokens: str) -> Row:
-        """Return the row that is given by the texts of an operation and a number of tokens.
+        """Return the row of an operation and a number of tokens, both given as text.
 
         Raises:
             ValueError: the operation is unknown, or the number of tokens is invalid.
         """
         if op not in MAKERS or int(tokens) < 1 or int(tokens) % (REQUESTS * BLOCK_SIZE):
-            raise ValueError(f"one of {', '.join(MAKERS)}, and a multiple of {REQUESTS * BLOCK_SIZE} tokens")
+            raise ValueError(f"op is one of {', '.join(MAKERS)}; size is a multiple of {REQUESTS * BLOCK_SIZE} tokens")
         return cls(op, int(tokens))
 
     @property
     def bytes(self) -> int:
-        """Bytes of the operation.
+        """Bytes that the operation reads and writes.
 
-        A movement reads and writes every entry once and reads the indices. A merge reads two states and writes one.
+        A merge reads two states and writes one. Every other operation reads and writes each cache entry once, and reads
+        the indices.
         """
         entries = 2 * self.tokens * WIDTH * DTYPE.itemsize
         if self.op.startswith("merge"):
@@ -91,7 +93,7 @@ def random_cache(blocks: int, device: str) -> Tensor:
 
 
 def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that gather several requests, from the second block on, into a workspace, and a check of them."""
+    """Return calls that gather requests from their second block on into a workspace, and a check of the output."""
     width = row.tokens // REQUESTS // BLOCK_SIZE + 1
     cache = random_cache(sets * REQUESTS * width, device)
     index = dict(dtype=torch.int32, device=device)
@@ -111,7 +113,7 @@ def gather(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[
 
 
 def cache_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that write new entries to random blocks of a cache with twice as many slots, and a check of them."""
+    """Return calls that write new entries to random blocks, half of a cache's blocks, and a check of the cache."""
     cache = torch.full((2 * sets * row.tokens // BLOCK_SIZE, BLOCK_SIZE, WIDTH), torch.nan, dtype=DTYPE, device=device)
     order = torch.randperm(cache.shape[0], device=device)[: sets * row.tokens // BLOCK_SIZE]
     slots = (order[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=device)).view(sets, row.tokens)
@@ -132,7 +134,7 @@ def cache_write(row: Row, sets: int, backend: str | None, device: str) -> tuple[
 
 
 def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that copy whole blocks to other blocks of the same cache, and a check of them."""
+    """Return calls that copy whole blocks to other blocks of the same cache, and a check of the cache."""
     pairs = row.tokens // BLOCK_SIZE
     cache = random_cache(2 * sets * pairs, device)
     mappings = torch.randperm(cache.shape[0], device=device).view(sets, pairs, 2)
@@ -150,7 +152,7 @@ def copy_blocks(row: Row, sets: int, backend: str | None, device: str) -> tuple[
 
 
 def reorg(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that put the gathered context of RANKS ranks into token order, and a check of them."""
+    """Return calls that put the gathered context of RANKS ranks into token order, and a check of the output."""
     interleave, each = REORG_INTERLEAVE[row.op], row.tokens // REQUESTS
     gathered = [torch.randn(RANKS, row.tokens // RANKS, WIDTH, dtype=DTYPE, device=device) for _ in range(sets)]
     lens = each * torch.arange(REQUESTS + 1, dtype=torch.int32)
@@ -170,7 +172,7 @@ def reorg(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[C
 
 
 def merge(row: Row, sets: int, backend: str | None, device: str) -> tuple[list[Callable], Callable]:
-    """Return calls that merge two attention states of all heads, and a check of them."""
+    """Return calls that merge two attention states of all heads, and a check of the merged state."""
     dtype = merge_dtype(row)
 
     def state() -> AttentionState:
@@ -208,14 +210,14 @@ ROWS = tuple(Row(op, 65536) for op in MAKERS)
 def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
     """Return the inputs and contenders of one row.
 
-    `peers` is not used, since no peer offers these operations; every benchmark has the option.
+    `peers` is not used, because no peer offers these operations. All benchmarks have the option.
     """
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
     calls, check = MAKERS[row.op](row, input_sets(row.bytes, l2_bytes), backend, device)
     sources, targets = (
         [torch.randn(row.bytes // 4, device=device).to(torch.bfloat16) for _ in calls] for _ in range(2)
     )
-    # copy by a kernel: a graph would turn `copy_` into a memcpy node, which some GPUs run at another speed
+    # `mul` by 1 copies with a kernel; in a graph `copy_` becomes a memcpy node, which has another speed on some GPUs
     copies = [lambda s=s, t=t: torch.mul(s, 1, out=t) for s, t in zip(sources, targets, strict=True)]
 
     def check_either(output) -> list[Parity]:

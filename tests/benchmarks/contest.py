@@ -1,8 +1,8 @@
-"""Compare kernels on the same rows of work: check parity, time them in turns, write one table and one JSON file.
+"""Compare kernels on the same shapes: check the outputs, time the kernels in turns, write a table and a JSON file.
 
-A row is one shape. It is timed only after the output of `fast` passed on a budget that is computed from the reference.
-The output of a peer (a kernel of another project) is compared with the same budget; a peer that exceeds the budget is
-still timed, and the table marks it with "!".
+A row is one shape. A row is timed only if the error of `fast` is within a budget that is computed from the reference.
+The error of a peer (a kernel of another project) is compared with the same budget. A peer that exceeds the budget is
+still timed, and the table marks the peer with "!".
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ RATES = (("tflops", "share_of_matmul", "flops"), ("gb_s", "share_of_bandwidth", 
 
 
 class CannotRun(Exception):
-    """A benchmark cannot run here; the message gives the reason in one line."""
+    """Error of a benchmark that cannot run here; the message gives the reason in one line."""
 
 
 @dataclass
 class Contender:
-    """One implementation of the work of a row.
+    """One implementation of the computation of a row.
 
     Attributes:
         calls: one call for each set of inputs; a call does the timed work and nothing else.
-        view: converts the output of a call to the shape that the check expects; its time is not measured.
+        view: converts the output of a call to the shape that the check expects; the conversion is not timed.
     """
 
     calls: Sequence[Call]
@@ -74,7 +74,7 @@ def is_ours(who: str) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line."""
+    """Return the message of an error in one line, or the name of its class if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -96,8 +96,9 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
         ways: methods of the clock to use, such as "flushed" and "replayed".
 
     Returns:
-        flops, bytes, parity by contender, and the absent contenders with their reasons. If `fast` passed, also the
-        times by way and contender, the host time to launch each contender, and the speed of `fast` relative to each.
+        flops, bytes, the parity of each contender, and the absent contenders with the reasons. If `fast` passed, the
+        result also has the times by way and contender, the host time to launch each contender, and the speed of `fast`
+        relative to each contender.
     """
     absent, parity = dict(case.absent), {}
     for who, contender in case.contenders.items():
@@ -173,7 +174,7 @@ def draw_table(title: str, columns: Sequence[str], rows: Sequence[Mapping], ways
     heads = {"tflops": ("TFLOPS", "of matmul"), "gb_s": ("GB/s", f"of {bandwidth.split('_')[0]}")}
     for column in [column for what in shown for column in heads[what]] + ["error / budget"]:
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("fast against it", justify="right", no_wrap=True)
+    table.add_column("speed of fast / this", justify="right", no_wrap=True)
     for row in rows:
         contenders = list(row["parity"] if OURS in row["parity"] else (OURS, *row["parity"]))
         for place, who in enumerate(contenders):
@@ -247,7 +248,7 @@ def run_benchmark(
         description: one line for the help and the title of the table.
         all_rows: default rows, frozen dataclasses; their fields are the first columns of the table.
         make_case: function that makes the case of a row from the row, the peers and the name of a backend.
-        argv: options of the command line; None takes those of the process.
+        argv: options of the command line; None takes the options of this process.
         ways: ways of timing, as in `contest`.
         bandwidth: ceiling of the bytes per second, as in `add_shares`.
         epilog: sentence before the exit status at the end of the help.
@@ -265,7 +266,7 @@ def run_benchmark(
 
 
 def row_name(row: Any) -> str:
-    """Return a row as `--rows` takes it: its fields, separated by commas."""
+    """Return the text of a row for `--rows`: the fields of the row, separated by commas."""
     return ",".join(str(value) for value in asdict(row).values())
 
 

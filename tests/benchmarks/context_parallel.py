@@ -1,15 +1,15 @@
-"""Time a decode step whose keys are divided over several GPUs, and the same step on one GPU; bfloat16, DeepSeek-V3.
+"""Time a decode step with keys divided over several GPUs, and the same step on one GPU; bfloat16, DeepSeek-V3's dims.
 
     python -m tests.benchmarks.context_parallel --ranks 4
     python -m tests.benchmarks.context_parallel --ranks 2 --rows 32,131072,128 --json h200-x2.json
 
 The benchmark starts one process for each GPU; the processes communicate through NCCL. A step has three parts: gather
-the queries, decode over the rank-local keys, merge over the ranks. It is replayed from a CUDA graph.
+the queries, decode over the rank-local keys, merge over the ranks. A CUDA graph replays the step.
 
-For comparison, each GPU also decodes all heads over all keys by itself. All GPUs do this at the same time, so that all
-of them are equally warm. A time is the median of the slowest rank. The table shows the bytes that a rank received
-beside the bytes that `dcp_wire_bytes` predicts. Both sides use a schedule of `plan_decode`; the planning is not in the
-times.
+For comparison, each GPU also decodes all heads over all keys by itself. All GPUs do so at the same time, so that all
+GPUs are equally warm. For each replay the time of the slowest rank counts; the table shows the median over the replays.
+The table also shows the bytes that a rank received beside the bytes that `dcp_wire_bytes` predicts. The decodes on one
+GPU and on several GPUs use a schedule of `plan_decode`; the times do not contain the planning.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ FLOORS = {(2, ROWS[0]): 1.7, (4, ROWS[0]): 3.0}
 
 
 def entries_of(row: Row, request: int) -> Tensor:
-    """Return the cache entries of one request, [S, Lkv + R]; they are the same on every GPU."""
+    """Return the cache entries of one request, [S, Lkv + R]; every GPU gets the same entries."""
     generator = torch.Generator("cuda").manual_seed(request)
     return torch.randn(row.S, WIDTH, dtype=DTYPE, device="cuda", generator=generator)
 
@@ -131,7 +131,7 @@ def captured_us(step: Callable[[], object]) -> list[float]:
 
 
 def oracle(row: Row, q: Tensor, heads: slice, dtype: torch.dtype) -> AttentionState:
-    """Return the reference's result over whole sequences, for the checked requests and the first heads of `heads`."""
+    """Return the result of `reference` over whole sequences, for the checked requests and a few of the heads."""
     heads = slice(heads.start, heads.start + CHECKED_HEADS)
     blocks = row.S // BLOCK_SIZE
     cache = torch.cat([entries_of(row, request).view(blocks, BLOCK_SIZE, WIDTH) for request in range(checked(row))])
@@ -195,7 +195,7 @@ def head(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def rank_task(rows: list[Row], arguments: Sequence[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return provenance and measurements; every rank's process runs this function."""
+    """Return provenance and measurements; the process of every rank runs this function."""
     return head(arguments), measure(rows)
 
 

@@ -3,12 +3,11 @@
     python -m tests.benchmarks.crossover --costs fast/assets/costs
     python -m tests.benchmarks.crossover --heads 16 128 --json crossover.json
 
-Each point of the grid is a batch of equal requests. The time is that of attention with its up-projections:
-`query_to_latent`, `mla_decode` with a schedule and `latent_to_value` on the absorbed path, `forward_prefill` on the
-expanded path.
+Each point of the grid is a batch of equal requests. A time contains attention and the up-projections: on the absorbed
+path `query_to_latent`, `mla_decode` with a schedule and `latent_to_value`, on the expanded path `forward_prefill`.
 
-1. The grid is measured twice, and the constants of `PathCosts` are fitted to the mean. The fit minimises the time that
-   `choose_path` loses by choosing the slower path.
+1. The grid is measured twice, and the constants of `PathCosts` are fitted to the mean times. The fit minimises the time
+   that `choose_path` loses when the slower path is chosen.
 2. The grid is measured once more. The table shows both times and the loss of the chosen path at every point.
 
 Between the points of the grid, and for other numbers of heads, the constants are a model and not a measurement.
@@ -40,7 +39,7 @@ CONTEXT_LENS = (0, 128, 512, 2048, 8192, 32768)
 REQUESTS = 2  # a step often has about two prefills beside its decodes; the contexts of two requests fit one workspace
 BLOCK_SIZE, WORKSPACE = 64, 65536
 MOST_LOST = 0.10
-SLOWER = 8.0  # the absorbed path is not timed for longer queries once it is this many times slower
+SLOWER = 8.0  # if the absorbed path is this many times slower, only the expanded path is timed for longer queries
 CONSTANTS = tuple(asdict(PathCosts()))
 
 
@@ -52,7 +51,8 @@ class Point:
         N: number of heads.
         query_len: new tokens of each request.
         context_len: context tokens of each request.
-        absorbed_us: time of the absorbed path for one request (time of the batch / REQUESTS), infinity if not timed.
+        absorbed_us: time of the absorbed path for one request (time of the batch / REQUESTS), infinity if the
+            path was not timed.
         expanded_us: time of the expanded path for one request.
     """
 
@@ -237,7 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = MLAConfig.from_preset("deepseek-v3", num_heads=heads)
         points = mean(measure(config, clock), measure(config, clock))
         costs = fit(points, config)
-        points = measure(config, clock)  # a new measurement: the losses are not those of the fitted times
+        # measure again: the losses shall not come from the times to which the constants were fitted
+        points = measure(config, clock)
         losses = {
             "measured": [lost(p, config, costs) for p in points],
             "counted": [lost(p, config, None) for p in points],

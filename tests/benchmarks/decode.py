@@ -10,8 +10,8 @@ the cache, q and out. The variants of fast differ in how they split requests:
 - "fast, planned": the splits follow a schedule of `plan_decode`. The time contains the planning, although an engine
   plans once for all layers of a step.
 - "fast, invariant": batch-invariant; the splits of a request depend on its own length alone.
-- "fast, invariant, planned": batch-invariant, with a schedule whose planning is in the time.
-- "fast, by default": "fast" or "fast, planned", as `build_mla_metadata` chooses without further options.
+- "fast, invariant, planned": batch-invariant, with a schedule of `plan_decode`. The time contains the planning.
+- "fast, by default": "fast" or "fast, planned"; `build_mla_metadata` chooses one of the two by the lengths.
 
 The time of FlashMLA does not contain the computation of its schedule.
 """
@@ -72,7 +72,7 @@ class Row:
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """Return the row that is given by the texts of four sizes and a distribution of lengths.
+        """Return the row of four sizes and a distribution of lengths, all given as text.
 
         Raises:
             ValueError: a text is not a number, or a value is out of range.
@@ -81,7 +81,7 @@ class Row:
         batch, keys, queries, heads = (int(text) for text in sizes)
         known = lens in LENS or (lens.endswith("%") and lens[:-1].isdecimal() and int(lens[:-1]) <= 100)
         if min(batch, keys, queries, heads) < 1 or queries > keys or not known:
-            raise ValueError(f"sizes from 1, Sq at most S, and one of {', '.join(LENS)}, 80%")
+            raise ValueError(f"sizes are at least 1, Sq is at most S, lens is one of {', '.join(LENS)}, 80%")
         return cls(batch, keys, queries, heads, lens)
 
     @property
@@ -125,7 +125,7 @@ ROWS = tuple(
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random requests over one cache, with several disjoint block tables so that consecutive calls read other blocks.
+    """Random requests over one cache, with several disjoint block tables, so that consecutive calls read new blocks.
 
     Attributes:
         ql_nope: absorbed queries [B Sq, N, Lkv].
@@ -157,7 +157,7 @@ def make_inputs(row: Row, sets: int, device: torch.device | str) -> Inputs:
 
 
 def spread_out(count: int, at_most: int) -> list[int]:
-    """Return at most `at_most` indices below `count`: the first, the last and evenly spaced ones between them."""
+    """Return at most `at_most` evenly spaced indices below `count`, with the first and the last index."""
     picked = min(count, at_most)
     return sorted({round(i * (count - 1) / max(picked - 1, 1)) for i in range(picked)})
 
@@ -211,7 +211,7 @@ def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
 
 
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return FlashMLA, FlashAttention-3 and vLLM's Triton kernel as contenders, and missing ones with the reason."""
+    """Return FlashMLA, FlashAttention-3 and vLLM's Triton kernel as contenders, and absent peers with the reason."""
     q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
     there = peers.available()
     vllm_triton = vllm_with_scales(peers, q.device) if there["vllm_triton"] else None
@@ -232,7 +232,7 @@ def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[s
 
 
 def batch_of(row: Row, inputs: Inputs) -> CommonAttentionMetadata:
-    """Return the first set of blocks as the batch of a step; its slot mapping is -1, since the cache is filled."""
+    """Return a step's batch on the first set of blocks; all its slots are -1, because the cache is already filled."""
     metadata, tokens = inputs.metadata[0], row.B * row.Sq
     starts = row.Sq * torch.arange(row.B + 1, dtype=torch.int32)
     no_slots = torch.full((tokens,), -1, dtype=torch.int64, device=metadata.block_table.device)

@@ -5,8 +5,8 @@
 
 A DeepseekV2 model of one layer (a token embedding, this attention, an MLP of one unit) decodes one token at a time,
 with batch 1, float32, on the CPU. The caches of the three implementations are filled with the same random latents. The
-implementations take turns step by step, so that a drift of the machine's speed affects all three. Medians and quartiles
-are those of whole steps. Before the timing, each output is compared with transformers in float64 on a computed budget.
+implementations take turns step by step, so that a drift of the machine's speed affects all three. Each time is that
+of a whole step. Before the timing, each output is compared with transformers in float64 on a computed budget.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def measure(context: int, steps: int, reference_steps: int) -> list[dict]:
     parities = {name: compare(name, value, low, gold) for name, value in first_outputs.items()}
     for parity in parities.values():
         if not parity.passed:
-            raise RuntimeError(f"{parity}: outside its budget at context {context}; not timed")
+            raise RuntimeError(f"{parity}: the error exceeds the budget at context {context}, so nothing was timed")
 
     times: dict[str, list[float]] = {name: [] for name in steppers}
     for turn in range(steps + 2):

@@ -1,11 +1,11 @@
-"""Time the planning of a step on the host and, on a GPU, the schedule kernel and the gaps of a captured decode step.
+"""Time the planning of a step on the host; on a GPU, also the schedule kernel and a captured decode step.
 
     python -m tests.benchmarks.planning
     python -m tests.benchmarks.planning --device cuda --json planning.json
 
 Host times are medians on one core. On a GPU the benchmark measures:
 
-- the host time of the builder; copies to the device are issued, and nothing waits for them;
+- the host time of the builder, which starts copies to the device and does not wait for the end of the copies;
 - `plan_decode`, replayed from a CUDA graph;
 - a replayed decode step of one layer: the time of each kernel, the time from the first kernel to the end of the last,
   and the gaps between kernels. The copies of a batch into the buffers of the graph are not in these times.
@@ -74,7 +74,7 @@ def make_common(batch: Batch, device: str) -> CommonAttentionMetadata:
 
 
 def time_host(call: Callable[[], object], seconds: float) -> Spread:
-    """Return median and quartiles of the host time of one call, after three warm-up calls and without collections."""
+    """Return median and quartiles of the host time of a call, after three warm-up calls, without garbage collection."""
     for _ in range(3):
         call()
     times: list[float] = []
@@ -115,7 +115,7 @@ def time_batches(device: str, seconds: float) -> list[dict[str, Any]]:
 def time_schedule() -> list[dict[str, Any]]:
     """Time `plan_decode` in a replayed graph, and the fill of one element as the cost of a kernel with no work."""
     clock, rows = Clock(50.0), []
-    config = MLAConfig.from_preset("deepseek-v3", num_heads=16)  # few heads: a decode runs with the most programs
+    config = MLAConfig.from_preset("deepseek-v3", num_heads=16)  # a decode with few heads has the most programs
     served = {"device": "cuda", "dtype": torch.bfloat16, "block_size": 64}
     programs, costs = fast.decode_programs(config, **served), fast.schedule_costs(config, **served)
     one = torch.zeros(1, device="cuda")
@@ -194,7 +194,7 @@ def profile_step() -> dict[str, Any]:
         )  # fmt: skip
         each, left = divmod(len(kernels), REPLAYS)
         if left:
-            raise AssertionError(f"{len(kernels)} kernels in {REPLAYS} replays")
+            raise AssertionError(f"expected equal numbers of kernels in {REPLAYS} replays, got {len(kernels)} in all")
         steps = [kernels[n * each : (n + 1) * each] for n in range(REPLAYS)]
         gaps, spans = [], []
         for step in steps:

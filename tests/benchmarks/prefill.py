@@ -5,7 +5,7 @@
 
 fast gets the tensors of a prefill: keys and values stored head by head, as `expand_kv` returns them, and the rope part
 of the key once for all heads. The peers get the layout on which they are fastest: packed keys with the rope part
-repeated for each head, and packed values. The time does not contain the making of that layout.
+repeated for each head, and packed values. The time does not contain the conversion to this layout.
 
 There are two ways of timing: rested, and flushed without rests, where the GPU reaches its power limit. FLOPs are
 2 B N Sq Skv (192 + 128), without the pairs that a causal mask removes.
@@ -59,7 +59,7 @@ class Row:
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """Return the row that is given by the texts of four sizes and a mask, "causal" or "full".
+        """Return the row of four sizes and a mask, "causal" or "full", all given as text.
 
         Raises:
             ValueError: a text is not a number, or a value is out of range.
@@ -67,12 +67,12 @@ class Row:
         batch, queries, keys, heads = (int(text) for text in texts[:4])
         mask = texts[4]
         if min(batch, queries, keys, heads) < 1 or queries > keys or mask not in ("causal", "full"):
-            raise ValueError("sizes from 1, Sq at most Skv, and causal or full")
+            raise ValueError("sizes are at least 1, Sq is at most Skv, mask is causal or full")
         return cls(batch, queries, keys, heads, mask)
 
     @property
     def causal(self) -> bool:
-        """Whether the keys after each query are masked."""
+        """True if the keys after each query are masked."""
         return self.mask == "causal"
 
     @property
@@ -187,7 +187,7 @@ def attend_by_torch(kernel: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal:
 
 
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return FlashAttention-3 and PyTorch's cuDNN and FlashAttention-2 as contenders, and missing ones with reasons."""
+    """Return FlashAttention-3 and PyTorch's cuDNN and FlashAttention-2 kernels, and absent peers with the reasons."""
     k = torch.cat((inputs.k_nope, inputs.k_pe[:, None].expand(-1, row.N, -1)), dim=-1).contiguous()
     values = inputs.v.contiguous()
     contenders, absent = {}, {}

@@ -18,7 +18,7 @@ import fast
 
 
 def digest(*folders: pathlib.Path) -> str:
-    """Return the sha256 of the Python sources of `folders`, in the order of their paths."""
+    """Return the sha256 of the Python sources of `folders`, sorted by path."""
     total = hashlib.sha256()
     for root in folders:
         for path in sorted(root.rglob("*.py")):
@@ -32,7 +32,7 @@ def fast_digest() -> str:
 
 
 def processor() -> str:
-    """Return the name of the CPU: from /proc/cpuinfo, or else from `platform.processor`."""
+    """Return the name of the CPU from /proc/cpuinfo, or from `platform.processor` if /proc/cpuinfo has no name."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

@@ -1,12 +1,12 @@
-"""Time the absorbed decode with a wide block table: launches sized by the longest request, and by the table.
+"""Time the absorbed decode with a wide block table, launched for the longest request and for a full row of the table.
 
     python -m tests.benchmarks.table_width
     python -m tests.benchmarks.table_width --rows 1,1024,1,128,2560 --json table-width.json
 
 An engine keeps one block table that is wide enough for the longest sequence it may ever serve. "fast" gets the length
 of the longest request of the step as `max_seq_len`. "fast, by the table" gets the number of tokens that fit into a row
-of the table; kernels used that number before plans had `max_seq_len`. Blocks of 64 tokens, bfloat16, dims of
-DeepSeek-V3.
+of the table; kernels used this number before plans had `max_seq_len`. The blocks have 64 tokens, the dtype is
+bfloat16, and the dims are those of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .contest import OURS, Case, Contender, run_benchmark
 from .decode import BLOCK_SIZE, SCALE
 
 BY_TABLE = f"{OURS}, by the table"
-FAR = 2147480000  # block number far outside the cache; fills the unused columns of the table
+FAR = 2147480000  # block number far outside the cache, for the unused columns of the table
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ class Row:
 
     @classmethod
     def parse(cls, *texts: str) -> Row:
-        """Return the row that is given by the texts of five sizes.
+        """Return the row of five sizes, all given as text.
 
         Raises:
             ValueError: a text is not a number, or a value is out of range.
         """
         row = cls(*(int(text) for text in texts))
         if min(vars(row).values()) < 1 or row.Sq > row.S or row.S > row.W * BLOCK_SIZE:
-            raise ValueError(f"sizes from 1, Sq at most S, S at most {BLOCK_SIZE} W")
+            raise ValueError(f"sizes are at least 1, Sq is at most S, S is at most {BLOCK_SIZE} W")
         return row
 
 

@@ -138,7 +138,7 @@ class Clock:
         return self._repeat(one_round, dict.fromkeys(contenders, 1))
 
     def replayed(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, Spread]:
-        """Time calls back to back from a CUDA graph that holds at least 8 calls, equally many of each set of inputs.
+        """Time calls back to back from a CUDA graph with 8 or more calls, equally many calls for each set of inputs.
 
         A contender that cannot be captured is missing in the result; `not_captured` has the reason.
         """
@@ -165,9 +165,8 @@ class Clock:
         return self.order.sample(list(names), len(names))
 
     def _warm_up(self, contenders: Mapping[str, Sequence[Call]]) -> None:
-        stream = (
-            torch.cuda.Stream()
-        )  # a side stream, as before a capture: libraries allocate their buffers on first use
+        # libraries allocate buffers at their first use, which must be before a capture and on a side stream
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for calls in contenders.values():
@@ -204,7 +203,7 @@ def measure_ceilings(clock: Clock) -> Ceilings:
     """Measure the rates of a copy, a read and a matrix product on this GPU.
 
     A rate comes from the median of flushed runs. For the product, several short bursts and one long run are timed, and
-    the fastest of them counts.
+    the fastest run counts.
     """
     source = torch.randn(COPY_BYTES // 4, device="cuda")
     target = torch.empty_like(source)

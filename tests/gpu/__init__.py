@@ -1,1 +1,1 @@
-"""Tests of the GPU suite and of the benchmarks that run without a GPU."""
+"""Tests of the GPU suite and of the benchmarks; these tests need no GPU."""

@@ -1,4 +1,4 @@
-"""Tests of the benchmarks' arithmetic, checks, tables and errors. They measure no times and need no GPU."""
+"""Tests of the benchmarks' arithmetic, checks, tables and errors. The tests measure no times and need no GPU."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-# Counts of operations and bytes, compared with numbers computed by hand.
+# The counts of operations and bytes equal numbers that were computed by hand.
 
 
 def test_decode_counts():
-    """The counts of the row B 128, S 4096, N 128 are right.
+    """FLOPs and bytes of the row B 128, S 4096, N 128 are right.
 
     The work is 2 * 128 * 128 * 4096 * 1088 operations, 604 MB of cache, 18.9 MB of q and 16.8 MB of out.
     """
@@ -46,7 +46,7 @@ def test_decode_counts():
 
 
 def test_prefill_counts():
-    """The counts of 4096 queries, 4096 keys and N 128 are right.
+    """FLOPs and bytes of 4096 queries, 4096 keys and N 128 are right.
 
     The work is 2 * 128 * 4096^2 * 320 operations, and half as much with a causal mask: 649 TFLOPS if it takes 1059 us.
     """
@@ -162,11 +162,11 @@ def test_sets_are_disjoint():
     assert len(inputs.metadata) == 3 and len(blocks.unique()) == len(blocks) == inputs.cache.shape[0]
 
 
-# The table and the JSON file.
+# Tests of the table and of the JSON file.
 
 
 class FakeClock:
-    """Clock with fixed times for the contenders `fast` and `slow`; `slow` cannot be captured."""
+    """Clock with fixed times for the contenders `fast` and `slow`; a CUDA graph cannot capture `slow`."""
 
     def __init__(self):
         self.not_captured = {"slow": "it copies from the host"}
@@ -200,7 +200,7 @@ def timed(error: float = 0.5) -> dict:
 
 
 def test_contest():
-    """A row has the right rates: 40 GFLOP and 200 MB in 100 us are 400 TFLOPS and 2000 GB/s, half of each ceiling.
+    """A row has the right rates: 40 GFLOP and 200 MB in 100 us give 400 TFLOPS and 2000 GB/s, half of each ceiling.
 
     `fast` has 2.5 x the speed of the contender `slow`, which takes 250 us.
     """
@@ -225,7 +225,7 @@ def test_failed_row_is_not_timed():
 
 
 def test_own_breakdown_is_a_failed_row():
-    """If `fast` raises an error, the row fails and is not timed, and keeps the parity of the other contenders."""
+    """If `fast` raises an error, the row fails and is not timed. The row keeps the parity of the other contenders."""
     case = case_of()
     case.contenders[contest.OURS] = case.contenders["broken"]
     row = {"dims": {"B": 1, "N": 128}, **contest.contest(case, FakeClock(), ("flushed",))}
@@ -269,7 +269,7 @@ def test_table():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_whole_program(name, monkeypatch, tmp_path, capsys):
-    """A benchmark runs from options to exit status on one small row, with a fake clock and fake ceilings.
+    """A benchmark runs to its exit status on one small row, with a fake clock and fake ceilings.
 
     Table and file have the expected contents, and the exit status is 1 for a row outside its budget.
     """
@@ -305,7 +305,7 @@ def test_whole_program(name, monkeypatch, tmp_path, capsys):
     assert "FAILED" in capsys.readouterr().out
 
 
-# Options and errors.
+# Tests of options and errors.
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -335,7 +335,7 @@ def test_errors(name, argv, message, no_gpu, capsys):
     ("name", "text", "reason"),
     [
         ("decode", "1,2,3", "expected B,S,Sq,N,lens, such as 1,8192,1,128,equal, got 1,2,3"),
-        ("decode", "1,2,3,4,equal", "Sq at most S"),
+        ("decode", "1,2,3,4,equal", "Sq is at most S"),
         ("decode", "1,2,x,4,equal", "invalid literal"),
         ("decode", "1,8,1,4,sorted", "one of equal, mixed, ragged"),
         ("prefill", "1,4,4,1,maybe", "causal or full"),
@@ -350,7 +350,7 @@ def test_bad_rows(name, text, reason, no_gpu, capsys):
 
 
 def test_backend_that_cannot_serve(monkeypatch, capsys):
-    """A backend given by name is never replaced by another one: an unknown name is an error."""
+    """If the backend of `--backend` is unknown, the benchmark ends with an error and chooses no other backend."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(contest, "Clock", lambda milliseconds: FakeClock())
     monkeypatch.setattr(contest, "measure_ceilings", lambda clock: CEILINGS)
@@ -375,7 +375,7 @@ def test_load_peers(tmp_path):
     assert contest.load_peers(tmp_path).available() == {"fa3": False}
 
 
-# Provenance of a results file.
+# Tests of the provenance of a results file.
 
 
 def test_provenance():

@@ -1,4 +1,4 @@
-"""Tests of the GPU suite: which tests it runs, how it reads their output, and what it reports. No GPU is needed."""
+"""Tests of the GPU suite: its choice of tests, its reading of their outputs, and its reports. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_kernels_of_a_set(folder):
 def test_what_a_memory_checker_must_have_seen():
     """The memory check passes only if three conditions hold.
 
-    - Every share (a part of the launches, in its own process) came to its end.
+    - Every share ran to its end; a share is a part of the launches that has its own process.
     - No share reported an error.
     - The launches of all shares together contain every kernel and every variant.
     """
@@ -101,7 +101,7 @@ KERNEL, TRITONS = (
 
 
 def reported(*pairs) -> str:
-    """Return the output of racecheck that reports a race for each pair of source lines, and its summary."""
+    """Return the output and the summary of racecheck for one race at each pair of source lines."""
     lines = []
     for first, second in pairs:
         lines.append(f"========= Error: Race reported between Read access at {KERNEL}+0x140 in {first}")
@@ -114,7 +114,7 @@ def places(*found) -> list[str]:
 
 
 def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
-    """A share whose race report has no source line runs again; the reports with source lines of each run count."""
+    """A share runs again if its race report has no source line; reports with source lines count in every run."""
     head, call = places(*TRITONS)
     nowhere = reported(("work_items.py:9", "work_items.py:7"), (head, call))
     nowhere = nowhere.replace(f"{KERNEL}+0x140 in {head}", "").replace(f"{KERNEL}+0x9a0 in {call}", " ")
@@ -147,7 +147,7 @@ def test_where_triton_specializes_warps():
 
 
 def test_races():
-    """Every reported pair of source lines counts: several pairs of one report, and pairs that cannot be parsed."""
+    """Each pair of source lines in a race report counts as a race, even if a line cannot be read."""
     head, call = places(*TRITONS)
     again = f"[4 hazards]\n=========     and Write access at {KERNEL}+0x10 in work_items.py:7 [1 hazards]"
     found = sanitizers.races(reported((head, call), ("work_items.py:9", call)).replace("[4 hazards]", again, 1))
@@ -167,8 +167,8 @@ def test_what_racecheck_must_say():
     """The race check passes only if two conditions hold.
 
     - No share reports a race, except those at Triton's `warp_specialize`.
-    - The controls have the expected results: racecheck reports no race where every thread arrives and a race where no
-      thread waits, and both controls with a barrier give right values.
+    - The three controls have the expected results. Racecheck reports no race in "every thread arrives" and a race in
+      "nobody waits". In "every thread arrives" and "one arrives for all", which have a barrier, all values are right.
     """
     head, call = places(*TRITONS)
     kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["combine", "triton"])]
@@ -258,7 +258,7 @@ def test_time_limit():
 
 
 def test_hostile_arguments():
-    """`hostile` puts out-of-range values into indices of requests, and leaves offsets and sizes as they are."""
+    """`hostile` puts out-of-range values into a block table, and does not change offsets and sizes."""
     table = torch.zeros(2, 3, dtype=torch.int32)
     assert memory_checks.hostile("block_table", table, 99).tolist() == [[99, 0, 99], [0, 99, 0]]
     assert table.eq(0).all()

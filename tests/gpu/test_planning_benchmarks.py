@@ -1,4 +1,4 @@
-"""Tests of the benchmarks `planning` and `crossover`: they time the right calls, and fitted constants choose well."""
+"""Tests of the benchmarks `planning` and `crossover`: right calls are timed, and fitted constants choose well."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_without_a_gpu(module, monkeypatch, capsys):
 
 
 def test_planning_on_a_cpu(tmp_path, capsys):
-    """Every batch is timed with both packages and with a builder, and the file has its provenance."""
+    """Every batch is timed with both packages and with a builder, and the results file contains the provenance."""
     assert planning.main(["--json", str(tmp_path / "planning.json"), "--time", "0.01"]) == 0
     report = json.loads((tmp_path / "planning.json").read_text())
     assert {"hardware", "versions", "date", "fast_sha256", "command"} <= report.keys()

@@ -1,12 +1,13 @@
-"""What the README and the site show is true: blocks run, commands and links exist, every name has its entry, pins fit.
+"""Tests of the README and of the pages: examples run, links lead to files, API pages are complete, numbers are right.
 
-Every `python` block of every page runs by itself. One whose first line names a file (`# step.py`) is that file, and a
-shell command of its page runs it. Every line of a shell block is run here or by `.ci/run`.
+Every `python` block of every page runs by itself, except a block whose first line names a file (`# step.py`). The test
+writes such a block to that file, and a shell command of the same page runs the file. Every line of a shell block is run
+by a test of this file or by `.ci/run`.
 
-Faults this file was seen to catch: a name misspelt in an example, a block fenced as `py`, a module left out of the
-API pages, a pin below its lower bound, a link to a file that is not there, a guard named on the correctness page that
-no test has, a planted mistake that no fault names, a shell command that nothing runs, a twin that links to itself, a
-term without a definition.
+Faults that were planted once to see a test of this file fail: a misspelt name in an example, a block fenced as `py`, a
+module without an API page, a pin below its lower bound, a link to a missing file, a test that the correctness page
+names and that does not exist, a planted mistake that the correctness page does not name, a shell command that nothing
+runs, a twin that links to itself, a term without a definition.
 """
 
 from __future__ import annotations
@@ -35,26 +36,30 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}|~{3,})(?P<language>.*)$")
-NOT_RUN = {"sh", "text"}  # every other language than python would hide a block from being run
-FILE = re.compile(r"# (\w+\.py)\n")  # the first line of a block that is a file
-PRESETS_HOME = "reference.interfaces.presets"
-ONE_ENTRY = ("fast.backends", "fast.integrations.transformers")  # folders whose `__init__` is their one entry
-NO_ENTRY = ("fast.kernels", "fast.assets")  # kernels are told by their files; nobody imports the assets
+NOT_RUN = {"sh", "text"}  # no other language is allowed, because a block fenced as `py` would not run
+FILE = re.compile(r"# (\w+\.py)\n")  # first line of a block that belongs in a file
+PRESETS_MODULE = "reference.interfaces.presets"
+PACKAGES = ("reference", "fast")
+ONE_ENTRY = ("fast.backends", "fast.integrations.transformers")  # only `__init__` has an API entry
+NO_ENTRY = ("fast.kernels", "fast.assets")  # the files of the kernels document them; assets has no public names
 
 
-def modules_of(wing: str) -> set[str]:
-    """Every module of a wing, below the wing; a folder of `ONE_ENTRY` is one, and private modules are left out."""
-    paths = [path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / wing).rglob("[!_]*.py")]
+def modules_of(package: str) -> set[str]:
+    """Return the public modules of a package that need an API entry, by their names without the package's name.
+
+    A folder of ONE_ENTRY counts as one module, and the folders of NO_ENTRY do not count.
+    """
+    paths = [path.relative_to(ROOT).with_suffix("").parts for path in (ROOT / package).rglob("[!_]*.py")]
     names = {".".join(parts) for parts in paths if not any(part.startswith("_") for part in parts)}
     folders = {name: folder for name in names for folder in (*ONE_ENTRY, *NO_ENTRY) if name.startswith(f"{folder}.")}
-    return {folders.get(name, name).removeprefix(f"{wing}.") for name in names if folders.get(name) not in NO_ENTRY}
+    return {folders.get(name, name).removeprefix(f"{package}.") for name in names if folders.get(name) not in NO_ENTRY}
 
 
-ROOMS = sorted(modules_of("reference") & modules_of("fast"))  # `reference.<room>` and `fast.<room>` are twins
+TWIN_MODULES = sorted(modules_of("reference") & modules_of("fast"))  # `reference.<name>` and `fast.<name>` exist
 
 
 def fenced_blocks(path: Path) -> list[tuple[int, str, str]]:
-    """(line, language, source) of every fenced block of a page."""
+    """Return (line, language, source) of every fenced block of a page."""
     blocks, opened = [], None
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         match = FENCE.match(line)
@@ -66,7 +71,7 @@ def fenced_blocks(path: Path) -> list[tuple[int, str, str]]:
             opened = None
         else:
             opened[4].append(line.removeprefix(opened[2]))
-    assert opened is None, f"{path.name}:{opened[0]}: a block that is not closed"
+    assert opened is None, f"{path.name}:{opened[0]}: this fenced block is never closed"
     return blocks
 
 
@@ -78,7 +83,7 @@ def python_blocks():
 
 
 def files_of(path: Path) -> dict[str, str]:
-    """The blocks of a page that are files, by name."""
+    """Return the blocks of a page that belong in files, by file name."""
     sources = [source for _, language, source in fenced_blocks(path) if language == "python" and FILE.match(source)]
     return {FILE.match(source)[1]: source for source in sources}
 
@@ -90,14 +95,14 @@ def requirements(*extras: str) -> list[Requirement]:
 
 @pytest.mark.parametrize(("path", "line", "source"), list(python_blocks()))
 def test_block_runs(path, line, source, monkeypatch):
-    """Each block runs by itself from the root of the repository, as a reader would paste it."""
+    """Each block runs by itself from the root of the repository, as a reader would run it."""
     monkeypatch.chdir(ROOT)
-    padded = "\n" * line + source  # line numbers of a traceback are those of the page
+    padded = "\n" * line + source  # so that a traceback shows the line numbers of the page
     exec(compile(padded, str(path), "exec", dont_inherit=True), {"__name__": "__main__"})
 
 
 def test_blocks_are_found():
-    """The transformers example and the engine example are among the blocks that run."""
+    """The examples of the README for transformers and for an engine are among the blocks that run."""
     sources = [param.values[2] for param in python_blocks() if param.values[0].name == "README.md"]
     assert any("use_mla(model)" in source for source in sources)
     assert any("build_mla_metadata(" in source for source in sources)
@@ -105,13 +110,13 @@ def test_blocks_are_found():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_languages(path):
-    """A block is `python` and run, or openly something that is not."""
+    """The language of every fenced block is `python`, whose blocks run, or a language of NOT_RUN."""
     for line, language, _ in fenced_blocks(path):
-        assert language in NOT_RUN | {"python"}, f"{path.name}:{line}: fenced as {language!r}"
+        assert language in NOT_RUN | {"python"}, f"{path.name}:{line}: expected python, sh or text, got {language!r}"
 
 
 def test_commands():
-    """The two commands of the README, which CI runs from there, name extras that exist."""
+    """The README shows the two commands that `.ci/run` reads from it, and the extras in the commands exist."""
     commands = [line for _, language, source in fenced_blocks(ROOT / "README.md") if language == "sh"
                 for line in source.splitlines()]  # fmt: skip
     assert commands == [
@@ -123,12 +128,12 @@ def test_commands():
     assert (ROOT / "fast" / "__main__.py").exists()
 
 
-# Lines of shell blocks that `.ci/run` runs, each with what is found there; it takes the first two from the README.
+# Lines of shell blocks that `.ci/run` reads from the README and runs: the command of `.ci/run` that reads the line.
 RUN_BY_CI = {
     'pip install -c constraints.txt -e ".[hf]" && python -m fast': 'main_line=$(readme_line "python -m fast")',
     'pip install -c constraints.txt -e ".[test]" && pytest': "test_line=$(readme_line pytest)",
 }
-# Lines that are run here, each with what it must say and how often.
+# Lines of shell blocks that a test of this file runs: pattern of the output, and least number of matches.
 RUN_HERE = {
     "python -m fast --help": (r"--context-parallel", 1),
     'python -m fast --prompt "import os" --max-new-tokens 8 --no-picture': (r"parity", 1),
@@ -139,10 +144,10 @@ RUN_HERE = {
 
 
 def shell_lines() -> dict[str, list[Path]]:
-    """Every line of every shell block that the README and the site show, and on which pages."""
+    """Return every line of every shell block of the README and of the site, with the pages that show the line."""
     found: dict[str, list[Path]] = {}
     for path in PAGES:
-        if path.name != "CONTRIBUTING.md":  # how a checkout is set up to be changed; its commands are make's
+        if path.name != "CONTRIBUTING.md":  # its commands only set up a checkout for development
             for _, language, source in fenced_blocks(path):
                 for line in source.splitlines() if language == "sh" else ():
                     found.setdefault(line, []).append(path)
@@ -150,7 +155,7 @@ def shell_lines() -> dict[str, list[Path]]:
 
 
 def test_every_shell_line_is_run():
-    """A command that is shown is run here or by CI, and whatever is listed is shown."""
+    """The pages show exactly the shell lines of RUN_BY_CI and RUN_HERE, and a shell line runs each file of a page."""
     assert shell_lines().keys() == RUN_BY_CI.keys() | RUN_HERE.keys()
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for line, found in RUN_BY_CI.items():
@@ -163,7 +168,7 @@ def test_every_shell_line_is_run():
 
 @pytest.mark.parametrize("line", RUN_HERE)
 def test_shell_line_runs(line, tmp_path):
-    """In a folder that holds the files of its page, as a reader would paste it."""
+    """A shell line runs in a folder that contains the files of its page, and prints the expected output."""
     for path in shell_lines()[line]:
         for name, source in files_of(path).items():
             (tmp_path / name).write_text(source, encoding="utf-8")
@@ -185,7 +190,7 @@ def test_shell_line_runs(line, tmp_path):
 
 
 def test_files_of_the_commands():
-    """Every path that CONTRIBUTING tells a reader to run is there, and so is every target of make."""
+    """CONTRIBUTING.md lists exactly the targets of the Makefile, and the modules that the Makefile runs exist."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     targets = set(re.findall(r"`make ([\w-]+)`", text))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -197,7 +202,7 @@ def test_files_of_the_commands():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links(path):
-    """Relative links lead to files of the repository (mkdocs checks those of the site, not of README)."""
+    """Every relative link leads to a file of the repository; mkdocs checks the pages of the site only."""
     text = path.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not re.match(r"[a-z]+:|#", target):
@@ -205,7 +210,7 @@ def test_links(path):
 
 
 def api_pages() -> dict[str, str]:
-    """Every page of the API, by its path below docs/api without the suffix."""
+    """Return the text of every API page, by its path below docs/api without the suffix."""
     folder = ROOT / "docs" / "api"
     return {
         path.relative_to(folder).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
@@ -213,46 +218,46 @@ def api_pages() -> dict[str, str]:
     }
 
 
-def page_of(room: str) -> str:
-    """Where the room has its page: the pages follow the tree."""
-    return room.replace(".", "/")
+def page_of(module: str) -> str:
+    """Return the path of the API page of a module, below docs/api; the pages have the folders of the modules."""
+    return module.replace(".", "/")
 
 
 def directives(text: str) -> list[str]:
-    """What mkdocstrings is asked for."""
+    """Return the names that a page passes to mkdocstrings."""
     return re.findall(r"^::: (\S+)$", text, re.MULTILINE)
 
 
-def homes() -> dict[str, tuple[str, str]]:
-    """Where every public name is defined, in both wings: the same place where it is of the contract."""
+def definitions() -> dict[str, tuple[str, str]]:
+    """Return the full names of each public name in `reference` and `fast`; the contract's names have the same one."""
     found = {}
     for name in reference.__all__:
-        # a dictionary has no module
-        modules = [getattr(getattr(wing, name), "__module__", PRESETS_HOME) for wing in (reference, fast)]
+        # PRESETS is a dictionary, and has no `__module__`
+        modules = [getattr(getattr(package, name), "__module__", PRESETS_MODULE) for package in (reference, fast)]
         found[name] = tuple(f"{module}.{name}" for module in modules)
     return found
 
 
-def test_api_rooms():
-    """Every room of both wings has its entry, on one page alone, and the pages of a folder lie in a folder."""
-    names = {f"{wing}.{room}" for wing in ("reference", "fast") for room in modules_of(wing)} | {"reference.interfaces"}
+def test_api_modules():
+    """Every public module has exactly one entry on the API pages, and the pages lie in folders as the modules do."""
+    names = {f"{package}.{name}" for package in PACKAGES for name in modules_of(package)} | {"reference.interfaces"}
     shown = [name for page in api_pages().values() for name in directives(page)]
     assert len(shown) == len(set(shown))
     assert names <= set(shown)
     objects = set(shown) - names
     assert {name.rpartition(".")[0] for name in objects} <= names
-    twins = {name for pair in homes().values() if pair[0] != pair[1] for name in pair}
-    assert {name for name in objects if name.partition(".")[2].rpartition(".")[0] in ROOMS} >= twins
+    twins = {name for pair in definitions().values() if pair[0] != pair[1] for name in pair}
+    assert {name for name in objects if name.partition(".")[2].rpartition(".")[0] in TWIN_MODULES} >= twins
     for page, text in api_pages().items():
         for name in directives(text):
             assert "/" not in page or name.split(".")[1] == page.split("/")[0], f"{page}: {name}"
 
 
-@pytest.mark.parametrize("wing", ["reference", "fast"])
-def test_api_names(wing):
-    """The page of a wing lists every public name, with a link to its entry and one to its twin."""
-    page, which = api_pages()[wing], ("reference", "fast").index(wing)
-    for name, pair in homes().items():
+@pytest.mark.parametrize("package", PACKAGES)
+def test_api_names(package):
+    """The page of a package lists every public name, with a link to the name's entry and a link to the twin's entry."""
+    page, which = api_pages()[package], PACKAGES.index(package)
+    for name, pair in definitions().items():
         mine, twin = pair[which], pair[1 - which]
         if mine == twin:
             assert f"[`{name}`][{mine}]" in page, name
@@ -261,13 +266,17 @@ def test_api_names(wing):
             assert f"| [`{name}`]({file}.md#{mine}) | [`{other}.{name}`]({file}.md#{twin}) |" in page.splitlines(), name
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_api_twins(room):
-    """Reference first, then fast; each entry, and each room, is followed by the link to its twin."""
-    text = api_pages()[page_of(room)]
-    pairs = [pair for pair in homes().values() if pair[0].startswith(f"reference.{room}.")]
+@pytest.mark.parametrize("module", TWIN_MODULES)
+def test_api_twins(module):
+    """The page of a module has the entry of `reference` before the entry of `fast`; each links to its twin.
+
+    This holds for the module and for each of its public names. The page also has every public name that `fast` alone
+    defines in the module.
+    """
+    text = api_pages()[page_of(module)]
+    pairs = [pair for pair in definitions().values() if pair[0].startswith(f"reference.{module}.")]
     assert pairs
-    for pair in [(f"reference.{room}", f"fast.{room}"), *pairs]:
+    for pair in [(f"reference.{module}", f"fast.{module}"), *pairs]:
         at = []
         for mine, twin in (pair, pair[::-1]):
             entry = rf"^::: {mine}\n    options: .*\n\nTwin: \[`{twin}`\]\(#{twin}\)\n"
@@ -277,14 +286,14 @@ def test_api_twins(room):
         name = pair[0].rpartition(".")[2]
         both = f"## {name}\n\nTwins: [`reference.{name}`](#{pair[0]}), [`fast.{name}`](#{pair[1]})\n"
         assert pair not in pairs or text.count(both) == 1, name
-    alone = [name for name in directives(text) if name.startswith(f"fast.{room}.")]
-    module = importlib.import_module(f"fast.{room}")
-    public = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    alone = [name for name in directives(text) if name.startswith(f"fast.{module}.")]
+    loaded = importlib.import_module(f"fast.{module}")
+    public = [name for name, value in vars(loaded).items() if getattr(value, "__module__", "") == loaded.__name__]
     assert {name.rpartition(".")[2] for name in alone} == {name for name in public if not name.startswith("_")}
 
 
 def names_of_tests(path: Path) -> set[str]:
-    """Names of the tests of a file, those of its classes behind the class."""
+    """Return the names of the tests of a file; the test of a class is written `Class::test`."""
     found = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         inner = node.body if isinstance(node, ast.ClassDef) else [node]
@@ -294,7 +303,7 @@ def names_of_tests(path: Path) -> set[str]:
 
 
 def test_guards_exist():
-    """Every test that the correctness page names is there; every planted mistake is named, and nothing else is."""
+    """Every test that the correctness page names exists, and the page names exactly the mistakes of CONTROLS."""
     text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[\w/]+\.py)::([\w:]+)`", text)
     assert len(named) == text.count("`tests/")
@@ -312,7 +321,7 @@ def test_guards_exist():
 
 
 def test_every_fault_is_guarded():
-    """All faults of the list, in order, each with where it was seen and at least one test or planted mistake."""
+    """Each of the 21 faults of the correctness page names a source in parentheses and, after "Guards:", a test."""
     text = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
     faults = re.split(r"^(\d+)\. \*\*", text[text.index("## Faults") :], flags=re.MULTILINE)[1:]
     numbers = [int(number) for number in faults[::2]]
@@ -320,11 +329,11 @@ def test_every_fault_is_guarded():
     for number, fault in zip(numbers, faults[1::2], strict=True):
         told, found, guards = fault.partition("Guards:")
         assert found and "`tests/" in guards, number
-        assert re.search(r"\(.+\)\s*$", told, re.DOTALL), f"{number}: not said where it was seen"
+        assert re.search(r"\(.+\)\s*$", told, re.DOTALL), f"fault {number}: no source in parentheses"
 
 
-def test_back_ends():
-    """The table of kernel sets says what they declare: name, priority, least capability, dims, pages."""
+def test_backends():
+    """The table of backends has the declared names, priorities, capabilities, dtypes, head dims and block sizes."""
     text = (ROOT / "docs" / "use" / "backends.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE))
     assert rows.keys() == {backend.name for backend in fast.backends.registered()}
@@ -341,22 +350,23 @@ def test_back_ends():
 
 
 def test_glossary():
-    """Every name of ours in the tables of names is a word of the sources, and every letter of the alphabet is there."""
+    """The glossary lists all letters with DeepSeek-V3's sizes, and its names of this project exist in the sources."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     letters = re.findall(r"^\| (\w+) \| ", text[: text.index("## Terms")], re.MULTILINE)
     assert " ".join(letters) == "letter T B S Sq C W H N Lq Lkv P R V Dv D I"
-    paths = [path for wing in ("reference", "fast") for path in (ROOT / wing).rglob("*.py")]
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     paths = [path for path in paths if not {"kernels", "assets", "demo"} & set(path.relative_to(ROOT).parts)]
     sources = [path.read_text(encoding="utf-8") for path in paths]
     words = set(re.findall(r"\w+", "\n".join(sources)))
     ours = re.findall(r"^\|([^|]*)\|", text[text.index("## Names elsewhere") :], re.MULTILINE)
     names = {part for cell in ours for name in re.findall(r"`([\w.]+)`", cell) for part in name.split(".")}
-    assert len(names) > 30 and names - words == {"flash_mla_with_kvcache"}  # a row of the conventions of others
+    # the first column also names one function of FlashMLA
+    assert len(names) > 30 and names - words == {"flash_mla_with_kvcache"}
     fields = re.findall(r"^\| \w+ \| [^|]* \| (\d+) \| `(\w+)` \|", text, re.MULTILINE)
     assert {field: int(value) for value, field in fields} == PRESETS["deepseek-v3"]
 
 
-# every concept that has one word on the pages, in docstrings and in comments
+# concepts for which all pages, docstrings and comments use one word
 TERMS = (
     "program", "work item", "split", "partial output", "partial LSE", "partial index", "slot", "combine", "merge",
     "row", "row block", "padding row", "column block", "producer", "consumer", "full barrier", "empty barrier",
@@ -366,13 +376,13 @@ TERMS = (
 
 
 def glossary_headings() -> list[str]:
-    """The headings of the glossary, in lower case."""
+    """Return the headings of the glossary, in lower case."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     return [heading.lower() for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
 
 
 def test_glossary_terms():
-    """Each term has exactly one heading in the glossary, and one paragraph below it that defines the term."""
+    """Each term has exactly one heading in the glossary, and one paragraph below the heading defines the term."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     headings = glossary_headings()
     assert len(headings) == len(set(headings))
@@ -386,7 +396,7 @@ def test_glossary_terms():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_glossary_links(path):
-    """A link to the glossary leads to a heading of it, and no page links to the same term twice."""
+    """Each link to the glossary leads to one of its headings, and no page links to the same term twice."""
     anchors = {re.sub(r"[^\w]+", "-", heading).strip("-") for heading in glossary_headings()}
     found = re.findall(r"\]\([\w./-]*glossary\.md#([^)]+)\)", path.read_text(encoding="utf-8"))
     assert set(found) <= anchors, f"{path.name}: {set(found) - anchors}"
@@ -394,7 +404,7 @@ def test_glossary_links(path):
 
 
 def test_log_entries():
-    """Each entry begins with a paragraph, its conclusion; its labels are items of lists, and every list has all."""
+    """Each log entry begins with a paragraph, and each of its lists has the four labels in the right order."""
     text = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
     entries = re.split(r"^## (?=\d)", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.MULTILINE)[1:]
     assert len(entries) >= 57
@@ -410,7 +420,7 @@ def test_log_entries():
 
 
 def test_pins():
-    """One exact version a line, no other place to fetch from, each within the bounds of pyproject.toml."""
+    """Each line of constraints.txt pins one exact version, and every requirement has a pin within its bounds."""
     pins = {}
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):
@@ -425,7 +435,7 @@ def test_pins():
 
 
 def test_bounds():
-    """Every requirement has a lower bound, and Triton is asked for on Linux alone."""
+    """Every requirement has a lower bound, and only Triton is restricted to Linux."""
     for requirement in requirements("hf", "test", "docs", "notebooks", "dev"):
         bounded = any(clause.operator == ">=" for clause in requirement.specifier)
         assert bounded or requirement.name == PROJECT["name"], requirement
@@ -433,7 +443,7 @@ def test_bounds():
 
 
 def results_of(name: str) -> dict:
-    """A file of measured results."""
+    """Return the contents of docs/results/<name>.json."""
     return json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -442,11 +452,11 @@ def decode_dims(B: int, S: int, N: int, lens: str = "equal") -> dict:
 
 
 HOPPER_PEERS = ("FlashMLA", "FA3")
-SHORTEST = {"ragged": 128, "mixed": 16}  # how many times the shortest request goes into the longest
+SHORTEST = {"ragged": 128, "mixed": 16}  # longest length of a batch / shortest length
 
 
 def in_words(dims: dict) -> str:
-    """The dims of a row of the decode benchmark; requests of several lengths are decoded as they were planned."""
+    """Return the dims of a row of the decode benchmark in words; requests of unequal lengths use the planned decode."""
     requests, tokens, lens = dims["B"], dims["S"], dims["lens"]
     span = tokens if lens == "equal" else f"{tokens // SHORTEST[lens]} to {tokens}"
     new = f", {dims['Sq']} new each" if dims["Sq"] > 1 else ""
@@ -455,7 +465,7 @@ def in_words(dims: dict) -> str:
 
 
 def hopper_ratios() -> dict[str, tuple[float, list[float]]]:
-    """The time of every row, and each peer's time in times of it."""
+    """Return the time of `fast` and the ratio of each peer's time to it, for every row."""
     found = {}
     for row in results_of("h200-decode")["rows"]:
         assert row["passed"]
@@ -466,7 +476,7 @@ def hopper_ratios() -> dict[str, tuple[float, list[float]]]:
 
 
 def hopper_rows() -> dict[str, str]:
-    """Every row of the Hopper kernels as the README writes it, by what was measured."""
+    """Return the README's table row for every measured shape of the Hopper kernels, by the words of the shape."""
     return {
         label: f"| {label} | {ours:.1f} us | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |"
         for label, (ours, ratios) in hopper_ratios().items()
@@ -474,7 +484,7 @@ def hopper_rows() -> dict[str, str]:
 
 
 def other_rows() -> list[str]:
-    """The README's other gains: portable Triton, prefill, several GPUs, transformers on a CPU."""
+    """Return the rows of the README's second table: Triton backend, prefill, several GPUs, transformers on a CPU."""
     sources = {"decode": results_of("h200-decode-triton"), "prefill": results_of("h200")["benchmarks"]["prefill"]}
 
     def ratios(benchmark: str, dims: dict, kind: str, peers: dict[str, str]) -> str:
@@ -505,7 +515,7 @@ def other_rows() -> list[str]:
 
 
 def readme_tables() -> list[list[str]]:
-    """The rows of the tables of the README's results, without their heads."""
+    """Return the rows of each table in the README's results, without the head of the table."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     part = text[text.index("[start:results]") : text.index("[end:results]")]
     tables = re.findall(r"(?:^\|.*\|\n)+", part, re.MULTILINE)
@@ -513,16 +523,16 @@ def readme_tables() -> list[list[str]]:
 
 
 def test_hopper_table():
-    """Each row of the README is the results file's, six at least, and the least ratio to each peer is among them."""
+    """The README's first table has six or more rows of the results, with the lowest ratio to each peer."""
     rows, shown = hopper_rows(), readme_tables()[0]
     assert len(shown) >= 6 and set(shown) <= set(rows.values())
     for peer, name in enumerate(HOPPER_PEERS):
         label, (_, ratios) = min(hopper_ratios().items(), key=lambda item: item[1][1][peer])
-        assert rows[label] in shown, f"the least of {name}, {ratios[peer]:.2f}, is left out: {rows[label]}"
+        assert rows[label] in shown, f"the lowest ratio to {name}, {ratios[peer]:.2f}, is not shown: {rows[label]}"
 
 
 def test_costs_in_words():
-    """What the README's text says of plans, of batch invariance and of a hot card are the extremes of the files."""
+    """The costs of schedules, of batch invariance and of a hot GPU in the README's text agree with the results."""
     plans, cuts, invariants = [], [], []
     for row in results_of("h200-decode")["rows"]:
         for way, times in row["times"].items():
@@ -548,7 +558,7 @@ def test_costs_in_words():
 
 
 def test_picture():
-    """It shows the results that are in docs/results now; `python docs/hooks/picture.py` draws it."""
+    """The picture shows the results that are in docs/results now; `python docs/hooks/picture.py` draws the picture."""
     sys.path.insert(0, str(ROOT / "docs" / "hooks"))
     try:
         from picture import PICTURE, results_digest
@@ -559,7 +569,7 @@ def test_picture():
 
 
 def test_other_table():
-    """Each gain, and each loss, is of a run that passed."""
+    """The README's second table has the figures of the results files, and all checks of these files passed."""
     results, ranks = results_of("h200-checks"), results_of("h200-x4")["between_gpus"]
     assert all(results[stage]["ok"] for stage in ("tests", "opcheck", "memcheck", "racecheck"))
     assert results["tests"]["passed"] >= 4348 and not results["tests"]["failed"]
@@ -570,7 +580,7 @@ def test_other_table():
 
 
 def test_hardware_and_dates():
-    """What stands below the tables is what the files say they were measured on, and when."""
+    """The text below the tables names the hardware and the dates of the results files."""
     gpus, cpu = (
         [results_of(name) for name in ("h200", "h200-decode", "h200-decode-triton", "h200-x4")],
         results_of("cpu-2-cores"),

@@ -1,7 +1,8 @@
-"""The learning path: nine notebooks, each executed from an empty directory, each with its stored outputs in order.
+"""Tests of the nine notebooks of the learning path: each notebook runs, and its stored outputs are up to date.
 
-Faults this file was seen to catch: an assert that no longer holds, a cell whose stored output is of other code, a
-warning left among the outputs, a problem without its answer, a notebook that only ran in its own directory.
+Faults that were planted once to see a test of this file fail: an assert that no longer holds, a cell whose code changed
+after its output was stored, a warning among the stored outputs, a problem without an answer, a notebook that runs only
+in its own directory.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ NAMES = [
     "08-serving",
     "09-trusting-a-kernel",
 ]
-SECONDS, ALL_SECONDS = 60, 240  # of the processor, which are fewer than those of the clock where others use it too
+SECONDS, ALL_SECONDS = 60, 240  # limits in CPU seconds, which do not grow when other processes use the CPU too
 LAST_CELL = """
 import resource
 
 print(sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)))
 """
 TOOK: dict[str, float] = {}
-LARGEST = 300_000  # bytes of a notebook, figures included
+LARGEST = 300_000  # most bytes of a notebook file, figures included
 OF_ONE_MACHINE = re.compile(r"/tmp/|/home/|/root/|site-packages|\b0x[0-9a-f]{8,}", re.IGNORECASE)
 
 
@@ -46,7 +47,7 @@ def load(name: str):
 
 
 def interactive(cell) -> bool:
-    """A cell that shows a slider; its output is not stored."""
+    """Return True if the cell shows a slider; the output of such a cell is not stored."""
     return "interactive" in cell.metadata.get("tags", ())
 
 
@@ -55,7 +56,10 @@ def code_cells(notebook) -> list:
 
 
 def form(cell) -> list[tuple]:
-    """What a cell put out, without the figures of this machine: kinds of output, and words of text."""
+    """Return the kinds of a cell's outputs and the words of its printed text, with every number replaced by 0.
+
+    Numbers such as times differ between machines.
+    """
     found = []
     for output in cell.outputs:
         if output.output_type == "stream":
@@ -69,13 +73,19 @@ def form(cell) -> list[tuple]:
 
 
 def test_nine_notebooks():
-    """Those of the learning path and no other."""
+    """The folder notebooks holds the nine notebooks of the learning path and no other notebook."""
     assert sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb")) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stored(name):
-    """Executed in order, outputs stored, no warning or error among them, nothing of one machine, and small."""
+    """The stored outputs of a notebook are complete, clean and small.
+
+    - At least five cells have an output, and at least one output is an SVG figure.
+    - No output is an error, a warning or a PNG image, and no text output is longer than 60 lines.
+    - No output contains a path or an address of one machine.
+    - The file has at most LARGEST bytes.
+    """
     path = ROOT / "notebooks" / f"{name}.ipynb"
     notebook = load(name)
     nbformat.validate(notebook)
@@ -91,13 +101,13 @@ def test_stored(name):
         )
         assert not OF_ONE_MACHINE.search(text), text
         assert len(text.splitlines()) <= 60
-        assert "image/png" not in output.get("data", {})  # a drawing follows the colour scheme, a photograph does not
+        assert "image/png" not in output.get("data", {})  # unlike SVG, PNG cannot follow the colour scheme
     assert all(not cell.outputs for cell in code_cells(notebook) if interactive(cell))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fits_a_page(name):
-    """Code and the text that it prints have at most 80 columns, which is what a page shows."""
+    """Lines of code and of printed text have at most 80 columns, because a page of the site shows 80 columns."""
     for cell in code_cells(load(name)):
         printed = [output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
         for line in "\n".join([cell.source, *printed]).splitlines():
@@ -106,7 +116,11 @@ def test_fits_a_page(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_cells_that_fold(name):
-    """The first code is the set-up; the code that answers the problems comes after both, hidden in Jupyter as well."""
+    """Set-up and answers have the tags with which the site folds them.
+
+    The first code cell is the set-up. Two code cells answer the two problems; they follow the heading "The answers in
+    code", and Jupyter hides them as well.
+    """
     cells = load(name).cells
     assert "setup" in code_cells(load(name))[0].metadata["tags"]
     [answers] = [index for index, cell in enumerate(cells) if cell.source.startswith("## The answers in code")]
@@ -118,7 +132,12 @@ def test_cells_that_fold(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_teaches(name):
-    """A title with its number, links to its neighbours, asserts, one takeaway, then two problems with answers."""
+    """A notebook has all parts of a lesson.
+
+    - The title begins with the number of the notebook and is followed by links to the notebooks before and after it.
+    - At least six code cells check a statement with an assert.
+    - One takeaway ends the lesson. Two worked problems follow it, each with an answer that opens on a click.
+    """
     notebook = load(name)
     number = NAMES.index(name) + 1
     first = notebook.cells[0].source
@@ -139,7 +158,10 @@ def test_teaches(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_runs(name, tmp_path, monkeypatch):
-    """It runs from an empty directory in this very interpreter, without a network, and says what is stored."""
+    """The notebook runs from an empty directory without a network, and gives its stored outputs up to their numbers.
+
+    The kernel is the interpreter that runs this test.
+    """
     kernel = tmp_path / "jupyter" / "kernels" / "twins"
     kernel.mkdir(parents=True)
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -167,7 +189,10 @@ def test_runs(name, tmp_path, monkeypatch):
 
 
 def test_together():
-    """All nine in four minutes; after the tests above, so that they need not run twice."""
+    """All nine notebooks together take less than ALL_SECONDS.
+
+    The test adds up the times that `test_runs` measured, so that no notebook runs twice.
+    """
     if len(TOOK) < len(NAMES):
-        pytest.skip("not all of them ran in this process")
+        pytest.skip("not all notebooks ran in this process")
     assert sum(TOOK.values()) < ALL_SECONDS

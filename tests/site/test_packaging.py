@@ -1,11 +1,12 @@
-"""What a user gets from an installed wheel: typed packages, one version, errors that name what stands in the way.
+"""Tests of the installed packages: types reach a user's program, versions agree, import errors name their cause.
 
-`.ci/run` does the same with a wheel that it builds. The packages lie here as a wheel lays them: in the site-packages of
-a fresh environment, which takes everything else from the one that runs the tests.
+The tests copy both packages into the site-packages of a new virtual environment, where a wheel would put them. All
+other packages come from the environment that runs the tests. `.ci/run` does the same with a real wheel.
 
-Faults this file was seen to catch: `py.typed` missing in either package, an `AttentionState` that does not unpack, a
-`warmup` that is imported but not exported, a version written in two places, a shadow that is not named, an
-`ImportError` that does not name the pip command, a bound of transformers that is not the extra's.
+Faults that were planted once to see a test of this file fail: `py.typed` missing in one package, an `AttentionState`
+that does not unpack, a `warmup` that is imported but not exported, a version written in two places, an import error
+that does not name the user's file, an import error without the pip command, a lower bound of transformers in the code
+that differs from the bound in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 def run(
     command: list[str | Path], cwd: Path, site: str | None = None, timeout: float = 240
 ) -> subprocess.CompletedProcess:
-    """A command that sees the packages of `site` alone; the tree where it is None."""
+    """Run a command in `cwd`, with `site` as its PYTHONPATH; None stands for this repository."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT) if site is None else site}
     return subprocess.run(
@@ -47,7 +48,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The Python of an environment with both packages in its site-packages."""
+    """The Python interpreter of an environment with both packages in its site-packages."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -59,7 +60,7 @@ def installed(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def typed(installed, tmp_path):
-    """What `mypy --strict` says about a program that imports the installed packages."""
+    """A function that returns the exit status and the output lines of `mypy --strict` for the source of a program."""
     pytest.importorskip("mypy")
 
     def check(source: str) -> tuple[int, list[str]]:
@@ -72,7 +73,7 @@ def typed(installed, tmp_path):
 
 
 def test_mypy_strict_on_a_users_program(typed):
-    """The program uses both packages as their pages show it, without a single `type: ignore`."""
+    """`mypy --strict` finds no error in a user's program, which uses both packages without any `type: ignore`."""
     pytest.importorskip("transformers")
     source = PROGRAM.read_text(encoding="utf-8")
     assert "ignore" not in source
@@ -82,7 +83,7 @@ def test_mypy_strict_on_a_users_program(typed):
 
 
 def test_types_are_told(typed):
-    """The annotations reach a user: mypy refuses what does not fit, and names each type."""
+    """The annotations reach a user: mypy reports each wrong argument and reveals the right types."""
     source = """
 import fast
 import reference
@@ -111,7 +112,7 @@ def use(state: fast.AttentionState) -> None:
 
 
 def test_version():
-    """One version, of one file that pyproject.toml reads; the tree that was never installed has it too."""
+    """Both packages have the version of the one file that pyproject.toml reads, even if they were never installed."""
     assert "version" in PYPROJECT["project"]["dynamic"] and "version" not in PYPROJECT["project"]
     path = ROOT / PYPROJECT["tool"]["hatch"]["version"]["path"]
     (version,) = re.findall(r'^__version__ = "(\d+\.\d+\.\d+)"$', path.read_text(encoding="utf-8"), re.MULTILINE)
@@ -119,12 +120,12 @@ def test_version():
 
 
 def test_typed_marks():
-    """Both packages carry the mark by which a type checker reads their annotations."""
+    """Both packages contain the file `py.typed`, which tells a type checker to read their annotations."""
     assert all((ROOT / package / "py.typed").is_file() for package in ("reference", "fast"))
 
 
 def test_a_state_unpacks(ops):
-    """`out, lse = ...`, in that order; the fields are still checked and it is no tuple."""
+    """An attention state unpacks into `out` and `lse`, in this order, although the state is not a tuple."""
     out, lse = torch.randn(3, 2, 4), torch.randn(2, 3)
     state = ops.AttentionState(out, lse)
     first, second = state
@@ -140,7 +141,7 @@ SHADOWS = {"file": "reference.py", "folder": "reference/__init__.py"}
     "imports", ["import fast", "import reference, fast", "from fast.demo.serving import ServingLoop"]
 )
 def test_a_shadow_of_reference_is_named(tmp_path, shape, imports):
-    """A module of the user's own beside his script: the error says which file it is."""
+    """If a module `reference` beside the user's script hides our package, the import error names the file."""
     shadow = tmp_path / SHADOWS[shape]
     shadow.parent.mkdir(exist_ok=True)
     shadow.write_text("answer = 42\n")
@@ -155,7 +156,7 @@ def test_a_shadow_of_reference_is_named(tmp_path, shape, imports):
 
 
 def test_a_script_called_reference(tmp_path):
-    """The script itself is the shadow; it is not run a second time to find that out."""
+    """A script called reference.py is named in the import error, and the script does not run a second time."""
     script = tmp_path / "reference.py"
     script.write_text("print('once')\nimport fast\nprint(fast.mla_decode)\n")
     done = run([sys.executable, script.name], tmp_path)
@@ -164,7 +165,7 @@ def test_a_script_called_reference(tmp_path):
 
 
 def test_no_shadow_where_there_is_none(tmp_path):
-    """A folder without `__init__.py`, which Python passes over, and a file of another name are no shadows."""
+    """Neither a folder without `__init__.py` nor a file of another name hides the package `reference`."""
     (tmp_path / "reference").mkdir()
     (tmp_path / "references.py").write_text("")
     done = run([sys.executable, "-c", "import fast, reference; print(reference.__version__)"], tmp_path)
@@ -191,6 +192,7 @@ from fast.integrations.transformers import use_mla
 
 @pytest.mark.parametrize("source, found", [(WITHOUT, "none"), (TOO_OLD, "5.16.3")], ids=["absent", "too old"])
 def test_use_mla_names_the_pip_command(tmp_path, source, found):
+    """If transformers is absent or too old, the import error names the pip command that installs it."""
     done = run([sys.executable, "-c", source], tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
@@ -200,7 +202,7 @@ def test_use_mla_names_the_pip_command(tmp_path, source, found):
 
 
 def test_a_package_that_transformers_lacks_is_its_own_error(monkeypatch):
-    """Where transformers is there and cannot be imported, its own error stands."""
+    """If transformers is installed but lacks a package of its own, the user sees the error of that import."""
 
     def broken(name):
         raise ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers")

@@ -1,11 +1,13 @@
-"""The site, built strictly, served on the loopback interface and walked in a real headless Chromium.
+"""Tests of the site: `mkdocs` builds it in strict mode, a local server serves it, and headless Chromium visits it.
 
-Two walks visit every page: 390 pixels wide in dark and 1440 in light. What each page showed is kept, and the tests ask
-about it. Debian's chromium is installed where it is missing and this process may; else what needs it is skipped.
+Chromium visits every page twice: 390 pixels wide in the dark scheme, and 1440 pixels wide in the light scheme. Each
+visit is recorded, and the tests check the records. If Chromium is missing and this process may install packages, the
+tests install Debian's package of it; otherwise the tests that need Chromium are skipped.
 
-Faults this file was seen to catch: a link to an anchor that is not there, an identifier twice on a page, a formula with
-a command that KaTeX does not know, a script from another host, a picture without its file, a table wider than a phone,
-a chart that no style sheet shows, a dark page with letters of the light one, a figure typed into the Performance page.
+Faults that were planted once to see a test of this file fail: a link to a missing anchor, an identifier twice on a
+page, a formula with a command that KaTeX does not know, a script from another host, a missing picture file, a table
+wider than a phone, a chart that no style sheet shows, a dark page with the text colour of the light scheme, a figure
+typed into the Performance page.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ WALKS = {390: "dark", 1440: "light"}
 SCRIPT = """() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   const scrolls = (element) => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
-  const within = (element) => {  // it, or what it scrolls in, lies inside the viewport
+  const within = (element) => {  // the element, or the box in which it scrolls, lies inside the viewport
     for (let box = element; box !== document.body; box = box.parentElement) {
       const { left, right, width, height } = box.getBoundingClientRect();
       if (box === element && !(width > 0 && height > 0)) return false;
@@ -52,7 +54,7 @@ SCRIPT = """() => {
   const pictures = [...document.querySelectorAll("article img")];
   const figures = [...document.querySelectorAll("article svg.figure, article svg.mla")];
   const cut = [...document.querySelectorAll("article table:not([class]) td:first-child")].filter((cell) => {
-    const range = document.createRange();  // a word on two lines has two boxes
+    const range = document.createRange();  // the browser gives a word on two lines two boxes
     const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
     for (let node = walker.nextNode(); node; node = walker.nextNode()) {
       for (const word of node.data.matchAll(/[A-Za-z0-9_]+/g)) {
@@ -81,7 +83,7 @@ SCRIPT = """() => {
   };
 }"""
 
-# before axe: colours of code are those of its kinds of token, and rows, formulas and generated entries are alike
+# run before axe, to save time: remove elements that repeat the colours and the structure of elements that stay
 THINNING = """() => {
   const seen = new Set();
   for (const token of document.querySelectorAll(".highlight code span")) {
@@ -99,7 +101,7 @@ THINNING = """() => {
 
 
 class Parser(html.parser.HTMLParser):
-    """Identifiers and addresses of a page."""
+    """Parser that collects the identifiers and the addresses of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -121,7 +123,7 @@ class Parser(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
-    """The site, built as `make docs` builds it."""
+    """The folder of the site, built as `make docs` builds it."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     built = subprocess.run(
@@ -133,7 +135,7 @@ def site(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site) -> dict[str, Parser]:
-    """Every page by its address below the root."""
+    """Every parsed page, by its address below the root of the site."""
     files = sorted(site.rglob("*.html"))
     return {path.relative_to(site).as_posix().removesuffix("index.html"): Parser(path) for path in files}
 
@@ -144,19 +146,19 @@ def find_chromium() -> str | None:
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    """The browser's program; Debian's package is installed where there is none and this process may install it."""
+    """The path of Chromium; root on Debian installs Chromium if it is missing."""
     pytest.importorskip("playwright")
     if (found := find_chromium()) is not None:
         return found
     if shutil.which("apt-get") is None or os.geteuid() != 0:
-        pytest.skip("no chromium, and only root on Debian can install it: apt-get install chromium")
+        pytest.skip("chromium is missing, and only root on Debian can install it: apt-get install chromium")
     quiet = dict(env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"}, capture_output=True, text=True, timeout=300)
     install = ["apt-get", "install", "-y", "--no-install-recommends", "chromium", "fonts-liberation"]
     for command in (install, ["apt-get", "update"], install):
         done = subprocess.run(command, check=False, **quiet)
         if (found := find_chromium()) is not None:
             return found
-    return pytest.skip(f"no chromium, and apt-get could not install it: {done.stderr[-300:]}")
+    return pytest.skip(f"chromium is missing, and apt-get could not install it: {done.stderr[-300:]}")
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -166,7 +168,7 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def address(site):
-    """The site on a free port of the loopback interface."""
+    """The address of the site, which a server serves on a free port of the loopback interface."""
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -192,21 +194,24 @@ def browser(chromium):
 
 @dataclass
 class Visit:
-    """What a page did while it was loaded, and how it looks."""
+    """Record of one page in one browser window: console messages, failed requests, and what SCRIPT and axe found.
+
+    `foreign` has the addresses outside the site that the page requested.
+    """
 
     console: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     looks: dict = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)  # of axe, serious or critical
+    faults: list[str] = field(default_factory=list)
 
 
 def watch(page, address: str, visits: list[Visit]) -> None:
-    """Write down, in the last of the visits, what the page says and asks for."""
+    """Record the page's console messages and requests in the last visit of `visits`."""
     page.on("console", lambda said: visits[-1].console.append(said.text) if said.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: visits[-1].console.append(str(error)))
     page.on("requestfailed", lambda asked: visits[-1].failed.append(f"{asked.failure} {asked.url}")
-            if asked.failure != "net::ERR_ABORTED" else None)  # fmt: skip  # the next page came first
+            if asked.failure != "net::ERR_ABORTED" else None)  # fmt: skip  # aborted, because the next page was opened
     page.on("response", lambda came: visits[-1].failed.append(f"{came.status} {came.url}")
             if came.status >= 400 else None)  # fmt: skip
     page.on("request", lambda asked: visits[-1].foreign.append(asked.url)
@@ -214,7 +219,7 @@ def watch(page, address: str, visits: list[Visit]) -> None:
 
 
 def serious(page, axe) -> list[str]:
-    """Faults of impact serious or critical, as axe sees them, on a page thinned to one token of code of each kind."""
+    """Return the serious and critical accessibility faults that axe finds on the page after THINNING."""
     page.evaluate(THINNING)
     found = axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
     return [
@@ -224,14 +229,14 @@ def serious(page, axe) -> list[str]:
 
 
 def walk(chromium: str, address: str, names: Sequence[str], width: int, index: dict) -> list[Visit]:
-    """Every page at one width, one after another."""
+    """Visit the named pages at one width, one after another, and return one record for each page."""
     axe, scheme, visits = importlib.import_module("axe_playwright_python.sync_playwright").Axe(), WALKS[width], []
     size = {"width": width, "height": 900}
     with (
         started(chromium) as browser,
         browser.new_context(viewport=size, color_scheme=scheme, reduced_motion="reduce") as context,
     ):
-        # every load would build the search index anew; test_search takes the real one
+        # an empty index: every page would build the search index again, and only test_search needs the index
         context.route("**/search_index.json", lambda route: route.fulfill(json=index))
         page = context.new_page()
         watch(page, address, visits)
@@ -240,7 +245,7 @@ def walk(chromium: str, address: str, names: Sequence[str], width: int, index: d
             page.goto(address + name, wait_until="load")
             page.evaluate("document.fonts.ready.then(() => null)")
             visits[-1].looks = page.evaluate(SCRIPT)
-            # rooms of the reference come from one template: axe sees every one, half of them dark and half light
+            # all API pages come from one template: axe checks half of these pages in dark and the other half in light
             if not name.startswith("api/") or order % 2 == (scheme == "dark"):
                 visits[-1].faults = serious(page, axe)
     return visits
@@ -248,7 +253,7 @@ def walk(chromium: str, address: str, names: Sequence[str], width: int, index: d
 
 @pytest.fixture(scope="module")
 def walks(chromium, address, site, pages) -> dict[tuple[str, int], Visit]:
-    """Every page at both widths, at the same time."""
+    """The record of every page at both widths; two threads visit the pages, one for each width."""
     pytest.importorskip("axe_playwright_python")
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8")) | {"docs": []}
     with ThreadPoolExecutor(len(WALKS)) as pool:
@@ -258,19 +263,19 @@ def walks(chromium, address, site, pages) -> dict[tuple[str, int], Visit]:
 
 
 def faulty(walks, look) -> dict:
-    """What `look` finds of each visit, where it finds anything."""
+    """Return the results of `look` for all visits, without empty results."""
     return {visited: found for visited, visit in walks.items() if (found := look(visit))}
 
 
 def test_pages_are_there(pages):
-    """Nine notebooks, and each section of the navigation."""
+    """The site has nine pages of notebooks, and pages of every section of the navigation."""
     assert len([name for name in pages if re.match(r"learn/0[1-9]-[\w-]+/$", name)]) == 9
     assert {"", "performance/", "correctness/", "glossary/", "architecture/", "log/", "changelog/"} <= pages.keys()
     assert {"use/install/", "use/transformers/", "use/engine/", "api/reference/", "api/fast/"} <= pages.keys()
 
 
 def test_links(site, pages):
-    """Every address leads to a file of the site and every anchor to an element; pages load nothing from elsewhere."""
+    """Every local link leads to a file and an element of the site, and no page loads a file from another host."""
     count = 0
     for name, page in pages.items():
         for target in [*page.links, *page.loads]:
@@ -288,7 +293,7 @@ def test_links(site, pages):
 
 
 def test_markdown_is_understood(site, pages):
-    """No mark of a list, a table, a fence, a heading or a formula is left standing among the words."""
+    """No page shows Markdown syntax of a list, a table, a fenced block, a heading or a formula as text."""
     for name in pages:
         path = site / name / "index.html" if name.endswith("/") or not name else site / name
         article = path.read_text(encoding="utf-8").partition("<article")[2].partition("</article>")[0]
@@ -300,28 +305,28 @@ def test_markdown_is_understood(site, pages):
 
 
 def test_identifiers_are_unique(pages):
-    """An identifier names one element, or a link to it would lead to another."""
+    """Each identifier of a page names exactly one element, so that a link to the identifier leads to this element."""
     for name, page in pages.items():
         assert not (twice := {found for found in page.ids if page.ids.count(found) > 1}), f"{name}: {twice}"
 
 
 def test_pages_load(walks):
-    """No page complains on the console or asks for what is not there."""
+    """No page writes an error or a warning to the console, and every request of a page succeeds."""
     assert not faulty(walks, lambda visit: visit.console + visit.failed)
 
 
 def test_no_other_host(walks):
-    """A reader's browser talks to the site alone."""
+    """A reader's browser sends requests only to the host of the site."""
     assert not faulty(walks, lambda visit: visit.foreign)
 
 
 def test_fits_the_screen(walks):
-    """No page scrolls sideways; what is wider scrolls in a box of its own."""
+    """No page scrolls sideways; an element that is wider than the screen scrolls in its own box."""
     assert not faulty(walks, lambda visit: max(0, visit.looks["overflow"]))
 
 
 def test_maths_are_visible(walks):
-    """Every formula is typeset and lies on the screen, in each notebook and elsewhere."""
+    """Every formula is typeset and lies on the screen, and notebooks 1 to 7 have more than three formulas each."""
     assert not faulty(walks, lambda visit: visit.looks["lost_maths"])
     assert all(visit.looks["maths"] > 3 for (name, _), visit in walks.items() if re.match(r"learn/0[1-7]", name))
 
@@ -333,14 +338,15 @@ def stored_figures(path: Path) -> int:
 
 
 def test_plots_are_visible(walks):
-    """Every figure of every notebook and every chart: loaded, described, on the screen."""
+    """Every figure and chart is loaded, has a description and lies on the screen; no page lacks a figure or chart."""
     assert not faulty(walks, lambda visit: visit.looks["lost_pictures"])
     assert not faulty(walks, lambda visit: visit.looks["lost_charts"])
     assert not faulty(walks, lambda visit: visit.looks["lost_figures"])
     for (name, _), visit in walks.items():
         if name.startswith("learn/"):
             figures = stored_figures(ROOT / "notebooks" / f"{name.split('/')[1]}.ipynb")
-            assert visit.looks["figures"] == figures + name.startswith(("learn/01", "learn/02")), name  # MLA's picture
+            # notebooks 1 and 2 show the picture of MLA as well
+            assert visit.looks["figures"] == figures + name.startswith(("learn/01", "learn/02")), name
     for width in WALKS:
         assert walks["", width].looks["figures"] == 2
         assert walks["performance/", width].looks["charts"] == 4
@@ -348,30 +354,30 @@ def test_plots_are_visible(walks):
 
 
 def test_first_columns_keep_their_words(walks):
-    """No word of a table's first column is broken over two lines."""
+    """No word in the first column of a table is broken over two lines."""
     assert not faulty(walks, lambda visit: visit.looks["cut_words"])
 
 
 def test_scheme_follows_the_system(walks):
-    """A reader who prefers dark sees dark, and one who prefers light sees light."""
+    """Each page has the colour scheme that the reader's system prefers, dark or light."""
     wanted = {"dark": "slate", "light": "default"}
     assert not faulty(walks, lambda visit: visit.looks["scheme"] not in wanted.values())
     assert all(visit.looks["scheme"] == wanted[WALKS[width]] for (_, width), visit in walks.items())
 
 
 def test_accessible(walks):
-    """Axe reports nothing serious or critical, in light or dark."""
+    """The accessibility checker axe reports no serious and no critical fault, in the light and in the dark scheme."""
     assert not faulty(walks, lambda visit: visit.faults)
 
 
 def brightness(page) -> float:
-    """Of the page's background, 0 to 255."""
+    """Return the brightness of the page's background, 0 to 255."""
     colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
     return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
 
 
 def test_dark_mode(browser, address):
-    """The button changes the scheme, and the next page keeps it."""
+    """The button of the header changes the colour scheme, and the next page keeps the chosen scheme."""
     with browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="light") as context:
         page = context.new_page()
         page.goto(address)
@@ -387,7 +393,7 @@ def test_dark_mode(browser, address):
 
 @pytest.mark.parametrize("width", list(WALKS))
 def test_search(browser, address, pages, width):
-    """Searching for a function leads to its entry in the reference."""
+    """A search for a function finds the function's entry on the API pages."""
     with browser.new_context(viewport={"width": width, "height": 900}) as context:
         page, visit = context.new_page(), Visit()
         watch(page, address, [visit])
@@ -406,13 +412,17 @@ def test_search(browser, address, pages, width):
 
 
 def text_of(path: Path) -> str:
-    """The words of a page."""
+    """Return the text of a page without HTML tags."""
     return html.unescape(re.sub(r"<[^>]+>", "", path.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 def test_notebook_pages(site, notebook):
-    """A notebook's page has its code, its stored output, its takeaway as a box and its answers in boxes that open."""
+    """The page of a notebook shows code, printed output and takeaway, and the site has the notebook's file.
+
+    Answers, set-up cells and the code of answers are in boxes that open on a click. Figures follow the colour scheme,
+    because they contain no fixed black or white.
+    """
     source = (site / "learn" / notebook.stem / "index.html").read_text(encoding="utf-8")
     words = text_of(site / "learn" / notebook.stem / "index.html")
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
@@ -428,12 +438,12 @@ def test_notebook_pages(site, notebook):
     folded = re.findall(r'<details class="(abstract|example)">.*?</details>', source, re.DOTALL)
     tags = [tag for cell in code for tag in cell["metadata"].get("tags", ())]
     assert folded == ["abstract"] * tags.count("setup") + ["example"] * 2
-    assert not re.search(r"(?:fill|stroke): #(?:000000|ffffff)", source)  # they would not follow the scheme
+    assert not re.search(r"(?:fill|stroke): #(?:000000|ffffff)", source)
     assert (site / "learn" / notebook.name).read_bytes() == notebook.read_bytes()
 
 
 def hook(name: str):
-    """A module of docs/hooks."""
+    """Import a module of docs/hooks."""
     sys.path.insert(0, str(ROOT / "docs" / "hooks"))
     try:
         return importlib.import_module(name)
@@ -442,7 +452,7 @@ def hook(name: str):
 
 
 def test_picture_of_mla():
-    """The committed drawing is what the script draws, its numbers are DeepSeek-V3's, and all four places show it."""
+    """The committed picture equals the output of its script, has DeepSeek-V3's numbers, and appears on four pages."""
     from reference.interfaces import PRESETS
 
     diagram = hook("mla_diagram")
@@ -453,7 +463,7 @@ def test_picture_of_mla():
 
 
 def test_chart_of_the_home_page():
-    """The drawings show the results of today, and the ranges in the words beside them are theirs."""
+    """The committed charts show the current results, and the texts beside the charts name the ranges of the results."""
     picture = hook("picture")
     for path in picture.DRAWINGS:
         assert picture.results_digest() in path.read_text(encoding="utf-8"), f"python docs/hooks/picture.py: {path}"
@@ -467,13 +477,13 @@ def test_chart_of_the_home_page():
 
 
 def drawn(docs: Path) -> str:
-    """The Markdown of the Performance page from the results in a folder."""
+    """Return the Markdown of the Performance page with the results in the folder `docs`."""
     return hook("performance").filled((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"), docs)
 
 
 @pytest.fixture
 def copied_docs(tmp_path) -> Path:
-    """Results and log, to be changed."""
+    """A copy of the results, the log and the sources of `fast`, which a test may change."""
     shutil.copytree(ROOT / "docs" / "results", tmp_path / "docs" / "results")
     shutil.copy(ROOT / "docs" / "log.md", tmp_path / "docs")
     shutil.copytree(ROOT / "fast", tmp_path / "fast", ignore=shutil.ignore_patterns("__pycache__"))
@@ -481,11 +491,11 @@ def copied_docs(tmp_path) -> Path:
 
 
 def test_performance_page_holds_the_results(copied_docs):
-    """Each median of each contender, the ceilings, hardware, date, versions and commands stand on the page."""
+    """The page shows the medians of all contenders, the ceilings, dates, versions and commands of the results."""
     page = drawn(copied_docs)
     assert "<!-- results:" not in page
     results = {path.name: json.loads(path.read_text()) for path in copied_docs.glob("results/*.json")}
-    del results["mutants.json"]  # no speed: it is drawn on the page Correctness
+    del results["mutants.json"]  # the page Correctness shows it
     assert all(f"({'results/' + name})" in page for name in results)
     decode = results["h200-decode.json"]
     for row in decode["rows"]:
@@ -500,7 +510,7 @@ def test_performance_page_holds_the_results(copied_docs):
 
 
 def test_performance_page_follows_the_results(copied_docs):
-    """Another file gives another page: times, a new peer, a new row, ceilings, date; charts have the new marks."""
+    """If a results file changes, the page shows the new times, peers, rows, ceilings, dates and marks of charts."""
     before = drawn(copied_docs)
     path = copied_docs / "results" / "h200-decode.json"
     report = json.loads(path.read_text())
@@ -515,12 +525,13 @@ def test_performance_page_follows_the_results(copied_docs):
     after = drawn(copied_docs)
     for text in ("4321", "Another peer", f"**{fastest:.1f}**", "2031-02-03", "5432 GB/s", "999 TFLOPS"):
         assert text in after and text not in before, text
-    assert after.count('class="mark ours fast"') == before.count('class="mark ours fast"') + 2  # wide and narrow
-    assert after.count('class="mark peer Another-peer"') == 2 + 1  # and the legend
+    # one mark is in the wide drawing, one in the narrow drawing, and one in the legend
+    assert after.count('class="mark ours fast"') == before.count('class="mark ours fast"') + 2
+    assert after.count('class="mark peer Another-peer"') == 2 + 1
 
 
 def test_one_colour_a_contender(copied_docs):
-    """The job's picture, the README's and the charts of both schemes: one colour each, and no two the same."""
+    """Each contender has a colour of its own in the main job's picture, the README's picture and the site's charts."""
     picture, performance = hook("picture"), hook("performance")
     from fast.demo.report import COLOURS, NO_CONTENDER
 
@@ -540,7 +551,7 @@ def test_one_colour_a_contender(copied_docs):
 
 
 def test_performance_page_shows_no_failed_row(copied_docs):
-    """What failed the comparison has no time on the page."""
+    """A row that failed its comparison with the reference shows no time on the page."""
     path = copied_docs / "results" / "h200-decode.json"
     report = json.loads(path.read_text())
     report["rows"][0]["passed"] = False
@@ -548,17 +559,17 @@ def test_performance_page_shows_no_failed_row(copied_docs):
     path.write_text(json.dumps(report))
     page = drawn(copied_docs)
     assert page.count("parity failed") == 2 and "12345.6" not in page
-    assert "the outputs of every row passed" in page  # of the other files
+    assert "the outputs of every row passed" in page  # in the tables of other files
 
 
 def test_performance_page_has_no_typed_figures():
-    """In the page's own words there is no time, rate or ratio."""
+    """The source of the Performance page contains no time, no rate and no ratio."""
     prose = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert not re.search(r"\d(?:\.\d+)?\s*(?:us|ms|GB/s|TFLOPS|%|times)\b", prose)
 
 
 def test_sources_are_compared(copied_docs):
-    """A file of the tree's own sources says so, and one of other sources says that they changed."""
+    """The page says for each results file whether the sources of `fast` have changed since the measurement."""
     from ..benchmarks.report import digest
 
     path = copied_docs / "results" / "cpu-2-cores.json"
@@ -574,7 +585,7 @@ def test_sources_are_compared(copied_docs):
 
 
 def test_negative_results_are_those_of_the_log(copied_docs):
-    """Each attempt that the log did not keep, and none that it kept."""
+    """The page lists every experiment that the log marks as not kept, and no experiment that was kept."""
     log = (copied_docs / "log.md").read_text(encoding="utf-8").split("```")[2]
     page = drawn(copied_docs).split("## What did not help")[1]
     assert page.count("\n- [") == len(re.findall(r"^- \*\*Kept\.\*\* No\b", log, re.MULTILINE)) > 3

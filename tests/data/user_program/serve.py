@@ -1,6 +1,7 @@
-"""What a user's program looks like: it is run from an installed wheel, and `mypy --strict` checks it.
+"""Example of a user's program, which CI runs with an installed wheel and checks with `mypy --strict`.
 
-Run it in a folder without the packages: it takes no option, and exits with an error where the wheel lacks something.
+The program takes no options. Run it in a folder that does not contain the packages, so that Python imports the
+installed packages. The program ends with an error if the wheel lacks a file that the program needs.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ CHECKPOINT = Path(fast.__file__).parent / "assets" / "tiny-mla"
 
 
 def make_batch(query_lens: list[int], seq_lens: list[int], block_table: Tensor) -> fast.CommonAttentionMetadata:
-    """The batch of a step."""
+    """Return the batch of a step."""
     return fast.CommonAttentionMetadata.from_lens(query_lens, seq_lens, block_table, BLOCK_SIZE)
 
 
-def decode(dtype: torch.dtype, wing: str) -> tuple[Tensor, Tensor]:
-    """Two requests decode one token each over a paged cache."""
+def decode(dtype: torch.dtype, package: str) -> tuple[Tensor, Tensor]:
+    """Decode one token of each of two requests over a paged cache, and return output and LSE."""
     torch.manual_seed(0)
     config = fast.MLAConfig.from_preset("deepseek-v2-lite")
     cache: Tensor = fast.allocate_kv_cache(4, BLOCK_SIZE, config.head_size, dtype).copy_(
@@ -41,26 +42,26 @@ def decode(dtype: torch.dtype, wing: str) -> tuple[Tensor, Tensor]:
     plan: fast.MLAMetadata = fast.build_mla_metadata(batch, BLOCK_SIZE, workspace_tokens=32)
     ql_nope = torch.randn(2, 4, config.kv_lora_rank).to(torch.bfloat16).to(dtype)
     q_pe = torch.randn(2, 4, config.qk_rope_head_dim).to(torch.bfloat16).to(dtype)
-    run = fast.mla_decode if wing == "fast" else reference.mla_decode
+    run = fast.mla_decode if package == "fast" else reference.mla_decode
     out, lse = run(ql_nope, q_pe, cache, plan.decode, config.softmax_scale)
     return out, lse
 
 
 def check_decode() -> None:
-    """Compare the decode of both packages, within the budget that follows from the reference's own error."""
+    """Compare the decodes of both packages, with a budget that is computed from the error of `reference`."""
     gold, low, ours = (
-        decode(dtype, wing)
-        for dtype, wing in ((torch.float64, "reference"), (torch.float32, "reference"), (torch.float32, "fast"))
+        decode(dtype, package)
+        for dtype, package in ((torch.float64, "reference"), (torch.float32, "reference"), (torch.float32, "fast"))
     )
     names = ("out", "lse")
     found: list[Parity] = [compare(name, ours[i], low[i], gold[i]) for i, name in enumerate(names)]
     for parity in found:
         if not parity.passed:
-            raise SystemExit(f"{parity.op}: {parity.max_error} of {parity.max_budget}")
+            raise SystemExit(f"{parity.op}: failed with largest error {parity.max_error}, budget {parity.max_budget}")
 
 
 def step_layer(attention: torch.nn.Module, ops_layer: type[fast.MLAAttention]) -> Tensor:
-    """A prefill through a builder's plan, and a decode through a captured step."""
+    """Run a prefill with a plan of a builder and a decode with a `DecodeGraph`, and return the output of the decode."""
     layer = ops_layer.from_hf(attention)
     config: fast.MLAConfig = layer.config
     cache = fast.allocate_kv_cache(8, BLOCK_SIZE, config.head_size, torch.float32)
@@ -79,13 +80,13 @@ def step_layer(attention: torch.nn.Module, ops_layer: type[fast.MLAAttention]) -
     return graph.run(torch.randn(1, config.hidden_size), torch.tensor([20]), make_batch([1], [21], block_table))
 
 
-def generate(wing: ModuleType) -> list[int]:
-    """The greedy tokens of the shipped checkpoint behind the serving loop."""
+def generate(ops: ModuleType) -> list[int]:
+    """Return the tokens that the serving loop generates with the shipped checkpoint and greedy sampling."""
     model = AutoModelForCausalLM.from_pretrained(str(CHECKPOINT), dtype=torch.float32)
     config = fast.MLAConfig.from_hf(model.config)
-    use_mla(model, ops=wing, block_size=BLOCK_SIZE)
+    use_mla(model, ops=ops, block_size=BLOCK_SIZE)
     loop = ServingLoop(
-        model, config, wing, num_blocks=8, block_size=BLOCK_SIZE, max_num_seqs=2, token_budget=32, workspace_tokens=32
+        model, config, ops, num_blocks=8, block_size=BLOCK_SIZE, max_num_seqs=2, token_budget=32, workspace_tokens=32
     )
     loop.add(list(range(1, 20)), 4)
     requests: list[Request] = loop.run()
@@ -94,7 +95,7 @@ def generate(wing: ModuleType) -> list[int]:
 
 
 def main() -> None:
-    """Do all of it."""
+    """Run all parts of the program and print one line."""
     versions: tuple[str, str] = (fast.__version__, reference.__version__)
     check_decode()
     model = AutoModelForCausalLM.from_pretrained(str(CHECKPOINT), dtype=torch.float32)
