@@ -176,7 +176,7 @@ def state_request(op: str, out: torch.Tensor, graph: GraphSupport = GraphSupport
     Args:
         op: name of the op.
         out: output of a state.
-        graph: kind of CUDA graph in which the call is replayed.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
     """
     return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), graph=check_graph(graph))
 
@@ -210,7 +210,7 @@ def cache_request(
         dtype: dtype of the values that the op writes into the cache or reads from it; None for the dtype of the cache,
             for ops that copy entries unchanged.
         out_dtype: dtype of the output; None for an op without a choice of it.
-        graph: kind of CUDA graph in which the call is replayed.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
     """
     widths = (("head_dim", kv_cache.shape[2]),) if head_dims is None else head_dims
     return KernelRequest(

@@ -158,7 +158,7 @@ class MLAMetadataBuilder:
                 schedule unless `batch_invariant` needs it.
 
         Raises:
-            ValueError: as `build_mla_metadata`; the prefix is longer than some context; an absorbed request comes after
+            ValueError: for the same reasons as `build_mla_metadata`; the prefix is longer than some context; an absorbed request comes after
                 an expanded one; there are more or longer requests than the builder was made for.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
@@ -312,7 +312,7 @@ class MLAMetadataBuilder:
             seq_lens: [B], tokens of each decode after the step, on the CPU.
 
         Raises:
-            ValueError: as `fast.use_cascade_attention`.
+            ValueError: for the same reasons as `fast.use_cascade_attention`.
         """
         if self.batch_invariant or self.ownership is not None:
             return False

@@ -52,8 +52,9 @@ def rope_norm_and_cache(
         eps: epsilon of the norm.
         rope: rotary parameters.
         cache_format: format of the cache.
-        frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes it again.
-        graph: kind of CUDA graph in which the call is replayed.
+        frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes
+            the frequencies.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -63,7 +64,7 @@ def rope_norm_and_cache(
     Raises:
         ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. Nothing is
             written then.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_tensor("kv_c", kv_c, ("T", "Lkv"))
     tokens, latent = kv_c.shape

@@ -102,8 +102,8 @@ def cascade_attention(
         out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
 
     Raises:
-        ValueError: as `mla_decode`.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        ValueError: for the same reasons as `mla_decode`.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_type("metadata", metadata, CascadeMetadata)
     check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)

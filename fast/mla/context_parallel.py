@@ -64,7 +64,7 @@ def dcp_gather_context(
         ValueError: shapes, dtypes or devices do not match; the chunk was planned for another rank; for CPU tensors, a
             block is outside the cache. Nothing is exchanged then.
         GroupError: the exchange failed.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     check_chunk_ownership(chunk, context_parallel)
@@ -123,9 +123,9 @@ def dcp_decode(
         out [T, N / TP, Lkv], lse [N / TP, T], over the keys of all ranks.
 
     Raises:
-        ValueError: as `mla_decode`.
+        ValueError: for the same reasons as `mla_decode`.
         GroupError: an exchange failed.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_type("context_parallel", context_parallel, ContextParallel)

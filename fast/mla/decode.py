@@ -57,7 +57,7 @@ def decode_programs(
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_int("query_len", query_len)
     launch, shape = _launch_and_shape("decode_programs", config, device, dtype, block_size, cache_format, backend)
@@ -86,7 +86,7 @@ def schedule_costs(
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     launch, shape = _launch_and_shape("schedule_costs", config, device, dtype, block_size, cache_format, backend)
     return launch(*shape)
@@ -141,7 +141,7 @@ def mla_decode(
         ValueError: shapes, dtypes or devices do not match; the plan was made for another block size; for CPU tensors,
             offsets decrease, a length is above `max_seq_len`, a query token sees more keys than its request has, or a
             block is outside the cache.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_number("softmax_scale", softmax_scale)

@@ -145,7 +145,7 @@ class MLAAttention(nn.Module):
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `backend`).
 
         Raises:
-            UnsupportedConfiguration: as `MLAConfig.from_hf`; the latent norms have different epsilons; the heads of a
+            UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different epsilons; the heads of a
                 projection cannot be separated.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):

@@ -141,7 +141,7 @@ def forward_prefill(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_function("gather", gather)
