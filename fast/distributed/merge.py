@@ -82,8 +82,8 @@ def cp_lse_a2a(
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], as `cp_lse_ag_out_rs`; the sum is rounded
-        once.
+        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], over the keys of all ranks. The weighted sum
+        is rounded once.
 
     Raises:
         ValueError: shapes or dtypes do not match, or D does not divide the number of heads.

@@ -60,8 +60,8 @@ def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> 
             `choose_paths`).
 
     Returns:
-        Pairs of request indices (i, j), i < j, to be swapped one after another; empty if the decodes already come
-        first.
+        Pairs of request indices (i, j), i < j, in the order of the swaps; the tuple is empty if the decodes already
+        come first.
 
     Raises:
         ValueError: `decodes` is not a bool tensor on the CPU.

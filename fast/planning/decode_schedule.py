@@ -51,7 +51,8 @@ def plan_decode(
 
     Raises:
         TypeError: `costs` is neither a `ScheduleCosts` nor None.
-        ValueError: `num_programs` is below 1; for CPU tensors, a length is negative. (A GPU counts a negative length as 0.)
+        ValueError: `num_programs` is below 1; for CPU tensors, a length is negative. (A GPU counts a negative length as
+            0.)
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))

@@ -104,7 +104,7 @@ class DecodeGraph:
 
     @torch.no_grad()
     def _capture(self) -> None:
-        """Capture one graph per batch size, the largest size first, so that the other graphs fit into the same memory."""
+        """Capture one graph per batch size, the largest size first, so that the other graphs fit into its memory."""
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         for size in self.batch_sizes[::-1]:
             stream.wait_stream(torch.cuda.current_stream())
@@ -139,15 +139,15 @@ class DecodeGraph:
         Args:
             hidden_states: [T, H].
             positions: [T].
-            common: batch of the step; padding rows (S = 0) have `query_len` query tokens, as all requests.
+            common: batch of the step. Every request has `query_len` query tokens, padding rows (S = 0) included.
 
         Returns:
-            [T, H]; the next run overwrites this tensor.
+            [T, H]. The values are valid until the next run.
 
         Raises:
-            ValueError: the batch has more requests, longer requests or a wider block table than the graphs allow; a query
-                length is not `query_len`; shapes, dtypes or devices do not match. The error is raised before the step
-                runs.
+            ValueError: the batch has more requests, longer requests or a wider block table than the graphs allow; a
+                query length is not `query_len`; shapes, dtypes or devices do not match. The error is raised before the
+                step runs.
         """
         check_graph_batch(self, hidden_states, positions, common)
         tokens, requests = common.num_actual_tokens, common.num_reqs
@@ -176,7 +176,7 @@ class DecodeGraph:
             size: one of `batch_sizes`.
 
         Returns:
-            [size x query_len, H]; the next run overwrites this tensor.
+            [size x query_len, H]. The values are valid until the next run.
 
         Raises:
             ValueError: `size` is not one of `batch_sizes`.
