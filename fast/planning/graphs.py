@@ -104,7 +104,7 @@ class DecodeGraph:
 
     @torch.no_grad()
     def _capture(self) -> None:
-        """Capture one graph per batch size, the largest size first, so that the other graphs fit into its memory."""
+        """Capture the graph of the largest batch size first; all other graphs then fit into the same memory."""
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         for size in self.batch_sizes[::-1]:
             stream.wait_stream(torch.cuda.current_stream())
