@@ -1,19 +1,19 @@
 """Choice of the backend that serves a call: the backend with the highest priority that can serve this call.
 
-A backend is a set of kernels behind one name. A backend declares its ops, and what the kernels of each op
-can do. Every parameter `backend=` of `fast` is None, a name, or a mapping from op to name (`BackendChoice`):
+A backend is a set of kernels behind one name. A backend declares its ops, and what the kernels of each op can do. Every
+parameter `backend=` of `fast` is None, a name, or a mapping from op to name (`BackendChoice`):
 
 - None: each call of each op goes to the backend with the highest priority that can serve the call.
-- A name, passed to a function that launches one op (such as `mla_decode` or `merge_attn_states`): the named
-  backend serves the call. If the named backend cannot serve the call, the function raises `UnsupportedConfiguration`
-  with every reason.
+- A name, passed to a function that launches one op (such as `mla_decode` or `merge_attn_states`): the named backend
+  serves the call. If the named backend cannot serve the call, the function raises `UnsupportedConfiguration` with every
+  reason.
 - A name, passed to a class or function that calls several ops: the name binds the ops that this backend declares. Every
   other op chooses its backend as with None. This applies to `MLAAttention`, `MLAMetadataBuilder`, `build_mla_metadata`,
   `use_mla`, `warmup`, `explain`, `forward_prefill`, `cascade_attention`, `dcp_gather_context`, `dcp_decode` and the
   option `--backend` of the main job. A bound op raises `UnsupportedConfiguration` if its backend cannot serve the call.
   The name of a backend that declares none of the called ops raises `UnsupportedConfiguration` at once. For example,
-  "hopper" binds the decode of `dcp_decode` and leaves the exchange between ranks to another backend. `forward_prefill`
-  raises for "hopper".
+  `dcp_decode(.., backend="hopper")` decodes with "hopper" and exchanges states with another backend, and
+  `forward_prefill(.., backend="hopper")` raises.
 - A mapping: each op in the mapping is bound to the given backend. Every other op chooses its backend as with None. An
   unknown op, an unknown name, and an op that the given backend does not declare raise at once.
 

@@ -69,9 +69,9 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache, for inference only.
 
-    The caller owns the projections. A projection may be any callable module, a quantised module too. It returns its
-    product, or (product, None) like the linear layers of vLLM and Megatron. The parameters have the names of DeepSeek's
-    checkpoints. See `reference.mla.layer.MLAAttention` for the computation.
+    The caller owns the projections. A projection may be any callable module, a quantised module too. Each projection
+    returns its product, or (product, None) like the linear layers of vLLM and Megatron. The parameters have the names
+    of DeepSeek's checkpoints. See `reference.mla.layer.MLAAttention` for the computation.
 
     Args:
         config: dims, epsilon and rotary parameters.
