@@ -39,7 +39,7 @@ from .planning.decode_schedule import plan_decode
 LONG_CONTEXT = 16384  # tokens; so many that a decode splits the request and combines partial outputs
 # Lengths of the only request of a decode. Splits, row blocks and the combine kernel depend on this length.
 ALONE = (64, *(tokens << step for step in range(10) for tokens in (256, 384)))
-MANY_REQUESTS = 512  # so many that they fill any GPU, so the kernel does not split a short decode
+MANY_REQUESTS = 512  # so many that they fill any GPU; the kernel then does not split a short decode
 
 
 def warmup(
@@ -156,7 +156,8 @@ def _launch_all(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
-    # `choose_path` may also choose the absorbed path for longer queries; 17 tokens are over 16 rows with any heads
+    # `choose_path` may also choose the absorbed path for longer queries.
+    # 17 tokens have more than 16 rows with any number of heads.
     longer = max(decode_threshold + 1, 17)
     for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
         step([longer] * requests, [length] * requests, longer)

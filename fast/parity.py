@@ -41,7 +41,7 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Return whether both errors are within their budgets; False if an error is NaN."""
+        """Return whether both errors are within their budgets and the infinities agree; False if an error is NaN."""
         return self.same_infinities and self.max_error <= self.max_budget and self.mean_error <= self.mean_budget
 
 
@@ -56,7 +56,8 @@ def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float =
         relative: factor of an additional budget, by which the absolute value of gold is multiplied.
 
     Returns:
-        The comparison. Where gold is NaN or infinite, the value must equal gold; the errors leave out these elements.
+        The comparison. Where gold is NaN or infinite, the value must equal gold; these elements do not count in the
+        errors.
 
     Raises:
         ValueError: shapes differ, or value and low have different dtypes (the rounding floor depends on the dtype).

@@ -45,8 +45,8 @@ def flash_attn_varlen(
         v: [S, N, Dv]; Dv may differ from D.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths; a length may be 0.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths; a length may be 0.
-        max_seqlen_q: upper bound of the query lengths; it sizes the launch and changes no value.
-        max_seqlen_k: upper bound of the key lengths; it sizes the launch and changes no value.
+        max_seqlen_q: upper bound of the query lengths; it sets the size of the launch and changes no result.
+        max_seqlen_k: upper bound of the key lengths; it sets the size of the launch and changes no result.
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
         out_dtype: dtype of `out`; None takes the dtype of `q`.
@@ -85,7 +85,7 @@ def flash_attn_varlen_shared_rope(
 ) -> AttentionState:
     """Compute `flash_attn_varlen` with the keys in two tensors: `k_nope` for each head, `k_pe` for all heads together.
 
-    The kernels read `k_pe` in place; they do not repeat it for each head.
+    No kernel copies `k_pe` for each head.
 
     Args:
         q: [T, N, P + R].

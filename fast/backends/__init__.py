@@ -15,7 +15,7 @@ parameter `backend=` of `fast` is None, a name, or a mapping from op to name (`B
   `dcp_decode(.., backend="hopper")` decodes with "hopper" and exchanges states with another backend, and
   `forward_prefill(.., backend="hopper")` raises.
 - A mapping: each op in the mapping is bound to the given backend. Every other op chooses its backend as with None. An
-  unknown op, an unknown name, and an op that the given backend does not declare raise at once.
+  unknown op, an unknown name, or an op that the given backend does not declare is an error at once.
 
 Some ops must be served by the same backend:
 

@@ -44,7 +44,7 @@ def layer_requests(
     """
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
-    widths = {  # by op, as in the op's own requests; every op that is missing here has one width
+    widths = {  # op: widths in the requests of this op. An op that is missing here has one width
         "apply_rope": (("qk_rope_head_dim", rope),),
         "merge_packed_attn_states": (("head_dim", latent),),
         "concat_and_cache_mla": entry,
@@ -84,8 +84,8 @@ def explain(
 ) -> str:
     """Return one line for each op of a layer: the backend that serves the op, and the reasons against other backends.
 
-    If `backend` is not None, each line also says whether `backend` binds the op, or whether capability and priority
-    choose the backend of the op.
+    If `backend` is not None, each line also says whether `backend` binds the op, or whether the
+    backend is chosen by capability and priority.
 
     Args:
         config: configuration of the layer.

@@ -34,7 +34,7 @@ HEAD_DIMS = (  # names of widths in a `KernelRequest`
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """A request of one call to the backends: all properties of the call that a backend must support.
+    """All properties of one call of an op that a backend must support.
 
     Attributes:
         op: name of the op, such as "mla_decode".
@@ -97,7 +97,7 @@ class OpSupport:
             mapping, allows any size.
         block_sizes: supported block sizes; None for any.
         batch_invariant: whether the kernel can be batch-invariant: a request gets the same bits in every batch.
-        query_lens: the widest supported range of query lengths.
+        query_lens: the widest supported kind of query lengths.
         masks: supported masks, from `MASKS`.
         graph: the widest supported kind of CUDA graph.
         needs_words: whether the cache must consist of 16-byte words (`KernelRequest.cache_in_words`).
@@ -285,7 +285,7 @@ def unregister(name: str) -> None:
 
 @torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
 def _read_entry_points() -> bool:
-    """Register the backends of other packages. An entry point that fails gives a warning with its name."""
+    """Register the backends of other packages. Skip each entry point that fails, and warn with its name."""
     if _ENTRY_POINTS_READ:  # an entry point may call `registered` while it is loaded
         return True
     _ENTRY_POINTS_READ.append(True)
@@ -308,7 +308,7 @@ def _read_entry_points() -> bool:
 
 
 def registered() -> tuple[Backend, ...]:
-    """Return all backends in the order of their registration, including those of entry points."""
+    """Return all backends in the order of their registration, including the backends of entry points."""
     if not _ENTRY_POINTS_READ:
         _read_entry_points()
     return tuple(_REGISTERED.values())

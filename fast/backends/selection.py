@@ -30,7 +30,7 @@ def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> Que
 
 
 def candidates(op: str, backend: str | None) -> tuple[Backend, ...]:
-    """Return the backends that may serve an op, best first: the named backend only, or all backends.
+    """Return the backends that may serve an op: the named backend, or all backends in the order of priority.
 
     Raises:
         ValueError: no backend has that name.
@@ -76,11 +76,11 @@ class BoundOps(dict):
 
 
 def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps | None:
-    """Resolve the `backend=` of a caller of several ops into the `backend=` of each op (see `fast.backends`).
+    """Return the `backend=` of each op from one `backend=` that is given for several ops (see `fast.backends`).
 
     Args:
         backend: a name, which binds the ops that this backend declares; a mapping from op to name; or None.
-        ops: the ops that are called; None for all.
+        ops: the ops that are called; None for all ops.
 
     Returns:
         A mapping from op to name, to be passed as `backend=` of these ops; None if `backend` is None.

@@ -52,7 +52,7 @@ def allocate_kv_cache(
         [num_blocks, block_size, Lkv + R], or [num_layers, num_blocks, block_size, Lkv + R] if `num_layers` is given.
 
     Raises:
-        ValueError: a size is below its minimum, or the dtype or the layout is none of the legal values.
+        ValueError: a size is below its minimum, or the dtype or the layout is not supported.
     """
     check_storage_dtype("dtype", dtype)
     device = check_device("device", device)
@@ -126,7 +126,7 @@ def gather_and_maybe_dequant_cache(
     out: Float[Tensor, "num_tokens head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "num_tokens head_size"]:
-    """Copy a range of each request's tokens out of the paged cache, packed one request after another.
+    """Copy a range of tokens of each request out of the paged cache, and pack these ranges one after another.
 
     See `reference.cache.latent.gather_and_maybe_dequant_cache` for the ranges and the rounding.
 

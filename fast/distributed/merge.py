@@ -16,7 +16,7 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 
-MESSAGE_ALIGNMENT = 16  # bytes; LSEs and outputs start at multiples of it, as vector loads require
+MESSAGE_ALIGNMENT = 16  # bytes; both parts of a message (LSEs and outputs) are aligned for vector loads
 
 
 def cp_lse_ag_out_rs(
@@ -26,7 +26,7 @@ def cp_lse_ag_out_rs(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Merge the states of all ranks: all-gather the LSEs, weight the outputs, reduce-scatter the outputs by heads.
+    """Merge the states of all ranks: all-gather the LSEs, multiply the outputs by weights, reduce-scatter the heads.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.

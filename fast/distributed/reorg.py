@@ -1,4 +1,4 @@
-"""Order of context that was gathered from all ranks."""
+"""Reordering of context that was gathered from all ranks."""
 
 from __future__ import annotations
 

@@ -61,8 +61,8 @@ class MLAMetadataBuilder:
     """Builder of the plan of each step, with the methods that vLLM calls on its metadata builders.
 
     See `reference.interfaces.AttentionMetadataBuilder` for the methods. Unlike the builder of `reference`, this builder
-    gets the number of programs and the costs of a schedule from the device. It sends plans to a GPU through pinned
-    memory.
+    gets the number of programs and the costs of a schedule from the device. The builder sends plans to a GPU through
+    pinned memory.
 
     Args:
         config: config of the layers; all layers must have the same config (`infer_global_hyperparameters` checks this).
@@ -141,8 +141,8 @@ class MLAMetadataBuilder:
         check_dtype("dtype", dtype)
         check_format(cache_format)
         self.dtype, self.cache_format, self.backend = dtype, cache_format, bind(backend, PLANNING_OPS)
-        self._path_config = None if batch_invariant else config  # for `choose_path`; None disables it
-        if workspace_tokens is None:  # the default of a layer is an upper bound
+        self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
+        if workspace_tokens is None:  # at most the default of a layer
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
         self.workspace_tokens = workspace_tokens
         check_chunking(self.workspace_tokens, unit)
@@ -156,9 +156,9 @@ class MLAMetadataBuilder:
         Args:
             common_prefix_len: number of context tokens that all decodes share. The plan has a cascade over these tokens
                 if a cascade is faster (`use_cascade_attention`).
-            common: the batch, in the order that the swaps of `reorder_batch` give.
-            fast_build: if True, leave out the parts of the plan that only make kernels faster: the cascade, and the
-                schedule unless `batch_invariant` needs it.
+            common: batch of the step, in the order that the swaps of `reorder_batch` give.
+            fast_build: if True, leave out the cascade, and the schedule of a decode that is not batch-invariant. A
+                cascade and a schedule only make kernels faster.
 
         Raises:
             ValueError: for the same reasons as `build_mla_metadata`; `common_prefix_len` is longer than a context; an
@@ -179,7 +179,7 @@ class MLAMetadataBuilder:
         return self._with_hints(metadata, common_prefix_len, common)
 
     def _check_sizes(self, common: CommonAttentionMetadata) -> None:
-        """Raise if a batch has more than `max_num_seqs` requests, or a request more than `max_model_len` tokens."""
+        """Raise if a batch has more than `max_num_seqs` requests, or a request of more than `max_model_len` tokens."""
         check_type("common", common, CommonAttentionMetadata)
         check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), (torch.int32,), torch.device("cpu"))
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
@@ -253,14 +253,15 @@ class MLAMetadataBuilder:
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
 
-        See `reference.mla.builder.MLAMetadataBuilder.update_captured` for which tensors the caller writes.
+        See `reference.mla.builder.MLAMetadataBuilder.update_captured` for which tensors the caller must write.
 
         Args:
             captured: plan that `build_for_cudagraph_capture` returned before the capture.
             common: the batch of the next replay.
 
         Raises:
-            ValueError: the batch does not have the captured shape, or has a request with more keys than captured. The
+            ValueError: the batch does not have the captured shape, or has a request with more keys than the captured
+                plan allows. The
                 error is raised before anything is written.
         """
         check_type("captured", captured, MLAMetadata)

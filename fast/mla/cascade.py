@@ -38,7 +38,7 @@ def use_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
-    """Return whether a cascade is faster than a decode without a shared prefix, estimated from FLOPs and bytes.
+    """Return whether a cascade is faster than an ordinary decode, estimated from FLOPs and bytes.
 
     See `reference.mla.cascade.use_cascade_attention` for the estimate.
 

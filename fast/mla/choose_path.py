@@ -174,7 +174,7 @@ def costs_file(gpu: str, num_heads: int) -> str:
 
 
 def measured_path_costs(config: MLAConfig, device: torch.device | str) -> PathCosts | None:
-    """Return the costs that were measured on a GPU of the same model, for the nearest number of heads.
+    """Return the costs that were measured on this model of GPU, for the number of heads nearest to `config.num_heads`.
 
     Args:
         config: config of the layer.

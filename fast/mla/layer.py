@@ -94,7 +94,7 @@ class MLAAttention(nn.Module):
             For every other op, each call chooses a backend by capability (`fast.backends`).
 
     Raises:
-        ValueError: the projections do not match the config, or no backend or no op has the given name.
+        ValueError: the projections do not match the config, or `backend` has an unknown name or an unknown op.
         UnsupportedConfiguration: the named backend declares no op of a layer.
     """
 
@@ -184,7 +184,7 @@ class MLAAttention(nn.Module):
 
         A dense copy of the weight is overwritten in place if its device and dtype have not changed.
 
-        See `reference.mla.layer.MLAAttention.refresh_weights` for when this is needed.
+        See `reference.mla.layer.MLAAttention.refresh_weights` for when a caller must do this.
         """
         dtype = self.kv_a_layernorm.weight.dtype
         if is_plain_linear(self.kv_b_proj, dtype):
@@ -220,7 +220,7 @@ class MLAAttention(nn.Module):
         Args:
             hidden_states: [T, H].
             positions: [T], position of each token in its request.
-            kv_cache: cache of this layer; the new tokens are written to it.
+            kv_cache: cache of this layer; the function writes the new tokens to the cache.
             metadata: plan of the step; None selects the memory-profile run.
 
         Returns:
@@ -337,9 +337,9 @@ class MLAAttention(nn.Module):
         self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
 
     def _touch_largest(self, q: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
-        """Allocate the largest buffers of a prefill, so that a measurement of memory includes them."""
+        """Allocate the largest buffers of a prefill, so that a measurement of memory includes these buffers."""
         context = q.new_zeros(self.workspace_tokens, self.config.head_size)
-        if self.context_parallel is not None:  # entries that the ranks send and receive, before they are reordered
+        if self.context_parallel is not None:  # entries that the ranks send and receive before a reordering
             q.new_zeros(self.workspace_tokens // self.context_parallel.size + context.shape[0], context.shape[1])
         expand_kv(context[:, : self.config.kv_lora_rank], w_uk, w_uv)
 

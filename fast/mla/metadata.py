@@ -77,7 +77,7 @@ def build_mla_metadata(
     staging: StagingBuffer | None = None,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """Plan one step: the leading requests that may take the absorbed path are decodes, all other requests prefills.
+    """Plan one step: leading requests that may take the absorbed path are decodes; all other requests are prefills.
 
     See `reference.mla.metadata.build_mla_metadata` for which requests may take the absorbed path.
 
@@ -90,7 +90,7 @@ def build_mla_metadata(
             paths, and the plan has no schedule.
         costs: costs for `choose_path`; None takes the defaults of `PathCosts`.
         query_len_support: query lengths that the decode kernel supports.
-        require_order: if True, an absorbed request after an expanded one is an error.
+        require_order: if True, an absorbed request after an expanded request is an error.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With
             `ownership`, `common` has the lengths of the whole sequences and the slots of this rank
             (`dcp_slot_mapping`). The lengths of the whole sequences decide the paths.
@@ -143,7 +143,7 @@ def build_mla_metadata(
     requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
     check_chunking(workspace_tokens, context_unit(block_size, size, interleave))
     decodes, query_lens = requests, None
-    paths = {"config": config, "costs": costs, "cache_format": cache_format, "dtype": dtype}  # of `choose_path`
+    paths = {"config": config, "costs": costs, "cache_format": cache_format, "dtype": dtype}  # for `choose_path`
     if query_len_support is QueryLenSupport.UNIFORM:
         decodes = split_decodes_and_prefills(common, decode_threshold, require_uniform=True).num_decodes
     elif common.max_query_len > decode_threshold:
@@ -156,7 +156,7 @@ def build_mla_metadata(
     one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
     if query_lens is None and not (one_each and decodes == requests):
         query_lens = starts_cpu.diff()
-    if one_each and query_lens is not None and config is not None:  # `choose_path` also absorbs longer queries
+    if one_each and query_lens is not None and config is not None:  # longer queries may be absorbed
         one_each = _longest(query_lens[:decodes]) <= 1
 
     # tensors of the plan that are not views of the batch; one copy sends all of these tensors to the device

@@ -11,7 +11,7 @@ from torch import Tensor
 def to_device(
     tensors: Mapping[str, Tensor], device: torch.device, staging: StagingBuffer | None
 ) -> Mapping[str, Tensor]:
-    """Return int32 tensors on a device: transferred in one copy if the device is a GPU, unchanged if it is the CPU.
+    """Return int32 tensors on a device: a GPU gets all tensors in one copy, a CPU gets the tensors unchanged.
 
     The host does not wait for the copy.
 
@@ -45,7 +45,7 @@ class StagingBuffer:
         self._halves: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def send(self, pieces: list[Tensor], device: torch.device) -> Tensor:
-        """Return one int32 vector on a CUDA device that contains the given vectors one after another.
+        """Return the given vectors, one after another, as one int32 vector on a CUDA device.
 
         Args:
             pieces: int32 vectors on the CPU.

@@ -21,7 +21,7 @@ from reference.interfaces import (
 
 
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a module is an `nn.Linear` without hooks (no subclass) with a plain parameter of `dtype`."""
+    """Return whether a module is exactly `nn.Linear`, has no hooks, and has a plain parameter of `dtype` as weight."""
     check_type("linear", linear, nn.Module, "a module")
     check_type("dtype", dtype, torch.dtype)
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or linear.weight.dtype != dtype:
@@ -54,7 +54,7 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     probes = torch.zeros(in_features + 1, in_features, dtype=dtype, device=device)
     probes[1:].fill_diagonal_(1)
     with torch.no_grad():
-        products = linear_output("linear", linear(probes))  # row 0 of the probes is zero, so row 0 here is the bias
+        products = linear_output("linear", linear(probes))  # row 0 of the probes is zero: the first product is the bias
     check_tensor("linear(identity)", products, (in_features + 1, "out"))
     check(not products[0].any(), "linear", "no bias", "a bias")
     return products[1:].to(dtype).T.contiguous()

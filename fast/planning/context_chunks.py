@@ -87,7 +87,7 @@ def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -
 
 
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
-    """Return a chunk, extended by the starts and the numbers of its tokens in the caches of the D ranks.
+    """Return a chunk with the starts and the numbers of its tokens in the cache of each rank.
 
     Args:
         chunk: chunk that `plan_context_chunks` made for the same number of ranks, so that each request starts at a

@@ -27,13 +27,13 @@ from reference.interfaces import (
 Step = Callable[[Tensor, Tensor, Any], Tensor]
 
 
-WARM_UP_RUNS = 2  # runs before each capture; Triton compiles kernels and libraries allocate workspaces then
+WARM_UP_RUNS = 2  # runs before each capture compile Triton kernels and allocate workspaces of libraries
 
 
 class DecodeGraph:
     """A decode step for a few fixed batch sizes, and for any lengths, block tables and slots.
 
-    A run pads its batch to the next of these sizes.
+    A run pads its batch to the smallest size that is large enough.
 
     See `reference.planning.graphs.DecodeGraph` for padding rows. On a CUDA device the constructor captures one graph
     per batch size:
@@ -51,7 +51,7 @@ class DecodeGraph:
         builder: builder that plans the step (`MLAMetadataBuilder`). If ranks share sequences, every rank
             constructs a `DecodeGraph` with its own builder, and all ranks run the same batches. A rank passes its own
             slots.
-        batch_sizes: numbers of requests to which a batch is padded.
+        batch_sizes: sizes to which batches are padded, in requests.
         max_blocks: columns of the widest block table.
         hidden_size: H.
         dtype: dtype of the hidden states.

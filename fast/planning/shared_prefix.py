@@ -1,4 +1,4 @@
-"""The blocks that all requests share, and the split of a decode into this prefix and the suffixes."""
+"""The prefix of blocks that all requests share, and the split of a decode into this prefix and the suffixes."""
 
 from __future__ import annotations
 
@@ -45,17 +45,18 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
 def split_shared_prefix(
     metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
 ) -> CascadeMetadata:
-    """Split a decode in two: all query tokens over the shared prefix, and each request over its own suffix.
+    """Split a decode in two: all query tokens attend the shared prefix, and each request attends its own suffix.
 
     See `reference.planning.shared_prefix.split_shared_prefix` for what the caller must
     guarantee.
 
     Args:
-        metadata: integers of the decode.
+        metadata: decode part of the plan.
         common_prefix_len: number of shared tokens: a multiple of `block_size`, and at most the context of every request
             except padding rows.
         block_size: tokens per block.
-        row: index of a request that is not a padding row; the blocks of the prefix are read from its block table.
+        row: index of a request that is not a padding row; the blocks of the prefix are read from the block table of
+            this request.
 
     Raises:
         ValueError: `block_size` is not the block size of `metadata`; `common_prefix_len` is not a positive multiple of
