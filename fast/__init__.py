@@ -1,6 +1,7 @@
-"""Serve Multi-head Latent Attention with optimised kernels: the names and signatures of `reference`.
+"""Serving of Multi-head Latent Attention with optimised kernels.
 
-Functions may take additional keyword-only parameters, such as `backend=` (see `fast.backends`).
+The public names and signatures are the names and signatures of `reference`. A function of `fast` may take additional
+keyword-only parameters, such as `backend=` (see `fast.backends`).
 """
 
 from ._shadow import shadow_of_reference

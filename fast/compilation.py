@@ -1,4 +1,4 @@
-"""Compile kernels ahead of time, by launching once everything that a layer can launch."""
+"""Compilation ahead of time: every kernel that a layer can launch is launched once."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
 from .planning.decode_schedule import plan_decode
 
-LONG_CONTEXT = 16384  # tokens; long enough that a decode splits the request and combines partial outputs
-# Lengths of a request that is decoded alone: splits, row blocks and the combine kernel depend on this length.
+LONG_CONTEXT = 16384  # tokens; so many that a decode splits the request and combines partial outputs
+# Lengths of the only request of a decode. Splits, row blocks and the combine kernel depend on this length.
 ALONE = (64, *(tokens << step for step in range(10) for tokens in (256, 384)))
-MANY_REQUESTS = 512  # enough requests to fill any GPU, so that a short decode is not split
+MANY_REQUESTS = 512  # so many that they fill any GPU; the kernel then does not split a short decode
 
 
 def warmup(
@@ -57,26 +57,26 @@ def warmup(
     """Compile every kernel that a layer of these dims can launch, so that no request waits for a compilation.
 
     The function runs steps of a layer whose projections return zeros: decodes with and without splits and schedules,
-    prefills with and without context, and copies of blocks. Triton also keeps compiled kernels in its cache on disk.
+    and prefills with and without context. It also copies blocks. Triton stores compiled kernels on disk too.
 
     Args:
         config: configuration of the layer.
         device: device of the layer.
         dtype: dtype of the layer.
         block_size: tokens of a cache block.
-        decode_threshold: most query tokens of a request that is decoded on the absorbed path.
-        batch_invariant: whether the layer's decodes will be batch-invariant.
-        context_parallel: groups of ranks that divide heads and sequences, or None. No data is exchanged between
-            processes: this process simulates all ranks (`simulate`), so each process can warm up on its own.
+        decode_threshold: longest query that always decodes, as in `build_mla_metadata`.
+        batch_invariant: whether the decodes of the layer are batch-invariant.
+        context_parallel: groups of ranks that share heads and sequences, or None. The processes exchange no data: each
+            process simulates all ranks (`simulate`), so each process can call `warmup` alone.
         cache_format: format of the layer's cache.
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
 
     Returns:
-        One line for each kernel that was compiled, or loaded from Triton's cache on disk, during this call.
+        One line for each kernel that this call compiled, or loaded from Triton's cache on disk.
 
     Raises:
-        ValueError: a size below 1, an unsupported dtype, or a CUDA device that does not exist.
-        UnsupportedConfiguration: no backend, or not the named backend, can serve an op.
+        ValueError: a size is below 1, the dtype is not supported, or the CUDA device does not exist.
+        UnsupportedConfiguration: no backend that `backend` allows can serve an op.
     """
     check_dtype("dtype", dtype)
     check_config(config)
@@ -111,7 +111,7 @@ def _launch_all(
     cache_format: CacheFormat,
     backend: BackendChoice,
 ) -> None:
-    """Run steps of every kind on one rank; `ranks` is None without context parallelism."""
+    """Run all kinds of steps on one rank. Without context parallelism, `ranks` is None."""
     num_blocks = -(-LONG_CONTEXT // block_size) + 2
     columns = cache_format.columns(config.kv_lora_rank, config.qk_rope_head_dim)
     kv_cache = allocate_kv_cache(num_blocks, block_size, columns, cache_format.dtype_for(dtype), device).zero_()
@@ -136,19 +136,19 @@ def _launch_all(
         layer(hidden_states, positions, kv_cache, plan)
         if plan.num_decodes and scheduled:
             programs = decoded.programs_and_costs(max(query_lens), None, costs, False, backend).num_programs
-            few_and_many = (1, 16) if len(query_lens) == 1 else ()  # partial outputs to combine
+            few_and_many = (1, 16) if len(query_lens) == 1 else ()  # 16: partial outputs to combine
             for count in {programs, *few_and_many} - {0}:
                 schedule = plan_decode(plan.decode.seq_lens, count, costs, batch_invariant, backend=backend)
                 layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         if plan.num_decodes and batch_invariant:
             schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut)
             layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
-        # an engine with its own projections calls these methods separately
+        # an engine with its own projections calls these two methods instead of `forward`
         projected = layer.project(hidden_states, positions)
         output = hidden_states.new_empty(tokens, local.num_heads, config.v_head_dim)
         layer.forward_attention(*projected, kv_cache, plan, output)
 
-    # Triton compiles another variant where a stride is divisible by 16, and some strides follow the number of tokens
+    # Triton compiles another variant if a stride is divisible by 16; some strides depend on the number of tokens
     for query_len in range(1, decode_threshold + 1):
         for requests in (1, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)
@@ -156,7 +156,8 @@ def _launch_all(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
-    # `choose_path` may also send longer queries to the absorbed path; 17 tokens are more than 16 rows for any heads
+    # `choose_path` may also choose the absorbed path for longer queries.
+    # 17 tokens have more than 16 rows with any number of heads.
     longer = max(decode_threshold + 1, 17)
     for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
         step([longer] * requests, [length] * requests, longer)
@@ -172,7 +173,7 @@ def _launch_all(
 
 
 def _compiling_ahead():
-    """Return a context that collects a line for each compiled kernel; the list stays empty without Triton."""
+    """Return a context manager that collects one line for each compiled kernel, or no line if Triton is missing."""
     if importlib.util.find_spec("triton") is None:
         return contextlib.nullcontext([])
     from .kernels.compile_log import compiling_ahead
@@ -183,7 +184,7 @@ def _compiling_ahead():
 def _batch(
     query_lens: list[int], seq_lens: list[int], columns: int, num_blocks: int, device: torch.device
 ) -> CommonAttentionMetadata:
-    """Return a batch whose requests all share the same blocks of the cache; it writes no token to the cache."""
+    """Return a batch whose requests all have the same cache blocks, and whose tokens are not written to the cache."""
     ends = torch.tensor([0, *query_lens], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
     table = (torch.arange(columns, dtype=torch.int32, device=device) % num_blocks).repeat(len(query_lens), 1)
     slots = torch.full((sum(query_lens),), -1, dtype=torch.int64, device=device)
@@ -191,7 +192,7 @@ def _batch(
 
 
 class _Zeros(nn.Module):
-    """A projection or norm that returns zeros of a given width, without a computation."""
+    """A projection or norm that returns zeros of a given width and computes nothing."""
 
     def __init__(self, width: int, weight: Tensor):
         super().__init__()
@@ -202,7 +203,7 @@ class _Zeros(nn.Module):
 
 
 def _projections_of_zeros(config: MLAConfig, dtype: torch.dtype, device: torch.device) -> dict[str, nn.Module]:
-    """Return the modules of a layer; only the up-projection has memory, because the layer reads its weight."""
+    """Return the modules of a layer. Only the up-projection has a full weight, because the layer reads this weight."""
     c, kind = config, {"dtype": dtype, "device": device}
     up = nn.Linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim), bias=False, **kind)
     nn.init.zeros_(up.weight)

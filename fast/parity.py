@@ -1,9 +1,10 @@
-"""Compare results of `fast` with the reference, on an error budget that is computed and not chosen by hand.
+"""Comparison of results of `fast` with the reference, on an error budget that is computed and not chosen by hand.
 
-- gold: the reference in float64, on inputs that were rounded to the kernel's dtype.
-- low: the reference in the kernel's dtype, which rounds inputs and probabilities as an accurate kernel does.
-- budget: twice the error of low, plus one unit in the last place. It holds for the largest error and for the mean error
-  separately.
+- gold: the result of the reference in float64, on inputs that were rounded to the kernel's dtype.
+- low: the result of the reference in the kernel's dtype. The reference then rounds inputs and probabilities as an
+  accurate kernel does.
+- budget: twice the error of low, plus one unit in the last place. The largest error and the mean error have separate
+  budgets.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from reference.interfaces import AttentionState, check
 
-LSE_RELATIVE = 2.0**-13  # a kernel that uses exp2 multiplies the LSE by ln 2 in float32; this is more than enough
+LSE_RELATIVE = 2.0**-13  # more than the error of exp2 kernels, which multiply the LSE by ln 2 in float32
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Parity:
         mean_error: mean absolute error.
         max_budget: upper bound of `max_error`.
         mean_budget: upper bound of `mean_error`.
-        same_infinities: whether both have NaN and infinities at the same elements.
+        same_infinities: whether the result and gold have NaN and infinities at the same elements.
     """
 
     op: str
@@ -40,7 +41,7 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Whether both errors are within their budgets; False for a NaN error."""
+        """Return whether both errors are within their budgets and the infinities agree; False if an error is NaN."""
         return self.same_infinities and self.max_error <= self.max_budget and self.mean_error <= self.mean_budget
 
 
@@ -52,10 +53,11 @@ def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float =
         value: the kernel's result.
         low: the reference's result in the kernel's dtype.
         gold: the reference's result in float64.
-        relative: additional budget, relative to gold.
+        relative: factor of an additional budget, by which the absolute value of gold is multiplied.
 
     Returns:
-        The comparison. Where gold is NaN or infinite, the value must equal it; these elements do not count as errors.
+        The comparison. Where gold is NaN or infinite, the value must equal gold; these elements do not count in the
+        errors.
 
     Raises:
         ValueError: shapes differ, or value and low have different dtypes (the rounding floor depends on the dtype).
@@ -63,7 +65,7 @@ def compare(op: str, value: Tensor, low: Tensor, gold: Tensor, relative: float =
     check(value.shape == gold.shape == low.shape, "value", f"shape {list(gold.shape)}", list(value.shape))
     check(value.dtype == low.dtype, "value", f"dtype {low.dtype}, as low", value.dtype)
     finite = gold.isfinite()
-    # a low that is infinite where gold is finite would make the budget infinite, so it fails the comparison
+    # an infinite low at a finite gold would make the budget infinite, so the comparison fails
     same = (
         bool(low[finite].isfinite().all())
         and torch.equal(value.isfinite(), finite)
@@ -93,7 +95,7 @@ def compare_states(op: str, value: AttentionState, low: AttentionState, gold: At
 
 
 def compare_exact(op: str, value: Tensor, expected: Tensor) -> Parity:
-    """Compare bit by bit, including NaN payloads and signs of zero; the budget is zero.
+    """Compare two tensors bit by bit, including NaN payloads and signs of zero; the budget is zero.
 
     Raises:
         ValueError: shapes or dtypes differ.

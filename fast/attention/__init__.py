@@ -1,1 +1,1 @@
-"""Attention of any family: softmax attention with LSE over packed sequences, merge of states, rotary embedding."""
+"""Ops for attention of any family: softmax attention with LSE, merge of attention states, rotary embedding."""

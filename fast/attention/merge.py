@@ -1,4 +1,4 @@
-"""Merge softmax attention over disjoint sets of keys by log-sum-exp (FlashInfer, arXiv 2501.01005, section 2.2)."""
+"""Merge of two attention states over disjoint keys, by log-sum-exp (FlashInfer, arXiv 2501.01005, section 2.2)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def merge_attn_states(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Return the attention over the union of two disjoint sets of keys.
+    """Return the attention state over the union of two disjoint sets of keys.
 
     See `reference.attention.merge.merge_attn_states` for the formula and for rows whose LSE is not finite.
 
     Args:
-        prefix: out [T, N, Dv], lse [N, T].
-        suffix: state with the same shapes and dtypes.
-        graph: kind of CUDA graph in which the call is replayed.
+        prefix: state over the first set of keys, with out [T, N, Dv] and lse [N, T].
+        suffix: state over the second set of keys, with the shapes and dtypes of `prefix`.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The merged state, in the dtypes of the arguments.
+        The merged state, with the shapes and dtypes of `prefix`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_merge(prefix, suffix)
     request = backends.state_request("merge_attn_states", prefix.out, graph)

@@ -26,7 +26,7 @@ from ..kernels.rotation import rotate as _rotate_pairs
 
 
 def rotary_frequencies(rope: RopeConfig, dim: int, dtype: torch.dtype = torch.float32) -> Float[Tensor, " {dim//2}"]:
-    """Return the rotation angle per position of each pair: theta^(-2i/R), stretched if the config has YaRN.
+    """Return the rotation angle of pair i for one position: theta^(-2i/R), stretched if `rope` has YaRN.
 
     See `reference.attention.rope.rotary_frequencies` for the stretching by YaRN.
 
@@ -62,7 +62,7 @@ def rotary_cos_sin(
         Two [T, R/2] tensors, float64 if `dtype` is float64 and float32 otherwise.
 
     Raises:
-        ValueError: `positions` has another shape or dtype, or `dim` is odd.
+        ValueError: `positions` is not an int32 or int64 tensor [T], or `dim` is odd.
     """
     check_tensor("positions", positions, ("T",), (torch.int64, torch.int32))
     check_dtype("dtype", dtype)
@@ -116,8 +116,9 @@ def apply_rope(
         q_pe: [T, N, R].
         k_pe: [T, R], one key for all heads.
         rope: rotary parameters.
-        frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes it again.
-        graph: kind of CUDA graph in which the call is replayed.
+        frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes
+            the frequencies.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -125,7 +126,7 @@ def apply_rope(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_tensor("q_pe", q_pe, ("T", "N", "R"))
     check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
@@ -146,13 +147,14 @@ def angles_of(
         positions: [T]; only its shape, dtype and device are checked.
         q_pe: [T, N, R].
         rope: rotary parameters.
-        frequencies: frequencies to check and return; None computes them.
+        frequencies: frequencies that are checked and returned; None computes the frequencies.
 
     Returns:
-        Frequencies [R/2], float64 if `q_pe` is float64 and float32 otherwise; the magnitude, 1.0 without YaRN.
+        Frequencies [R/2], float64 if `q_pe` is float64 and float32 otherwise; YaRN's magnitude factor, 1.0 without
+            YaRN.
 
     Raises:
-        ValueError: `positions` or `frequencies` has another shape, dtype or device, or R is odd.
+        ValueError: `positions` or `frequencies` has a wrong shape, dtype or device, or R is odd.
     """
     check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
     check_type("rope", rope, RopeConfig)

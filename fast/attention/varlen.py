@@ -1,4 +1,4 @@
-"""Softmax attention over packed sequences, with its log-sum-exp."""
+"""Softmax attention over packed sequences, with the log-sum-exp (LSE) of the scores."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def flash_attn_varlen(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Compute the attention of packed requests, each over its own keys.
+    """Compute softmax attention of packed requests: the queries of a request attend the keys of the same request.
 
-    See `reference.attention.varlen` for the arithmetic. The causal mask aligns the last query with the last key: query
-    i of Sq sees keys up to S - Sq + i.
+    See `reference.attention.varlen` for the arithmetic. The causal mask aligns the last query of a
+    request with the last key of the request: query i of Sq sees keys up to S - Sq + i.
 
     Args:
         q: [T, N, D].
@@ -45,8 +45,8 @@ def flash_attn_varlen(
         v: [S, N, Dv]; Dv may differ from D.
         cu_seqlens_q: [B + 1], prefix sum of the query lengths; a length may be 0.
         cu_seqlens_k: [B + 1], prefix sum of the key lengths; a length may be 0.
-        max_seqlen_q: upper bound of the query lengths; it sizes the launch and changes no value.
-        max_seqlen_k: upper bound of the key lengths; it sizes the launch and changes no value.
+        max_seqlen_q: upper bound of the query lengths; it sets the size of the launch and changes no result.
+        max_seqlen_k: upper bound of the key lengths; it sets the size of the launch and changes no result.
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
         out_dtype: dtype of `out`; None takes the dtype of `q`.
@@ -56,9 +56,9 @@ def flash_attn_varlen(
         out [T, N, Dv] and lse [N, T].
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets decrease or their last one is not
-            the number of rows.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets decrease, or the last offset is
+            not the number of rows.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
     check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
@@ -83,7 +83,9 @@ def flash_attn_varlen_shared_rope(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Compute `flash_attn_varlen` with keys in two parts; all heads share the rope part, which is never repeated.
+    """Compute `flash_attn_varlen` with the keys in two tensors: `k_nope` for each head, `k_pe` for all heads together.
+
+    No kernel copies `k_pe` for each head.
 
     Args:
         q: [T, N, P + R].
@@ -103,8 +105,8 @@ def flash_attn_varlen_shared_rope(
         out [T, N, Dv] and lse [N, T].
 
     Raises:
-        ValueError: as `flash_attn_varlen`.
-        UnsupportedConfiguration: as `flash_attn_varlen`.
+        ValueError: for the same reasons as `flash_attn_varlen`.
+        UnsupportedConfiguration: for the same reasons as `flash_attn_varlen`.
     """
     check_attention(q, k_nope, v, cu_seqlens_q, cu_seqlens_k, k_pe)
     check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)

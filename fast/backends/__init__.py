@@ -1,27 +1,29 @@
-"""Choose which backend serves a call: among those that can serve it, the one with the highest priority.
+"""Choice of the backend that serves a call: the backend with the highest priority that can serve this call.
 
-A backend is a set of kernels behind one name. It declares the ops for which it has its own kernels, and what these
-kernels can do. Every parameter `backend=` of `fast` is None, a name, or a mapping from op to name (`BackendChoice`):
+A backend is a set of kernels behind one name. A backend declares its ops, and what the kernels of each op can do. Every
+parameter `backend=` of `fast` is None, a name, or a mapping from op to name (`BackendChoice`):
 
-- None: each call of each op goes to the backend with the highest priority that has no reason against the call.
-- A name, passed to a function that launches one op (such as `mla_decode` or `merge_attn_states`): that backend serves
-  the call. If it cannot, the function raises `UnsupportedConfiguration` with every reason.
-- A name, passed to a class or function that calls several ops: the name binds the ops that this backend declares, and
-  each other op is chosen as for None. This applies to `MLAAttention`, `MLAMetadataBuilder`, `build_mla_metadata`,
+- None: each call of each op goes to the backend with the highest priority that can serve the call.
+- A name, passed to a function that launches one op (such as `mla_decode` or `merge_attn_states`): the named backend
+  serves the call. If the named backend cannot serve the call, the function raises `UnsupportedConfiguration` with every
+  reason.
+- A name, passed to a class or function that calls several ops: the name binds the ops that this backend declares. Every
+  other op chooses its backend as with None. This applies to `MLAAttention`, `MLAMetadataBuilder`, `build_mla_metadata`,
   `use_mla`, `warmup`, `explain`, `forward_prefill`, `cascade_attention`, `dcp_gather_context`, `dcp_decode` and the
-  option `--backend` of the main job. A bound op that its backend cannot serve raises as above. A backend that declares
-  none of the called ops is refused at once. For example, "hopper" binds the decode of `dcp_decode` but not its exchange
-  between ranks, and `forward_prefill` refuses it.
-- A mapping: each op that it contains is bound to the given backend; each other op is chosen as for None. An unknown op,
-  an unknown name, and an op that its backend does not declare are refused at once.
+  option `--backend` of the main job. A bound op raises `UnsupportedConfiguration` if its backend cannot serve the call.
+  The name of a backend that declares none of the called ops raises `UnsupportedConfiguration` at once. For example,
+  `dcp_decode(.., backend="hopper")` decodes with "hopper" and exchanges states with another backend, and
+  `forward_prefill(.., backend="hopper")` raises.
+- A mapping: each op in the mapping is bound to the given backend. Every other op chooses its backend as with None. An
+  unknown op, an unknown name, or an op that the given backend does not declare is an error at once.
 
 Some ops must be served by the same backend:
 
-- The ops of one decode (`DECODES`), because the number of programs and the costs are those of the decode kernel.
-- The ops of one message between ranks (`MESSAGES`), because the layout of the message is private to a backend.
+- The ops of one decode (`DECODES`), because the number of programs and the costs belong to one decode kernel.
+- The ops of one message between ranks (`MESSAGES`), because each backend has its own layout of the message.
 
-A mapping that binds one op of such a group binds the others too, if the backend declares them. Two different names in
-one group are refused.
+A mapping that binds one op of such a group also binds the other ops of the group that the backend declares. A mapping
+with two different names in one group raises ValueError.
 """
 
 from .explanation import explain, layer_requests

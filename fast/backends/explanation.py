@@ -1,4 +1,4 @@
-"""Say which backend serves each op of a layer, and why the others do not."""
+"""A report of the backend that serves each op of a layer, with the reasons against the other backends."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def layer_requests(
     block_size: int,
     cache_format: CacheFormat = COMPUTE_FORMAT,
 ) -> list[KernelRequest]:
-    """Return what a layer needs from backends: one `KernelRequest` for each op, sorted by op, for any query lengths.
+    """Return one `KernelRequest` for each op of a layer, sorted by op, for batches with any query lengths.
 
     Args:
         config: configuration of the layer.
-        device: device of its tensors.
-        dtype: dtype of its tensors.
+        device: device of the layer's tensors.
+        dtype: dtype of the layer's tensors.
         block_size: tokens of a cache block.
-        cache_format: format of its cache.
+        cache_format: format of the layer's cache.
     """
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     entry = (("kv_lora_rank", latent), ("qk_rope_head_dim", rope))
-    widths = {  # the names that each op uses in its own requests; all other ops name one width
+    widths = {  # op: widths in the requests of this op. An op that is missing here has one width
         "apply_rope": (("qk_rope_head_dim", rope),),
         "merge_packed_attn_states": (("head_dim", latent),),
         "concat_and_cache_mla": entry,
@@ -82,9 +82,10 @@ def explain(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> str:
-    """Return one line for each op of a layer: the backend that serves it, and why the other backends do not.
+    """Return one line for each op of a layer: the backend that serves the op, and the reasons against other backends.
 
-    If `backend` is not None, each line also says whether the op is bound to a backend or chosen as for None.
+    If `backend` is not None, each line also says whether `backend` binds the op, or whether the
+    backend is chosen by capability and priority.
 
     Args:
         config: configuration of the layer.
@@ -95,7 +96,7 @@ def explain(
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
 
     Raises:
-        ValueError: an unknown backend name or, in a mapping, an unknown op.
+        ValueError: `backend` has an unknown backend name or an unknown op.
     """
     check_config(config)
     device = check_device("device", device)

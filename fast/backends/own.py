@@ -1,4 +1,7 @@
-"""Declarations of this package's own backends: "cpu", "triton" and "hopper". This module imports no kernel."""
+"""Declarations of the three backends of this package: "cpu", "triton" and "hopper".
+
+This module imports no kernel.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ OPS = (  # every op that a backend can serve
     "pack_attn_state", "plan_decode", "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "swap_blocks",
     "weight_attn_out",
 )  # fmt: skip
-READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a private buffer: op that reads this buffer
+READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 
 
 def missing(package: str, least: str | None = None) -> str | None:
-    """Return what to install, or None if a package is installed (in version `least` or later); do not import it."""
+    """Return what to install, or None if the package is installed (in version `least` or later); import nothing."""
     if least is None:
         return None if importlib.util.find_spec(package) else package
     try:
@@ -34,7 +37,7 @@ def missing(package: str, least: str | None = None) -> str | None:
 
 
 def _ops_of(package: str, names: tuple[str, ...], **declared) -> dict[str, OpSupport]:
-    """Return the same declaration for several ops of a package of `fast.kernels`."""
+    """Return a mapping that declares the same support for several ops of a package of `fast.kernels`."""
     return {op: OpSupport(f"fast.kernels.{package}:{op}", reads=READS.get(op), **declared) for op in names}
 
 

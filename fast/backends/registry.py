@@ -1,4 +1,4 @@
-"""Declarations of backends, and the registry of all backends: this package's own and those of other packages."""
+"""Declarations of backends, and the registry of all backends of this package and of other packages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEAD_DIMS = (  # names of widths in a `KernelRequest`
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What one call of an op needs from a backend.
+    """All properties of one call of an op that a backend must support.
 
     Attributes:
         op: name of the op, such as "mla_decode".
@@ -42,13 +42,13 @@ class KernelRequest:
         dtype: dtype of queries and keys; None for an op on integers only.
         head_dims: widths of the op's tensors as (name, size) pairs, with names from `HEAD_DIMS`.
         block_size: tokens of a cache block; None for an op without a cache.
-        query_lens: which query lengths the batch may have.
-        cache_in_words: True if the cache has at least one block and every entry consists of aligned 16-byte words.
-        out_dtype: dtype of the output; None for an op without a choice of it.
+        query_lens: kind of query lengths that the batch has.
+        cache_in_words: True if the cache has at least one block, and every entry consists of aligned 16-byte words.
+        out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
         cache_format: format of the cache; None for an op without a cache.
         batch_invariant: True if the result of a request must not depend on the other requests of the batch.
         mask: one of `MASKS`; None for an op without a mask.
-        graph: kinds of graphs in which the call must be replayable.
+        graph: kind of the CUDA graph that contains the call.
     """
 
     op: str
@@ -66,7 +66,7 @@ class KernelRequest:
 
 
 def check_request(request: KernelRequest) -> None:
-    """Check the types of a request's fields; whether a backend can serve it is not checked here."""
+    """Check the types of a request's fields, without a check whether a backend can serve the request."""
     check_type("request", request, KernelRequest)
     check_type("request.op", request.op, str)
     check_type("request.device", request.device, torch.device)
@@ -85,22 +85,24 @@ def check_request(request: KernelRequest) -> None:
 
 @dataclass(frozen=True)
 class OpSupport:
-    """What a backend can do for one op.
+    """The declaration of one op of a backend: all calls of the op that the backend can serve.
 
     Attributes:
         launcher: the function that launches the kernel, or its dotted path "package.module:function". A path is
             imported when the op is called for the first time, so that a declaration imports no kernel.
         dtypes: supported dtypes of queries and keys.
-        out_dtypes: supported dtypes of the output, if a call may choose it; None for the same as `dtypes`.
+        out_dtypes: supported dtypes of the output, if a caller may choose the dtype; None for the same as `dtypes`.
         cache_formats: names of the supported cache formats.
-        head_dims: supported sizes by name (`KernelRequest.head_dims`); None, or a missing name, for any size.
+        head_dims: mapping from name (`KernelRequest.head_dims`) to supported sizes. A missing name, or None for the
+            mapping, allows any size.
         block_sizes: supported block sizes; None for any.
-        batch_invariant: whether a request can get the same bits in every batch.
-        query_lens: the widest supported range of query lengths.
+        batch_invariant: whether the kernel can be batch-invariant: a request gets the same bits in every batch.
+        query_lens: the widest supported kind of query lengths.
         masks: supported masks, from `MASKS`.
-        graph: kinds of graphs in which a captured call may be replayed.
+        graph: the widest supported kind of CUDA graph.
         needs_words: whether the cache must consist of 16-byte words (`KernelRequest.cache_in_words`).
-        reads: name of the op that reads the private buffer which this op writes; the backend must have both ops.
+        reads: name of the op that reads the message of this op; the backend must have both ops. None for an op without
+            a message.
         priority: priority for this op; None for the priority of the backend.
     """
 
@@ -140,7 +142,7 @@ class OpSupport:
             check_int("priority", self.priority, -(2**31), "an int or None")
 
     def reasons(self, request: KernelRequest) -> list[str]:
-        """Return every reason why this op cannot serve a request, without the name of the backend."""
+        """Return every reason why the kernel cannot serve a request, without the name of the backend."""
         found = []
         if request.dtype is not None and request.dtype not in self.dtypes:
             found.append(f"serves {', '.join(map(str, self.dtypes))}, got {request.dtype}")
@@ -158,29 +160,29 @@ class OpSupport:
         if self.needs_words and not request.cache_in_words:
             found.append("needs a cache of whole, aligned 16-byte words, with at least one block")
         if not self.query_lens.covers(request.query_lens):
-            found.append(f"serves query lengths {self.query_lens.value}, got {request.query_lens.value}")
+            found.append(f"serves {self.query_lens.value} query lengths, got {request.query_lens.value}")
         if request.mask is not None and request.mask not in self.masks:
             found.append(f"applies the masks {', '.join(self.masks) or 'none'}, got {request.mask}")
         if request.batch_invariant and not self.batch_invariant:
             found.append("is not batch-invariant")
         if not self.graph.covers(request.graph):
-            found.append(f"can be captured for {self.graph.value} query lengths, got {request.graph.value}")
+            found.append(f"serves CUDA graphs of kind '{self.graph.value}', got kind '{request.graph.value}'")
         return found
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A set of kernels behind one name, with a declaration of what they can do for each op.
+    """A set of kernels behind one name, with a declaration for each op.
 
     Attributes:
         name: the name that `backend=` takes.
-        priority: the backend with the largest priority is chosen from those that can serve a request.
-        device_type: `torch.device.type` of the devices that it serves.
-        ops: mapping from op name to the declaration of this op; an op that is missing is not served.
-        capability: least CUDA compute capability; None for any.
-        capability_end: first larger compute capability that is not served; None for no limit.
-        missing_package: a package that the backend needs and that is not installed; None if nothing is missing.
-        rocm: whether the kernels are tested on AMD GPUs, for which torch uses the device type "cuda" too.
+        priority: of all backends that can serve a request, the backend with the largest priority is chosen.
+        device_type: `torch.device.type` of the supported devices.
+        ops: mapping from op name to the declaration of the op. The backend cannot serve a missing op.
+        capability: lowest supported CUDA compute capability; None for any.
+        capability_end: upper limit of the compute capability; the limit itself is not supported. None for no limit.
+        missing_package: package that the backend needs and that is not installed; None if no package is missing.
+        rocm: whether the kernels are tested on AMD GPUs. (The device type of an AMD GPU in torch is "cuda" too.)
     """
 
     name: str
@@ -204,12 +206,12 @@ class Backend:
         check_flag("rocm", self.rocm)
 
     def priority_of(self, op: str) -> int:
-        """Return the priority for an op: the op's own, or the backend's if the op has none or is missing."""
+        """Return the priority of the op if the op declares a priority, otherwise the priority of the backend."""
         support = self.ops.get(op)
         return self.priority if support is None or support.priority is None else support.priority
 
     def validate_configuration(self, request: KernelRequest) -> list[str]:
-        """Return every reason why this backend cannot serve the request; an empty list if it can."""
+        """Return every reason why this backend cannot serve the request. The list is empty if there is no reason."""
         reasons = []
         support = self.ops.get(request.op)
         if self.missing_package is not None:
@@ -218,26 +220,26 @@ class Backend:
         reasons += [f"has no kernel for {op}" for op in needed if op not in self.ops]
         if request.device.type != self.device_type:
             reasons.append(f"serves device {self.device_type}, got {request.device.type}")
-        elif self.device_type == "cuda" and torch.version.hip is not None:  # ROCm's capability numbers differ
+        elif self.device_type == "cuda" and torch.version.hip is not None:  # capabilities on ROCm are not comparable
             if not self.rocm:
-                reasons.append(f"not tested on ROCm, serves NVIDIA GPUs, got ROCm {torch.version.hip}")
+                reasons.append(f"is not tested on ROCm and serves only NVIDIA GPUs, got ROCm {torch.version.hip}")
         elif self.capability is not None:
             found = torch.cuda.get_device_capability(request.device)
             if found < self.capability or (self.capability_end is not None and found >= self.capability_end):
                 below = "" if self.capability_end is None else f" and below {self.capability_end}"
-                reasons.append(f"needs compute capability {self.capability}{below}, got {found}")
+                reasons.append(f"needs a compute capability of at least {self.capability}{below}, got {found}")
         if support is not None:
             reasons += support.reasons(request)
         return [f"{self.name}: {reason}" for reason in reasons]
 
 
 _REGISTERED: dict[str, Backend] = {}
-_ENTRY_POINTS_READ: list[bool] = []  # has one element after the entry points were read
+_ENTRY_POINTS_READ: list[bool] = []  # empty until the entry points are read
 _ON_CHANGE: list[Callable[[], object]] = []
 
 
 def on_change(forget: Callable[[], object]) -> None:
-    """Call a function whenever a backend is registered or removed, for example to clear a cache of choices."""
+    """Arrange that `forget` is called whenever a backend is registered or removed, for example to clear a cache."""
     _ON_CHANGE.append(forget)
 
 
@@ -250,15 +252,15 @@ def register(backend: Backend) -> None:
     """Add a backend, so that it can serve the ops that it declares.
 
     Another package can declare its backends with an entry point of the group "mla_twins.backends". The entry point is a
-    `Backend`, or a function without arguments that returns one or several. Entry points are read once, when a backend
-    is chosen for the first time.
+    `Backend`, several backends, or a function without arguments that returns one backend or several backends. Entry
+    points are read once, when a backend is chosen for the first time.
 
     Args:
-        backend: the declaration; its name must be new.
+        backend: the backend; no registered backend may have its name.
 
     Raises:
-        TypeError: not a `Backend`.
-        ValueError: another backend has this name.
+        TypeError: `backend` is not a `Backend`.
+        ValueError: a registered backend has the same name.
     """
     check_type("backend", backend, Backend)
     check(backend.name not in _REGISTERED, "backend.name", "a name that no backend has", backend.name)
@@ -281,9 +283,9 @@ def unregister(name: str) -> None:
     _changed()
 
 
-@torch.compiler.assume_constant_result  # `torch.compile` calls the function and does not trace it
+@torch.compiler.assume_constant_result  # `torch.compile` calls this function and does not trace it
 def _read_entry_points() -> bool:
-    """Register the backends of other packages; skip an entry point that fails, with a warning that names it."""
+    """Register the backends of other packages. Skip each entry point that fails, and warn with its name."""
     if _ENTRY_POINTS_READ:  # an entry point may call `registered` while it is loaded
         return True
     _ENTRY_POINTS_READ.append(True)
@@ -306,7 +308,7 @@ def _read_entry_points() -> bool:
 
 
 def registered() -> tuple[Backend, ...]:
-    """Return all backends in the order of their registration, including those of entry points."""
+    """Return all backends in the order of their registration, including the backends of entry points."""
     if not _ENTRY_POINTS_READ:
         _read_entry_points()
     return tuple(_REGISTERED.values())
@@ -318,7 +320,7 @@ def by_priority(op: str) -> tuple[Backend, ...]:
 
 
 def kernel(name: str, op: str) -> Callable:
-    """Return the function that launches an op in a backend; both names come from `select`."""
+    """Return the function that launches op `op` of the backend `name`, which `select` has chosen."""
     launcher = _REGISTERED[name].ops[op].launcher
     return _imported(launcher) if isinstance(launcher, str) else launcher
 

@@ -1,4 +1,4 @@
-"""Choose the backend for a request, and resolve the `backend=` of callers of several ops."""
+"""Choice of the backend for one request, and resolution of a `backend=` that is given for several ops."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ BackendChoice = str | Mapping[str, str] | None  # a name, a mapping from op to n
 
 
 def query_lens_of(num_tokens: int, num_requests: int, max_query_len: int) -> QueryLenSupport:
-    """Return the query lengths of a batch from its shape: they are equal if num_tokens is B * max_query_len."""
+    """Return the kind of query lengths of a batch: all lengths are equal if num_tokens is B * max_query_len."""
     if num_tokens != num_requests * max_query_len:
         return QueryLenSupport.VARLEN
     return QueryLenSupport.SINGLE_ONLY if max_query_len <= 1 else QueryLenSupport.UNIFORM
 
 
 def candidates(op: str, backend: str | None) -> tuple[Backend, ...]:
-    """Return the backends that may serve an op, best first: the named backend only, or all backends.
+    """Return the backends that may serve an op: the named backend, or all backends in the order of priority.
 
     Raises:
         ValueError: no backend has that name.
@@ -54,12 +54,12 @@ def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
 
     Args:
         request: what the call needs.
-        backend: a name, a mapping from op to name, or None. For None, or a mapping without this op, the result is the
-            backend with the highest priority that can serve the request.
+        backend: a name, a mapping from op to name, or None. With None, or with a mapping without this op, the
+            result is the backend with the highest priority that can serve the request.
 
     Raises:
-        ValueError: no backend has that name, or `bind` refuses the mapping.
-        UnsupportedConfiguration: the named backend, or no backend, can serve the request; with every reason.
+        ValueError: no backend has that name, or the mapping is invalid (`bind`).
+        UnsupportedConfiguration: no backend that `backend` allows can serve the request. The error has every reason.
     """
     check_request(request)
     tried = candidates(request.op, name_for(request.op, backend))
@@ -72,23 +72,23 @@ def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
 
 
 class BoundOps(dict):
-    """A mapping from op to name that `bind` has checked, so that no op needs to check it again."""
+    """A mapping from op to name that `bind` has checked, so that an op need not check the mapping again."""
 
 
 def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps | None:
-    """Resolve the `backend=` of a caller of several ops into the `backend=` of each op (see `fast.backends`).
+    """Return the `backend=` of each op from one `backend=` that is given for several ops (see `fast.backends`).
 
     Args:
         backend: a name, which binds the ops that this backend declares; a mapping from op to name; or None.
-        ops: the ops that are called; None for all.
+        ops: the ops that are called; None for all ops.
 
     Returns:
-        A mapping from op to name, to be passed as `backend=` of those ops; None if every op is chosen freely.
+        A mapping from op to name, to be passed as `backend=` of these ops; None if `backend` is None.
 
     Raises:
-        ValueError: an unknown backend name, an unknown op, or two names for ops that one backend must serve.
+        ValueError: `backend` has an unknown name, an unknown op, or two names for ops that one backend must serve.
         UnsupportedConfiguration: the named backend declares none of `ops`, or a mapping binds an op to a backend that
-            does not declare it.
+            does not declare this op.
     """
     if backend is None or isinstance(backend, BoundOps):
         return backend
@@ -112,7 +112,7 @@ def all_ops() -> list[str]:
 
 
 def _has(name: object, op: object = None) -> bool:
-    """Whether a backend of that name exists and, if an op is given, declares this op."""
+    """Return whether a backend of that name exists and, if an op is given, declares this op."""
     return any(each.name == name and (op is None or op in each.ops) for each in registered())
 
 
@@ -133,7 +133,7 @@ def _check_mapping(backend: object) -> None:
 
 
 def name_for(op: str, backend: BackendChoice) -> str | None:
-    """Return the backend name that a choice binds an op to; None if the op is chosen by capability."""
+    """Return the name of the backend to which `backend` binds an op; None if `backend` does not bind the op."""
     if backend is None or isinstance(backend, str):
         return backend
     return bind(backend).get(op)
@@ -153,7 +153,7 @@ def decode_request(
     batch_invariant: bool = False,
     graph: GraphSupport = GraphSupport.NONE,
 ) -> KernelRequest:
-    """Return what `mla_decode`, or another op of `DECODES`, needs from a backend."""
+    """Return the request of a call of `mla_decode`, or of another op of `DECODES`."""
     return KernelRequest(
         op=op,
         device=device,
@@ -171,21 +171,21 @@ def decode_request(
 
 
 def state_request(op: str, out: torch.Tensor, graph: GraphSupport = GraphSupport.NONE) -> KernelRequest:
-    """Return what an op on attention states, with output [T, N, Dv], needs from a backend.
+    """Return the request of a call of an op on attention states.
 
     Args:
         op: name of the op.
-        out: output of a state.
-        graph: kind of CUDA graph in which the call is replayed.
+        out: [T, N, Dv], output of a state.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
     """
     return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), graph=check_graph(graph))
 
 
 def check_graph(graph: GraphSupport) -> GraphSupport:
-    """Return the `graph=` of an op after a check of its type.
+    """Return the argument `graph=` of an op after a check of the argument's type.
 
     Raises:
-        TypeError: not a `GraphSupport`.
+        TypeError: `graph` is not a `GraphSupport`.
     """
     check_type("graph", graph, GraphSupport)
     return graph
@@ -200,17 +200,17 @@ def cache_request(
     out_dtype: torch.dtype | None = None,
     graph: GraphSupport = GraphSupport.NONE,
 ) -> KernelRequest:
-    """Return what an op on a paged cache [num_blocks, block_size, columns] needs from a backend.
+    """Return the request of a call of an op on a paged cache.
 
     Args:
         op: name of the op.
-        kv_cache: the cache.
+        kv_cache: the cache, [num_blocks, block_size, columns].
         head_dims: widths of the op's tensors; None for an op that uses only the number of columns.
         cache_format: format of the cache; None for an op that copies entries of any format unchanged.
-        dtype: dtype of the values that the op writes into the cache or reads from it; None for the dtype of the cache,
-            for ops that copy entries unchanged.
-        out_dtype: dtype of the output; None for an op without a choice of it.
-        graph: kind of CUDA graph in which the call is replayed.
+        dtype: dtype of the values that the op writes into the cache or reads from the cache. None takes the dtype of
+            the cache, for ops that copy entries unchanged.
+        out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
     """
     widths = (("head_dim", kv_cache.shape[2]),) if head_dims is None else head_dims
     return KernelRequest(
@@ -220,7 +220,7 @@ def cache_request(
 
 
 def cache_in_words(kv_cache: torch.Tensor) -> bool:
-    """Return `KernelRequest.cache_in_words` of a cache: whether TMA (the GPU's bulk copy engine) can read it.
+    """Return `KernelRequest.cache_in_words` of a cache: whether TMA (the GPU's bulk copy engine) can read the cache.
 
     Args:
         kv_cache: [num_blocks, block_size, Lkv + R], any strides; bfloat16 or float16.
@@ -228,6 +228,6 @@ def cache_in_words(kv_cache: torch.Tensor) -> bool:
     size = kv_cache.element_size()
     *outer, inner = kv_cache.stride()
     words = all(stride > 0 and stride * size % 16 == 0 for stride in outer)
-    if not torch.compiler.is_compiling():  # a trace has no offsets; the launcher checks them
+    if not torch.compiler.is_compiling():  # a traced tensor has no storage offset; the launcher checks the offset
         words = words and kv_cache.storage_offset() * size % 16 == 0
     return words and inner == 1 and kv_cache.numel() > 0

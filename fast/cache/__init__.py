@@ -1,1 +1,1 @@
-"""Paged caches: allocate, write, gather, copy and swap."""
+"""Ops on paged caches: allocate, write, gather, copy and swap."""

@@ -1,4 +1,4 @@
-"""Copy and swap whole blocks of paged caches."""
+"""Copies of whole blocks, within paged caches and between two caches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def copy_blocks(
     *,
     backend: BackendChoice = None,
 ) -> None:
-    """Copy whole blocks within each cache, bit for bit (copy on write).
+    """Copy whole blocks within each cache, bit for bit (for copy on write).
 
     Args:
         kv_caches: one cache per layer, all with the same number of blocks.
@@ -34,8 +34,8 @@ def copy_blocks(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; for CPU tensors, a block is outside the cache, written
-            twice, or both read and written. Nothing is written then.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+            twice, or both read and written. The error is raised before anything is written.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_tensor("block_mapping", block_mapping, ("pairs", 2), (torch.int64,))
     check_readable("block_mapping", block_mapping)
@@ -76,17 +76,17 @@ def swap_blocks(
 
     Args:
         source: cache that is read.
-        target: cache that is written; its block size, entry width and dtype are those of `source`.
+        target: cache that is written, with the block size, entry width and dtype of `source`.
         block_mapping: [pairs, 2], (source block, target block).
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        ValueError: the caches do not match; for CPU tensors, a block is outside its cache or written twice. Nothing is
-            written then.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        ValueError: the caches do not match; for CPU tensors, a block is outside its cache or written twice. The
+            error is raised before anything is written.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_swap(source, target, block_mapping)
-    served = target if source.device.type == "cpu" else source  # between host and GPU, the GPU's backend serves
+    served = target if source.device.type == "cpu" else source  # between host and GPU, the GPU's backend copies
     chosen = backends.select(backends.cache_request("swap_blocks", served, cache_format=None), backend)
     torch.ops.mla_twins.swap_blocks(source, target, block_mapping, chosen.name)
 

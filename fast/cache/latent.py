@@ -1,4 +1,4 @@
-"""The paged latent cache: allocate, write and gather."""
+"""Ops on the paged latent cache: allocate, write and gather."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def allocate_kv_cache(
     num_layers: int | None = None,
     layout: str = "layers_first",
 ) -> Shaped[Tensor, "*layers num_blocks block_size columns"]:
-    """Return an empty cache, whose bytes are undefined until they are written.
+    """Return a new cache. The bytes of the cache are undefined until `concat_and_cache_mla` writes entries.
 
     Args:
         num_blocks: number of blocks; 0 is legal.
@@ -44,14 +44,15 @@ def allocate_kv_cache(
         head_size: Lkv + R.
         dtype: float32, float64, bfloat16 or float16.
         device: device of the cache.
-        num_layers: number of layers in one tensor, which is indexed by layer; None makes the cache of one layer.
-        layout: memory order of that tensor (`stride_order`). Every op accepts the cache of a layer with any strides.
+        num_layers: number of layers in the tensor, the size of its first dimension; None makes the cache of one layer.
+        layout: memory order of a tensor with several layers (`stride_order`). Every op accepts the cache of a layer
+            with any strides.
 
     Returns:
         [num_blocks, block_size, Lkv + R], or [num_layers, num_blocks, block_size, Lkv + R] if `num_layers` is given.
 
     Raises:
-        ValueError: a size is below its minimum, or the dtype or layout is another one.
+        ValueError: a size is below its minimum, or the dtype or the layout is not supported.
     """
     check_storage_dtype("dtype", dtype)
     device = check_device("device", device)
@@ -77,15 +78,16 @@ def concat_and_cache_mla(
         kv_c_normed: [T, Lkv], RMS-normed latents.
         k_pe: [T, R], rotated keys.
         kv_cache: cache, written in place.
-        slot_mapping: [>= T], -1 = padding, not written; slots after the first T are ignored.
+        slot_mapping: [at least T], slot of each token; a token with slot -1 is padding and is not written. Slots after
+            the first T are ignored.
         cache_format: format of the cache.
-        graph: kind of CUDA graph in which the call is replayed.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. Nothing is
-            written then.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. The error
+            is raised before anything is written.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
     widths = (("kv_lora_rank", kv_c_normed.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
@@ -124,7 +126,7 @@ def gather_and_maybe_dequant_cache(
     out: Float[Tensor, "num_tokens head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "num_tokens head_size"]:
-    """Copy a range of each request's tokens out of the paged cache, packed one request after another.
+    """Copy a range of tokens of each request out of the paged cache, and pack these ranges one after another.
 
     See `reference.cache.latent.gather_and_maybe_dequant_cache` for the ranges and the rounding.
 
@@ -133,20 +135,21 @@ def gather_and_maybe_dequant_cache(
         block_table: [B, W].
         cu_seq_lens: [B + 1], prefix sum of the numbers of tokens that are gathered for each request.
         starts: [B], first gathered token of each request.
-        num_tokens: cu_seq_lens[-1].
+        num_tokens: number of gathered tokens of all requests, cu_seq_lens[-1].
         cache_format: format of the cache.
         out_dtype: dtype of the result; None takes the dtype of the cache. A format with its own storage dtype needs an
             `out_dtype`.
-        out: [num_tokens, Lkv + R], receives the result; for example the first rows of a workspace. None allocates it.
+        out: tensor [num_tokens, Lkv + R] that receives the result, for example the first rows of a workspace; None
+            allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        [num_tokens, Lkv + R] in `out_dtype`; this is `out` if `out` is given.
+        [num_tokens, Lkv + R] in `out_dtype`; the tensor `out` if `out` is given.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets decrease or a block is outside the
-            cache. Nothing is written then.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+            cache. The error is raised before anything is written.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
     request = backends.cache_request(

@@ -1,1 +1,1 @@
-"""Exchange between context-parallel ranks, for any attention family."""
+"""Exchanges between context-parallel ranks, for any attention family."""

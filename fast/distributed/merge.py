@@ -1,4 +1,4 @@
-"""Merge attention states over the ranks of a group."""
+"""Merge of attention states over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reference.interfaces import (
 from .. import backends
 from ..backends import BackendChoice
 
-MESSAGE_ALIGNMENT = 16  # bytes: LSE and outputs in a message begin where a vector load may begin
+MESSAGE_ALIGNMENT = 16  # bytes; both parts of a message (LSEs and outputs) are aligned for vector loads
 
 
 def cp_lse_ag_out_rs(
@@ -26,12 +26,12 @@ def cp_lse_ag_out_rs(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Merge over ranks: all-gather the LSE, scale the outputs by their softmax weights, reduce-scatter the heads.
+    """Merge the states of all ranks: all-gather the LSEs, multiply the outputs by weights, reduce-scatter the heads.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.
         group: the D ranks; rank r is the owner rank of heads [r N / D, (r + 1) N / D).
-        graph: kind of CUDA graph in which the call is replayed.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -41,7 +41,7 @@ def cp_lse_ag_out_rs(
     Raises:
         ValueError: shapes or dtypes do not match, or D does not divide the number of heads.
         GroupError: an exchange failed.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
@@ -73,22 +73,22 @@ def cp_lse_a2a(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Merge over ranks: one all-to-all sends outputs and LSE of each head to its owner rank, which merges them.
+    """Merge the states of all ranks after one all-to-all, which sends outputs and LSEs to the owner rank of each head.
 
     Args:
         state: out [T, N, Dv] and lse [N, T] of all N heads over the keys of this rank.
         group: the D ranks; rank r is the owner rank of heads [r N / D, (r + 1) N / D).
-        graph: kind of CUDA graph in which the call is replayed.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], as `cp_lse_ag_out_rs`; the sum is rounded
-        once.
+        out [T, N / D, Dv] in the dtype of `state.out` and lse [N / D, T], over the keys of all ranks. The weighted sum
+        is rounded once.
 
     Raises:
         ValueError: shapes or dtypes do not match, or D does not divide the number of heads.
         GroupError: the exchange failed.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_type("group", group, Group)
     check_merge_over_group(state, group.size)
@@ -103,7 +103,7 @@ def cp_lse_a2a(
 
 
 def _message_bytes(tokens, heads, value, dtype):  # the sizes may be symbolic
-    """Return the bytes from the LSE to the outputs in the message to one rank, and the bytes of the whole message."""
+    """Return the size of the LSEs at the start of the message to one rank, and of the whole message, in bytes."""
 
     def aligned(size):
         return -(-size // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT

@@ -1,4 +1,4 @@
-"""Reorder the context that was gathered from all ranks."""
+"""Reordering of context that was gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ def reorg_kvcache(
     out: Float[Tensor, "S head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
-    """Return a chunk of context, gathered from all ranks, in the order of the requests and of their tokens.
+    """Return a chunk of context, gathered from all ranks, in the order of the requests and of the tokens in a request.
 
     See `reference.distributed.reorg.reorg_kvcache` for the layout and for the difference to vLLM's function of this
     name.
 
     Args:
-        gathered: [D, padded_tokens, Lkv + R], the cache entries from each rank.
-        chunk: plan of the chunk.
-        out: [num_tokens, Lkv + R], receives the result; it shares no memory with `gathered`. None allocates it.
+        gathered: [D, padded_tokens, Lkv + R], the cache entries that each rank sent.
+        chunk: the gathered chunk.
+        out: tensor [num_tokens, Lkv + R] that receives the result; it must share no memory with `gathered`. None
+            allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        [num_tokens, Lkv + R]; this is `out` if `out` is given.
+        [num_tokens, Lkv + R]; the tensor `out` if `out` is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets are not those of the chunk.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, the offsets of `chunk` contradict each
+            other.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_reorg(gathered, chunk)
     widths = (("head_dim", gathered.shape[2]),)

@@ -1,1 +1,1 @@
-"""Multi-head Latent Attention: weights, choice of path, builder, prefill, decode, context parallelism, layer."""
+"""Multi-head Latent Attention: weights, choice of paths, plans, prefill, decode, context parallelism, layer."""

@@ -1,4 +1,4 @@
-"""Build the plans of steps for an engine."""
+"""The builder of an engine's plans, one plan for each step."""
 
 from __future__ import annotations
 
@@ -58,36 +58,39 @@ from .staging import StagingBuffer
 
 
 class MLAMetadataBuilder:
-    """Build the plan of each step for an engine, with the methods that vLLM calls on its builders.
+    """Builder of the plan of each step, with the methods that vLLM calls on its metadata builders.
 
     See `reference.interfaces.AttentionMetadataBuilder` for the methods. Unlike the builder of `reference`, this builder
-    gets the number of programs and the costs of a schedule from the device, and sends plans through pinned memory.
+    gets the number of programs and the costs of a schedule from the device. The builder sends plans to a GPU through
+    pinned memory.
 
     Args:
-        config: the layers' config (`infer_global_hyperparameters` checks that all layers share it).
+        config: config of the layers; all layers must have the same config (`infer_global_hyperparameters` checks this).
         block_size: tokens per block.
         max_model_len: upper bound of the tokens of a request.
         max_num_seqs: upper bound of the requests in a batch.
         query_len_support: query lengths that the decode kernel supports.
-        num_speculative_tokens: drafted tokens per request and step.
+        num_speculative_tokens: number of drafted tokens of a request in one step.
         costs: costs from which `choose_path` estimates both paths; None takes the defaults of `PathCosts`.
-        num_programs: number of programs over which a schedule cuts a decode. Whether a decode gets a schedule depends
-            on its lengths (`choose_schedule`); the plan's `schedule_choice` reports it. The value is one of these:
+        num_programs: number of programs of a schedule. The lengths of a decode also decide whether the decode gets a
+            schedule (`choose_schedule`); the plan's `schedule_choice` reports the decision. The value is one of these:
 
-            - None: the number that the device runs at the same time (`decode_programs`);
-            - 0: no decode is planned over programs;
-            - a positive int: used for queries up to the threshold; decodes with longer queries are not planned;
-            - a function: called with the longest query length of a decode, returns the number.
+            - None: the number of programs that the device runs at the same time (`decode_programs`);
+            - 0: no decode gets a schedule;
+            - a positive int: this number, for decodes whose queries are not longer than `reorder_batch_threshold`; a
+              decode with a longer query gets no schedule;
+            - a function: it takes the length of the longest query in the decode and returns the number.
 
         batch_invariant: if True, the decode output of a request does not depend on the other requests or on the number
-            of programs, bit for bit. `choose_path` is then not used: queries above the threshold are expanded.
-        workspace_tokens: context tokens that are expanded at once. None takes `chunked_prefill_workspace_size`, but no
-            more than `MOST_WORKSPACE_TOKENS`, the default limit of a layer.
-        context_parallel: groups of the ranks that share sequences. Batches then have the lengths of the whole sequences
-            and the slots of this rank, and no cascade is planned.
+            of programs, bit for bit. With True, `choose_path` is not used: requests with queries longer than the
+            threshold take the expanded path.
+        workspace_tokens: upper bound of the context tokens that are expanded at once. None takes the result of
+            `chunked_prefill_workspace_size`, but at most `MOST_WORKSPACE_TOKENS`, the default of a layer.
+        context_parallel: groups of the ranks that share sequences, or None. With groups, the batches have the lengths
+            of whole sequences and the slots of this rank, and no plan has a cascade.
         schedule_costs: costs from which schedules are computed; None takes the costs of the device (`schedule_costs`).
-        cache_format: format of the cache. It enters `choose_path`, the cascade, the number of programs and the costs.
-        dtype: dtype of queries and keys. It enters the same four choices; a plan works for any dtype.
+        cache_format: format of the cache; it affects `choose_path`, the cascade, the number of programs and the costs.
+        dtype: dtype of queries and keys; it affects the same choices as `cache_format`. A plan is valid for any dtype.
         backend: backend of `decode_programs`, `schedule_costs` and `plan_decode`: a name (for those of the three ops
             that the backend declares), a mapping from op to backend name, or None to choose by capability
             (`fast.backends`).
@@ -139,7 +142,7 @@ class MLAMetadataBuilder:
         check_format(cache_format)
         self.dtype, self.cache_format, self.backend = dtype, cache_format, bind(backend, PLANNING_OPS)
         self._path_config = None if batch_invariant else config  # passed to `choose_path`; None disables the choice
-        if workspace_tokens is None:  # packed chunks do not need one unit per sequence, and a layer expands no more
+        if workspace_tokens is None:  # at most the default of a layer
             workspace_tokens = min(smallest, max(1, MOST_WORKSPACE_TOKENS // unit) * unit)
         self.workspace_tokens = workspace_tokens
         check_chunking(self.workspace_tokens, unit)
@@ -151,15 +154,16 @@ class MLAMetadataBuilder:
         """Return the plan of one step.
 
         Args:
-            common_prefix_len: context tokens that all decodes share; 0 for none. They are attended once if that is
-                faster.
-            common: the batch, in the order that the swaps of `reorder_batch` give.
-            fast_build: if True, leave out the parts of the plan that only make kernels faster: the cascade, and the
-                schedule unless `batch_invariant` needs it.
+            common_prefix_len: number of context tokens that all decodes share. The plan has a cascade over these tokens
+                if a cascade is faster (`use_cascade_attention`).
+            common: batch of the step, in the order that the swaps of `reorder_batch` give.
+            fast_build: if True, leave out the cascade, and the schedule of a decode that is not batch-invariant. A
+                cascade and a schedule only make kernels faster.
 
         Raises:
-            ValueError: as `build_mla_metadata`; the prefix is longer than some context; an absorbed request comes after
-                an expanded one; there are more or longer requests than the builder was made for.
+            ValueError: for the same reasons as `build_mla_metadata`; `common_prefix_len` is longer than a context; an
+                absorbed request comes after an expanded request; the batch has more than `max_num_seqs` requests, or a
+                request with more than `max_model_len` tokens.
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
@@ -175,7 +179,7 @@ class MLAMetadataBuilder:
         return self._with_hints(metadata, common_prefix_len, common)
 
     def _check_sizes(self, common: CommonAttentionMetadata) -> None:
-        """Raise if there are more or longer requests than the builder was made for."""
+        """Raise if a batch has more than `max_num_seqs` requests, or a request of more than `max_model_len` tokens."""
         check_type("common", common, CommonAttentionMetadata)
         check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), (torch.int32,), torch.device("cpu"))
         check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
@@ -187,7 +191,7 @@ class MLAMetadataBuilder:
     def _with_hints(
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
-        """Return the plan with the cascade or the schedule of its decode."""
+        """Return the plan, extended by the cascade or the schedule of the decode."""
         if common_prefix_len > 0 and not self.batch_invariant and self.ownership is None:
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
@@ -201,7 +205,7 @@ class MLAMetadataBuilder:
         return _with_schedule(metadata, lens, programs, costs, self.batch_invariant, self.backend)
 
     def _programs_and_costs(self, query_len: int, device: torch.device) -> ProgramsAndCosts:
-        """Return the number of programs of a schedule, 0 for no schedule, and the costs from which it is computed."""
+        """Return the number of programs of a schedule (0: no schedule), and the costs that determine the schedule."""
         programs = self.num_programs
         if callable(programs):
             programs = programs(query_len)
@@ -214,15 +218,15 @@ class MLAMetadataBuilder:
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
         """Return the plan of a captured batch, for any lengths up to `max_model_len` and the width of the block table.
 
-        See `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` for the two ways to use the plan:
-        called during the capture, or before it.
+        See `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` for the two ways to use the plan: the
+        caller calls this function during the capture, or before the capture.
 
         Args:
-            common: the batch, in the buffers that the caller writes before each replay.
+            common: batch whose tensors are the buffers that the caller writes before each replay.
 
         Raises:
-            ValueError: `can_run_in_cudagraph` is False for the batch, or there are more or longer requests than the
-                builder was made for.
+            ValueError: `can_run_in_cudagraph` is False for the batch, the batch has more than `max_num_seqs` requests,
+                or a request has more than `max_model_len` tokens.
         """
         check(self.can_run_in_cudagraph(common), "common",
               f"decodes of one query length up to {self.reorder_batch_threshold}",
@@ -235,7 +239,7 @@ class MLAMetadataBuilder:
         return self._plan_captured(dataclasses.replace(common, max_seq_len=min(self.max_model_len, table_keys)))
 
     def _plan_captured(self, common: CommonAttentionMetadata) -> MLAMetadata:
-        """Return the plan of a captured batch, whose `max_seq_len` bounds the lengths of every replay."""
+        """Return the plan of a captured batch; `common.max_seq_len` is an upper bound of the lengths in all replays."""
         size = 1 if self.ownership is None else self.ownership.size
         check_batch_block_size(common, self.block_size)
         check_table_width(common, self.block_size * size)
@@ -249,14 +253,16 @@ class MLAMetadataBuilder:
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
 
-        See `reference.mla.builder.MLAMetadataBuilder.update_captured` for which tensors the caller writes.
+        See `reference.mla.builder.MLAMetadataBuilder.update_captured` for which tensors the caller must write.
 
         Args:
             captured: plan that `build_for_cudagraph_capture` returned before the capture.
             common: the batch of the next replay.
 
         Raises:
-            ValueError: the batch does not have the captured shape, or is longer than captured. Nothing is written then.
+            ValueError: the batch does not have the captured shape, or has a request with more keys than the captured
+                plan allows. The
+                error is raised before anything is written.
         """
         check_type("captured", captured, MLAMetadata)
         check_type("captured.decode", captured.decode, DecodeMetadata)
@@ -287,7 +293,7 @@ class MLAMetadataBuilder:
             captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
-        """Return whether a batch can be captured: only decodes, all queries of one length, padding rows included."""
+        """Return whether a CUDA graph can capture a batch: it has only decodes, and all queries have one length."""
         check_common(common)
         lens = common.query_start_loc_cpu.diff()
         if lens.numel() == 0 or not bool((lens == lens[0]).all()):
@@ -302,17 +308,18 @@ class MLAMetadataBuilder:
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]
     ) -> bool:
-        """Return whether `build` attends a prefix that the decodes share once for all of them.
+        """Return whether `build` plans a cascade for decodes that share a prefix.
 
-        See `reference.mla.builder.MLAMetadataBuilder.use_cascade_attention` for the builders that never do.
+        See `reference.mla.builder.MLAMetadataBuilder.use_cascade_attention` for the builders that plan no
+        cascade.
 
         Args:
-            common_prefix_len: tokens of the prefix.
+            common_prefix_len: number of tokens of the prefix.
             query_lens: [B], new tokens of each decode, on the CPU.
-            seq_lens: [B], tokens of each decode after the step, on the CPU.
+            seq_lens: [B], tokens of each decode after this step, on the CPU.
 
         Raises:
-            ValueError: as `fast.use_cascade_attention`.
+            ValueError: for the same reasons as `fast.use_cascade_attention`.
         """
         if self.batch_invariant or self.ownership is not None:
             return False
@@ -326,11 +333,11 @@ class MLAMetadataBuilder:
         """Return the fewest swaps of two requests after which the absorbed requests come first.
 
         Args:
-            query_lens: [B], on the CPU.
-            context_lens: [B], on the CPU.
+            query_lens: [B], new tokens of each request, on the CPU.
+            context_lens: [B], context tokens of each request, on the CPU.
 
         Raises:
-            ValueError: the tensors do not match, or a length is negative.
+            ValueError: shapes, dtypes or devices do not match, or a length is negative.
         """
         absorbed = choose_paths(
             query_lens, context_lens, self.reorder_batch_threshold, self._path_config, self.costs,
@@ -339,6 +346,6 @@ class MLAMetadataBuilder:
         if self.query_len_support is QueryLenSupport.UNIFORM:
             lens = query_lens[absorbed & (query_lens > 0)]
             counts = torch.bincount(lens, minlength=1)
-            most = counts.shape[0] - 1 - int(counts.flip(0).argmax())  # most frequent length; in a tie, the longest
+            most = counts.shape[0] - 1 - int(counts.flip(0).argmax())  # the most frequent length; in a tie, the longest
             absorbed &= (query_lens == most) | (query_lens == 0)
         return reorder_batch_to_split_decodes_and_prefills(absorbed)

@@ -1,4 +1,4 @@
-"""Rotate the keys and queries of a step, norm its latents and write them to the cache, in one kernel."""
+"""One op that rotates queries and keys, norms latents and writes the new entries to the cache."""
 
 from __future__ import annotations
 
@@ -46,24 +46,25 @@ def rope_norm_and_cache(
         kv_c: [T, Lkv], latents before the norm.
         k_pe: [T, R].
         kv_cache: cache, written in place.
-        slot_mapping: slots of the first tokens, -1 = padding, not written; later tokens have no slot and are not
+        slot_mapping: slots of the first tokens. A token with slot -1 (padding) and a token without a slot are not
             written.
         norm_weight: [Lkv].
         eps: epsilon of the norm.
         rope: rotary parameters.
         cache_format: format of the cache.
-        frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes it again.
-        graph: kind of CUDA graph in which the call is replayed.
+        frequencies: result of `rotary_frequencies(rope, R, float32 or float64)` on the device; None computes
+            the frequencies.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all new tensors. The cache gets the
-        last two.
+        same latents and keys.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. Nothing is
-            written then.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, a slot is outside the cache. The error
+            is raised before anything is written.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_tensor("kv_c", kv_c, ("T", "Lkv"))
     tokens, latent = kv_c.shape

@@ -1,4 +1,4 @@
-"""Plan a captured decode from device tensors only, so that a CUDA graph can contain the planning."""
+"""Plans of captured decodes, from device tensors only, so that a CUDA graph can contain the planning."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ def plan_captured_decodes(
     *,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """Plan decodes of one query length from `common.seq_lens`; the lengths on the CPU are not used.
+    """Plan decodes of one query length from the device tensor `common.seq_lens`, without the lengths on the CPU.
 
-    See `reference.mla.captured.plan_captured_decodes` for the use inside a graph. Nothing is read from the device or
-    copied to it.
+    See `reference.mla.captured.plan_captured_decodes` for the use inside a graph. The function copies nothing
+    between host and device.
 
     Args:
-        common: the batch. All requests, padding rows (S = 0) included, have the same number of query tokens.
-            `max_seq_len` bounds the keys of every request in every replay.
+        common: batch of the step. All requests, padding rows (S = 0) included, have the same number of query tokens.
+            `max_seq_len` is an upper bound of the keys of every request in every replay.
         block_size: tokens per block.
-        num_programs: number of programs over which a schedule cuts the decode; 0 makes no schedule.
-        costs: costs from which the schedule is computed; None takes the neutral costs.
-        batch_invariant: whether the decode cuts each request by its own length only, with or without a schedule.
-        ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With it, `common`
-            has the lengths of the whole sequences and the slots of this rank.
+        num_programs: number of programs of the schedule; 0 makes no schedule.
+        costs: costs from which the schedule is computed; None takes the defaults of `ScheduleCosts`.
+        batch_invariant: whether the splits of a request depend on its own length only, with or without a schedule.
+        ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With `ownership`,
+            `common` has the lengths of the whole sequences and the slots of this rank.
         backend: backend of `plan_decode`: a name, a mapping from op to backend name, or None to choose by capability
             (`fast.backends`).
 
@@ -58,7 +58,8 @@ def plan_captured_decodes(
         The plan; a `ContextParallelMetadata` if `ownership` is given.
 
     Raises:
-        ValueError: there is no request; the queries have several lengths; a number is below its minimum.
+        ValueError: there is no request; the queries have several lengths; `block_size` or `num_programs` is below
+            its minimum.
     """
     query_len = check_equal_query_lens(common)
     requests, tokens = common.num_reqs, common.num_actual_tokens
@@ -76,7 +77,7 @@ def plan_captured_decodes(
         size, rank, interleave = ownership.size, ownership.rank, ownership.interleave
         seq_lens = get_dcp_local_seq_lens(seq_lens, size, rank, interleave)
         visible_lens = seq_lens if query_len == 1 else get_dcp_local_seq_lens(visible_lens, size, rank, interleave)
-        longest = TokenOwnership(size, 0, interleave).count(longest)  # the first rank owns the most
+        longest = TokenOwnership(size, 0, interleave).count(longest)  # rank 0 owns the most tokens
         kind, which = ContextParallelMetadata, {"ownership": ownership}
     schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
     if num_programs > 0:

@@ -1,4 +1,4 @@
-"""Decode with a shared prefix that is attended once for all requests."""
+"""Cascade: a decode whose requests share a prefix, which is attended once for all requests."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def use_cascade_attention(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype = torch.bfloat16,
 ) -> bool:
-    """Return whether a decode is faster if it attends the shared prefix once, estimated from FLOPs and bytes.
+    """Return whether a cascade is faster than an ordinary decode, estimated from FLOPs and bytes.
 
     See `reference.mla.cascade.use_cascade_attention` for the estimate.
 
     Args:
-        common_prefix_len: shared context tokens (`fast.common_prefix_len`).
+        common_prefix_len: number of shared context tokens (`fast.common_prefix_len`).
         query_lens: [B], on the CPU.
         seq_lens: [B], on the CPU; 0 for padding rows.
         config: config of the layer.
@@ -51,7 +51,8 @@ def use_cascade_attention(
         dtype: dtype of the queries.
 
     Raises:
-        ValueError: the tensors do not match; the prefix is negative; the format does not support the dtype or the dims.
+        ValueError: shapes, dtypes or devices do not match; `common_prefix_len` is negative; the format does not support
+            the dtype or the dims.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("seq_lens", seq_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
@@ -71,7 +72,7 @@ def use_cascade_attention(
     entry_bytes = cache_format.entry_bytes(c.kv_lora_rank, c.qk_rope_head_dim, dtype)
     whole_bytes = keys * entry_bytes
     apart_bytes = whole_bytes - (requests - 1) * common_prefix_len * entry_bytes
-    state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # two states, each written and read
+    state_elements = 4 * tokens * c.num_heads * (c.kv_lora_rank + 1)  # two states; both are written and read
     state_bytes = state_elements * element_bytes(wide_dtype(dtype))
     apart = max(flops, FLOPS_PER_BYTE * apart_bytes) + FLOPS_PER_BYTE * state_bytes
     return apart < max(flops, FLOPS_PER_BYTE * whole_bytes)
@@ -87,13 +88,13 @@ def cascade_attention(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Compute `mla_decode` with the shared prefix attended once, then merged with the attention over each suffix.
+    """Compute `mla_decode` as a cascade: attend the shared prefix once, attend the suffixes, and merge the states.
 
     Args:
         ql_nope: [T, N, Lkv].
         q_pe: [T, N, R], rotated.
         kv_cache: cache, which already contains the new tokens.
-        metadata: plan of `split_shared_prefix`.
+        metadata: result of `split_shared_prefix`.
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         cache_format: format of the cache.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
@@ -102,8 +103,8 @@ def cascade_attention(
         out [T, N, Lkv] in the dtype of `ql_nope`, lse [N, T].
 
     Raises:
-        ValueError: as `mla_decode`.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        ValueError: for the same reasons as `mla_decode`.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_type("metadata", metadata, CascadeMetadata)
     check_decode(ql_nope, q_pe, kv_cache, metadata.prefix, cache_format)

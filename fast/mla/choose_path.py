@@ -1,4 +1,4 @@
-"""Choose the path of a request through attention, absorbed or expanded, for all requests at once."""
+"""Choice of a request's path through attention, absorbed or expanded, for one request or for a batch."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ def choose_path(
     See `reference.mla.choose_path.choose_path` for the FLOPs and bytes that are compared.
 
     Args:
-        query_len: number of new tokens.
-        context_len: number of cached tokens.
+        query_len: number of new tokens of the request.
+        context_len: number of context tokens of the request.
         config: config of the layer.
-        costs: costs that were measured on a device (`measured_path_costs`); None takes the defaults of `PathCosts`.
+        costs: costs of both paths, such as measured costs (`measured_path_costs`); None takes the defaults of
+            `PathCosts`.
         cache_format: format of the cache.
         dtype: dtype of queries, keys and values.
 
@@ -84,24 +85,25 @@ def choose_paths(
 ) -> Bool[Tensor, " B"]:
     """Return which requests of a batch may take the absorbed path.
 
-    See `reference.mla.choose_path.choose_paths` for the rule. All requests are compared at once, as tensors.
+    See `reference.mla.choose_path.choose_paths` for the rule. The paths of all requests are computed at once,
+    with tensors.
 
     Args:
-        query_lens: [B], on the CPU.
-        context_lens: [B], on the CPU.
+        query_lens: [B], new tokens of each request, on the CPU.
+        context_lens: [B], context tokens of each request, on the CPU.
         decode_threshold: longest query that always takes the absorbed path; 0 leaves every request to `choose_path`.
-        config: config of the layer; None decides by the threshold only.
-        costs: costs for `choose_path`.
+        config: config of the layer; with None, only the threshold decides.
+        costs: costs for `choose_path`; None takes the defaults of `PathCosts`.
         query_len_support: query lengths that the decode kernel supports.
         cache_format: cache format for `choose_path`.
         dtype: dtype for `choose_path`.
 
     Returns:
-        [B] bool on the CPU, True = absorbed.
+        [B] bool on the CPU; True for the absorbed path.
 
     Raises:
-        ValueError: the tensors do not match; a length or the threshold is negative; the format does not support the
-            dtype or the dims.
+        ValueError: shapes, dtypes or devices do not match; a length or the threshold is negative; the format does not
+            support the dtype or the dims.
     """
     check_tensor("query_lens", query_lens, ("B",), (torch.int32,), torch.device("cpu"))
     check_tensor("context_lens", context_lens, (query_lens.shape[0],), (torch.int32,), torch.device("cpu"))
@@ -134,9 +136,9 @@ def _absorbed_costs_least(
     bytes_per_element: int,
     maximum: Callable,
 ):
-    """Return whether the absorbed path costs no more than the expanded path, for floats or for tensors [B].
+    """Return whether the absorbed path costs at most as much as the expanded path, for floats or tensors [B].
 
-    The operations are in the order of the reference, so that float64 rounds to the same values.
+    The operations have the same order as in the reference, so that both packages get the same float64 values.
     """
     c, costs = config, costs or COUNTED
     heads, both = float(c.num_heads), float(c.qk_nope_head_dim + c.v_head_dim)
@@ -147,14 +149,14 @@ def _absorbed_costs_least(
 
     attention, projection = 2.0 * heads * pairs * wide, 2.0 * heads * q * c.kv_lora_rank * both
     computed = costs.absorbed_flop * attention + costs.projection_flop * projection
-    elements = 2.0 * heads * q * wide  # written and read
+    elements = 2.0 * heads * q * wide  # every element is written and read
     moved = costs.byte * (cache_bytes + elements * bytes_per_element)
     absorbed = costs.absorbed_request + maximum(computed, moved)
 
     attention = 2.0 * heads * pairs * (both + c.qk_rope_head_dim)
     projection = 2.0 * heads * keys * c.kv_lora_rank * both
     computed = costs.expanded_flop * attention + costs.projection_flop * projection
-    elements = 2.0 * heads * keys * both  # written and read
+    elements = 2.0 * heads * keys * both  # every element is written and read
     moved = costs.byte * (cache_bytes + elements * bytes_per_element)
     fixed = costs.expanded_request + costs.expanded_context * (context > 0)
     expanded = fixed + maximum(computed, moved)
@@ -162,7 +164,7 @@ def _absorbed_costs_least(
 
 
 def short_name(gpu: str) -> str:
-    """Return the name of a GPU in files of measurements: "h200" for "NVIDIA H200"."""
+    """Return the name of a GPU in the names of result files: "h200" for "NVIDIA H200"."""
     return "-".join(word for word in re.split(r"[^a-z0-9]+", gpu.lower()) if word and word != "nvidia")
 
 
@@ -172,14 +174,15 @@ def costs_file(gpu: str, num_heads: int) -> str:
 
 
 def measured_path_costs(config: MLAConfig, device: torch.device | str) -> PathCosts | None:
-    """Return the costs that were measured on this model of GPU, for the number of heads nearest to the layer's.
+    """Return the costs that were measured on this model of GPU, for the number of heads nearest to `config.num_heads`.
 
     Args:
         config: config of the layer.
-        device: a CUDA device.
+        device: device of the layer.
 
     Returns:
-        Costs for the `costs` of `choose_path`; None if no costs were measured on this model of GPU.
+        A value for `costs=` of `choose_path`; None if no costs were measured on this model of GPU, or if `device` is
+        not a CUDA device.
     """
     if torch.device(device).type != "cuda":
         return None

@@ -1,4 +1,4 @@
-"""Context parallelism of MLA: gather the context from all ranks, and decode over the rank-local tokens of each rank."""
+"""Context parallelism of MLA: a gather of context from all ranks, and a decode over keys of all ranks."""
 
 from __future__ import annotations
 
@@ -48,23 +48,24 @@ def dcp_gather_context(
 
     Args:
         kv_cache: cache of this rank.
-        metadata: plan of the requests that prefill.
-        chunk: plan of the chunk.
+        metadata: prefill part of the plan.
+        chunk: the chunk to gather.
         context_parallel: the groups of ranks.
         cache_format: format of the cache.
-        out_dtype: dtype of the result and of the exchange; None as in `gather_and_maybe_dequant_cache`.
-        workspace: [at least (D + 1) padded_tokens, Lkv + R] in `out_dtype`, holds the entries that this rank sends and
-            receives. None allocates it.
+        out_dtype: dtype of the result and of the exchange; None takes the dtype of the
+            cache.
+        workspace: tensor [at least (D + 1) padded_tokens, Lkv + R] in `out_dtype` for the entries that this rank sends
+            and receives; None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         [num_tokens, Lkv + R] in `out_dtype`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; the chunk was planned for another rank; for CPU tensors, a
-            block is outside the cache. Nothing is exchanged then.
+        ValueError: shapes, dtypes or devices do not match; the chunk was made for another rank; for CPU tensors, a
+            block is outside the cache. The error is raised before the exchange.
         GroupError: the exchange failed.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     check_chunk_ownership(chunk, context_parallel)
@@ -103,7 +104,7 @@ def dcp_decode(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Compute absorbed attention over keys that are distributed over D ranks.
+    """Compute attention on the absorbed path over keys that are distributed over D ranks.
 
     See `reference.distributed.groups.ContextParallel` for the exchanges.
 
@@ -111,10 +112,11 @@ def dcp_decode(
         ql_nope: [T, N / TP, Lkv], queries of this rank's heads, with W_UK absorbed.
         q_pe: [T, N / TP, R], rotated.
         kv_cache: cache of this rank, which already contains the new tokens of this rank.
-        metadata: plan of the decode in rank-local keys: query token t sees the first `visible_lens[t]` of them.
+        metadata: decode part of the plan. Query token t attends the first `visible_lens[t]` rank-local keys of its
+            request.
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         context_parallel: the groups of ranks and the kind of merge.
-        schedule: schedule of the decode, which has N D / TP heads.
+        schedule: schedule of this rank's decode, which has N D / TP heads.
         out_dtype: dtype of `out` and of the exchange; None takes the dtype of `ql_nope`.
         cache_format: format of the cache.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
@@ -123,9 +125,9 @@ def dcp_decode(
         out [T, N / TP, Lkv], lse [N / TP, T], over the keys of all ranks.
 
     Raises:
-        ValueError: as `mla_decode`.
+        ValueError: for the same reasons as `mla_decode`.
         GroupError: an exchange failed.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_type("context_parallel", context_parallel, ContextParallel)
@@ -133,7 +135,7 @@ def dcp_decode(
     check_dtype("out_dtype", ql_nope.dtype if out_dtype is None else out_dtype)
     backend = backends.bind(backend, DCP_DECODE_OPS)
     latent, group = ql_nope.shape[2], context_parallel.cp_group
-    # heads first: the all-gather then returns one tensor of all heads, and no copy has to reorder it
+    # heads first: the all-gather then returns all heads in one tensor, which needs no reordering copy
     q = torch.cat((ql_nope.transpose(0, 1), q_pe.transpose(0, 1)), dim=-1)
     q = group.all_gather(q).flatten(0, 1).transpose(0, 1)
     state = mla_decode(

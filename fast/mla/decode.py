@@ -1,4 +1,4 @@
-"""Decode with little data movement: multi-query attention over the latent cache itself."""
+"""Decode on the absorbed path: multi-query attention over the latent cache itself."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ def decode_programs(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> int:
-    """Return over how many programs `plan_decode` should cut a decode: the number that a device runs at the same time.
+    """Return the number of programs for `plan_decode`: the number of programs that a device runs at the same time.
 
     A builder calls this function itself if its `num_programs` is None.
 
     Args:
         config: config of the layer.
         device: device of the decode.
-        dtype: dtype of queries, and of the cache if it has the compute format.
+        dtype: dtype of queries, and of a cache in the compute format.
         block_size: tokens per cache block.
-        query_len: longest query of the decode.
+        query_len: length of the longest query in the decode.
         cache_format: format of the cache.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_int("query_len", query_len)
     launch, shape = _launch_and_shape("decode_programs", config, device, dtype, block_size, cache_format, backend)
@@ -73,27 +73,27 @@ def schedule_costs(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
 ) -> ScheduleCosts:
-    """Return the costs that were measured for the decode kernel of a device, from which `plan_decode` cuts a decode.
+    """Return the measured costs of a device's decode kernel, from which `plan_decode` computes a schedule.
 
     A builder calls this function itself if its `schedule_costs` is None.
 
     Args:
         config: config of the layer.
         device: device of the decode.
-        dtype: dtype of queries, and of the cache if it has the compute format.
+        dtype: dtype of queries, and of a cache in the compute format.
         block_size: tokens per cache block.
         cache_format: format of the cache.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Raises:
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     launch, shape = _launch_and_shape("schedule_costs", config, device, dtype, block_size, cache_format, backend)
     return launch(*shape)
 
 
 def _launch_and_shape(op, config, device, dtype, block_size, cache_format, backend):
-    """Return the chosen backend's function for `op`, and the arguments that describe the decode to it."""
+    """Return the chosen backend's function for `op`, and the positional arguments of this function."""
     check_config(config)
     device = check_device("device", device)
     check_type("dtype", dtype, torch.dtype)
@@ -119,16 +119,19 @@ def mla_decode(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Compute absorbed attention of one or more query tokens per request over its cached latents.
+    """Attend the cached latents of each request with its query tokens, on the absorbed path.
+
+    A caller needs the LSE only to merge the output with attention over other keys; a caller whose call covers all keys
+    may drop the LSE.
 
     Args:
         ql_nope: [T, N, Lkv], queries with W_UK absorbed (`query_to_latent`).
         q_pe: [T, N, R], rotated.
         kv_cache: cache, which already contains the new tokens.
-        metadata: plan of the decode; query token t sees the first `visible_lens[t]` keys of its request.
+        metadata: decode part of the plan; query token t attends the first `visible_lens[t]` keys of its request.
         softmax_scale: (P + R)^-1/2, times YaRN's factor; never (Lkv + R)^-1/2.
-        schedule: schedule of the decode (`plan_decode`); without it the kernel splits the decode itself. A schedule
-            changes results only by rounding. The `cpu` backend does not split a decode and ignores it.
+        schedule: schedule of the decode (`plan_decode`); with None, the kernel itself chooses the splits. A schedule
+            changes results by rounding alone. The `cpu` backend does not split a decode and ignores the schedule.
         out_dtype: dtype of `out`; None takes the dtype of `ql_nope`.
         cache_format: format of the cache.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
@@ -141,7 +144,7 @@ def mla_decode(
         ValueError: shapes, dtypes or devices do not match; the plan was made for another block size; for CPU tensors,
             offsets decrease, a length is above `max_seq_len`, a query token sees more keys than its request has, or a
             block is outside the cache.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
     check_number("softmax_scale", softmax_scale)

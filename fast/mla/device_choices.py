@@ -1,4 +1,4 @@
-"""Get the number of programs and the costs of a schedule from the backends of a device, and cache them."""
+"""Number of programs and costs of a schedule, as the backends of a device return these values, with a cache."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .decode import decode_programs, schedule_costs
 
 
 class ProgramsAndCosts(NamedTuple):
-    """Number of programs over which a schedule cuts a decode (0: no schedule), and the costs of that schedule."""
+    """Number of programs of a schedule (0: no schedule), and the costs from which the schedule is computed."""
 
     num_programs: int
     costs: ScheduleCosts
 
 
 class DecodeLayer(NamedTuple):
-    """The properties of a decode, except its query length, from which its kernel is chosen.
+    """Properties of a layer's decodes that determine the decode kernel, except the query length.
 
     Attributes:
         config: config of the layer, with the number of heads of its decode.
@@ -45,17 +45,19 @@ class DecodeLayer(NamedTuple):
         batch_invariant: bool,
         backend: BackendChoice,
     ) -> ProgramsAndCosts:
-        """Return the given values; replace None by the values of the device (`decode_programs`, `schedule_costs`).
+        """Return the given number of programs and the given costs; replace None by the value of the device.
 
-        A backend need not serve these two ops. If no backend serves them, the number of programs is 0 and the costs are
-        neutral.
+        The values of the device are the results of `decode_programs` and `schedule_costs`. If no backend serves
+        `decode_programs`, the number of programs is 0. If no backend serves `schedule_costs`, the costs are the
+        defaults of `ScheduleCosts`.
 
         Args:
-            query_len: query tokens of the longest decode.
-            num_programs: number of programs of a schedule; None takes that of the device.
-            costs: costs of a schedule; None takes those of the device.
-            batch_invariant: whether each request is cut by its own length. If False and `num_programs` is 0, nothing
-                reads the costs, and neutral costs are returned without a call to a backend.
+            query_len: length of the longest query in the decode.
+            num_programs: number of programs of a schedule; None takes the number of the device.
+            costs: costs of a schedule; None takes the costs of the device.
+            batch_invariant: whether the splits of a request depend on its own length only. If `batch_invariant` is
+                False and `num_programs` is 0, nothing reads the costs: the defaults are returned without a call to a
+                backend.
             backend: mapping from each of the two ops to a backend name, or None to choose by capability.
         """
         if num_programs is not None and costs is not None:
@@ -72,13 +74,13 @@ class DecodeLayer(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _of_device(layer: DecodeLayer, query_len: int, named) -> ProgramsAndCosts:
-    """Return programs and costs with one lookup, because a builder asks in every step."""
+    """Return both values from one cache entry, because a builder needs both values in every step."""
     return ProgramsAndCosts(_programs_of_device(layer, query_len, named), _costs_of_device(layer, named))
 
 
 @functools.lru_cache(maxsize=1024)
 def _programs_of_device(layer: DecodeLayer, query_len: int, named) -> int:
-    """Return `decode_programs` of the layer, or 0 if no backend serves that op."""
+    """Return `decode_programs` for the layer, or 0 if no backend serves `decode_programs`."""
     try:
         return decode_programs(**_arguments(layer, named), query_len=query_len)
     except UnsupportedConfiguration:
@@ -89,7 +91,7 @@ def _programs_of_device(layer: DecodeLayer, query_len: int, named) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _costs_of_device(layer: DecodeLayer, named) -> ScheduleCosts:
-    """Return `schedule_costs` of the layer, or the neutral costs if no backend serves that op."""
+    """Return `schedule_costs` for the layer, or the default costs if no backend serves `schedule_costs`."""
     try:
         return schedule_costs(**_arguments(layer, named))
     except UnsupportedConfiguration:
@@ -99,12 +101,12 @@ def _costs_of_device(layer: DecodeLayer, named) -> ScheduleCosts:
 
 
 def _is_named(op: str, named: tuple[tuple[str, str], ...] | None) -> bool:
-    """Return whether the user chose a backend for the op; then the user gets the error with the backend's reasons."""
+    """Return whether the caller named a backend for the op. An error of a named backend is raised to the caller."""
     return named is not None and op in dict(named)
 
 
 def _arguments(layer: DecodeLayer, named: tuple[tuple[str, str], ...] | None) -> dict[str, Any]:
-    """Return the keyword arguments of the two ops."""
+    """Return the keyword arguments that `decode_programs` and `schedule_costs` have in common."""
     return {**layer._asdict(), "backend": None if named is None else dict(named)}
 
 

@@ -53,7 +53,9 @@ LAYER_OPS = (
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
-    """Compute the RMS norm, x / sqrt(mean(x^2) + eps) * weight, mean in float32 or float64 (arXiv 1910.07467).
+    """Compute the RMS norm x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
+
+    The mean is computed in float64 if `x` is float64, and in float32 otherwise.
 
     Raises:
         ValueError: shapes or devices do not match.
@@ -67,31 +69,32 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache, for inference only.
 
-    The caller owns the projections. They may be any callable modules (quantised modules too) and have the names of
-    DeepSeek's checkpoints. Each returns its product, or (product, None) as the linears of vLLM and Megatron do. See
-    `reference.mla.layer.MLAAttention` for the computation.
+    The caller owns the projections. A projection may be any callable module, a quantised module too. Each projection
+    returns its product, or (product, None) like the linear layers of vLLM and Megatron. The parameters have the names
+    of DeepSeek's checkpoints. See `reference.mla.layer.MLAAttention` for the computation.
 
     Args:
         config: dims, epsilon and rotary parameters.
         kv_a_proj_with_mqa: H -> Lkv + R.
-        kv_a_layernorm: RMS norm with a weight [Lkv]; its epsilon is that of the config.
+        kv_a_layernorm: RMS norm with a weight [Lkv]; the layer uses the epsilon of the config.
         kv_b_proj: Lkv -> N (P + V).
         o_proj: N V -> H.
         q_proj: H -> N (P + R), only if the config has no `q_lora_rank`.
         q_a_proj: H -> Lq, only if the config has a `q_lora_rank`.
         q_a_layernorm: RMS norm with a weight [Lq], only if the config has a `q_lora_rank`.
         q_b_proj: Lq -> N (P + R), only if the config has a `q_lora_rank`.
-        workspace_tokens: upper bound of the context tokens in a chunk of a plan. A plan with a larger chunk raises, and
-            the memory-profile run (`metadata=None`) expands this number of tokens. The default is the upper bound that
-            a builder chooses itself; if the builder has another workspace, pass the same number here.
-        context_parallel: groups of the ranks that share heads and sequences. The projections with heads then have the N
-            / TP heads of this rank, `o_proj` has no bias, and the config has all N heads.
+        workspace_tokens: upper bound of the context tokens in a chunk of a plan. A plan with a larger chunk is an
+            error. The memory-profile run (`metadata=None`) expands this number of tokens. The default is the largest
+            workspace that a builder chooses itself. If the builder gets another `workspace_tokens`, pass the same
+            number to the layer.
+        context_parallel: groups of the ranks that share heads and sequences, or None. With these groups, the config has
+            all N heads, the projections have the N / TP heads of this rank, and `o_proj` has no bias.
         cache_format: format of the layer's cache.
-        backend: name of a backend (for the ops that it declares), mapping from op to backend name, or None. Every other
-            op chooses a backend by capability at each call (`fast.backends`).
+        backend: name of a backend (for the ops that this backend declares), mapping from op to backend name, or None.
+            For every other op, each call chooses a backend by capability (`fast.backends`).
 
     Raises:
-        ValueError: the projections do not match the config, or no backend or no op has the given name.
+        ValueError: the projections do not match the config, or `backend` has an unknown name or an unknown op.
         UnsupportedConfiguration: the named backend declares no op of a layer.
     """
 
@@ -140,13 +143,14 @@ class MLAAttention(nn.Module):
         """Build the layer from a transformers DeepseekV2Attention or DeepseekV3Attention, and share its submodules.
 
         Args:
-            module: the attention module, whose projections have all heads; the epsilon is read from its latent norms.
-                With `context_parallel`, the layer takes views of the weights of this rank's heads.
+            module: the attention module. The projections of the module have all heads. The layer takes the epsilon from
+                the latent norms of the module. With `context_parallel`, the layer takes views of the weights of this
+                rank's heads.
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `backend`).
 
         Raises:
-            UnsupportedConfiguration: as `MLAConfig.from_hf`; the latent norms have different epsilons; the heads of a
-                projection cannot be separated.
+            UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have
+                different epsilons; the heads of a projection cannot be separated.
         """
         if not hasattr(module, "config") or not hasattr(module, "kv_a_layernorm"):
             wanted = "module: expected a DeepseekV2Attention or DeepseekV3Attention"
@@ -176,9 +180,11 @@ class MLAAttention(nn.Module):
         )
 
     def refresh_weights(self) -> None:
-        """Read the weight of `kv_b_proj` again after it changed; write it in place if device and dtype are the same.
+        """Read the weight of `kv_b_proj` again, after the caller changed this weight.
 
-        See `reference.mla.layer.MLAAttention.refresh_weights` for when this is needed.
+        A dense copy of the weight is overwritten in place if its device and dtype have not changed.
+
+        See `reference.mla.layer.MLAAttention.refresh_weights` for when a caller must do this.
         """
         dtype = self.kv_a_layernorm.weight.dtype
         if is_plain_linear(self.kv_b_proj, dtype):
@@ -206,7 +212,7 @@ class MLAAttention(nn.Module):
         kv_cache: Shaped[Tensor, "num_blocks block_size columns"],
         metadata: MLAMetadata | None,
     ) -> Float[Tensor, "T H"]:
-        """Attend one packed batch: decodes first, then prefills, then padding.
+        """Compute the output of the layer for one packed batch: decodes first, then prefills, then padding.
 
         One op (`rope_norm_and_cache`) rotates queries and keys, norms the latents and writes the new tokens to the
         cache.
@@ -214,14 +220,15 @@ class MLAAttention(nn.Module):
         Args:
             hidden_states: [T, H].
             positions: [T], position of each token in its request.
-            kv_cache: cache of this layer; the new tokens are written to it.
-            metadata: plan of the step; None is the memory-profile run.
+            kv_cache: cache of this layer; the function writes the new tokens to the cache.
+            metadata: plan of the step; None selects the memory-profile run.
 
         Returns:
-            [T, H]; a padding row is `o_proj` of zeros.
+            [T, H]; the output of a padding row is `o_proj` of zeros.
 
         Raises:
-            ValueError: the arguments do not match. Nothing is written to the cache then.
+            ValueError: the arguments do not match. The error is raised before anything is written to the
+                cache.
         """
         weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
@@ -255,7 +262,7 @@ class MLAAttention(nn.Module):
     def project(
         self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]
     ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
-        """Apply the down-projections and the norms, up-project the query, and rotate.
+        """Apply the down-projections and the norms, up-project the query, and rotate the rope parts.
 
         Returns:
             q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
@@ -272,7 +279,7 @@ class MLAAttention(nn.Module):
         return torch.cat((q_nope, q_pe), dim=-1), kv_c_normed, k_pe
 
     def _down_project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query [T, N, P + R], latent [T, Lkv] and shared key [T, R], not rotated; the latent is not normed."""
+        """Return query [T, N, P + R], latent [T, Lkv] and shared key [T, R], before rotation and norm of the latent."""
         c = self.local_config
         if self.q_proj is not None:
             q = linear_output("q_proj", self.q_proj(hidden_states))
@@ -283,7 +290,7 @@ class MLAAttention(nn.Module):
         return q.reshape(-1, c.num_heads, c.qk_head_dim), *down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
 
     def _frequencies_for(self, q: Tensor) -> Tensor:
-        """Return the rotary frequencies on q's device, float64 if q is float64 and float32 otherwise; cache them."""
+        """Return the cached rotary frequencies, on the device of `q` (float64 if `q` is float64, otherwise float32)."""
         wide = wide_dtype(q.dtype)
         if self._frequencies.device != q.device or self._frequencies.dtype != wide:
             c = self.local_config
@@ -300,7 +307,7 @@ class MLAAttention(nn.Module):
         metadata: MLAMetadata | None,
         output: Float[Tensor, "T N V"],
     ) -> None:
-        """Write the new tokens to the cache; attend decodes on the absorbed path and prefills on the expanded path.
+        """Write the new tokens to the cache; compute decodes on the absorbed path and prefills on the expanded path.
 
         Args:
             q: [T, N, P + R], rotated.
@@ -311,7 +318,7 @@ class MLAAttention(nn.Module):
             output: [T, N, V]; every element is written.
 
         Raises:
-            ValueError: the arguments do not match. Nothing is written then.
+            ValueError: the arguments do not match. The error is raised before anything is written.
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
@@ -330,14 +337,14 @@ class MLAAttention(nn.Module):
         self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
 
     def _touch_largest(self, q: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
-        """Allocate the largest buffers of a prefill, so that a measurement of memory includes them."""
+        """Allocate the largest buffers of a prefill, so that a measurement of memory includes these buffers."""
         context = q.new_zeros(self.workspace_tokens, self.config.head_size)
-        if self.context_parallel is not None:  # entries that the ranks send and receive, before they are reordered
+        if self.context_parallel is not None:  # entries that the ranks send and receive before a reordering
             q.new_zeros(self.workspace_tokens // self.context_parallel.size + context.shape[0], context.shape[1])
         expand_kv(context[:, : self.config.kv_lora_rank], w_uk, w_uv)
 
     def _attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv) -> None:
-        """Attend both paths over a cache that contains the new tokens, and write every row of `output`."""
+        """Compute both paths of attention over a cache that contains the new tokens; write every row of `output`."""
         c, end, split = self.local_config, metadata.num_actual_tokens, metadata.num_decode_tokens
         if split > 0:
             w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)

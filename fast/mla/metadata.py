@@ -1,6 +1,6 @@
-"""Plan a step from the batch of a scheduler.
+"""The plan of a step, computed from the batch that a scheduler chose.
 
-Plans are computed on the CPU, from the CPU fields of the batch; no value is read from a GPU.
+Plans are computed on the CPU from the CPU fields of the batch. No value is read from a GPU.
 """
 
 from __future__ import annotations
@@ -77,32 +77,32 @@ def build_mla_metadata(
     staging: StagingBuffer | None = None,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """Plan one step: leading requests that may take the absorbed path decode, all other requests prefill (expanded).
+    """Plan one step: leading requests that may take the absorbed path are decodes; all other requests are prefills.
 
     See `reference.mla.metadata.build_mla_metadata` for which requests may take the absorbed path.
 
     Args:
-        common: the batch.
+        common: batch of the step.
         block_size: tokens per block.
         workspace_tokens: upper bound of the context tokens that are expanded at once.
         decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
-        config: config of the layer, for `choose_path` and for the schedule; None decides the paths by the threshold
-            only.
-        costs: costs for `choose_path`.
+        config: config of the layer, for `choose_path` and for the schedule. With None, only the threshold decides the
+            paths, and the plan has no schedule.
+        costs: costs for `choose_path`; None takes the defaults of `PathCosts`.
         query_len_support: query lengths that the decode kernel supports.
-        require_order: if True, an absorbed request after an expanded one is an error.
-        ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With it, `common`
-            has the lengths of the whole sequences and the slots of this rank (`dcp_slot_mapping`). The paths are chosen
-            from the whole lengths.
-        num_programs: number of programs over which a schedule cuts the decode; 0 makes no schedule. None takes the
-            number of the device (`decode_programs`) if `config` is given, otherwise 0. Whether the decode gets a
-            schedule depends on its lengths (`choose_schedule`); the plan's `schedule_choice` reports it.
+        require_order: if True, an absorbed request after an expanded request is an error.
+        ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With
+            `ownership`, `common` has the lengths of the whole sequences and the slots of this rank
+            (`dcp_slot_mapping`). The lengths of the whole sequences decide the paths.
+        num_programs: number of programs of the schedule; 0 makes no schedule. None takes the number of the device
+            (`decode_programs`) if `config` is given, otherwise 0. The lengths of the decode also decide whether the
+            decode gets a schedule (`choose_schedule`); the plan's `schedule_choice` reports the decision.
         schedule_costs: costs from which the schedule is computed; None takes the costs of the device
             (`schedule_costs`).
-        cache_format: format of the cache. It enters `choose_path`, the number of programs and the costs.
-        dtype: dtype of queries and keys. It enters the same choices; a plan works for any dtype.
-        staging: pinned memory through which plans are copied to a GPU; None takes it from PyTorch's allocator each
-            time.
+        cache_format: format of the cache; it affects `choose_path`, the number of programs and the costs.
+        dtype: dtype of queries and keys; it affects the same choices as `cache_format`. A plan is valid for any dtype.
+        staging: pinned memory through which plans are copied to a GPU; None takes pinned memory from PyTorch's
+            allocator each time.
         backend: backend of `decode_programs`, `schedule_costs` and `plan_decode`: a name (for those of the three ops
             that the backend declares), a mapping from op to backend name, or None to choose by capability
             (`fast.backends`).
@@ -114,12 +114,12 @@ def build_mla_metadata(
         ValueError: one of these:
 
             - `decode_threshold` is below 1, or above 1 with SINGLE_ONLY;
-            - `num_programs` is given without a `config`;
+            - `num_programs` is above 0 and `config` is None;
             - the slots were made for another block size, or, for CPU tensors, a rank has more slots than new tokens;
             - the block table is narrower than the longest request;
             - the workspace is smaller than one `context_unit`;
             - a padding row (S = 0 < Sq) is not among the decodes;
-            - the order is not as `require_order` demands.
+            - `require_order` is True, and an absorbed request comes after an expanded request.
     """
     backend = bind(backend, PLANNING_OPS)
     check_dtype("dtype", dtype)
@@ -156,16 +156,16 @@ def build_mla_metadata(
     one_each = decode_tokens == decodes and (common.max_query_len <= 1 or decode_threshold == 1)
     if query_lens is None and not (one_each and decodes == requests):
         query_lens = starts_cpu.diff()
-    if one_each and query_lens is not None and config is not None:  # `choose_path` may absorb longer queries
+    if one_each and query_lens is not None and config is not None:  # longer queries may be absorbed
         one_each = _longest(query_lens[:decodes]) <= 1
 
-    # tensors of the plan that are not views of the batch: computed on the CPU, sent to the device in one copy
+    # tensors of the plan that are not views of the batch; one copy sends all of these tensors to the device
     made: dict[str, Tensor] = {}
     if not one_each:
         before = common.seq_lens_cpu[:decodes] - starts_cpu[1 : decodes + 1]
         rows = torch.arange(1, decode_tokens + 1, dtype=torch.int32, device="cpu")
         visible = torch.repeat_interleave(before, query_lens[:decodes], output_size=decode_tokens)
-        visible = visible.add_(rows).clamp_(min=0)  # S - Sq + i + 1; below 1 where S = 0
+        visible = visible.add_(rows).clamp_(min=0)  # S - Sq + i + 1, clamped to 0 for padding rows (S = 0)
         if ownership is not None:
             visible = get_dcp_local_seq_lens(visible, size, ownership.rank, interleave)
         made["visible_lens"] = visible
@@ -197,7 +197,7 @@ def build_mla_metadata(
     longest = common.max_seq_len
     if decodes < requests:
         longest = int(common.seq_lens_cpu[:decodes].max()) if decodes else 0
-    if ownership is not None:  # the first rank owns the most
+    if ownership is not None:  # rank 0 owns the most tokens
         longest = TokenOwnership(size, 0, interleave).count(longest)
     kind, which = (MLAMetadata, {}) if ownership is None else (ContextParallelMetadata, {"ownership": ownership})
     metadata = kind(
@@ -253,7 +253,7 @@ def _with_schedule(
     batch_invariant: bool = False,
     backend: BackendChoice = None,
 ) -> MLAMetadata:
-    """Return the plan with its `schedule_choice`, and with a schedule if that choice or `batch_invariant` needs one."""
+    """Return the plan with a `schedule_choice`, and with a schedule if the choice or `batch_invariant` requires it."""
     choice = choose_schedule(decode_lens, num_programs, costs, batch_invariant)
     schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
     if choice.planned:
@@ -271,14 +271,14 @@ def _first_expanded(common, query_lens, decode_threshold, query_len_support, pat
         return first
     query_len = int(query_lens[first])
     if choose_path(query_len, max(0, int(common.seq_lens_cpu[first]) - query_len), **paths) == "expanded":
-        return first  # the usual case: the paths of later requests are not needed
+        return first  # the usual case: the paths of later requests need not be chosen
     contexts = common.num_computed_tokens_cpu[longer]
     expanded = longer[~choose_paths(query_lens[longer], contexts, decode_threshold, **paths)]
     return int(expanded[0]) if expanded.numel() else common.num_reqs
 
 
 def _check_order(common, query_lens, decodes, decode_threshold, query_len_support, paths) -> None:
-    """Raise if an absorbed request comes after the first expanded one."""
+    """Raise if an absorbed request comes after the first expanded request."""
     ahead, behind = query_lens[:decodes], query_lens[decodes:]
     if query_len_support is QueryLenSupport.UNIFORM:
         absorbed = behind == (ahead.max() if ahead.numel() else 0)

@@ -1,7 +1,7 @@
-"""Prefill with little arithmetic: latents are expanded to keys and values, followed by ordinary attention.
+"""Prefill on the expanded path: latents are expanded into keys and values, and ordinary attention follows.
 
-The cached context is expanded chunk by chunk, so the workspace bounds the memory. The attention kernels read the rope
-part of the keys from one tensor that all heads share; no full key of a head is ever built.
+The cached context is expanded chunk by chunk, so the workspace limits the memory. The attention kernels read the rope
+part of the keys from one tensor that all heads share, so this part is never copied for each head.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ def run_prefill_new_tokens(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Compute causal attention of the new tokens over themselves.
+    """Compute causal attention of the new tokens of each request over the new tokens of the same request.
 
     Returns:
-        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64): a state to merge, not yet rounded.
+        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64). The state is not rounded to the dtype
+        of `q`, because context may be merged into it.
     """
     check_expanded(q, k_nope, k_pe, v, metadata)
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
@@ -94,7 +95,7 @@ def gather_context(
     """Return the cache entries of one chunk, in the order of the requests.
 
     Returns:
-        [S, Lkv + R] in `out_dtype`; None takes the dtype of the cache.
+        [S, Lkv + R] in `out_dtype`, or in the dtype of the cache if `out_dtype` is None.
 
     Raises:
         ValueError: the plan was made for another block size; shapes, dtypes or devices do not match.
@@ -120,14 +121,14 @@ def forward_prefill(
     *,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Compute attention of new tokens over their cached context and themselves, on the expanded path.
+    """Compute attention of new tokens over the cached context and the new tokens, on the expanded path.
 
     Args:
         q: [T, N, P + R], rope part rotated.
         kv_c_normed: [T, Lkv], normed latents of the new tokens.
         k_pe: [T, R], rotated keys of the new tokens.
         kv_cache: cache, from which only the context is read.
-        metadata: plan of the requests and of the chunks of their context.
+        metadata: prefill part of the plan: the requests and the chunks of context.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
@@ -141,7 +142,7 @@ def forward_prefill(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_function("gather", gather)
@@ -158,6 +159,6 @@ def forward_prefill(
         chunk_state = run_prefill_context_chunk(
             q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale, backend=backend
         )
-        del k_nope, v, context  # before the next chunk is expanded: memory holds the expansion of one chunk
+        del k_nope, v, context  # frees the memory of this chunk before the next chunk is expanded
         state = merge_attn_states(chunk_state, state, backend=backend)
     return AttentionState(state.out.to(q.dtype), state.lse)

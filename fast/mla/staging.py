@@ -1,4 +1,4 @@
-"""Send the integers of a plan to a GPU, all in one copy."""
+"""Transfer of the integers of a plan to a GPU, in one copy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch import Tensor
 def to_device(
     tensors: Mapping[str, Tensor], device: torch.device, staging: StagingBuffer | None
 ) -> Mapping[str, Tensor]:
-    """Copy int32 tensors to a GPU in one copy, without a wait of the host; return them unchanged for a CPU.
+    """Return int32 tensors on a device: a GPU gets all tensors in one copy, a CPU gets the tensors unchanged.
+
+    The host does not wait for the copy.
 
     Args:
         tensors: int32 tensors on the CPU, by name.
         device: device of the result.
-        staging: pinned memory for the copy; None takes it from PyTorch's allocator.
+        staging: pinned memory for the copy; None takes pinned memory from PyTorch's allocator.
     """
     if device.type == "cpu" or not tensors:
         return tensors
@@ -24,7 +26,7 @@ def to_device(
     sizes = [tensor.shape[0] for tensor in flat]
     if staging is not None:
         moved = staging.send(flat, device)
-    else:  # PyTorch's allocator reuses pinned memory only after its copy has run
+    else:  # PyTorch's allocator reuses pinned memory only after copies from this memory have run
         pinned = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=True)
         moved = torch.cat(flat, out=pinned).to(device, non_blocking=True)
     parts = zip(tensors.items(), moved.split(sizes), strict=True)
@@ -34,16 +36,16 @@ def to_device(
 class StagingBuffer:
     """Pinned memory through which plans are sent to a GPU, in two halves that are used alternately.
 
-    An event guards each half: the half is written again only after the last copy from it has run. So the CPU plans the
-    next step while the GPU runs this one, and the host waits only if two copies have not run yet. A buffer may be used
-    by one thread only.
+    An event guards each half: the half is written again only after the last copy from this half has run. The CPU can
+    therefore plan the next step while the GPU runs the current step. The host waits only if both of the last two copies
+    have not run yet. Only one thread may use a buffer.
     """
 
     def __init__(self):
         self._halves: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def send(self, pieces: list[Tensor], device: torch.device) -> Tensor:
-        """Return one int32 vector on a CUDA device, which contains the given vectors one after another.
+        """Return the given vectors, one after another, as one int32 vector on a CUDA device.
 
         Args:
             pieces: int32 vectors on the CPU.

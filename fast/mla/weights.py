@@ -1,7 +1,7 @@
 """The up-projections of the latent, split and absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-See `reference.mla.weights` for the algebra of absorption. All forms are views of the weight of `kv_b_proj`; each
-product is one `torch.bmm` over the heads.
+See `reference.mla.weights` for the algebra of absorption. The split and the absorbed matrices are views of the
+weight of `kv_b_proj`. Each product is one `torch.bmm` over the heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reference.interfaces import (
 
 
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a linear only multiplies by its plain parameter of `dtype`: no subclass, wrapper or hook."""
+    """Return whether a module is exactly `nn.Linear`, has no hooks, and has a plain parameter of `dtype` as weight."""
     check_type("linear", linear, nn.Module, "a module")
     check_type("dtype", dtype, torch.dtype)
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or linear.weight.dtype != dtype:
@@ -30,17 +30,17 @@ def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:
-    """Return the weight of a linear module, in whatever form the module stores it.
+    """Return the dense weight of a linear module, even if the module stores the weight in another form.
 
     See `reference.mla.weights.dense_weight` for how the weight of a quantised or wrapped module is recovered.
 
     Args:
         linear: module that takes [.., Lkv] and returns the product, or (product, None) as vLLM and Megatron do.
         in_features: Lkv.
-        dtype: dtype of the result and of the unit vectors that recover it.
+        dtype: dtype of the result, and of the unit vectors by which the weight is recovered.
 
     Returns:
-        [out, Lkv]. For a plain linear of `dtype` this is its own parameter, detached.
+        [out, Lkv]. For a plain linear of `dtype`, the result shares memory with the parameter.
 
     Raises:
         ValueError: the module has a bias, or does not return [Lkv, out] for the identity matrix.
@@ -54,14 +54,14 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     probes = torch.zeros(in_features + 1, in_features, dtype=dtype, device=device)
     probes[1:].fill_diagonal_(1)
     with torch.no_grad():
-        products = linear_output("linear", linear(probes))  # row 0 of the probes is zero: its product is the bias
+        products = linear_output("linear", linear(probes))  # row 0 of the probes is zero: the first product is the bias
     check_tensor("linear(identity)", products, (in_features + 1, "out"))
     check(not products[0].any(), "linear", "no bias", "a bias")
     return products[1:].to(dtype).T.contiguous()
 
 
 def _tensors_of(linear: nn.Module) -> list[Tensor]:
-    """Return all tensors of a linear: parameters, buffers and tensors that are plain attributes."""
+    """Return all tensors of a module: parameters, buffers and plain attributes."""
     plain = (value for value in vars(linear).values() if isinstance(value, Tensor))
     return [*linear.parameters(), *linear.buffers(), *plain]
 
@@ -72,7 +72,7 @@ def split_kv_b_proj(
     """Split the weight of `kv_b_proj` into the key and the value up-projection.
 
     Args:
-        kv_b_weight: [N (P + V), Lkv]; per head P key rows, then V value rows.
+        kv_b_weight: [N (P + V), Lkv]; each head has P rows for keys, then V rows for values.
         num_heads: N.
         qk_nope_head_dim: P.
         v_head_dim: V.
@@ -81,7 +81,7 @@ def split_kv_b_proj(
         W_UK [Lkv, N, P] and W_UV [Lkv, N, V], views of the weight.
 
     Raises:
-        ValueError: the weight has another number of rows.
+        ValueError: the weight does not have N (P + V) rows.
     """
     for name, value in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
         check_int(name, value)
@@ -93,10 +93,10 @@ def split_kv_b_proj(
 def absorb(
     w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
 ) -> tuple[Float[Tensor, "N P Lkv"], Float[Tensor, "N Lkv V"]]:
-    """Arrange the up-projections for absorption: for each head, query to latent and latent to value.
+    """Transpose the up-projections for absorption, into one matrix for each head.
 
     Returns:
-        w_uk_t [N, P, Lkv] and w_uv [N, Lkv, V], views of the arguments.
+        w_uk_t [N, P, Lkv] (query to latent) and w_uv [N, Lkv, V] (latent to value), views of the arguments.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.

@@ -1,1 +1,1 @@
-"""Plan the integers of a step, for any attention family."""
+"""Functions that compute the integers of a step, for any attention family."""

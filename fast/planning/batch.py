@@ -1,4 +1,4 @@
-"""Split a batch into decodes and prefills, and reorder it so that the decodes come first."""
+"""Split of a batch into decodes and prefills, and swaps of requests after which the decodes come first."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from reference.interfaces import (
 def split_decodes_and_prefills(
     common: CommonAttentionMetadata, decode_threshold: int = 1, require_uniform: bool = False
 ) -> BatchSplit:
-    """Count the leading requests that may decode, the prefills after them, and the query tokens of both.
+    """Count the leading requests that decode, the prefills after the decodes, and the query tokens of both groups.
 
     See `reference.planning.batch.split_decodes_and_prefills` for the rule.
 
     Args:
-        common: the batch.
-        decode_threshold: longest query that may decode, at least 1 (`reorder_batch_threshold`).
-        require_uniform: if True, the first request whose non-zero query length differs from the first one starts the
-            prefills.
+        common: batch of the step.
+        decode_threshold: longest query of a decode, at least 1 (`reorder_batch_threshold`).
+        require_uniform: if True, all decodes have the query length of the first request with new tokens. The first
+            request with another query length, except 0, starts the prefills.
 
     Returns:
-        Numbers of requests and query tokens of both parts. The result unpacks in the order of its fields.
+        The numbers of requests and of query tokens of both groups.
 
     Raises:
         ValueError: `decode_threshold` is below 1.
@@ -60,8 +60,8 @@ def reorder_batch_to_split_decodes_and_prefills(decodes: Bool[Tensor, " B"]) -> 
             `choose_paths`).
 
     Returns:
-        Pairs of request indices (i, j), i < j, to be swapped one after another; empty if the decodes already come
-        first.
+        Pairs of request indices (i, j), i < j, in the order of the swaps; the tuple is empty if the decodes already
+        come first.
 
     Raises:
         ValueError: `decodes` is not a bool tensor on the CPU.

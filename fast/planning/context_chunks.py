@@ -1,4 +1,4 @@
-"""Cut cached context into chunks that fit a workspace."""
+"""Chunks of cached context that fit into a workspace."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plan_context_chunks(
     context_parallel_size: int = 1,
     interleave: int = 1,
 ) -> tuple[ContextChunk, ...]:
-    """Cut the cached context of the requests into chunks that fit the workspace.
+    """Cut the cached context of the requests into chunks that fit into the workspace.
 
     See `reference.planning.context_chunks.plan_context_chunks` for the order and the number of the chunks.
 
@@ -55,7 +55,7 @@ def plan_context_chunks(
     if longest == 0:
         return ()
     units = ((context_lens.long() + (unit - 1)) // unit).cumsum(0)
-    if int(units[-1]) * unit <= workspace_tokens:  # one chunk holds all contexts, as in most steps
+    if int(units[-1]) * unit <= workspace_tokens:  # the case of most steps: one chunk contains all contexts
         offsets = torch.zeros(context_lens.shape[0] + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(context_lens, 0, dtype=torch.int32, out=offsets[1:])
         return (ContextChunk(torch.zeros_like(context_lens), offsets, int(offsets[-1]), longest),)
@@ -66,12 +66,12 @@ def plan_context_chunks(
 
 
 def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -> tuple[Tensor, Tensor]:
-    """Lay the contexts end to end in units and cut them every `units_per_chunk` units.
+    """Lay all contexts end to end, in whole units, and cut this line every `units_per_chunk` units.
 
     Args:
         context_lens: [B], in tokens.
-        ends: [B], in units: where each context ends when all contexts are laid end to end.
-        units_per_chunk: units of the workspace.
+        ends: [B], end of each context on the line, in units.
+        units_per_chunk: number of units that fit into the workspace.
         unit: tokens per unit.
 
     Returns:
@@ -87,11 +87,11 @@ def _pack(context_lens: Tensor, ends: Tensor, units_per_chunk: int, unit: int) -
 
 
 def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextParallelChunk:
-    """Return the chunk with the number and position of its tokens on each of the ranks that share them.
+    """Return a chunk with the starts and the numbers of its tokens in the cache of each rank.
 
     Args:
-        chunk: chunk of `plan_context_chunks` for the same number of ranks, so that each request starts at a multiple of
-            D x I.
+        chunk: chunk that `plan_context_chunks` made for the same number of ranks, so that each request starts at a
+            multiple of D x I.
         ownership: tokens that this rank owns.
 
     Returns:

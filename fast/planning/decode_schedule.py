@@ -1,4 +1,4 @@
-"""Cut the keys of a decode over programs, so that all programs take about the same time."""
+"""Schedules of decodes: the assignment of tiles to programs that take about the same time."""
 
 from __future__ import annotations
 
@@ -32,26 +32,28 @@ def plan_decode(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> DecodeSchedule:
-    """Cut the keys of a decode over programs, so that all programs take about the same time.
+    """Compute the schedule of a decode: assign tiles to programs, so that all programs take about the same time.
 
-    See `reference.planning.decode_schedule.plan_decode` for the rule. Lengths on a GPU are not read back to the host.
+    See `reference.planning.decode_schedule.plan_decode` for the rule. If `seq_lens` is on a GPU, the schedule is
+    computed on the GPU and the host does not wait.
 
     Args:
         seq_lens: [B], keys of each request.
         num_programs: number of programs that run at the same time.
-        costs: costs of the decode kernel besides its tiles; None takes the neutral costs. Builders pass the costs of
-            the device (`schedule_costs`).
-        batch_invariant: if True, each request is cut by its own length only, whatever the other requests are.
-        graph: kind of CUDA graph in which the call is replayed.
+        costs: costs of the decode kernel, in units of one tile; None takes the defaults of `ScheduleCosts`. Builders
+            pass the costs that were measured on the device (`schedule_costs`).
+        batch_invariant: if True, the splits of a request depend on the length of this request only.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
         The schedule, on the device of `seq_lens`.
 
     Raises:
-        TypeError: `costs` has another type.
-        ValueError: a number is below its minimum; for CPU tensors, a length is negative (a GPU takes it as 0).
-        UnsupportedConfiguration: no backend can serve the call, or the named backend cannot.
+        TypeError: `costs` is neither a `ScheduleCosts` nor None.
+        ValueError: `num_programs` is below 1; for CPU tensors, a length is negative. (A GPU counts a negative length as
+            0.)
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
     check_int("num_programs", num_programs, 1, "at least 1")

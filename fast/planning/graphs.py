@@ -1,4 +1,4 @@
-"""Run a decode step for fixed batch sizes, each with its CUDA graph, for any lengths, block tables and slots."""
+"""Decode steps for a few fixed batch sizes, with one CUDA graph for each batch size."""
 
 from __future__ import annotations
 
@@ -27,28 +27,31 @@ from reference.interfaces import (
 Step = Callable[[Tensor, Tensor, Any], Tensor]
 
 
-WARM_UP_RUNS = 2  # before capture: Triton compiles kernels, libraries allocate their workspaces
+WARM_UP_RUNS = 2  # runs before each capture compile Triton kernels and allocate workspaces of libraries
 
 
 class DecodeGraph:
-    """Run a decode step, padded to one of a few batch sizes, with any lengths, block tables and slots.
+    """A decode step for a few fixed batch sizes, and for any lengths, block tables and slots.
+
+    A run pads its batch to the smallest size that is large enough.
 
     See `reference.planning.graphs.DecodeGraph` for padding rows. On a CUDA device the constructor captures one graph
     per batch size:
 
-    - The graph contains the planning, so every run is planned from its own lengths.
-    - All graphs share their memory and the buffers into which a run copies its batch.
-    - Before each capture, the step runs a few times over padding rows.
-    - Nothing is allocated after the constructor, so a batch larger than every captured size is an error.
+    - Each graph contains the planning of the step, so every run is planned from the lengths of its own batch.
+    - All graphs share one memory pool, and the buffers into which a run copies its batch.
+    - Before each capture, the step runs `WARM_UP_RUNS` times over padding rows.
+    - Graphs and buffers are made in the constructor only, so a batch larger than every captured size is an error.
 
-    On a CPU there are no graphs; the step runs over the same buffers.
+    On a CPU, the class captures no graph and calls the step over the same buffers.
 
     Args:
         step: function (hidden_states [T, H], positions [T], plan) -> [T, H]: one layer over its cache, or all layers of
-            a model. The function does not change its arguments.
-        builder: builder that plans the step (`MLAMetadataBuilder`). If ranks share sequences, every rank makes the
-            graph with its own builder and runs the same batches, each with its own slots.
-        batch_sizes: numbers of requests to which a batch is padded.
+            a model. The function must not change its arguments.
+        builder: builder that plans the step (`MLAMetadataBuilder`). If ranks share sequences, every rank
+            constructs a `DecodeGraph` with its own builder, and all ranks run the same batches. A rank passes its own
+            slots.
+        batch_sizes: sizes to which batches are padded, in requests.
         max_blocks: columns of the widest block table.
         hidden_size: H.
         dtype: dtype of the hidden states.
@@ -61,7 +64,7 @@ class DecodeGraph:
     Raises:
         TypeError: `builder` is not a builder.
         ValueError: `batch_sizes` is empty or has a size below 1 or above the builder's maximum; another number is below
-            1; the builder makes no plans for graphs with this query length.
+            1; the builder cannot plan captured batches of this query length.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class DecodeGraph:
         self.max_seq_len = most_captured_tokens(builder, max_blocks)
         check_graph_query_len(self)
         requests, tokens = self.batch_sizes[-1], self.batch_sizes[-1] * query_len
-        with torch.inference_mode(False):  # buffers that code in or out of inference mode may write
+        with torch.inference_mode(False):  # code in inference mode and code outside it write to these buffers
             kind = {"device": self.device}
             self._hidden_states = torch.zeros(tokens, hidden_size, dtype=dtype, **kind)
             self._positions = torch.zeros(tokens, dtype=torch.int64, **kind)
@@ -101,7 +104,7 @@ class DecodeGraph:
 
     @torch.no_grad()
     def _capture(self) -> None:
-        """Capture one graph per batch size, the largest first, so that the smaller ones fit into its memory."""
+        """Capture the graph of the largest batch size first; all other graphs then fit into the same memory."""
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         for size in self.batch_sizes[::-1]:
             stream.wait_stream(torch.cuda.current_stream())
@@ -131,19 +134,20 @@ class DecodeGraph:
         positions: Int64[Tensor, " T"],
         common: CommonAttentionMetadata,
     ) -> Float[Tensor, "T H"]:
-        """Run one step.
+        """Run one step over a batch.
 
         Args:
             hidden_states: [T, H].
             positions: [T].
-            common: the batch; each request has `query_len` query tokens or is a padding row (S = 0).
+            common: batch of the step. Every request has `query_len` query tokens, padding rows (S = 0) included.
 
         Returns:
-            [T, H] without the rows that were added as padding; valid until the next run.
+            [T, H]. The values are valid until the next run.
 
         Raises:
-            ValueError: more requests, longer requests or a wider block table than planned; another query length;
-                shapes, dtypes or devices do not match. Nothing has run then.
+            ValueError: the batch has more requests, longer requests or a wider block table than the graphs allow; a
+                query length is not `query_len`; shapes, dtypes or devices do not match. The error is raised before the
+                step runs.
         """
         check_graph_batch(self, hidden_states, positions, common)
         tokens, requests = common.num_actual_tokens, common.num_reqs
@@ -166,13 +170,13 @@ class DecodeGraph:
 
     @torch.no_grad()
     def replay(self, size: int) -> Tensor:
-        """Run one step over the present content of the buffers.
+        """Run one step over the values that the buffers contain.
 
         Args:
             size: one of `batch_sizes`.
 
         Returns:
-            [size x query_len, H]; valid until the next run.
+            [size x query_len, H]. The values are valid until the next run.
 
         Raises:
             ValueError: `size` is not one of `batch_sizes`.

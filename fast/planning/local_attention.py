@@ -21,12 +21,13 @@ def make_local_attention_virtual_batches(
     See `reference.planning.local_attention.make_local_attention_virtual_batches` for the virtual requests.
 
     Args:
-        common: the batch.
+        common: batch of the step.
         attention_chunk_size: positions per attention chunk; a multiple of `block_size`.
         block_size: tokens per block.
 
     Returns:
-        The virtual batch. A padding row (S = 0) stays one row; a request without new tokens has no row.
+        The batch of virtual requests. A padding row (S = 0) stays one request; a request without new tokens gets no
+            virtual request.
 
     Raises:
         ValueError: a size is below 1; the slots were made for another block size; `attention_chunk_size` is not a
@@ -42,7 +43,7 @@ def make_local_attention_virtual_batches(
     query_lens = starts.diff()
     first_position = (lengths - query_lens).clamp_(min=0)
     counts = (lengths - 1).div(chunk, rounding_mode="floor") - first_position.div(chunk, rounding_mode="floor") + 1
-    counts = torch.where(lengths > 0, counts, 1) * (query_lens > 0)  # virtual requests of each request; 1 for padding
+    counts = torch.where(lengths > 0, counts, 1) * (query_lens > 0)  # [B], virtual requests; 1 for a padding row
     request = torch.repeat_interleave(counts)
     number = torch.arange(request.shape[0], device="cpu") - (counts.cumsum(0) - counts)[request]
     first_key = (first_position[request] // chunk + number) * chunk

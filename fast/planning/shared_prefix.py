@@ -1,4 +1,4 @@
-"""Find the blocks that all requests share, and split a decode plan after them."""
+"""The prefix of blocks that all requests share, and the split of a decode into this prefix and the suffixes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from reference.interfaces import (
 
 
 def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
-    """Return how many context tokens, in whole blocks, all requests have in the same cache blocks.
+    """Return the number of leading context tokens that all requests have in the same blocks of the cache.
 
-    See `reference.planning.shared_prefix.common_prefix_len` for the bound. On a GPU this function waits for the block
-    table.
+    See `reference.planning.shared_prefix.common_prefix_len` for the upper bound of this number. The function
+    reads the values of the block table; if the table is on a GPU, the host waits for the GPU.
 
     Args:
-        common: the batch; padding rows (S = 0) are ignored.
+        common: batch of the step; padding rows (S = 0) are ignored.
         block_size: tokens per block.
 
     Raises:
@@ -45,19 +45,22 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
 def split_shared_prefix(
     metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int = 0
 ) -> CascadeMetadata:
-    """Split a decode in two: all query tokens over the shared blocks, then every request over its remaining blocks.
+    """Split a decode in two: all query tokens attend the shared prefix, and each request attends its own suffix.
 
-    See `reference.planning.shared_prefix.split_shared_prefix` for what the caller guarantees.
+    See `reference.planning.shared_prefix.split_shared_prefix` for what the caller must
+    guarantee.
 
     Args:
-        metadata: plan of the decode.
-        common_prefix_len: shared tokens, in whole blocks, within the context of every request that is not padding.
+        metadata: decode part of the plan.
+        common_prefix_len: number of shared tokens: a multiple of `block_size`, and at most the context of every request
+            except padding rows.
         block_size: tokens per block.
-        row: index of a request that is not padding; the prefix is read through the block table of this request.
+        row: index of a request that is not a padding row; the blocks of the prefix are read from the block table of
+            this request.
 
     Raises:
-        ValueError: `block_size` differs from that of `metadata`; the prefix is below one block, is not a multiple of
-            the block size, or is wider than the block table; `row` is out of range.
+        ValueError: `block_size` is not the block size of `metadata`; `common_prefix_len` is not a positive multiple of
+            the block size, or has more blocks than the block table has columns; `row` is out of range.
     """
     check_type("metadata", metadata, DecodeMetadata)
     check_tensor("metadata.visible_lens", metadata.visible_lens, ("T",), (torch.int32,))

@@ -1,4 +1,4 @@
-"""Compute the cache slots for the new tokens of a step."""
+"""Cache slots of the new tokens of a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def slot_mapping(
     block_size: int,
     num_tokens: int,
 ) -> Int64[Tensor, " num_tokens"]:
-    """Return the cache slot of every new token: the last Sq tokens of each request.
+    """Return the cache slot of every new token. The new tokens are the last Sq tokens of each request.
 
     Args:
         query_start_loc: [B + 1], prefix sum of the query lengths.
@@ -39,8 +39,8 @@ def slot_mapping(
         [num_tokens] int64.
 
     Raises:
-        ValueError: shapes or dtypes do not match; for CPU tensors, offsets decrease, 0 < S < Sq, the block table has
-            too few columns, or `num_tokens` is too small.
+        ValueError: shapes or dtypes do not match; for CPU tensors, offsets decrease, a request has 0 < S < Sq, the
+            block table has too few columns, or `num_tokens` is too small.
     """
     check_int("block_size", block_size, 1, "at least 1")
     check_int("num_tokens", num_tokens, 0)
@@ -73,16 +73,16 @@ def dcp_slot_mapping(
         block_table: [B, W], the same on all ranks.
         block_size: tokens per block, a multiple of I.
         num_tokens: length of the result, at least query_start_loc[-1]; the remaining slots are -1.
-        context_parallel_size: D.
+        context_parallel_size: D, number of ranks that share each sequence.
         rank: this rank, in [0, D).
-        interleave: I.
+        interleave: I, consecutive tokens on one rank.
 
     Returns:
         [num_tokens] int64.
 
     Raises:
-        ValueError: a number is out of range; shapes or dtypes do not match; for CPU tensors, offsets decrease, 0 < S <
-            Sq, the block table has too few columns, or `num_tokens` is too small.
+        ValueError: a number is out of range; shapes or dtypes do not match; for CPU tensors, offsets decrease, a
+            request has 0 < S < Sq, the block table has too few columns, or `num_tokens` is too small.
     """
     check_rank(context_parallel_size, rank, interleave)
     check_interleave(interleave, block_size)

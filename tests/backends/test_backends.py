@@ -97,11 +97,11 @@ def test_every_op_has_a_cpu_kernel():
         (dict(head_dims=(("kv_lora_rank", 256),)), "narrow: serves kv_lora_rank in (512,), got 256"),
         (dict(out_dtype=torch.float64), "narrow: writes torch.float32, got torch.float64"),
         (dict(block_size=7), "narrow: serves block sizes (64,), got 7"),
-        (dict(query_lens=QueryLenSupport.VARLEN), "narrow: serves query lengths uniform, got varlen"),
+        (dict(query_lens=QueryLenSupport.VARLEN), "narrow: serves uniform query lengths, got varlen"),
         (dict(mask="visible_lens"), "narrow: applies the masks causal, got visible_lens"),
         (dict(batch_invariant=True), "narrow: is not batch-invariant"),
         (dict(cache_in_words=False), "narrow: needs a cache of whole, aligned 16-byte words, with at least one block"),
-        (dict(graph=GraphSupport.ANY), "narrow: can be captured for one query lengths, got any"),
+        (dict(graph=GraphSupport.ANY), "narrow: serves CUDA graphs of kind 'one', got kind 'any'"),
         (dict(cache_format=CacheFormat("other")), "narrow: reads caches in compute_dtype, got other"),
     ],
 )
@@ -362,7 +362,7 @@ def test_capability_end(found, served, capability):
     assert backends.select(ON_GPU).name == served
     if served != "hopper":
         assert refusal(lambda: backends.select(ON_GPU, "hopper")) == [
-            f"hopper: needs compute capability (9, 0) and below (10, 0), got {found}"
+            f"hopper: needs a compute capability of at least (9, 0) and below (10, 0), got {found}"
         ]
 
 
@@ -375,7 +375,7 @@ def test_rocm_is_refused_by_name(capability, monkeypatch):
     assert backends.select(ON_GPU).name == "hopper"  # the same numbers on an NVIDIA GPU
     monkeypatch.setattr(torch.version, "hip", "6.4.1")
     for name in ("hopper", "triton"):
-        reason = f"{name}: not tested on ROCm, serves NVIDIA GPUs, got ROCm 6.4.1"
+        reason = f"{name}: is not tested on ROCm and serves only NVIDIA GPUs, got ROCm 6.4.1"
         assert refusal(lambda name=name: backends.select(ON_GPU, name)) == [reason]
         assert reason in refusal(lambda: backends.select(ON_GPU))
     assert backends.select(REQUEST).name == "cpu"

@@ -97,7 +97,7 @@ def test_a_named_backend_is_not_replaced(launched, plain_errors):
     state = fast.AttentionState(torch.ones(2, 3, 4), torch.zeros(3, 2))
     fast.merge_attn_states(state, state, backend="eager")
     assert launched == {"merge_attn_states"}
-    with pytest.raises(UnsupportedConfiguration, match="eager: can be captured for none query lengths, got any"):
+    with pytest.raises(UnsupportedConfiguration, match="eager: serves CUDA graphs of kind 'none', got kind 'any'"):
         fast.merge_attn_states(state, state, graph=GraphSupport.ANY, backend="eager")
     with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
         fast.merge_attn_states(state, state, graph="any")
