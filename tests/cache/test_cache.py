@@ -175,7 +175,7 @@ def test_offsets_beyond_32_bit(ops):
 
 @pytest.mark.parametrize("layout", ["layers_first", "blocks_first"])
 def test_all_layers_in_one_tensor(ops, layout):
-    """Each op works on one layer's view of a tensor of all layers, for any order of axes, and changes no other layer."""
+    """An op works on one layer's view of a tensor of all layers, for any order of axes, and changes no other layer."""
     layers, blocks, block_size, width = 3, 5, 4, 32
     device = torch.get_default_device()
     caches = ops.allocate_kv_cache(blocks, block_size, width, torch.float32, device, num_layers=layers, layout=layout)
