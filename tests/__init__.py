@@ -1,4 +1,4 @@
-"""Tests of both packages: shapes and laws, identities, twins, bad input, registered ops, and planted faults.
+"""Tests of both packages: shapes and laws, identities, twins, bad input, registered ops, and planted mistakes.
 
 A folder has the name of the folder that its tests test: `tests/cache` tests `reference/cache` and `fast/cache`. The
 other folders are:
@@ -13,7 +13,7 @@ The tiers of docs/correctness.md, and the modules that test them:
 - 1, bit-exact: test_cache, `planning`, test_differential
 - 2, float64 identities: test_identities, test_rope, test_weights
 - 3 and 4, computed budgets for outputs and LSE: test_differential, test_rope, test_weights
-- 5, planted faults: test_mutations
+- 5, planted mistakes: test_mutations
 
 With `HYPOTHESIS_PROFILE=deep` a property test has 2000 examples; by default a property test has 25 examples.
 
