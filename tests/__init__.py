@@ -6,7 +6,7 @@ other folders are:
 - `twins`, `identities` and `mutations` test all folders of the packages.
 - `gpu` tests the GPU suite and the benchmarks, which are in `benchmarks`.
 - `site` tests the pages.
-- `support` holds the helpers that several modules use, `data` the files that tests read.
+- `support` holds the helpers that several modules use, and `data` holds the files that tests read.
 
 The tiers of docs/correctness.md, and the modules that test them:
 
@@ -20,8 +20,8 @@ With `HYPOTHESIS_PROFILE=deep` a property test has 2000 examples; by default a p
 With `--device cuda` these tests make their tensors on a GPU, so the backend of that GPU serves the calls. The Triton
 kernels also have test files of their own (test_triton_*). Without a GPU these files run in Triton's interpreter.
 
-The list below names faults that occurred in real systems. Under each fault stand the tests that detect it: the name of
-the module without `test_`, then the tests. Other files refer to an entry of the list as "pitfall" and its number.
+The list below names faults that occurred in real systems. The lines below a fault name the tests that detect this
+fault: first the module without `test_`, then the tests. Other files call entry 8 of this list "pitfall 8".
 
 1   a merge that needs natural logarithms gets a base-2 LSE
     identities: test_attention, test_merge; differential: test_prefill; mutations: base-2 LSE
@@ -75,7 +75,7 @@ detect.
 The GPU suite (gpu_suite) runs the launches of memory_checks under compute-sanitizer.
 
 Ranks: test_context_parallel, test_context_gather and test_merge_over_ranks simulate ranks in one process.
-test_process_groups starts a process for each rank, with gloo on CPUs and with NCCL where there are GPUs. It also kills
-ranks, and gives ranks arguments that disagree. `support.ranks` has the tasks that simulated and real ranks run, and
-`support.processes` starts the processes.
+test_process_groups starts a process for each rank, with gloo on CPUs and with NCCL where there are GPUs. Some of its
+tests kill ranks, or give ranks arguments that disagree. `support.ranks` has the tasks that simulated and real ranks
+run, and `support.processes` starts the processes.
 """

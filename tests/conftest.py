@@ -1,7 +1,7 @@
 """Set up every test: run-time shape checks, uninitialised memory filled with NaN, fixed seeds, at most two threads.
 
 If pytest-xdist is installed, plain `pytest` runs the test files on all cores, each file in one worker process. A single
-file runs in the pytest process itself; with `-n 0` all files do.
+file runs in the pytest process itself. With `-n 0` all files run in the pytest process.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Put the slowest files first, keep the order within a file, and deselect all tests outside the part `--share`."""
+    """Put the slowest files first, keep the order within a file, and deselect the tests that `--share` leaves out."""
     items.sort(key=lambda item: next((rank for rank, word in enumerate(LONG) if word in item.path.name), len(LONG)))
     number, count = config.getoption("--share")
     first, end = (number - 1) * len(items) // count, number * len(items) // count

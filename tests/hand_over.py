@@ -2,7 +2,7 @@
 
     compute-sanitizer --tool racecheck python -m tests.hand_over
 
-The producer stores to shared memory and arrives at the mbarrier `full`. The consumer waits for `full`, loads, and
+The producer stores to shared memory and arrives at the mbarrier `full`. The consumer waits on `full`, loads, and
 arrives at the mbarrier `empty`, on which the producer waits. The kernels of `fast/kernels/hopper` hand over data in
 this order.
 
@@ -69,8 +69,8 @@ def _hand_over_kernel(source, out, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
 def let_every_thread_arrive() -> None:
     """Make every thread arrive in the kernels of this process.
 
-    Call this function before Triton hashes a kernel: call it before the import of a module that keeps kernels in a
-    table.
+    Triton must not have hashed a kernel before. So call this function before the import of any module that keeps
+    kernels in a table.
     """
     arrivals.EVERY_THREAD_ARRIVES = gl.constexpr(True)
 

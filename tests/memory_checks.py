@@ -31,9 +31,10 @@ HOSTILE = (
     "split_offsets",
     "local_cu_seq_lens",
 )
-# Request lengths. TINY: one tile. SHORT: two splits with many heads. LONG: more pairs of tiles than two phases take.
+# Request lengths. A TINY request has at most one tile. With more than 32 heads the first SHORT request has two splits.
+# The first LONG request has more pairs of tiles than a decode in two phases accepts.
 TINY, SHORT, LONG = [20, 33, 0], [1085, 70, 0], [2950, 70, 0]
-DECODES = [  # heads, tokens a block, (Lkv, R), dtype of the queries, dtype of the outputs, request lengths
+DECODES = [  # heads, tokens of a block, (Lkv, R), dtype of the queries, dtype of the outputs, request lengths
     (3, 16, (256, 32), BF16, BF16, TINY), (64, 64, (512, 64), BF16, BF16, TINY),
     (8, 32, (512, 0), FP16, FP16, SHORT), (12, 128, (256, 64), BF16, F32, SHORT), (16, 64, (512, 64), BF16, BF16, LONG),
     (40, 64, (256, 0), BF16, F32, LONG), (64, 64, (512, 64), BF16, BF16, SHORT), (64, 64, (512, 64), BF16, BF16, LONG),

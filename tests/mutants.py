@@ -409,7 +409,7 @@ class Session:
         self._append({"baseline": judge, "seconds": seconds})
 
     def note_verdict(self, mutant: Mutant, verdict: Verdict) -> None:
-        """Record a verdict; it replaces an earlier one of the same mutant."""
+        """Record a verdict; the new verdict replaces an earlier verdict of the same mutant."""
         self.verdicts[mutant] = dataclasses.asdict(verdict)
         self._append({"mutant": dataclasses.asdict(mutant), "verdict": self.verdicts[mutant]})
 

@@ -51,8 +51,8 @@ LENGTHS = {  # query lengths and sequence lengths
 def digest_of(value: Any) -> str:
     """Return the first 16 hex digits of the sha256 of all tensors and numbers in a result, NaN payloads included.
 
-    `InvariantCut` and `GraphSupport` are left out, because the results of earlier commits lack such fields. If they
-    change, the outputs change as well.
+    `InvariantCut` and `GraphSupport` are left out, because the results of earlier commits lack such fields. A change of
+    such a field also changes outputs.
     """
     found = hashlib.sha256()
 

@@ -44,7 +44,7 @@ from .support.compiled import Recorded, RecordedGluon, compiled
 from .support.factories import CONFIGS, LOW_RANK
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-SHAPES = (  # tokens a block, (Lkv, R), dtype
+SHAPES = (  # tokens of a block, (Lkv, R), dtype
     (64, (512, 64), BF16), (16, (512, 64), BF16), (32, (256, 32), FP16), (128, (512, 0), BF16), (64, (256, 64), BF16),
 )  # fmt: skip
 VARIANTS: dict[str, tuple] = {}  # key to (kernel, kinds, constants); a global, so that forked processes can read it

@@ -3,8 +3,8 @@
 racecheck and mbarriers: for racecheck an mbarrier orders only the accesses of the thread that arrives, even if all
 warps met at a barrier before. Where one thread arrives for its group, racecheck reports the accesses of the other
 threads as races. So racecheck runs kernels in which every thread arrives (`fast.kernels.hopper.common.arrivals`). In
-ordinary kernels one thread arrives for its group; `test_hopper_compilation` checks in their compiled code that a
-barrier precedes each arrival.
+ordinary kernels one thread arrives for its group. `test_hopper_compilation` checks in the compiled code of ordinary
+kernels that a barrier precedes each arrival.
 
 Controls: `tests.hand_over` runs under racecheck in three forms, which show whether a report can be trusted:
 

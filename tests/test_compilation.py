@@ -168,7 +168,7 @@ def test_warmup_specialises_for_every_step(launches, config, dtype):
 
 
 def test_warmup_specialises_for_batch_invariance(launches):
-    """After a batch-invariant warm-up, batch-invariant steps launch no kernel variant that warm-up did not launch."""
+    """After a batch-invariant warm-up, batch-invariant steps launch only kernel variants that warm-up launched."""
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     ahead = set(launches)
     assert {"_plan_invariant_kernel", "_combine_invariant_kernel"} <= {key[0] for key in ahead}
@@ -180,7 +180,7 @@ def test_a_compiler_cannot_fuse_what_folds_round(launches):
     """The combine kernel rounds the product of weight and partial output before the addition, as decode programs do.
 
     If the compiler fused the product and the addition, the product would not be rounded. A result would then depend on
-    which kernel combines. So the kernel computes `sum x 1 + product`, with a factor 1 that the compiler does not know.
+    which kernel combines. So the kernel computes `sum x 1 + product`; the compiler does not know that the factor is 1.
     The test counts the fused multiply-adds with this factor in the PTX.
     """
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)

@@ -1,4 +1,7 @@
-"""Tests of the rotary embedding against complex multiplication, against YaRN in transformers, and by its properties."""
+"""Tests of the rotary embedding against complex multiplication, against YaRN in transformers, and by its properties.
+
+The list in `tests/__init__.py` explains the numbers of pitfalls.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,7 @@ def test_yarn_ramp_against_transformers(ops):
         gold, _ = deepseek_frequencies(dim, theta, original, betas, 40.0)
         rope = RopeConfig(theta, yarn=YarnConfig(40.0, original, *betas))
         ours = ops.rotary_frequencies(rope, dim, torch.float32)
-        # relative to gold, so that low frequencies count as much as high ones
+        # compare ratios to gold, so that low frequencies count as much as high frequencies
         ratios = (ours.double() / gold).float(), (theirs.double() / gold).float(), torch.ones_like(gold)
         parity = compare(f"frequencies of {dim, theta, original, betas}", *ratios)
         assert parity.passed, parity
@@ -195,7 +198,7 @@ def test_no_tokens(ops):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_parity(rope, dtype):
-    """Rope of `fast` is within the budget (tier 3), also on strided views such as the projections return."""
+    """Rope of `fast` is within the budget, also on strided views such as the projections return."""
     positions, q_pe, k_pe = draw(40, 3, 24, dtype)
     q_pe, k_pe = q_pe[..., 8:], k_pe[..., 8:]
     gold = reference.apply_rope(positions, q_pe.double(), k_pe.double(), rope)

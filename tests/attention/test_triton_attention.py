@@ -1,6 +1,7 @@
 """Tests of the Triton varlen attention: calls of its launcher are compared with the reference.
 
-On a GPU the kernel is compiled. Without a GPU this file runs again in Triton's interpreter.
+On a GPU the kernel is compiled. Without a GPU this file runs again in Triton's interpreter. The list in
+`tests/__init__.py` explains the numbers of pitfalls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if ON_GPU or INTERPRETED:
     from fast.kernels.triton import attention
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
-RAGGED = ([1, 0, 5, 31, 33], [1, 4, 0, 31, 67])  # the interpreter's row blocks have 32 rows, so 31 and 33 lie beside
+RAGGED = ([1, 0, 5, 31, 33], [1, 4, 0, 31, 67])  # in the interpreter a row block has 32 rows
 ACROSS_BLOCKS = ([127, 1, 129, 64, 200, 13], [127, 1009, 64, 65, 331, 128])  # one request has S < Sq
 SMALL_DIMS = [(16, 16, 16), (12, 8, 10), (48, 16, 24), (16, 0, 32)]  # P, R, V
 PRESET_DIMS = [(128, 64, 128), (64, 32, 64), (192, 64, 256), (192, 0, 128)]
@@ -272,7 +273,7 @@ def test_same_bits_again(dtype):
 @gpu_only
 @pytest.mark.parametrize("dims", [(128, 64, 128), (12, 8, 10)])
 def test_captured_in_a_graph(dims):
-    """A captured graph is also right for other lengths with the same totals, because the kernel reads the lengths."""
+    """A captured graph is also right for other lengths with the same sum: each replay reads the lengths again."""
     lens, other = ([40, 200], [70, 330]), ([111, 129], [71, 329])
     inputs = make_inputs(*lens, 4, dims, torch.bfloat16)
     cu = [offsets(each).to(DEVICE) for each in lens]

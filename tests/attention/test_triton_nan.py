@@ -21,7 +21,7 @@ if ON_GPU or INTERPRETED:
     from fast.kernels import combine
     from fast.kernels.triton import merge
 
-NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # LSEs of a row on the ranks whose LSE is not the bad one
+NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # if one rank has a bad LSE: the LSE of the row on all other ranks
 HEADS, TOKENS = 6, len(NEIGHBOURS) + 1
 
 
@@ -74,7 +74,7 @@ BAD = pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank(ops, size, merge, bad):
-    """In both packages a bad LSE on any rank makes the merged row NaN, and no other row."""
+    """In both packages a bad LSE on any rank makes only the merged row of this LSE NaN."""
     check_bad_rows(over_ranks(ops, states_with(bad, size, torch.float64), merge), size)
 
 
@@ -83,7 +83,7 @@ def test_of_any_rank(ops, size, merge, bad):
 @pytest.mark.parametrize("merge", [weight_and_sum, pack_and_combine], ids=["ag_rs", "a2a"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank_in_triton(size, merge, bad):
-    """In Triton's merges over ranks a bad LSE on any rank makes the merged row NaN, and no other row.
+    """In the Triton merges over ranks a bad LSE on any rank makes only the merged row of this LSE NaN.
 
     The test fails if the maximum drops the NaN of one rank, because that rank then counts as a rank without keys.
     """
@@ -103,7 +103,10 @@ def test_of_either_state_in_triton(bad):
 @pytest.mark.parametrize("cut", ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"])
 @pytest.mark.parametrize("requests", [1, 2])
 def test_of_any_split_in_triton(requests, cut, other):
-    """NaN in a row's largest score or in its sum of weights, in any split, makes the combined row NaN, and no other."""
+    """NaN in the largest score or in the sum of weights of a row makes only this row of the output NaN.
+
+    This holds for NaN in any split.
+    """
     splits, latent = 3, 24
     # The first `splits` rows have NaN in the largest score of one split each, the next `splits` rows have NaN in the
     # sum of weights of one split each, and the last 2 rows have no NaN.

@@ -1,4 +1,7 @@
-"""Tests of the paged cache: its contents are compared bit by bit with the entries that each request owns."""
+"""Tests of the paged cache: its contents are compared bit by bit with the entries that each request owns.
+
+The list in `tests/__init__.py` explains the numbers of pitfalls.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,7 @@ def check_write(ops, query_lens, seq_lens, dtype, latent: int = 12, rope: int = 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", LENGTHS)
 def test_write(ops, lens, dtype):
-    """A write changes the slots of the new tokens only; padding rows inside and after the batch write nothing.
-
-    This is pitfall 6.
-    """
+    """A write changes only the slots of new tokens; padding rows in and after the batch write nothing (pitfall 6)."""
     check_write(ops, *lens, dtype)
 
 
@@ -153,7 +153,7 @@ def test_allocate(ops):
 def test_offsets_beyond_32_bit(ops):
     """Cache ops are right where the element offset of a slot exceeds 2^31 (pitfall 8).
 
-    The ops access few blocks, so the operating system provides memory for few blocks only.
+    The ops access few blocks, so the test needs memory for few blocks only.
     """
     head_size, block_size, num_blocks = 1024, 64, 2**15 + 2  # 2^31 + 2^17 elements of 16 bits
     torch.utils.deterministic.fill_uninitialized_memory = False

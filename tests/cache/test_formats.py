@@ -37,7 +37,7 @@ PACKED = replace(STORED, dims=(DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim))
 
 @pytest.fixture(params=[STORED, PACKED], ids=["any dims", "dims of its own"])
 def stored(request, monkeypatch):
-    """Register a format whose dtype is not that of the queries, and a backend that gathers it."""
+    """Register a format whose dtype differs from the dtype of the queries, and a backend that gathers this format."""
     formats = sys.modules["reference.interfaces.cache_format"]
     monkeypatch.setattr(formats, "CACHE_FORMATS", {**formats.CACHE_FORMATS, "stored": request.param})
     op = "gather_and_maybe_dequant_cache"

@@ -1,6 +1,7 @@
 """Tests of the Triton kernels for the cache, the merge, rope, and for rope, norm and cache write in one launch.
 
-On a GPU the kernels are compiled. Without a GPU this file runs again in Triton's interpreter.
+On a GPU the kernels are compiled. Without a GPU this file runs again in Triton's interpreter. The list in
+`tests/__init__.py` explains the numbers of pitfalls.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_
 if ON_GPU or INTERPRETED:
     from fast.kernels.triton import cache, merge, rope
 
-MOVED = [torch.float32, torch.bfloat16, torch.float16] + [torch.float64] * ON_GPU  # dtypes for tests that only copy
+MOVED = [torch.float32, torch.bfloat16, torch.float16] + [torch.float64] * ON_GPU  # dtypes for kernels that only copy
 COMPUTED = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 SHAPES = {"rope 64": (16, 64, 64), "rope 32": (64, 32, 32), "no rope": (1, 32, 0), "odd": (7, 21, 6)}  # block, Lkv, R
 YARN = RopeConfig(

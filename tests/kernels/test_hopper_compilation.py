@@ -1,7 +1,7 @@
 """Tests that compile the Hopper kernels for sm_90 without a GPU, and tests of launch choices and of warm-up.
 
 If registers are spilled in a main loop, or if the assembler serialises matrix products, a kernel loses a third of its
-speed, but no test of results fails. Compilers change, so this file runs with every Triton, not only the pinned one.
+speed, but no test of results fails. Compilers change, so this file runs with any installed version of Triton.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def product_loops(disassembly: str) -> list[list[str]]:
 
 
 def arrivals_for_all(ptx: str) -> list[list[str]]:
-    """Return the instructions before each mbarrier arrival of one thread for its group, from the arrival before."""
+    """Return, for each mbarrier arrival of one thread for its group, the instructions since the previous arrival."""
     groups: list[list[str]] = [[]]
     for line in map(str.strip, ptx.splitlines()):
         if re.match(r"@%p\d+ mbarrier\.arrive\.shared", line):
@@ -328,7 +328,7 @@ def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
 
 
 def test_slices_where_processors_are_idle(monkeypatch):
-    """Two programs share a row block, one slice of the output columns each, if all these conditions hold:
+    """Two programs share a row block, and each program computes one slice of the output columns, if all of this holds:
 
     - The decode is batch-invariant and unplanned.
     - There are at least twice as many multiprocessors as programs without slices.
@@ -378,8 +378,8 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
 
     The number of programs is the number of score blocks or of column blocks, whichever is larger, but at most the
     number of multiprocessors. Programs wait for each other, so the launch is cooperative. The block table has 40
-    columns. With 64 tokens in a block this is 20 pairs of tiles and 3 splits; with 16 tokens in a block it is 5 pairs
-    of tiles and 1 split.
+    columns. With 64 tokens in a block, 40 columns hold 20 pairs of tiles and 3 splits. With 16 tokens in a block, 40
+    columns hold 5 pairs of tiles and 1 split.
     """
     launched = watched(monkeypatch)
     unplanned = "batch-invariant"

@@ -1,6 +1,7 @@
 """Tests of the Hopper decode kernels against the reference: lengths, schedules, batch invariance, invalid values.
 
-Gluon has no interpreter, so these tests need a Hopper GPU. `test_hopper_compilation` compiles the kernels without one.
+Gluon has no interpreter, so these tests need a Hopper GPU. `test_hopper_compilation` compiles the kernels without a
+GPU. The list in `tests/__init__.py` explains the numbers of pitfalls.
 """
 
 from __future__ import annotations
@@ -302,7 +303,7 @@ def test_any_scale(heads, scale):
 @pytest.mark.parametrize("cut", [InvariantCut(2, 3, 6, 7), InvariantCut(8, 1, 8, 1)], ids=str)
 @pytest.mark.parametrize("heads", [5, 32, 64, 128])
 def test_any_invariant_cut(heads, cut, monkeypatch):
-    """For any invariant cut, a batch-invariant decode gives the same bits with a plan and without a plan.
+    """For any `InvariantCut`, a batch-invariant decode gives the same bits with a plan and without a plan.
 
     Without a plan the bits are also the same for any number of programs.
     """

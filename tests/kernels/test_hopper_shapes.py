@@ -1,4 +1,7 @@
-"""Tests of the Hopper decode kernels for all declared heads, query tokens, block sizes and widths of a cache entry."""
+"""Tests of the Hopper decode kernels for all declared heads, query tokens, block sizes and widths of a cache entry.
+
+The list in `tests/__init__.py` explains the numbers of pitfalls.
+"""
 
 from __future__ import annotations
 

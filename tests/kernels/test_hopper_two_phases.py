@@ -1,7 +1,8 @@
 """Tests that a Hopper decode in two phases gives the same bits as `row_blocks_64`.
 
-In `row_blocks_64` one program combines the splits of a request one after another. `test_hopper_decode` shows that a
-batch-invariant schedule also gives the bits of `row_blocks_64`. So two phases must round at the same steps.
+In two phases, programs first compute the scores of all tiles, and then the columns of all outputs. In `row_blocks_64`
+one program combines the splits of a request one after another. `test_hopper_decode` shows that a decode with a
+batch-invariant schedule has the bits of `row_blocks_64`, so a decode in two phases must have the same bits.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def noted(monkeypatch):
 
 
 def in_one_phase(*inputs, **options) -> AttentionState:
-    """Decode with `row_blocks_64`, which takes the splits of a request one after another."""
+    """Decode with `row_blocks_64`, in which a program processes the splits of a request one after another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(select, "_scored_at_once", lambda *_: False)
         return launch(*inputs, **options)
@@ -122,7 +123,7 @@ def test_pages_outside_the_cache(heads):
 
 
 def test_hostile_lists():
-    """With lengths beyond the block table the bits equal those of one phase.
+    """With lengths beyond the block table, a decode in two phases gives the same bits as a decode in one phase.
 
     With query offsets out of range the kernel still ends.
     """

@@ -58,7 +58,10 @@ def test_a_wide_table_costs_nothing(cut):
 
 @runs
 def test_one_short_request_is_cut_into_few_splits():
-    """With 128 heads and 132 multiprocessors, a request of 1024 tokens has 16 splits, one of 40960 tokens 66 splits."""
+    """With 128 heads and 132 multiprocessors, a request of 1024 tokens has 16 splits.
+
+    A request of 40960 tokens has 66 splits.
+    """
     found = [decode._num_splits(programs=2, rows=128, keys=keys, processors=132) for keys in (1024, 40960)]
     assert found == [16, 66]
 

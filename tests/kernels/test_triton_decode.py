@@ -1,7 +1,8 @@
 """Tests of the Triton decode kernel against the reference: splits, block sizes, masks and invalid values.
 
 On a GPU the kernel is compiled and has the widths of real models. Without a GPU this file runs again in Triton's
-interpreter, with small widths. `test_triton_scheduled_decode` tests decodes with a schedule.
+interpreter, with small widths. `test_triton_scheduled_decode` tests decodes with a schedule. The list in
+`tests/__init__.py` explains the numbers of pitfalls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tests of the Triton decode with a schedule: partial outputs, the combine kernel, and batch invariance.
 
 On a GPU the kernels are compiled and have the widths of real models. Without a GPU this file runs again in Triton's
-interpreter, with small widths.
+interpreter, with small widths. The list in `tests/__init__.py` explains the numbers of pitfalls.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def test_scheduled_shapes(widths, block_size):
 @runs
 @pytest.mark.parametrize("cut", [InvariantCut(2, 3, 6, 7), InvariantCut(8, 1, 8, 1)], ids=str)
 def test_any_invariant_cut(cut, monkeypatch):
-    """For any invariant cut, a batch-invariant decode gives the same bits with a plan and without a plan."""
+    """For any `InvariantCut`, a batch-invariant decode gives the same bits with a plan and without a plan."""
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], 4, DTYPES[-1], next(iter(NARROW.values())))
     planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(cut=cut), True)
     states = [launch(*inputs, schedule=planned)]

@@ -28,9 +28,9 @@ class Recorded:
     - an integer: whether its value is 1, and whether 16 divides the value
     - a pointer: its type and its alignment
     - a constant: its value
-    - a field of a named tuple: the same as a parameter
+    - a field of a named tuple: the same properties as a parameter
 
-    `do_not_specialize` of the kernel removes such properties of a parameter, but never those of a field.
+    `do_not_specialize` of the kernel removes such properties of a parameter, but never the properties of a field.
     """
 
     def __init__(self, kernel, launches: dict):

@@ -14,7 +14,7 @@ def even_chunks(
 ) -> tuple[ContextChunk, ...]:
     """Return chunks in which every request with context has room for the same number of tokens.
 
-    This number is a multiple of `block_size`. With several ranks it is a multiple of `ranks * interleave` as well.
+    This number is a multiple of `block_size`, and with several ranks also of `ranks * interleave`.
     """
     with_context = [length for length in context_lens if length]
     if not with_context:

@@ -102,7 +102,7 @@ def admits(annotation: str, value: Any) -> bool:
 
 
 def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield malformed variants of a good argument: the argument replaced, or one field or item of it replaced.
+    """Yield malformed variants of a good argument: either the argument is replaced, or one of its fields or items.
 
     Yields:
         Four values: the dotted path of the replaced part below the argument ("" for the argument itself), the name of
@@ -125,7 +125,7 @@ def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]
             for path, label, value, well in malformed(str(field.type), held):
                 try:
                     changed = dataclasses.replace(good, **{field.name: value})
-                except (ValueError, TypeError):  # the report contains the constructors of such records as calls
+                except (ValueError, TypeError):  # `valid_calls` has calls of the constructors of such records
                     continue
                 yield f".{field.name}{path}", label, changed, well
     elif isinstance(good, list | tuple) and good and isinstance(good[0], Tensor):

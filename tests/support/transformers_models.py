@@ -101,13 +101,13 @@ def furthest_off(results: list[torch.Tensor], gold: torch.Tensor) -> torch.Tenso
 
 
 def assert_same(scenario, name: str, ops, **options) -> None:
-    """Assert that the logits of a served model, `scenario(model)`, are within the budget of stock float32.
+    """Assert that the logits `scenario(model)` of a model with `use_mla` are within the budget of the stock models.
 
     The budget is computed from the error of stock float32 models against the stock float64 model (gold). Six float32
     models run: one for each of the two stock attentions, and four whose weights were changed by one unit in the last
     place. For each element the budget uses the result that is furthest from gold. One float32 model is not enough,
-    because its error can be small by chance at a badly conditioned token: in 1 of 40 random draws a served model's
-    error was more than twice the error of one stock model.
+    because its error can be small by chance at a badly conditioned token: in 1 of 40 random draws, the error with
+    `use_mla` was more than twice the error of one stock model.
     """
     with torch.no_grad():
         gold = scenario(gold_model(name))
