@@ -1,7 +1,7 @@
 """Set up every test: run-time shape checks, uninitialised memory filled with NaN, fixed seeds, at most two threads.
 
 If pytest-xdist is installed, plain `pytest` runs the test files on all cores, each file in one worker process. A single
-file runs in the pytest process itself; with `-n 0` all files do.
+file runs in the pytest process itself. With `-n 0` all files run in the pytest process.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ except ModuleNotFoundError:  # property tests are skipped (tests/support/propert
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(max(1, min(2, CORES // WORKERS)))
-# torch.empty returns NaN (for integers their largest value), so a test fails if an unwritten element reaches a result
+# torch.empty returns NaN, or the largest value of an integer dtype, so an unwritten element in a result fails a test
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = True
 
 
 class TorchRandom:
-    """torch's generator as hypothesis can register it, so that a replayed example gets the same tensors."""
+    """torch's random generator in the form that hypothesis registers; a replayed example then gets the same tensors."""
 
     seed = staticmethod(torch.manual_seed)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
 
 
-TORCH_RANDOM = TorchRandom()  # a global, as hypothesis keeps only a weak reference
+TORCH_RANDOM = TorchRandom()  # a global, because hypothesis keeps only a weak reference to the generator
 if hypothesis is not None:
     hypothesis.register_random(TORCH_RANDOM)
     quiet = dict(deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck))
@@ -67,13 +67,13 @@ def _share(text: str) -> tuple[int, int]:
 
 
 MOST_WORKERS = 8  # limits memory: each worker holds torch, transformers and one or two models
-# Words in the names of the slowest files. These files start first; else one would still run when all others have ended.
+# Words in the names of the slowest files. These files start first: a slow file that starts last runs alone at the end.
 LONG = ("triton", "site", "notebooks", "context_parallel", "process_groups", "docs", "transformers", "hopper")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Run several files on the CPU with one process a core, unless options of the command line say otherwise."""
+    """Run several files on the CPU in one process for each core, unless the command line has other options."""
     several = len(config.args) > 1 or any(os.path.isdir(argument) for argument in config.args)
     defaults = {"numprocesses": None, "dist": "no", "device": "cpu"}
     if "PYTEST_XDIST_WORKER" in os.environ:  # a worker, or a pytest that a test started: it must not start workers
@@ -90,7 +90,7 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Put the slowest files first, keep the order within a file, and deselect all tests but one part (`--share`)."""
+    """Put the slowest files first, keep the order within a file, and deselect the tests that `--share` leaves out."""
     items.sort(key=lambda item: next((rank for rank, word in enumerate(LONG) if word in item.path.name), len(LONG)))
     number, count = config.getoption("--share")
     first, end = (number - 1) * len(items) // count, number * len(items) // count
@@ -125,7 +125,7 @@ def fixed_seed(request):
 
 @pytest.fixture(params=["reference", "fast"])
 def ops(request):
-    """Run the test with each package, `reference` and `fast`, as its module."""
+    """Run the test twice: with the package `reference` and with the package `fast`."""
     return importlib.import_module(request.param)
 
 

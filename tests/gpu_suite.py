@@ -4,19 +4,21 @@
     python -m tests.gpu_suite --peers .peers --out docs/results
     python -m tests.gpu_suite --stages tests opcheck --out build
 
-A run of some stages keeps the results of the other stages in the file, if they are of the same sources and GPU.
+A run with `--stages` keeps the results of the stages that it leaves out, if the results file was written for the same
+sources, GPU and package versions.
 
 Stages:
 
-- tests: the test suite with compiled kernels, one process for each file, several for a slow one. The files of
-  `ANY_DEVICE` run twice, with tensors on the CPU and on the GPU.
+- tests: the test suite with compiled kernels. Each file runs in one process, a slow file in several processes. The
+  files of `ANY_DEVICE` run twice: with tensors on the CPU and with tensors on the GPU.
 - opcheck: `torch.library.opcheck` of every registered op on the GPU.
-- memcheck, racecheck: the same ops, also on hostile indices, under these tools of compute-sanitizer, if it is on PATH.
-- main_job: `python -m fast` in float32; it compares the tokens of three implementations.
+- memcheck, racecheck: the same ops, also on indices out of range, under these tools of compute-sanitizer. Without
+  compute-sanitizer on PATH both stages are skipped.
+- main_job: `python -m fast` in float32, which compares the tokens of three implementations.
 - benchmarks: the benchmarks of one GPU.
 - between_gpus: with several GPUs, the tests and the benchmark of context parallelism over NCCL.
 
-Tests whose packages are missing are skipped; the file lists them with the reason.
+A test is skipped if a package that the test needs is missing. The results file counts the skipped tests by reason.
 """
 
 from __future__ import annotations
@@ -42,14 +44,14 @@ from .benchmarks.report import digest, package_version, provenance
 from .sanitizers import run_memcheck, run_racecheck
 from .support.commands import ROOT, run
 
-BENCHMARKS = {  # name to options besides --json
+BENCHMARKS = {  # name of a benchmark to its options, without --json
     "decode": (), "prefill": (), "bytes": (), "planning": ("--device", "cuda"),
     "crossover": ("--costs", "fast/assets/costs"),
 }  # fmt: skip
 ONCE_A_FILE = ("hardware", "gpu", "capability", "multiprocessors", "driver", "processor", "threads", "versions", "date",
              "fast_sha256", "command")  # fmt: skip
 BESIDE_PEERS = ("decode", "prefill", "bytes")
-# Files whose tests make all their tensors on the device of `--device`.
+# Test files that make all tensors on the device of `--device`.
 ANY_DEVICE = (
     "attention/test_rope.py", "cache/test_cache.py", "identities/test_identities.py", "interfaces/test_from_lens.py",
     "mla/test_block_sizes.py", "mla/test_builder.py", "mla/test_cascade.py", "mla/test_weights.py",
@@ -67,7 +69,10 @@ def file_name(gpu: str, count: int = 1) -> str:
 
 
 def read_junit(path: Path) -> dict[str, Any]:
-    """Read pytest's XML report: number of passed tests, names of failed ones, counts of the reasons of skipped ones."""
+    """Read pytest's XML report; return the number of passed tests, the names of failed tests, and skip reasons.
+
+    "skipped" maps each reason to the number of tests that were skipped for this reason.
+    """
     cases = list(ElementTree.parse(path).getroot().iter("testcase"))
     failed, skipped = [], Counter()
     for case in cases:
@@ -81,9 +86,10 @@ def read_junit(path: Path) -> dict[str, Any]:
 
 
 def run_tests(args: argparse.Namespace) -> dict[str, Any]:
-    """Run every test file in a process of its own, a slow one in several; `--jobs` at a time, slow files first.
+    """Run every test file in a process of its own, and a slow file in several processes.
 
-    The tests of the site are left out: they compare the pages with the results file that this run will replace.
+    `--jobs` processes run at a time, slow files first. The tests of the site are left out, because these tests compare
+    the pages with the results file that this run will replace.
     """
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name not in ("site", "data")]
     files = sorted(files, key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name))
@@ -145,7 +151,7 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
         try:
             for arguments in many:
                 check_op(name, arguments)
-        except Exception as error:  # any exception of the checker is a failure of this op, not of the stage
+        except Exception as error:  # an exception must not end the stage: the other ops are checked as well
             failed[name] = " ".join(str(error).split())
             print(f"opcheck {name}: {failed[name]}")
     print(f"opcheck: {len(checked) - len(failed)} of {len(checked)} ops")
@@ -153,7 +159,7 @@ def run_opcheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_main_job(args: argparse.Namespace) -> dict[str, Any]:
-    """Run `python -m fast` on the GPU: parity of each op, and the tokens of fast, reference and transformers."""
+    """Run `python -m fast` on the GPU, which compares each op, and the tokens of fast, reference and transformers."""
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
         options = ["--device", "cuda", "--dtype", "float32", "--json", str(figures), "--no-picture"]
@@ -187,7 +193,7 @@ def run_benchmarks(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_between_gpus(args: argparse.Namespace) -> dict[str, Any]:
-    """Test context parallelism over NCCL (parity, graphs, ranks that die), then run its benchmark on 2, 4, .. GPUs."""
+    """Run the tests of context parallelism over NCCL, then the benchmark of context parallelism on 2, 4, .. GPUs."""
     present = torch.cuda.device_count()
     if present < 2:
         print("between_gpus: skipped, needs two GPUs")
@@ -223,7 +229,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def with_earlier_stages(report: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Add the stages that a report lacks from the earlier file, if that file is of the same sources and GPU."""
+    """Add the stages that a report lacks from the earlier file, if sources, GPU and versions are the same in both."""
     if not path.exists():
         return report
     earlier = json.loads(path.read_text())

@@ -1,11 +1,12 @@
-"""The smallest hand-over of data between two warp groups, to show what racecheck reports of it.
+"""The smallest kernel in which one warp group hands data to another, to show what racecheck reports about it.
 
     compute-sanitizer --tool racecheck python -m tests.hand_over
 
-The producer stores to shared memory and arrives at the mbarrier `full`. The consumer waits for `full`, loads, and
-arrives at the mbarrier `empty`, for which the producer waits. Every hand-over in `fast/kernels/hopper` has this order.
+The producer stores to shared memory and arrives at the mbarrier `full`. The consumer waits on `full`, loads, and
+arrives at the mbarrier `empty`, on which the producer waits. The kernels of `fast/kernels/hopper` hand over data in
+this order.
 
-By default every thread arrives. With `--one-arrives` one thread arrives for its group, as in the kernels that serve.
+By default every thread arrives. With `--one-arrives` one thread arrives for its group, as in `fast/kernels/hopper`.
 With `--racing` no group waits, and values are lost.
 """
 
@@ -68,13 +69,14 @@ def _hand_over_kernel(source, out, ROUNDS: gl.constexpr, ORDERED: gl.constexpr):
 def let_every_thread_arrive() -> None:
     """Make every thread arrive in the kernels of this process.
 
-    Call it before any kernel is hashed, so before the import of a module that keeps kernels in a table.
+    Triton must not have hashed a kernel before. So call this function before the import of any module that keeps
+    kernels in a table.
     """
     arrivals.EVERY_THREAD_ARRIVES = gl.constexpr(True)
 
 
 def main(argv: list[str]) -> int:
-    """Hand over `ROUNDS` times `WIDTH` values, print whether all arrived, and return 1 if some were lost."""
+    """Hand over `WIDTH` values `ROUNDS` times, print whether all values arrived, and return 1 if values were lost."""
     if "--one-arrives" not in argv:
         let_every_thread_arrive()
     source = torch.randn(ROUNDS, WIDTH.value, device="cuda")

@@ -1,9 +1,9 @@
-"""Calls every public function of a package with one malformed argument at a time, and reports the outcomes.
+"""Call every public function of a package with one malformed argument at a time, and report the outcomes.
 
-`python -m tests.malformed_calls fast` makes the calls in a process without the tests' import hook, which checks
-annotations at run time; the calls then behave as they do for a user. It prints one JSON object.
+`python -m tests.malformed_calls fast` prints one JSON object. The process runs without the import hook of the tests,
+which checks annotations at run time, so the calls behave as for a user.
 
-For a new public function or a new required field, add one line to `valid_calls`; the malformed values follow from the
+For a new public function or a new required field, add one line to `valid_calls`. The malformed values follow from the
 annotations.
 """
 
@@ -53,7 +53,7 @@ from .support.factories import (
 from .support.malformed_values import malformed
 
 CPU = torch.device("cpu")
-SECONDS_A_CALL = 5  # limit of processor time: a malformed number must not start an endless loop
+SECONDS_A_CALL = 5  # limit of CPU time for each call: a malformed number must not start an endless loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Call:
     Attributes:
         name: name in the report, such as "mla_decode" or "DecodeGraph.run".
         function: the function, class or bound method.
-        arguments: arguments by name, also those that the function writes.
+        arguments: arguments by name, also the arguments that the function writes.
         hidden: annotations, by argument, for arguments that the signature does not annotate.
-        runs: False for a slow call; it is made only with arguments that must be refused.
+        runs: False for a slow call, which is made only with arguments that must give an error.
     """
 
     name: str
@@ -75,11 +75,11 @@ class Call:
     runs: bool = True
 
 
-# Calls that succeed.
+# Valid calls.
 
 
 def valid_calls(ops: ModuleType) -> list[Call]:
-    """Return one good call of every public function, class and method, with new arguments."""
+    """Return one call that succeeds for every public function, class and method, with new arguments."""
     torch.manual_seed(0)
     is_fast = ops.__name__ == "fast"
     backend = {"backend": "cpu"} if is_fast else {}
@@ -260,7 +260,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              hidden_size=DIRECT.hidden_size, dtype=torch.float32, device=CPU, query_len=1),
         method(graph, "run", hidden_states=torch.randn(2, DIRECT.hidden_size), positions=torch.arange(2),
                common=decodes.common),
-        # records that check themselves
+        # records whose constructor checks the fields
         call("InvariantCut", small_tiles=4, small_splits=32, large_tiles=16, max_splits=128),
         call("ScheduleCosts", request_cost=5, split_cost=1, cut=InvariantCut(4, 32, 16, 128), invariant_starts=4),
         call("MLAConfig", **{name: getattr(DIRECT, name) for name in inspect.signature(MLAConfig).parameters}),
@@ -283,7 +283,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
 
 
 def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backend: dict, graph: Any) -> list[Call]:
-    """Return good calls of the public names that only `fast` has."""
+    """Return calls that succeed for the public names that only `fast` has."""
     from fast import backends
     from fast.demo.blocks import BlockAllocator
     from fast.demo.serving import ServingLoop
@@ -338,7 +338,7 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
 
 @dataclasses.dataclass
 class HFConfig:
-    """Stand-in for a transformers config, with the fields that `MLAConfig.from_hf` reads."""
+    """Substitute for a config of transformers, with the fields that `MLAConfig.from_hf` reads."""
 
     model_type: str = "deepseek_v3"
     hidden_size: int = 48
@@ -385,11 +385,11 @@ def tiny_model() -> nn.Module | None:
     return transformers.DeepseekV3ForCausalLM(config).eval()
 
 
-# The run.
+# Calls with malformed arguments.
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the plain (strided, not nested, quantised or meta) tensors of a value and of its fields and items."""
+    """Yield the tensors in a value, its fields and its items; skip sparse, nested, quantised and meta tensors."""
     if isinstance(value, Tensor):
         if value.layout == torch.strided and not (value.is_nested or value.is_quantized or value.is_meta):
             yield value
@@ -406,11 +406,11 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 class TooLong(BaseException):
-    """A call exceeded `SECONDS_A_CALL`."""
+    """Raised if a call exceeds `SECONDS_A_CALL`."""
 
 
 def outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[str, str]:
-    """Make a call and return type and message of its exception; ("", "") if it succeeded."""
+    """Make a call and return the type and the message of the exception; ("", "") if the call succeeded."""
 
     def stop(*_):
         raise TooLong
@@ -448,16 +448,16 @@ def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) ->
     """Make every call with every malformed value.
 
     Args:
-        made: good calls.
-        make: function that makes the good calls again; used after a call has written to its arguments.
+        made: calls that succeed.
+        make: function that returns the same calls with new arguments; used after a call has written to its arguments.
 
     Returns:
         A dictionary with three entries:
 
-        - "failed": error of each good call that did not succeed, by name
-        - "arguments": argument names of each call, by name
-        - "calls": for each malformed call a row of call name, path, name of the value, whether its type is right, type
-          of the error, message, and whether a tensor was written before the error
+        - "failed": mapping from the name of a call in `made` that did not succeed to its error
+        - "arguments": mapping from the name of a call to the names of its arguments
+        - "calls": for each malformed call a row of call name, path, name of the value, whether the value has the right
+          type, type of the error, message, and whether a tensor was written before the error
     """
     failed, rows = {}, []
     arguments = {call.name: list(call.arguments) for call in made}
@@ -479,7 +479,7 @@ def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) ->
                 written = bool(kind) and not all(same_bits(tensor, was) for tensor, was in kept)
                 rows.append((name, argument + path, label, well, kind, message, written))
                 if (not kind or written) and make is not None and writes(call):
-                    made = make()  # the arguments that this call wrote are no good input for the next call
+                    made = make()  # this call wrote to its arguments, so the next call needs new arguments
                     call = made[index]
     return {"failed": failed, "arguments": arguments, "calls": rows}
 

@@ -1,10 +1,11 @@
-"""Launches for compute-sanitizer: every op and all variants of the Hopper decode, on good and on hostile indices.
+"""Launches for compute-sanitizer: every op and all variants of the Hopper decode, on valid and on hostile indices.
 
     compute-sanitizer --tool memcheck python -m tests.memory_checks 1/8
 
-The command runs the first of eight shares of the launches. With `--every-thread-arrives` the kernels have the form that
-racecheck can follow (`sanitizers`). Each share prints which kernels Triton compiled for it. From these lines the GPU
-suite finds what was never launched: kernels of the backends that serve this GPU, and `VARIANTS` of the Hopper kernels.
+Hostile indices are indices out of range. The command runs the first of eight parts ("shares") of the launches. With
+`--every-thread-arrives` the kernels have the form that racecheck can follow (see `sanitizers`). Each share prints the
+kernels that Triton compiled. From these lines the GPU suite finds kernels of this GPU's backends, and `VARIANTS` of the
+Hopper kernels, that no share launched.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from .support.commands import ROOT
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-FAR = (2147480000, -2147480000, -1, 1 << 20)  # invalid as block ids, lengths and slots of every sample
+FAR = (2147480000, -2147480000, -1, 1 << 20)  # these values are out of range for block ids, lengths and slots
 HOSTILE = (
     "block_table",
     "block_mapping",
@@ -30,9 +31,10 @@ HOSTILE = (
     "split_offsets",
     "local_cu_seq_lens",
 )
-# Request lengths. TINY: one tile. SHORT: two splits with many heads. LONG: more pairs of tiles than two phases take.
+# Request lengths. A TINY request has at most one tile. With more than 32 heads the first SHORT request has two splits.
+# The first LONG request has more pairs of tiles than a decode in two phases accepts.
 TINY, SHORT, LONG = [20, 33, 0], [1085, 70, 0], [2950, 70, 0]
-DECODES = [  # heads, tokens a block, (Lkv, R), dtype of the queries, dtype of the outputs, request lengths
+DECODES = [  # heads, tokens of a block, (Lkv, R), dtype of the queries, dtype of the outputs, request lengths
     (3, 16, (256, 32), BF16, BF16, TINY), (64, 64, (512, 64), BF16, BF16, TINY),
     (8, 32, (512, 0), FP16, FP16, SHORT), (12, 128, (256, 64), BF16, F32, SHORT), (16, 64, (512, 64), BF16, BF16, LONG),
     (40, 64, (256, 0), BF16, F32, LONG), (64, 64, (512, 64), BF16, BF16, SHORT), (64, 64, (512, 64), BF16, BF16, LONG),
@@ -46,7 +48,7 @@ PLANS = (
 PAGES = tuple(f"BLOCK_SIZE {size}," for size in (16, 32, 64, 128))
 PREFETCHED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH False, SCHEDULED False, SPLIT False"
 SLICED = "HEADS 64, LATENT 512, ROPE 64, BLOCK_SIZE 64, BY_LENGTH True, SCHEDULED False, SPLIT False, SLICES 2"
-VARIANTS = {  # Hopper kernel to texts, each of which must occur in the constants of one of the kernel's launches
+VARIANTS = {  # Hopper kernel to texts; each text must occur in the constants of at least one launch of the kernel
     "row_blocks_16_32_kernel": (
         "ROWS 16,",
         "ROWS 32,",
@@ -63,7 +65,7 @@ VARIANTS = {  # Hopper kernel to texts, each of which must occur in the constant
 
 
 def decodes() -> list[tuple]:
-    """Return arguments of `mla_decode` for `DECODES`, with and without a schedule, batch-invariant and not."""
+    """Return arguments of `mla_decode` for `DECODES`, with and without a schedule and batch invariance."""
     from .twins.test_ops import decode_samples
 
     return [given for heads, block_size, widths, dtype, out_dtype, lens in DECODES
@@ -84,7 +86,7 @@ def samples() -> list[tuple[str, tuple]]:
 
 
 def launch_samples(share: int, shares: int) -> None:
-    """Launch a share of the samples, each also on indices outside its tensors; print the kernels that were compiled."""
+    """Launch a share of the samples, each with valid and with hostile indices; print the kernels that were compiled."""
     from fast.kernels.compile_log import compiling_ahead
 
     from .twins.test_ops import overload
@@ -104,9 +106,9 @@ def launch_samples(share: int, shares: int) -> None:
 
 
 def hostile(name: str, value: Any, far: int) -> Any:
-    """Return an index argument (`HOSTILE`) with every second element replaced by `far`, any other one unchanged.
+    """Return an argument of an op; in the arguments that `HOSTILE` names every second element is replaced by `far`.
 
-    `query_start_loc` is not in `HOSTILE`: it comes from the scheduler and not from a request.
+    `HOSTILE` does not name `query_start_loc`, because `query_start_loc` comes from the scheduler, not from a request.
     """
     if name not in HOSTILE or value is None:
         return value
@@ -116,9 +118,9 @@ def hostile(name: str, value: Any, far: int) -> Any:
 
 
 def beyond_the_bound(arguments: dict[str, Any]) -> tuple:
-    """Return decode arguments whose lengths fill the whole block table with valid blocks, but exceed `max_seq_len`.
+    """Return decode arguments whose lengths fill the whole block table and exceed `max_seq_len`; all blocks are valid.
 
-    Splits and buffers are sized by `max_seq_len`, so a kernel that trusts the lengths writes past its buffers.
+    The sizes of the buffers follow from `max_seq_len`, so a kernel that trusts the lengths writes past its buffers.
     """
     keys = arguments["block_table"].shape[1] * arguments["kv_cache"].shape[1]
     assert keys > arguments["max_seq_len"]
@@ -127,13 +129,13 @@ def beyond_the_bound(arguments: dict[str, Any]) -> tuple:
 
 
 def kernels_of(sets: Sequence[str]) -> set[str]:
-    """Return the kernels that these folders of `fast.kernels` define, by their names in `fast.kernels.compile_log`."""
+    """Return the names, as in `fast.kernels.compile_log`, of the kernels in these folders of `fast.kernels`."""
     files = [file for folder in sets for file in (ROOT / "fast" / "kernels" / folder).rglob("*.py")]
     return {name for file in files for name in re.findall(r"^def _(\w+_kernel)\(", file.read_text(), re.MULTILINE)}
 
 
 def never_launched(launched: Iterable[str], hopper: bool) -> list[str]:
-    """Return the kernels, and with `hopper` also the `VARIANTS`, that are missing in lines of the compile log."""
+    """Return the kernels that are missing in lines of the compile log; with `hopper` also the missing `VARIANTS`."""
     launched = list(launched)
     missing = kernels_of(["combine", "triton", *(["hopper"] if hopper else [])]) - {
         line.split()[0] for line in launched

@@ -1,18 +1,18 @@
 """Plant small faults in the sources, one at a time, and count how many the tests notice.
 
-`python -m tests.mutants --session mutants.jsonl` draws a sample of mutants, judges each one and prints the survivors. A
-mutant is one file in which an operator of cosmic-ray changed one operator, number, keyword or condition. Every verdict
-is one line of the session file, so an interrupted run continues with the same command.
+`python -m tests.mutants --session mutants.jsonl` draws a sample of mutants, runs tests on each mutant and prints the
+survivors. A mutant is a file in which cosmic-ray changed one operator, number, keyword or condition. Every verdict is
+one line of the session file, so that the same command continues an interrupted run.
 
-- Sample: a simple random sample, without replacement, over all mutants of the files in `TABLE`, from `--seed`. The next
-  mutant replaces one that does not compile or that has the same syntax tree as before.
-- No mutants: signatures and other code that is no behaviour (`is_left_alone`).
-- Judgement: the test modules that `TABLE` names for the file run in a copy of the tree, up to the first failure. The
-  same tests must first pass over the unchanged sources, in at most 30 s of processor time. A mutant that needs more
-  than 60 s of processor time is reported as timed out and counts as noticed.
+- Sample: the mutants are a simple random sample, without replacement, of all mutants of the files in `TABLE`. A mutant
+  that does not compile, or that has the same syntax tree as the source, is replaced by the next mutant.
+- Code without mutants: signatures and other code that has no behaviour are left alone (`is_left_alone`).
+- Verdict: the test modules that `TABLE` names for the file run in a copy of the tree, up to the first failure. The
+  same tests must first pass on the unchanged sources, in at most 30 s of CPU time. A mutant whose tests need more than
+  60 s of CPU time is reported as timed out and counts as noticed.
 
-It needs the extra `dev` (cosmic-ray) and a POSIX system: each judgement runs in a fork of this process, which has
-imported torch, transformers and pytest once.
+The command needs the extra `dev` (cosmic-ray) and a POSIX system: the tests of each mutant run in a fork of this
+process, which has imported torch, transformers and pytest once.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ import pytest
 from .support.mutant_judges import SUBJECTS, TABLE, Judge
 
 ROOT = Path(__file__).resolve().parents[1]
-BASELINE_LIMIT_S, LIMIT_S = 30, 60  # processor time of the tests over the unchanged sources, and over a mutant
-PATIENCE = 4  # the limit of a judgement in wall-clock time is PATIENCE x LIMIT_S
-MEMORY_LIMIT = 24 << 30  # bytes of address space: a mutated size then fails its test and does not exhaust the machine
+BASELINE_LIMIT_S, LIMIT_S = 30, 60  # limits of the CPU time of tests on the unchanged sources, and on a mutant
+PATIENCE = 4  # the tests of a mutant may take PATIENCE x LIMIT_S of wall-clock time
+MEMORY_LIMIT = 24 << 30  # bytes of address space, so that a mutated size fails a test before it exhausts the machine
 COPIED = ("fast", "reference", "tests", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md")
 PRELOADED = (
     "torch", "hypothesis", "beartype", "jaxtyping", "einops", "safetensors.torch",
@@ -55,7 +55,7 @@ PRELOADED = (
 )  # fmt: skip
 
 
-# Outcomes of a verdict, in the order of the report.
+# The outcomes of a verdict, in the order of the report.
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 
 
@@ -82,7 +82,10 @@ class Mutant:
 
 
 def operators() -> dict[str, object]:
-    """Return cosmic-ray's operators by name, without those that need arguments, draw at random or remove decorators."""
+    """Return cosmic-ray's operators by name.
+
+    Operators that need arguments, that draw random numbers or that remove decorators are left out.
+    """
     from cosmic_ray.operators.provider import OperatorProvider
 
     provider = OperatorProvider()
@@ -91,15 +94,15 @@ def operators() -> dict[str, object]:
 
 
 def is_left_alone(node) -> bool:
-    """Return whether a node of parso's tree is no behaviour of the file, so that no mutant changes it.
+    """Return whether a node of parso's tree has no behaviour, so that no mutant changes the node.
 
     These nodes are left alone:
 
     - imports
-    - decorators, and with them the schemas of ops
+    - decorators, which contain the schemas of ops
     - parameters of a function or lambda, with their annotations and defaults
     - return annotations and other annotations
-    - fields of a class with their defaults, as they are the signature of a dataclass
+    - fields of a class with their defaults, because fields are the signature of a dataclass
     - assignments to a name that begins and ends with two underscores
     """
     while node is not None:
@@ -109,7 +112,7 @@ def is_left_alone(node) -> bool:
         if parent is not None and parent.type == "funcdef" and node is parent.annotation:
             return True
         if node.type == "operator" and parent.type == "lambdef" and node.value != ":":
-            return True  # the star of *args
+            return True  # the star in *args
         if parent is not None and parent.type == "annassign" and node is parent.children[1]:
             return True
         if node.type == "expr_stmt":
@@ -146,7 +149,7 @@ def mutants_of(file: str, source: str) -> list[Mutant]:
 
 
 def mutate(source: str, mutant: Mutant) -> str | None:
-    """Return the changed source; None if it does not compile or has the same syntax tree as before."""
+    """Return the changed source; None if the changed source does not compile or has the same syntax tree as before."""
     from cosmic_ray.mutating import mutate_code
 
     changed = mutate_code(source, operators()[mutant.operator], mutant.occurrence)
@@ -165,7 +168,7 @@ def draw(sources: dict[str, str], seed: int, sample: int) -> tuple[list[Mutant],
     Args:
         sources: source text by file.
         seed: seed of the sample.
-        sample: number of mutants to draw; fewer are drawn if there are fewer.
+        sample: upper bound of the number of mutants to draw.
 
     Returns:
         The drawn mutants, and the number of all mutants.
@@ -183,17 +186,17 @@ def diff_of(source: str, mutant: Mutant) -> list[str]:
     return [line[0] + " " + line[1:].strip() for line in lines if line[0] in "+-" and line[:3] not in ("+++", "---")]
 
 
-# The judgement.
+# The tests of a mutant.
 
 
 class FirstFailure:
-    """Plugin that records the first failure, runs modules in the judge's order, and makes hypothesis shrink nothing."""
+    """Plugin of pytest that records the first failure, sorts modules as the judge does, and prevents shrinking."""
 
     def __init__(self, tree: Path, modules: Sequence[str]):
         self.tree, self.modules, self.test, self.said = tree, modules, None, ""
 
     def pytest_sessionstart(self):
-        """Load a hypothesis profile without shrinking; it replaces the one that conftest.py has loaded."""
+        """Load a hypothesis profile without shrinking in place of the profile that conftest.py has loaded."""
         with contextlib.suppress(ModuleNotFoundError):
             from hypothesis import Phase, settings
 
@@ -203,12 +206,12 @@ class FirstFailure:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        """Sort the tests by the judge's order of modules; conftest.py has put the slowest first."""
+        """Sort the tests by the judge's order of modules; conftest.py has sorted the tests in another order."""
         tests = self.tree / "tests"
         items.sort(key=lambda item: self.modules.index(item.path.relative_to(tests).with_suffix("").as_posix()))
 
     def pytest_runtest_logreport(self, report):
-        """Record a test's failure."""
+        """Record the failure of a test."""
         self._note(report)
 
     def pytest_collectreport(self, report):
@@ -221,7 +224,7 @@ class FirstFailure:
             self.test, self.said = report.nodeid, (lines or [""])[0][:200]
 
     def pytest_sessionfinish(self):
-        """Assert that the tests imported the packages of the copy, not installed ones."""
+        """Raise an error if the tests imported other packages than the packages of the copy."""
         for name in ("reference", "fast"):
             module = sys.modules.get(name)
             if module is not None and not Path(module.__file__).is_relative_to(self.tree):
@@ -234,9 +237,9 @@ class Verdict:
 
     Attributes:
         outcome: killed, timed out or survived.
-        by: first test that failed; None if none did.
-        said: first line of its error message.
-        seconds: processor time.
+        by: first test that failed; None if no test failed.
+        said: first line of the error message of this test.
+        seconds: CPU time of the tests.
     """
 
     outcome: str
@@ -246,7 +249,7 @@ class Verdict:
 
 
 class Bench:
-    """A copy of the tree in which tests run, one process a run."""
+    """A copy of the tree in which tests run; each run has a process of its own."""
 
     def __init__(self, folder: Path):
         self.tree = folder
@@ -276,7 +279,7 @@ class Bench:
 
     @property
     def answer(self) -> Path:
-        """The file that a run writes: exit status, first failed test, its message."""
+        """The file that a run writes: exit status, first failed test, and the message of this test."""
         return self.tree / "answer.json"
 
     def _run(self, judge: Judge, cache_bytecode: bool) -> int:
@@ -292,7 +295,7 @@ class Bench:
             del sys.modules[name]
         sys.path[:] = [str(self.tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
         importlib.invalidate_caches()
-        # this count makes conftest.py use one thread; more would change no result, and the machine may be shared
+        # this count makes conftest.py use one thread, because the machine may be shared; threads change no result
         os.environ |= {"PYTEST_XDIST_WORKER_COUNT": str(os.cpu_count()), "HF_HUB_OFFLINE": "1"}
         noted = FirstFailure(self.tree, judge.modules)
         options = ["-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header", "-W", "ignore"]
@@ -305,12 +308,12 @@ class Bench:
         """Return the verdict of a run that has ended.
 
         Args:
-            status: wait status of its process.
-            used: resources that its process used.
-            late: whether the run was killed at the limit of wall-clock time.
+            status: wait status of the run's process.
+            used: resources that the process used.
+            late: whether the process was killed at the limit of wall-clock time.
 
         Raises:
-            RuntimeError: the run executed no test, or tested other packages than the copy.
+            RuntimeError: the run executed no test, or imported other packages than the packages of the copy.
         """
         seconds = round(used.ru_utime + used.ru_stime, 1)
         signalled = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -323,12 +326,15 @@ class Bench:
             raise RuntimeError(f"expected a run of tests, got\n{(self.tree / 'log.txt').read_text()[-3000:]}")
         if said["status"] == 0:
             return Verdict(SURVIVED, None, "", seconds)
-        # a failed run without a failed test: the import of conftest.py failed
+        # if a run failed but no test failed, the import of conftest.py failed
         return Verdict(KILLED, said["by"] or "tests/conftest.py", said["said"], seconds)
 
 
 def run_all(benches: Sequence[Bench], work: Sequence, begin: Callable[[Bench, object], int], done: Callable) -> None:
-    """Process a list of items, one at a time on each bench; call `done(item, bench, verdict)` after each item."""
+    """Process all items of `work`, one item at a time on each bench.
+
+    `begin(bench, item)` starts a run and returns its process id; `done(item, bench, verdict)` is called after the run.
+    """
     free, running, waiting = list(benches), {}, list(work)
     try:
         while waiting or running:
@@ -363,7 +369,7 @@ def _end(pid: int) -> None:
 
 
 class Session:
-    """Session file of JSON lines: first the head of the sample, then one line for each baseline and each verdict.
+    """Session file of JSON lines: the first line describes the sample, each further line is a baseline or a verdict.
 
     Raises:
         ValueError: the file belongs to another sample or to other sources.
@@ -379,7 +385,7 @@ class Session:
         elif lines[0].get("head") != head:
             held = lines[0].get("head") or {}
             differs = ", ".join(key for key in head if held.get(key) != head[key])
-            raise ValueError(f"session: expected a file of this draw, got one of another {differs}: name a new file")
+            raise ValueError(f"session: expected a file of this sample, got one with another {differs}; use a new file")
         for line in lines[1:]:
             if "baseline" in line:
                 self.baselines[line["baseline"]] = line["seconds"]
@@ -398,12 +404,12 @@ class Session:
             file.write(json.dumps(line) + "\n")
 
     def note_baseline(self, judge: str, seconds: float) -> None:
-        """Record how long a judge's tests take over the unchanged sources."""
+        """Record how long a judge's tests take on the unchanged sources."""
         self.baselines[judge] = seconds
         self._append({"baseline": judge, "seconds": seconds})
 
     def note_verdict(self, mutant: Mutant, verdict: Verdict) -> None:
-        """Record a verdict; it replaces an earlier one of the same mutant."""
+        """Record a verdict; the new verdict replaces an earlier verdict of the same mutant."""
         self.verdicts[mutant] = dataclasses.asdict(verdict)
         self._append({"mutant": dataclasses.asdict(mutant), "verdict": self.verdicts[mutant]})
 
@@ -414,7 +420,7 @@ def digest(texts: dict[str, str]) -> str:
 
 
 def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], head: dict) -> dict:
-    """Return counts by subject and file, the survivors with their changes, and which test noticed each other mutant."""
+    """Return counts by subject and file, the survivors with their changes, and the noticed mutants with the test."""
     judged = {mutant: session.verdicts[mutant] for mutant in drawn if mutant in session.verdicts}
 
     def counts(mutants) -> dict[str, int]:
@@ -450,12 +456,12 @@ def report(session: Session, drawn: Sequence[Mutant], sources: dict[str, str], h
 
 
 def entry_of(survivor: dict) -> str:
-    """Return the name of a survivor in docs/correctness.md: its file and the changed line of code."""
+    """Return the name of a survivor in docs/correctness.md, which consists of the file and the changed line."""
     return f"`{survivor['file']}` `{survivor['diff'][-1].removeprefix('+ ').partition('  # ')[0]}`"
 
 
 def show(found: dict) -> None:
-    """Print the survivors, each with the beginning of its line for docs/correctness.md, and the counts."""
+    """Print the survivors and the counts; print for each survivor the beginning of a line for docs/correctness.md."""
     for survivor in found["survivors"]:
         print(f"\nsurvived: {survivor['file']}:{survivor['line']} {survivor['operator']}")
         print("\n".join(f"  {line}" for line in survivor["diff"]))
@@ -469,15 +475,15 @@ def show(found: dict) -> None:
 
 
 def main() -> None:
-    """Draw mutants, judge them, print and write the report."""
+    """Draw mutants, run the tests of each mutant, and print and write the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=26, help="seed of the sample (default 26)")
     parser.add_argument("--sample", type=int, default=150, help="number of mutants to judge (default 150)")
-    parser.add_argument("--session", type=Path, default=Path("mutants.jsonl"), help="verdicts so far; a run continues")
-    parser.add_argument("--jobs", type=int, default=1, help="number of mutants judged at a time (default 1)")
+    parser.add_argument("--session", type=Path, default=Path("mutants.jsonl"), help="session file; a run continues it")
+    parser.add_argument("--jobs", type=int, default=1, help="number of mutants that are judged at a time (default 1)")
     parser.add_argument("--json", type=Path, help="file for the report, such as docs/results/mutants.json")
     parser.add_argument("--again", action="store_true", help="judge the survivors of the session again")
-    parser.add_argument("--only", default="", metavar="TEXT", help="judge only files with this in their path")
+    parser.add_argument("--only", default="", metavar="TEXT", help="judge only files whose path contains TEXT")
     given = parser.parse_args()
 
     sources = {file: (ROOT / file).read_text(encoding="utf-8") for file in sorted(TABLE)}
@@ -506,7 +512,7 @@ def main() -> None:
 
 
 def measure_baselines(session: Session, benches: Sequence[Bench], work: Sequence[Mutant]) -> None:
-    """Run the tests over the unchanged sources.
+    """Run the tests of all judges on the unchanged sources and record how long the tests take.
 
     Raises:
         RuntimeError: a test fails, or the tests need more than `BASELINE_LIMIT_S`.
@@ -525,7 +531,7 @@ def measure_baselines(session: Session, benches: Sequence[Bench], work: Sequence
 
 
 def judge_all(session: Session, benches: Sequence[Bench], work: Sequence[Mutant], sources: dict[str, str]) -> None:
-    """Judge mutants and record each verdict."""
+    """Run the tests of each mutant and record the verdicts."""
     number = itertools.count(1)
 
     def begin(bench: Bench, mutant: Mutant) -> int:

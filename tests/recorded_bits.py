@@ -3,9 +3,10 @@
     python -m tests.recorded_bits record before.json --device cuda
     python -m tests.recorded_bits compare before.json --device cuda
 
-Cases whose names have the same text before "|" use the same compiled kernels; each such group runs in one of `--jobs`
-processes. The inputs of a case are drawn from a fixed seed. Bits depend on the hardware, so record and compare on the
-same CPU or GPU model. `compare` exits with 1 if a digest differs or a case is missing.
+Cases whose names have the same text before "|" use the same compiled kernels, so one process runs all cases of such a
+group. `--jobs` sets the number of processes. The inputs of a case are drawn from a fixed seed. Bits depend on the
+hardware, so record and compare on the same CPU or GPU model. `compare` exits with 1 if a digest differs or a case is
+missing.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .support.ranks import STEPS, Steps, everything, serve
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
 HEADS = (3, 16, 32, 64, 126, 128)
-PROGRAMS = (0, 5, 132)  # number of programs that a decode is planned for; 0: no plan
+PROGRAMS = (0, 5, 132)  # numbers of programs in the plan of a decode; 0 means that there is no plan
 LENGTHS = {  # query lengths and sequence lengths
     "one": ([1], [2950]),
     "equal": ([1] * 8, [1024] * 8),
@@ -50,7 +51,8 @@ LENGTHS = {  # query lengths and sequence lengths
 def digest_of(value: Any) -> str:
     """Return the first 16 hex digits of the sha256 of all tensors and numbers in a result, NaN payloads included.
 
-    `InvariantCut` and `GraphSupport` are left out: results of earlier commits lack them, and they show in the outputs.
+    `InvariantCut` and `GraphSupport` are left out, because the results of earlier commits lack such fields. A change of
+    such a field also changes outputs.
     """
     found = hashlib.sha256()
 
@@ -73,7 +75,7 @@ def digest_of(value: Any) -> str:
 
 
 def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield names and calls of all cases; torch is seeded alike before each call."""
+    """Yield names and calls of all cases; the caller sets the same seed of torch before each call."""
     yield from ops(device)
     yield from decodes(device)
     yield from planners(device)
@@ -81,15 +83,15 @@ def cases(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield cases of every registered op on the samples of its own test; they return results and written arguments.
+    """Yield cases of every registered op on the samples of `test_ops`; a case returns results and written arguments.
 
-    Messages of `pack_attn_state` contain padding that is never written. `merge_packed_attn_states` takes such messages,
-    so its cases return only the result.
+    The messages that `pack_attn_state` returns contain padding that is never written. `merge_packed_attn_states` gets
+    such messages as arguments, so a case of this op returns only the result.
     """
     from .twins import test_ops
 
     def outcome(op: Callable, arguments: tuple) -> Any:
-        kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]  # no invariant cut
+        kept = [x for x in arguments if not (isinstance(x, list) and isinstance(x[0], int))]  # drop the invariant cut
         return op(*arguments), [] if "merge_packed_attn_states" in str(op) else kept
 
     for dtype in (F32, BF16) if device.type == "cuda" else (F32, torch.float64):
@@ -103,7 +105,7 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield cases of `mla_decode` for every kind of batch: unplanned, planned, batch-invariant."""
+    """Yield cases of `mla_decode` for every kind of batch, with and without a plan and batch invariance."""
     dtypes, widths, backends = (F32,), ((24, 8),), (None,)
     if device.type == "cuda":
         dtypes, widths, backends = (BF16, FP16), ((512, 64), (256, 32), (512, 0)), (None, "triton")
@@ -131,7 +133,7 @@ def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield cases of the schedules and the plans of a step, by both packages."""
+    """Yield cases in which either package plans a schedule or a step."""
     drawn = torch.Generator().manual_seed(3)
     for package in (fast, reference):
         for heads, programs, requests in itertools.product(HEADS, (1, 7, 132), (1, 5, 64, 300)):
@@ -153,7 +155,7 @@ def planners(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def layers(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield cases of layer steps that mix decodes with prefills of several chunks, on one rank and on several ranks."""
+    """Yield cases of layer steps with decodes and with prefills of several chunks, on one rank and on several ranks."""
     large = dict(hidden_size=256, q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
                  v_head_dim=128)  # fmt: skip
     configs = CONFIGS | {f"{heads} heads": MLAConfig(num_heads=heads, **large) for heads in (16, 64)}
@@ -175,7 +177,7 @@ def layers(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
-    """Return outputs and caches of a graph's replays of decodes with two query tokens."""
+    """Replay a decode graph for requests with two query tokens; return the outputs and caches of all replays."""
     from .planning.test_graphs import make_graph, moved, steps
 
     config, found = CONFIGS["low-rank"], []
@@ -190,7 +192,7 @@ def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
 
 
 def digests(device: torch.device, share: int, shares: int) -> dict[str, str]:
-    """Return the digest of every case in a share."""
+    """Return the digests of the cases in part `share` of `shares` equal parts."""
     torch.set_grad_enabled(False)
     found, groups = {}, {}
     for name, call in cases(device):

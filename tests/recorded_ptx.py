@@ -4,9 +4,9 @@
     python -m tests.recorded_ptx compare FILE --renamed few_heads=row_blocks_16_32 --gone merge_splits
 
 A change that only moves or renames kernels leaves every hash the same. No GPU is needed: the launchers run on CPU
-tensors with the device facts of an H200, their launches are recorded, and Triton compiles each launch for sm_90.
+tensors with the device facts of an H200, launches are recorded, and Triton compiles each recorded launch for sm_90.
 
-The key of a variant is the launch that reaches it: scenario, name of the kernel, and number of the launch among those
+The key of a variant consists of the scenario, the name of the kernel, and the number of the launch among the launches
 of this kernel in the scenario. The hash leaves out debug information, comments and the name of the kernel.
 """
 
@@ -44,7 +44,7 @@ from .support.compiled import Recorded, RecordedGluon, compiled
 from .support.factories import CONFIGS, LOW_RANK
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
-SHAPES = (  # tokens a block, (Lkv, R), dtype
+SHAPES = (  # tokens of a block, (Lkv, R), dtype
     (64, (512, 64), BF16), (16, (512, 64), BF16), (32, (256, 32), FP16), (128, (512, 0), BF16), (64, (256, 64), BF16),
 )  # fmt: skip
 VARIANTS: dict[str, tuple] = {}  # key to (kernel, kinds, constants); a global, so that forked processes can read it
@@ -58,7 +58,7 @@ def kernel_modules() -> list:
 
 @contextlib.contextmanager
 def recording(launches: dict, facts=None) -> Iterator[pytest.MonkeyPatch]:
-    """Record launches in `launches` instead of launching; launchers see a device with these facts."""
+    """Record launches in `launches` instead of launching; `device_facts` of the launchers returns `facts`."""
     with pytest.MonkeyPatch.context() as patch:
         for module in kernel_modules():
             for name, value in list(vars(module).items()):
@@ -88,7 +88,10 @@ def memory_checked() -> dict:
 
 
 def warmed(backends, config, facts, **settings) -> dict:
-    """Return the launches of `fast.warmup`; these backends serve the CPU, a later one before an earlier one."""
+    """Return the launches of `fast.warmup`.
+
+    The backends serve CPU tensors. If several backends have an op, the last of these backends serves the op.
+    """
     found: dict = {}
     table: dict = {}
     for name in backends:
@@ -100,7 +103,7 @@ def warmed(backends, config, facts, **settings) -> dict:
 
 
 def scenarios() -> Iterator[tuple[str, Callable[[], dict]]]:
-    """Yield names of scenarios, and a function that returns the scenario's launches in order."""
+    """Yield, for each scenario, its name and a function that returns its launches in order."""
     for heads, cut, shape in product((16, 32, 128), hopper_tests.CUTS, SHAPES):
         if cut in hopper_tests.ONLY_MANY and (heads <= 32 or shape[1][0] < 512):
             continue
@@ -128,7 +131,7 @@ def scenarios() -> Iterator[tuple[str, Callable[[], dict]]]:
 
 
 class _Done(Exception):
-    """Carries the PTX out of the compiler before the assembler runs, as the binary is not needed."""
+    """Exception that carries the PTX out of the compiler before the assembler runs; the binary is not needed."""
 
 
 def _stop(_backend, ptx, *_) -> None:
@@ -157,7 +160,7 @@ def variants(renamed: dict[str, str], only: str) -> dict[str, tuple]:
     """Return the launches of all scenarios by key.
 
     Args:
-        renamed: new name of a kernel by its name in the recorded file; keys contain the recorded names.
+        renamed: mapping from the name of a kernel in the recorded file to the new name; keys contain the former.
         only: regular expression that selects scenarios.
 
     Raises:
@@ -189,7 +192,7 @@ def _hashed(key: str) -> str:
     kernel = VARIANTS[key][0]
     try:
         ptx = ptx_of(*VARIANTS[key])
-    except Exception as error:  # one of Triton's cannot be sent from a worker, and the others would wait forever
+    except Exception as error:  # Triton's exceptions cannot be pickled, so the main process would wait forever
         raise RuntimeError(f"{key}: {type(error).__name__}: {str(error)[-2000:]}") from None
     return hashlib.sha256(normalised(ptx, kernel.fn.__name__).encode()).hexdigest()
 
@@ -208,7 +211,7 @@ def hashes(found: dict[str, tuple], workers: int) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    """Record or compare; return 1 if a variant differs, or is missing and `--gone` does not name it."""
+    """Record or compare hashes; return 1 if a variant differs or is missing, except variants that `--gone` names."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("record", "compare"))
     parser.add_argument("file", type=Path)

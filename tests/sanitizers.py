@@ -1,22 +1,26 @@
-"""Run compute-sanitizer over the shares of `tests.memory_checks`; report its findings and what was never launched.
+"""Run compute-sanitizer over the launches of `tests.memory_checks`; report findings and kernels without a launch.
 
-racecheck and mbarriers: racecheck regards only the arriving thread as ordered by an mbarrier, even if all warps met at
-a barrier before. Where one thread arrives for its group, it reports the accesses of the other threads as races. So it
-gets kernels in which every thread arrives (`fast.kernels.hopper.common.arrivals`). `test_hopper_compilation` checks in
-the compiled code of the serving kernels that a barrier precedes each arrival.
+racecheck and mbarriers: for racecheck an mbarrier orders only the accesses of the thread that arrives, even if all
+warps met at a barrier before. Where one thread arrives for its group, racecheck reports the accesses of the other
+threads as races. So racecheck runs kernels in which every thread arrives (`fast.kernels.hopper.common.arrivals`). In
+ordinary kernels one thread arrives for its group. `test_hopper_compilation` checks in the compiled code of ordinary
+kernels that a barrier precedes each arrival.
 
-Controls: `tests.hand_over` runs under racecheck in three forms, which show what its reports are worth: every thread
-arrives (no race may be reported), one thread arrives for all, and no thread waits (a race must be reported).
+Controls: `tests.hand_over` runs under racecheck in three forms, which show whether a report can be trusted:
+
+- Every thread arrives: racecheck must report no race.
+- One thread arrives for all threads: any report is accepted.
+- No thread waits: racecheck must report a race.
 
 Reports that are not failures:
 
 - Triton writes some bytes of shared memory to start and end the partitions of `warp_specialize`. All threads meet
-  before and after these writes, and no line of our kernels accesses these bytes. Both places of such a report are the
-  head of a kernel and its call of `warp_specialize`.
-- About one report in hundreds names neither kernel nor line. Its share runs again, at most `AGAIN` times. A report that
-  names nothing in the last run is a failure.
+  before and after these writes, and no line of our kernels accesses these bytes. Such a report names the line with the
+  `def` of a kernel, the line with the call of `warp_specialize`, or both lines, and no other line.
+- About one report in hundreds names neither kernel nor line. The share with this report runs again, at most `AGAIN`
+  times. A report without kernel and line in the last run is a failure.
 
-Limits: racecheck does not follow asynchronous copies, the TMA (the GPU's bulk copy engine), or the reads of matrix
+Limits: racecheck does not follow asynchronous copies, TMA (the GPU's bulk copy engine), or the reads of matrix
 products. In the form in which every thread arrives, an arrival also waits for the asynchronous copies of its thread.
 Launches run one after another, so racecheck never observes two kernels at once.
 """
@@ -38,13 +42,13 @@ from . import memory_checks
 from .support.commands import ROOT, run
 
 CONTROLS = {"every thread arrives": (), "one arrives for all": ("--one-arrives",), "nobody waits": ("--racing",)}
-AGAIN = 2  # how often a share may run again because a report names nothing
+AGAIN = 2  # how often a share may run again because a report names neither kernel nor line
 TROUBLE = re.compile(r"={5,}.*\b(Error|Internal|Fatal|failed)\b")  # errors of the tool itself
 ACCESS = re.compile(r"=+ .*\b(Read|Write) access at (?P<kernel>\w+)\+0x[0-9a-f]+ in (?P<file>[\w.]+):(?P<line>\d+)")
 
 
 class Place(NamedTuple):
-    """A line of a kernel, as racecheck names it."""
+    """A line of a kernel in the form in which racecheck reports lines."""
 
     kernel: str
     file: str
@@ -66,7 +70,7 @@ def run_memcheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
-    """Check that no two threads access shared memory in a race, and run the controls."""
+    """Check with racecheck that threads access shared memory without races, and run the controls."""
     if not sanitizer("racecheck"):
         return absent("racecheck")
     from .support.triton_mode import ON_HOPPER  # needs Triton
@@ -89,7 +93,7 @@ def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def sanitizer(tool: str) -> list[str]:
-    """Return the command line of a tool; empty if compute-sanitizer is not on PATH."""
+    """Return the command line of a tool; the list is empty if compute-sanitizer is not on PATH."""
     program = shutil.which("compute-sanitizer")
     return [program, "--tool", tool, "--print-limit", "0"] if program else []
 
@@ -104,9 +108,9 @@ def absent(tool: str) -> dict[str, Any]:
 def run_shares(
     tool: str, args: argparse.Namespace, given: Sequence[str], *options: str, shares: Sequence[int] = ()
 ) -> list[tuple[int, str]]:
-    """Run all shares of `tests.memory_checks`, or those in `shares`; return exit status and output of each.
+    """Run the given shares of `tests.memory_checks`, by default all; return the exit status and output of each share.
 
-    Each tensor gets an allocation of its own, and each launch ends before the next one begins.
+    Each tensor gets an allocation of its own, and each launch ends before the next launch begins.
     """
 
     def one(share: int) -> tuple[int, str]:
@@ -119,9 +123,9 @@ def run_shares(
 
 
 def shares_report(outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str, Any]:
-    """Return whether all shares ended without findings, a summary, and the launched kernels.
+    """Return whether all shares ended without findings ("ok"), a summary, and the launched kernels.
 
-    The report is not "ok" if a share did not end, or if a kernel or variant was launched by no share.
+    "ok" is also false if a share did not end, or if no share launched some kernel or variant.
     """
     lines = [line for _, output in outcomes for line in output.splitlines()]
     said = [line.strip("= ") for line in lines if "SUMMARY" in line]
@@ -142,15 +146,16 @@ def shares_report(outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str
 def races_report(
     outcomes: Sequence[tuple[int, str]], controls: dict[str, str], hopper: bool, earlier: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the races that racecheck found, without those of Triton's `warp_specialize`.
+    """Return a report of the races that racecheck found, without races of Triton's own `warp_specialize`.
 
-    The report is not "ok" if there is a race, if the tool failed, if a share did not end, or if a control is wrong.
+    "ok" is false if there is a race, if the tool failed, if a share did not end, or if a control is wrong.
 
     Args:
         outcomes: exit status and output of each share.
-        controls: output of each of CONTROLS; empty on GPUs whose kernels do not specialise warps.
+        controls: mapping from the name of a control to its output; empty on GPUs whose kernels do not specialise warps.
         hopper: whether the kernels for Hopper must have been launched.
-        earlier: first outputs of shares that ran again because a report named nothing; their other reports count.
+        earlier: outputs of shares that ran again later, because a report named neither kernel nor line; the reports
+            that do name a line count.
     """
     report = shares_report(outcomes, hopper)
     found = sum((races(output) for _, output in outcomes), Counter())
@@ -181,7 +186,7 @@ def races_report(
 
 
 def races(output: str) -> Counter[tuple[Place, Place]]:
-    """Count racecheck's reports by their two places; a place in an unknown format counts too, as its whole line."""
+    """Count racecheck's reports by the two lines of kernels that a report names (`place_in`)."""
     found: Counter[tuple[Place, Place]] = Counter()
     first = None
     for line in output.splitlines():
@@ -193,7 +198,10 @@ def races(output: str) -> Counter[tuple[Place, Place]]:
 
 
 def place_in(line: str) -> Place:
-    """Return the place that a line of a report names; a place made of the line itself if it names none."""
+    """Return the line of a kernel that a line of a report names.
+
+    If the format of the report is unknown, the returned `kernel` is the whole line of the report.
+    """
     known = ACCESS.match(line)
     return Place(known["kernel"], known["file"], int(known["line"])) if known else Place(line.strip("= "), "", 0)
 
@@ -204,13 +212,16 @@ def named(pair: tuple[Place, Place]) -> bool:
 
 
 def of_ours(found: Counter[tuple[Place, Place]]) -> Counter[tuple[Place, Place]]:
-    """Return the reports without those whose both places belong to Triton's own start and end of `warp_specialize`."""
+    """Return the reports that name at least one line outside Triton's own start and end of `warp_specialize`."""
     return Counter({pair: count for pair, count in found.items() if not set(pair) <= tritons_own()})
 
 
 @functools.cache
 def tritons_own() -> frozenset[Place]:
-    """Return the places of Triton's own accesses: the head of each kernel that specialises warps, and that call."""
+    """Return the lines that racecheck names for Triton's own accesses.
+
+    These are the `def` of each kernel that calls `warp_specialize`, and the line of the call.
+    """
     places = []
     for path in [*(ROOT / "fast" / "kernels" / "hopper").rglob("*.py"), ROOT / "tests" / "hand_over.py"]:
         for kernel in ast.parse(path.read_text()).body:

@@ -1,4 +1,4 @@
-"""Compilation ahead of time: which kernels `warmup` launches, what is logged, and that nothing is compiled later."""
+"""Tests of compilation ahead of time: `warmup` launches every kernel, and the steps after it compile nothing."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_what_is_told(monkeypatch, caplog):
     assert "compiled decode_kernel in 0.0 s" in caplog.text
 
 
-# After `warmup`, steps compile nothing. On a CPU the tests apply the rules by which Triton specialises kernels to the
-# recorded launches; on a GPU they count compilations.
+# After `warmup`, steps compile nothing. On a GPU the tests count compilations. On a CPU the tests record launches, and
+# compute from a launch which variant of the kernel Triton would compile.
 
 STEPS = (
     ([1], [17]), ([1] * 16, [33] * 16), ([2, 1, 3, 0], [500, 1, 70, 9]), ([3] * 48, [31] * 48),
@@ -105,14 +105,17 @@ STEPS = (
 
 
 def serve(config, dtype, threshold, batch_invariant=False):
-    """Run a layer in steps of every kind and many sizes; with and without a schedule if they are batch-invariant."""
+    """Run a layer in steps of every kind and of many sizes.
+
+    With `batch_invariant` each step also runs with a planned and with an unplanned batch-invariant schedule.
+    """
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     costs = measured_schedule_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
         cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)
         asked = None if sum(query_lens) % 2 else config
-        programs = 0 if batch_invariant else None  # 0: no schedule; batch-invariant steps get theirs below
+        programs = 0 if batch_invariant else None  # 0: no schedule; batch-invariant steps get their schedule below
         plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs)
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
@@ -136,7 +139,10 @@ KERNELS = {
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The launches of the Triton launchers, which serve the CPU during the test and record instead of launching."""
+    """Return the recorded launches of the Triton kernels.
+
+    During the test the Triton backend serves CPU tensors, and a launch is recorded instead of run.
+    """
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("interpreted kernels are not compiled")
@@ -162,7 +168,7 @@ def test_warmup_specialises_for_every_step(launches, config, dtype):
 
 
 def test_warmup_specialises_for_batch_invariance(launches):
-    """The batch-invariant decode with and without a schedule, with one program a request and with several."""
+    """After a batch-invariant warm-up, batch-invariant steps launch only kernel variants that warm-up launched."""
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     ahead = set(launches)
     assert {"_plan_invariant_kernel", "_combine_invariant_kernel"} <= {key[0] for key in ahead}
@@ -171,11 +177,11 @@ def test_warmup_specialises_for_batch_invariance(launches):
 
 
 def test_a_compiler_cannot_fuse_what_folds_round(launches):
-    """The combine kernel rounds each product of a partial output before it adds it, as the decode programs do.
+    """The combine kernel rounds the product of weight and partial output before the addition, as decode programs do.
 
-    If the compiler fused product and sum into one instruction, the product would not be rounded, and results would
-    depend on which program combines. The kernel prevents it: it adds `product + 1 x sum` with a factor 1 that the
-    compiler cannot know. The test looks for these instructions in the PTX.
+    If the compiler fused the product and the addition, the product would not be rounded. A result would then depend on
+    which kernel combines. So the kernel computes `sum x 1 + product`; the compiler does not know that the factor is 1.
+    The test counts the fused multiply-adds with this factor in the PTX.
     """
     fast.warmup(LOW_RANK, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=True)
     combines = [launch for key, launch in launches.items() if key[0] == "_combine_invariant_kernel"]
@@ -202,9 +208,9 @@ CHIPS = {  # number of multiprocessors, compute capability, bytes of shared memo
 def test_kernels_compile_for(chip, heads, launches, monkeypatch):
     """Each kernel that a layer with DeepSeek's dimensions launches fits into the shared memory of a GPU.
 
-    By default the test compiles only the kernels that depend most on the GPU: decode, its combine kernels, and
-    attention. It takes the GPU with the least shared memory, and Hopper, where planner and combine kernels are launched
-    before the preceding kernel has ended (`DEPENDENT`).
+    By default the test compiles only the kernels that depend most on the GPU: the decode kernels, the combine kernels
+    and the attention kernel. The default GPUs are the one with the least shared memory, and a Hopper GPU. On Hopper the
+    planner kernel and the combine kernels start before the preceding kernel has ended (`DEPENDENT`).
     """
     from fast.kernels.combine import launch as combine_launch
     from fast.kernels.device import DeviceFacts
@@ -235,7 +241,7 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
 
 
 def test_too_wide_for_a_chip():
-    """A width for which no tile fits is refused before any launch, with a message of one line."""
+    """If no tile of a width fits into shared memory, the launcher raises an error of one line before any launch."""
     pytest.importorskip("triton")
     from fast.kernels.device import DeviceFacts
     from fast.kernels.triton.attention import _blocks
@@ -263,7 +269,7 @@ def test_warmup_leaves_nothing_to_compile(dtype):
 
 @gpu_only
 def test_first_use_is_told(caplog):
-    """A kernel that is compiled for a shape without warm-up is logged with that shape."""
+    """If a kernel is compiled without warm-up, the log names the kernel and the shape for which it is compiled."""
     with torch.device("cuda"):
         kv_c, k_pe = torch.randn(3, 56), torch.randn(3, 4)
         cache = torch.empty(2, 19, 60)

@@ -1,4 +1,7 @@
-"""Rotary embedding: complex multiplication, YaRN of transformers, relative positions, norms, pairings."""
+"""Tests of the rotary embedding against complex multiplication, against YaRN in transformers, and by its properties.
+
+The list in `tests/__init__.py` explains the numbers of pitfalls.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,10 @@ def draw(tokens: int, heads: int, width: int, dtype=torch.float64):
 
 
 def check_rope(ops, rope: RopeConfig):
-    """Pitfall 15: exactly the pairs of the config are rotated, by position x frequency."""
+    """Assert that the pairs of the config, and no others, are rotated by position x frequency (pitfall 15)."""
     config = replace(DIRECT, qk_rope_head_dim=32, rope=rope)
     positions, q_pe, k_pe = draw(7, 3, 32)
-    positions = positions % 2000  # small enough for 12 correct digits of the angles in float64
+    positions = positions % 2000  # small positions, so that an angle in float64 has 12 correct digits
     q_out, k_out = ops.apply_rope(positions, q_pe, k_pe, rope)
     assert_close64(q_out, oracle_rope(q_pe, positions, config))
     assert_close64(k_out, oracle_rope(k_pe, positions, config))
@@ -45,13 +48,13 @@ def check_rope(ops, rope: RopeConfig):
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_against_complex_numbers(ops, rope):
-    """Pitfall 15."""
+    """Rope is the multiplication of each pair by a complex number (pitfall 15)."""
     check_rope(ops, rope)
 
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_yarn_against_transformers(ops, rope):
-    """Pitfall 14: frequencies, and the magnitude of cos and sin, are those of YaRN in transformers."""
+    """Frequencies, and the magnitude of cos and sin, equal YaRN's in transformers (pitfall 14)."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -105,7 +108,10 @@ def deepseek_frequencies(dim: int, theta: float, original: int, betas: tuple[flo
 
 
 def test_yarn_ramp_against_deepseek(ops):
-    """The ramp ends at the index from `beta_slow`, at most at dim - 1, which is past the last pair, dim // 2 - 1."""
+    """YaRN's ramp ends at the index that `beta_slow` gives, at most at dim - 1.
+
+    The index dim - 1 lies past the last pair, dim // 2 - 1.
+    """
     ends = set()
     for dim, theta, original, betas in YARN_GRID:
         wanted, last = deepseek_frequencies(dim, theta, original, betas, 40.0)
@@ -116,7 +122,7 @@ def test_yarn_ramp_against_deepseek(ops):
 
 
 def test_yarn_ramp_against_transformers(ops):
-    """The same grid compared with YaRN in transformers, which computes in float32."""
+    """On the same grid the frequencies are within the budget of YaRN in transformers, which computes in float32."""
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -130,7 +136,7 @@ def test_yarn_ramp_against_transformers(ops):
         gold, _ = deepseek_frequencies(dim, theta, original, betas, 40.0)
         rope = RopeConfig(theta, yarn=YarnConfig(40.0, original, *betas))
         ours = ops.rotary_frequencies(rope, dim, torch.float32)
-        # relative to gold, so that low frequencies count as much as high ones
+        # compare ratios to gold, so that low frequencies count as much as high frequencies
         ratios = (ours.double() / gold).float(), (theirs.double() / gold).float(), torch.ones_like(gold)
         parity = compare(f"frequencies of {dim, theta, original, betas}", *ratios)
         assert parity.passed, parity
@@ -151,7 +157,7 @@ def test_scores_depend_on_distance(first, second, shift, name):
 
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_norm_is_kept(ops, rope):
-    """Each pair keeps its length, up to YaRN's magnitude; position 0 rotates nothing."""
+    """Rope multiplies the length of each pair by YaRN's magnitude and by nothing else; position 0 rotates no pair."""
     positions, q_pe, k_pe = draw(9, 2, 16)
     q_out, _k_out = ops.apply_rope(positions, q_pe, k_pe, rope)
     magnitude = 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
@@ -161,7 +167,10 @@ def test_norm_is_kept(ops, rope):
 
 
 def test_pairings_differ_by_a_permutation(ops):
-    """Pitfall 15: half-split rope equals interleaved rope between a shuffle and its inverse, and differs without."""
+    """Half-split rope equals a shuffle, then interleaved rope, then the inverse shuffle (pitfall 15).
+
+    Without the shuffle the two kinds of rope give different results.
+    """
     positions, q_pe, k_pe = draw(5, 2, 16)
     half, pairs = RopeConfig(interleaved=False), RopeConfig(interleaved=True)
     shuffle = torch.arange(16).view(2, 8).T.flatten()  # 0, 8, 1, 9, ..
@@ -189,7 +198,7 @@ def test_no_tokens(ops):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 def test_parity(rope, dtype):
-    """Tier 3, on views with odd strides as the projections return them."""
+    """Rope of `fast` is within the budget, also on strided views such as the projections return."""
     positions, q_pe, k_pe = draw(40, 3, 24, dtype)
     q_pe, k_pe = q_pe[..., 8:], k_pe[..., 8:]
     gold = reference.apply_rope(positions, q_pe.double(), k_pe.double(), rope)

@@ -1,6 +1,7 @@
-"""The Triton varlen attention, called by its launcher, compared with the reference.
+"""Tests of the Triton varlen attention: calls of its launcher are compared with the reference.
 
-On a GPU it runs compiled; else this file runs again in Triton's interpreter.
+On a GPU the kernel is compiled. Without a GPU this file runs again in Triton's interpreter. The list in
+`tests/__init__.py` explains the numbers of pitfalls.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ if ON_GPU or INTERPRETED:
     from fast.kernels.triton import attention
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
-RAGGED = ([1, 0, 5, 31, 33], [1, 4, 0, 31, 67])  # the interpreter's blocks have 32 rows: one less, one more
-ACROSS_BLOCKS = ([127, 1, 129, 64, 200, 13], [127, 1009, 64, 65, 331, 128])  # S < Sq too
+RAGGED = ([1, 0, 5, 31, 33], [1, 4, 0, 31, 67])  # in the interpreter a row block has 32 rows
+ACROSS_BLOCKS = ([127, 1, 129, 64, 200, 13], [127, 1009, 64, 65, 331, 128])  # one request has S < Sq
 SMALL_DIMS = [(16, 16, 16), (12, 8, 10), (48, 16, 24), (16, 0, 32)]  # P, R, V
 PRESET_DIMS = [(128, 64, 128), (64, 32, 64), (192, 64, 256), (192, 0, 128)]
 SCALE = 0.17
@@ -75,7 +76,11 @@ def check_parity(inputs, query_lens, key_lens, causal, scale=SCALE, out_dtype=No
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dims", SMALL_DIMS)
 def test_small_dims(dims, causal, dtype):
-    """Padded widths, a width of two parts (48 = 32 + 16), no rope; lengths 0, 1, a block and its neighbours; S < Sq."""
+    """Attention is within the budget at small widths and ragged lengths.
+
+    The widths include padded widths, a width that the kernel divides (48 = 32 + 16), and no rope. The lengths include
+    0, 1, one less and one more than a row block, and a request with S < Sq.
+    """
     check_parity(make_inputs(*RAGGED, 2, dims, dtype), *RAGGED, causal)
 
 
@@ -98,7 +103,7 @@ def test_heads(heads):
 @pytest.mark.parametrize("lens", [([40], [40]), ([1], [97]), ([33, 3], [0, 0]), ([3, 40], [70, 7])], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_lengths(lens, causal):
-    """Several query blocks, requests without keys, and requests with fewer keys than queries."""
+    """Attention is right for several row blocks, requests without keys, and requests with fewer keys than queries."""
     check_parity(make_inputs(*lens, 2, (16, 16, 16), torch.float32), *lens, causal)
 
 
@@ -114,7 +119,11 @@ def test_no_queries(query_lens):
 @runs
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_views(dtype):
-    """Keys and values stored head by head, a rope key inside cache entries, every second column of a wider q."""
+    """Strided inputs give the same bits as packed inputs.
+
+    Keys and values are stored head by head, the rope key is a part of cache entries, and q is every second column of a
+    wider tensor.
+    """
     lens = ([5, 31], [37, 64])
     dims = (64, 32, 64) if ON_GPU else (16, 16, 16)
     q, k, k_pe, v = make_inputs(*lens, 3, dims, dtype)
@@ -135,7 +144,7 @@ def test_strided_views(dtype):
 
 @runs
 def test_unaligned_keys():
-    """Keys whose address and stride are not aligned for TMA (the GPU's bulk copy engine)."""
+    """The address and the stride of the keys need not be aligned for TMA (the GPU's bulk copy engine)."""
     lens = ([5, 31], [37, 64])
     q, k, k_pe, v = make_inputs(*lens, 3, (64, 32, 64) if ON_GPU else (16, 16, 16), torch.float16)
     padded = torch.nn.functional.pad(k, (1, 2), value=torch.nan)
@@ -145,14 +154,14 @@ def test_unaligned_keys():
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_wide_out(causal):
-    """Outputs in float32 for inputs of any dtype, as for the running state of a prefill."""
+    """Outputs can be float32 for inputs of another dtype; a prefill needs such outputs for its running state."""
     check_parity(make_inputs(*RAGGED, 2, (16, 16, 16), torch.float16), *RAGGED, causal, out_dtype=torch.float32)
 
 
 @runs
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 4.0])
 def test_scales(scale):
-    """A scale that makes scores large, one that makes them equal, and a negative one, which reverses their order."""
+    """Attention is right for a large scale, for scale 0, and for a negative scale (it reverses the order of scores)."""
     lens = ([3, 40], [70, 33])
     check_parity(make_inputs(*lens, 2, (16, 16, 16), torch.float32), *lens, True, scale)
 
@@ -160,7 +169,7 @@ def test_scales(scale):
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_empty_rows(causal):
-    """Rows without keys give output 0 and LSE -inf, also in a tile with rows that see keys."""
+    """Rows without keys give output 0 and LSE -inf, also in a row block with rows that see keys."""
     lens = ([20, 2], [7, 0])
     state = attend(make_inputs(*lens, 2, (16, 16, 16), torch.float16), *lens, causal)
     empty = torch.tensor([causal] * 13 + [False] * 7 + [True] * 2, device=DEVICE)
@@ -171,7 +180,7 @@ def test_empty_rows(causal):
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_nan_query_row(causal):
-    """NaN in a query row makes that row of that head NaN, and no other."""
+    """NaN in a query makes the results of its row and head NaN, and no other result."""
     lens = ([9, 40], [33, 70])
     inputs = make_inputs(*lens, 2, (16, 16, 16), torch.float16)
     clean = attend(inputs, *lens, causal)
@@ -192,7 +201,10 @@ def test_nan_query_row(causal):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dims", [(16, 16, 16)] + [(128, 64, 128)] * ON_GPU)
 def test_bad_keys_stay_with_their_request(dims, causal, bad):
-    """NaN or inf in keys of the next request, in the tail of a key block, must not be multiplied: 0 x NaN is NaN."""
+    """NaN or inf in the keys and values of one request changes no bit of the other requests.
+
+    A tile of keys can contain keys of the next request. These keys must not be multiplied, because 0 x NaN is NaN.
+    """
     lens = ([5, 7, 3], [37, 33, 40])
     inputs = make_inputs(*lens, 2, dims, torch.float16)
     clean = attend(inputs, *lens, causal)
@@ -220,7 +232,7 @@ def test_hidden_keys_do_not_count():
 @runs
 @pytest.mark.parametrize("cu_seqlens", [[0, -5, 900], [0, 7, 2**31 - 1], [-(2**31), 3, 9], [9, 4, 0]], ids=str)
 def test_offsets_out_of_range_stay_inside(cu_seqlens):
-    """The memory law: offsets are clamped, so nothing raises and nothing outside the tensors is accessed."""
+    """The kernel clamps offsets out of range, so it raises no error and accesses no memory outside the tensors."""
     inputs = make_inputs([9], [9], 2, (16, 16, 16), torch.float16)
     bad = torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
     good = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
@@ -231,7 +243,7 @@ def test_offsets_out_of_range_stay_inside(cu_seqlens):
 
 @runs
 def test_strides_beyond_32_bit():
-    """Pitfall 8: heads so far apart that their offsets exceed 32 bits."""
+    """The bits are the same if the heads are so far apart that offsets exceed 32 bits (pitfall 8)."""
     q, k, k_pe, v = make_inputs([9], [20], 3, (16, 16, 16), torch.float16)
     near = attend((q, k, k_pe, v), [9], [20], True)
     for far in ((far_heads(q), k, k_pe, v), (q, far_heads(k), k_pe, v), (q, k, k_pe, far_heads(v))):
@@ -243,7 +255,7 @@ def test_strides_beyond_32_bit():
 @runs
 @pytest.mark.parametrize("causal", [True, False])
 def test_keys_that_all_heads_share(causal):
-    """Keys and values that are expanded over the heads with stride 0."""
+    """Keys and values may be expanded over the heads with stride 0."""
     dims = (128, 64, 128) if ON_GPU else (16, 16, 16)
     q, k, k_pe, v = make_inputs([9], [200], 3, dims, torch.float16)
     check_parity((q, k[:, :1].expand(-1, 3, -1), k_pe, v[:, :1].expand(-1, 3, -1)), [9], [200], causal)
@@ -261,7 +273,7 @@ def test_same_bits_again(dtype):
 @gpu_only
 @pytest.mark.parametrize("dims", [(128, 64, 128), (12, 8, 10)])
 def test_captured_in_a_graph(dims):
-    """A captured graph serves other lengths with the same totals, as nothing is copied to the host."""
+    """A captured graph is also right for other lengths with the same sum: each replay reads the lengths again."""
     lens, other = ([40, 200], [70, 330]), ([111, 129], [71, 329])
     inputs = make_inputs(*lens, 4, dims, torch.bfloat16)
     cu = [offsets(each).to(DEVICE) for each in lens]

@@ -1,7 +1,7 @@
-"""In every kernel that merges, NaN or +inf in the LSE of one rank or split gives NaN in that row and in no other.
+"""Tests that no merge hides a bad LSE: NaN or +inf in a row's LSE on one rank, or in one split, gives NaN in that row.
 
-A GPU's plain maximum drops NaN, but that of Triton's interpreter keeps it. These tests make the interpreter drop NaN
-too, so that a kernel which needs NaN from a maximum must pass `propagate_nan`.
+All other rows stay free of NaN. On a GPU `tl.maximum` drops NaN; in Triton's interpreter it keeps NaN. These tests make
+the interpreter drop NaN as well, so that a kernel which needs NaN from a maximum must pass `propagate_nan`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if ON_GPU or INTERPRETED:
     from fast.kernels import combine
     from fast.kernels.triton import merge
 
-NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # LSEs of the other ranks
+NEIGHBOURS = (0.5, -torch.inf, torch.inf, torch.nan)  # if one rank has a bad LSE: the LSE of the row on all other ranks
 HEADS, TOKENS = 6, len(NEIGHBOURS) + 1
 
 
@@ -42,9 +42,10 @@ def maximum_of_a_gpu(monkeypatch):
 
 
 def states_with(bad, size, dtype):
-    """Return states of `size` ranks: the LSE of head h and token t is `bad` on rank h, NEIGHBOURS[t] on the others.
+    """Return states of `size` ranks in which one rank has the LSE `bad` in some rows.
 
-    All other LSEs are finite or -inf.
+    For each head h < size and each token t but the last, the LSE is `bad` on rank h and NEIGHBOURS[t] on each other
+    rank. The LSEs of all other heads and of the last token are finite or -inf.
     """
     states = []
     for rank in range(size):
@@ -59,7 +60,7 @@ def states_with(bad, size, dtype):
 
 
 def check_bad_rows(found, size):
-    """Assert that exactly the rows of `states_with` with a bad state are NaN."""
+    """Assert that a merged state is NaN in the rows for which `states_with` sets the LSE `bad`, and in no other row."""
     wanted = torch.zeros(HEADS, TOKENS, dtype=torch.bool)
     wanted[:size, :-1] = True
     assert torch.equal(found.lse.isnan(), wanted), found.lse
@@ -73,7 +74,7 @@ BAD = pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank(ops, size, merge, bad):
-    """A bad LSE of any rank, in the reference and the cpu kernels."""
+    """In both packages a bad LSE on any rank makes only the merged row of this LSE NaN."""
     check_bad_rows(over_ranks(ops, states_with(bad, size, torch.float64), merge), size)
 
 
@@ -82,7 +83,10 @@ def test_of_any_rank(ops, size, merge, bad):
 @pytest.mark.parametrize("merge", [weight_and_sum, pack_and_combine], ids=["ag_rs", "a2a"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_of_any_rank_in_triton(size, merge, bad):
-    """Planted: the maximum drops the NaN of one rank, which then counts as a rank without keys."""
+    """In the Triton merges over ranks a bad LSE on any rank makes only the merged row of this LSE NaN.
+
+    The test fails if the maximum drops the NaN of one rank, because that rank then counts as a rank without keys.
+    """
     check_bad_rows(merge(states_with(bad, size, torch.float32), size, torch.float32), size)
 
 
@@ -99,9 +103,13 @@ def test_of_either_state_in_triton(bad):
 @pytest.mark.parametrize("cut", ["evenly", "scheduled", "batch-invariant", "batch-invariant, planned"])
 @pytest.mark.parametrize("requests", [1, 2])
 def test_of_any_split_in_triton(requests, cut, other):
-    """Partial outputs of a decode with NaN in a row's largest score, or in its sum of weights, at any split."""
+    """NaN in the largest score or in the sum of weights of a row makes only this row of the output NaN.
+
+    This holds for NaN in any split.
+    """
     splits, latent = 3, 24
-    # Rows: for each split one with NaN in its largest score, then for each split one with NaN in its sum, then 2 good.
+    # The first `splits` rows have NaN in the largest score of one split each, the next `splits` rows have NaN in the
+    # sum of weights of one split each, and the last 2 rows have no NaN.
     bad = 2 * splits
     largest = 9 * torch.randn(requests, splits, bad + 2)
     total, values = torch.rand(requests, splits, bad + 2) + 0.5, torch.randn(requests, splits, bad + 2, latent)

@@ -1,4 +1,7 @@
-"""The paged cache, compared bit by bit with the entries that each request owns."""
+"""Tests of the paged cache: its contents are compared bit by bit with the entries that each request owns.
+
+The list in `tests/__init__.py` explains the numbers of pitfalls.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ LENGTHS = [((1, 3, 0, 17), (1, 16, 15, 17)), ((2, 2), (0, 33)), ((5,), (31,)), (
 
 
 def check_write(ops, query_lens, seq_lens, dtype, latent: int = 12, rope: int = 8):
-    """Assert that each new token's entry is written to its slot, latent then rope, and no other byte changes."""
+    """Assert that the entry of each new token (latent, then rope) is written to its slot, and no other byte changes."""
     batch = make_batch(query_lens, seq_lens, block_size=16, padding=3)
     entries = make_entries(batch, latent + rope, dtype)
     cache = make_cache(batch, entries, latent + rope, dtype, new_tokens=False)
@@ -39,7 +42,7 @@ def check_write(ops, query_lens, seq_lens, dtype, latent: int = 12, rope: int = 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lens", LENGTHS)
 def test_write(ops, lens, dtype):
-    """Pitfall 6: padding rows, inside the batch and after it, are not written."""
+    """A write changes only the slots of new tokens; padding rows in and after the batch write nothing (pitfall 6)."""
     check_write(ops, *lens, dtype)
 
 
@@ -80,7 +83,7 @@ def check_gather(ops, seq_lens, starts, lengths, dtype, block_size=16):
     ],
 )
 def test_gather(ops, seq_lens, starts, lengths, dtype):
-    """Pitfall 7: NaN in the tail of the last block, and garbage in the table past it, reach no result."""
+    """NaN in the tail of a request's last block, and garbage table entries after it, reach no result (pitfall 7)."""
     check_gather(ops, seq_lens, starts, lengths, dtype)
 
 
@@ -98,7 +101,7 @@ def test_gather_in_small_pieces(monkeypatch):
 
 
 def test_gather_out(ops):
-    """The fast twin writes all rows of `out`, a caller's workspace."""
+    """A gather of `fast` writes all rows of the caller's `out`, and no other row of the caller's workspace."""
     if ops is reference:
         return check_gather(ops, (9,), (0,), (9,), torch.float32)
     batch = make_batch((0,), (9,), 4)
@@ -113,7 +116,7 @@ def test_gather_out(ops):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_and_swap(ops, dtype):
-    """Whole blocks are copied, NaN included; no other byte changes."""
+    """Copies and swaps copy whole blocks, also NaN, and change no other byte."""
     caches = [torch.randn(6, 4, 5).to(dtype) for _ in range(2)]
     caches[1][2, 3] = torch.nan
     pairs = {2: 0, 5: 4}
@@ -148,7 +151,10 @@ def test_allocate(ops):
 
 
 def test_offsets_beyond_32_bit(ops):
-    """Pitfall 8: the element offset of a slot exceeds 2^31. Blocks before it are not accessed and use no memory."""
+    """Cache ops are right where the element offset of a slot exceeds 2^31 (pitfall 8).
+
+    The ops access few blocks, so the test needs memory for few blocks only.
+    """
     head_size, block_size, num_blocks = 1024, 64, 2**15 + 2  # 2^31 + 2^17 elements of 16 bits
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -169,7 +175,7 @@ def test_offsets_beyond_32_bit(ops):
 
 @pytest.mark.parametrize("layout", ["layers_first", "blocks_first"])
 def test_all_layers_in_one_tensor(ops, layout):
-    """Every op takes each layer's view of one tensor, for any order of axes, and changes no other layer."""
+    """An op works on one layer's view of a tensor of all layers, for any order of axes, and changes no other layer."""
     layers, blocks, block_size, width = 3, 5, 4, 32
     device = torch.get_default_device()
     caches = ops.allocate_kv_cache(blocks, block_size, width, torch.float32, device, num_layers=layers, layout=layout)

@@ -1,7 +1,7 @@
-"""The interfaces for other cache formats: a gather converts, and prefill takes its dtypes from the queries.
+"""Tests of cache formats: a gather converts values, and a prefill computes in the dtype of the queries.
 
-`STORED` is a format of these tests: values are stored in float16 and converted when they are read. The packages serve
-it if no op takes the dtype or the bytes of the cache for those of the queries.
+`STORED` is a format that only these tests define: its values are stored in float16 and converted when a gather reads
+the cache. An op fails these tests if it assumes that cache and queries have the same dtype.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PACKED = replace(STORED, dims=(DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim))
 
 @pytest.fixture(params=[STORED, PACKED], ids=["any dims", "dims of its own"])
 def stored(request, monkeypatch):
-    """Register a format whose dtype is not that of the queries, and a backend that gathers it."""
+    """Register a format whose dtype differs from the dtype of the queries, and a backend that gathers this format."""
     formats = sys.modules["reference.interfaces.cache_format"]
     monkeypatch.setattr(formats, "CACHE_FORMATS", {**formats.CACHE_FORMATS, "stored": request.param})
     op = "gather_and_maybe_dequant_cache"
@@ -58,7 +58,7 @@ def pieces(dtype, block_size=4):
 @pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gather_converts(ops, dtype, out_dtype):
-    """In another dtype each element is rounded once, as by `Tensor.to`, also for strided caches and `out`."""
+    """A gather into another dtype rounds each element once, as `Tensor.to` does, also from a strided cache."""
     cache, arguments, rows = pieces(dtype)
     wanted = rows.to(out_dtype)
     strided = torch.stack((cache, cache), -1)[..., 0]
@@ -72,7 +72,7 @@ def test_gather_converts(ops, dtype, out_dtype):
 
 
 def test_gather_keeps_the_dtype_of_the_cache(ops):
-    """With dtype None a gather keeps the dtype of an ordinary cache; `out` must have the requested dtype."""
+    """Without `out_dtype` a gather keeps the dtype of an ordinary cache; `out` must have the dtype of the result."""
     cache, arguments, rows = pieces(torch.bfloat16)
     assert_same_bits(ops.gather_and_maybe_dequant_cache(cache, *arguments), rows)
     if ops is fast:
@@ -84,7 +84,7 @@ def test_gather_keeps_the_dtype_of_the_cache(ops):
 
 @pytest.mark.parametrize("wrong", [torch.int32, torch.uint8, "float32", 4])
 def test_gather_refuses_other_dtypes(ops, wrong, plain_errors):
-    """Other dtypes are refused with one line before anything is written."""
+    """If `out_dtype` is no dtype of a gather, both packages raise an error of one line."""
     cache, arguments, _ = pieces(torch.float32)
     with pytest.raises(ValueError, match=rf"^out_dtype: expected one of torch.float32, .*, got {wrong}$"):
         ops.gather_and_maybe_dequant_cache(cache, *arguments, out_dtype=wrong)
@@ -92,7 +92,10 @@ def test_gather_refuses_other_dtypes(ops, wrong, plain_errors):
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float64])
 def test_gather_of_a_stored_format(ops, stored, out_dtype):
-    """The result has the dtype that the caller requests. Planted: either package allocates it in `kv_cache.dtype`."""
+    """A gather of a stored format has the dtype that the caller requests.
+
+    The test fails if a package allocates the result in `kv_cache.dtype`.
+    """
     cache, arguments, rows = pieces(torch.float16)
     got = ops.gather_and_maybe_dequant_cache(cache, *arguments, stored, out_dtype)
     assert_same_bits(got, rows.to(out_dtype))
@@ -100,7 +103,10 @@ def test_gather_of_a_stored_format(ops, stored, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16])
 def test_a_stored_format_needs_a_dtype_of_its_queries(ops, stored, out_dtype):
-    """Dtype None is refused, as it would mean the storage dtype, in which nothing can be computed."""
+    """A stored format needs an `out_dtype` among its query dtypes.
+
+    None is an error, because None means the storage dtype, in which nothing can be computed.
+    """
     cache, arguments, _ = pieces(torch.float16)
     message = f"^out_dtype: expected one of torch.float32, torch.float64, got {out_dtype}$"
     with pytest.raises(ValueError, match=message):
@@ -110,7 +116,7 @@ def test_a_stored_format_needs_a_dtype_of_its_queries(ops, stored, out_dtype):
 
 
 def test_a_stored_format_of_other_dims(ops, stored):
-    """A format that is defined for one pair of dimensions refuses caches of other widths."""
+    """If a format is defined for one pair of dimensions, a gather of a cache of another width raises an error."""
     cache, arguments, _ = pieces(torch.float16)
     wider = torch.cat((cache, cache[..., :1]), -1)
     if stored.dims is None:
@@ -133,7 +139,7 @@ def prefill_inputs(ops, dtype):
 
 
 def test_prefill_over_a_stored_format(ops, stored):
-    """In float64 the result equals that over a cache with the same values in the dtype of the queries."""
+    """A float64 prefill over a stored format equals a prefill over a float64 cache with the same values."""
     queries, cache, plan, weights = prefill_inputs(ops, torch.float64)
     wanted = reference.forward_prefill(*queries, cache.double(), plan, *weights, 0.3)
     state = ops.forward_prefill(*queries, cache, plan, *weights, 0.3, cache_format=stored)
@@ -144,7 +150,7 @@ def test_prefill_over_a_stored_format(ops, stored):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_context_of_all_ranks_in_a_stored_format(ops, stored, size):
-    """Sent and received rows have the dtype of the queries, and so has the workspace."""
+    """Rows that ranks exchange have the dtype of the queries, and the workspace must have this dtype as well."""
     entries = torch.randn(24, DIRECT.head_size).half()
     chunk = ops.plan_context_chunks(integers(24), 96, 4, size, 1)[0]
     plan = reference.interfaces.PrefillMetadata(integers(0, 1, 2, 3, 4, 5).view(1, 6), offsets([1]), 1, (), 4)
@@ -169,7 +175,7 @@ def test_context_of_all_ranks_in_a_stored_format(ops, stored, size):
 
 
 def test_bytes_of_an_entry():
-    """An entry has the bytes of its columns in the storage dtype, or in the queries' dtype if the format has none."""
+    """The bytes of an entry follow from the storage dtype, or from the queries' dtype if there is no storage dtype."""
     for dtype, size in ((torch.float64, 8), (torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)):
         assert element_bytes(dtype) == size
         assert COMPUTE_FORMAT.entry_bytes(512, 64, dtype) == 576 * size

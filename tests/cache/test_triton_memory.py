@@ -1,6 +1,7 @@
-"""The Triton kernels for the cache, the merge, rope, and rope + norm + cache write in one launch.
+"""Tests of the Triton kernels for the cache, the merge, rope, and for rope, norm and cache write in one launch.
 
-On a GPU they run compiled; else this file runs again in Triton's interpreter.
+On a GPU the kernels are compiled. Without a GPU this file runs again in Triton's interpreter. The list in
+`tests/__init__.py` explains the numbers of pitfalls.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, gpu_only, run_in_
 if ON_GPU or INTERPRETED:
     from fast.kernels.triton import cache, merge, rope
 
-MOVED = [torch.float32, torch.bfloat16, torch.float16] + [torch.float64] * ON_GPU  # dtypes that are copied
+MOVED = [torch.float32, torch.bfloat16, torch.float16] + [torch.float64] * ON_GPU  # dtypes for kernels that only copy
 COMPUTED = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
 SHAPES = {"rope 64": (16, 64, 64), "rope 32": (64, 32, 32), "no rope": (1, 32, 0), "odd": (7, 21, 6)}  # block, Lkv, R
 YARN = RopeConfig(
     10000.0, True, YarnConfig(factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=0.7)
 )
 PAIRINGS = {"interleaved": RopeConfig(10000.0, True), "half-split": RopeConfig(10000.0, False), "yarn": YARN}
-FAR = 2**31 - 100  # a block id whose product with a stride is far outside any cache
+FAR = 2**31 - 100  # a block id far outside any cache
 
 
 @starts_interpreter
@@ -46,7 +47,7 @@ def long(values) -> torch.Tensor:
 
 
 def poisoned_cache(num_blocks: int, block_size: int, width: int, dtype, layers: int = 0, order: str = "blocks"):
-    """Return a cache filled with NaN; with `layers`, a strided view of one layer in a tensor of several layers."""
+    """Return a cache filled with NaN; if `layers` is not 0, the cache is a strided view of one layer of several."""
     if not layers:
         return torch.full((num_blocks, block_size, width), torch.nan, dtype=dtype, device=DEVICE)
     shape = (num_blocks, layers, block_size, width) if order == "blocks" else (num_blocks, block_size, layers, width)
@@ -55,21 +56,21 @@ def poisoned_cache(num_blocks: int, block_size: int, width: int, dtype, layers: 
 
 
 def payloads(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with NaNs of several payloads and a negative zero among its values."""
+    """Write NaNs of two payloads and a negative zero to the first row of a tensor and return the tensor."""
     bits = x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
     quiet = torch.full((), torch.nan, dtype=x.dtype).view(bits.dtype).item()
     bits[0, :3] = torch.tensor([quiet + 1, quiet - 1, torch.iinfo(bits.dtype).min], device=x.device)
     return x
 
 
-# The cache.
+# Tests of the cache.
 
 
 @runs
 @pytest.mark.parametrize("dtype", MOVED)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_write(shape, dtype):
-    """Slices of one projection are written; slots -1 and out of range are skipped; no other byte changes."""
+    """A write copies slices of one projection to their slots, skips slots out of range, and changes no other byte."""
     block_size, latent, rope_dim = shape
     tokens, num_blocks = 37, -(-48 // block_size)
     capacity = num_blocks * block_size
@@ -92,7 +93,7 @@ def test_write(shape, dtype):
 @pytest.mark.parametrize("dtype", MOVED)
 @pytest.mark.parametrize("block_size, width", [(16, 128), (64, 96), (1, 80), (7, 27)])
 def test_gather(block_size, width, dtype):
-    """Token ranges with any start, lengths of 0, strided cache and table, the first rows of a workspace as `out`."""
+    """A gather returns token ranges with any start and length, also with strided tensors, and writes only `out`."""
     starts, lengths = [0, 5, 63, 0, 2], [33, 0, 2, 1, 20]
     columns = -(-70 // block_size)
     table = torch.full((5, columns + 2), GARBAGE, dtype=torch.int32)
@@ -123,9 +124,9 @@ def test_gather(block_size, width, dtype):
 )
 @pytest.mark.parametrize("width", [96, 27])
 def test_gather_converts(width, dtype, out_dtype):
-    """In another dtype than the cache's each value is rounded once, as by `Tensor.to`; rows without a token are 0.
+    """A gather into another dtype rounds each value once, as `Tensor.to` does; rows outside the cache are 0.
 
-    Planted: the kernel copies the bytes of the cache as integers, whatever the dtype of `out`.
+    The test fails if the kernel copies the bytes of the cache without regard to the dtype of `out`.
     """
     entries = noise(6, 4, width, dtype=dtype)
     table = integers(5, 0, GARBAGE, 3, -1, 2).view(2, 3).to(DEVICE)
@@ -140,7 +141,7 @@ def test_gather_converts(width, dtype, out_dtype):
 @runs
 @pytest.mark.parametrize("requests", [1, 2, 3, 17, 64])
 def test_gather_many_requests(requests):
-    """The binary search finds every token's request, with empty requests at both ends and in between."""
+    """The gather's binary search finds the request of every token, also among empty requests."""
     lengths = torch.randint(0, 4, (requests,))
     lengths[torch.rand(requests) < 0.3] = 0
     entries = noise(requests * 4, 1, 8)
@@ -155,11 +156,11 @@ def test_gather_many_requests(requests):
 @runs
 @pytest.mark.parametrize("bad", [-1, -GARBAGE, 12, GARBAGE, FAR])
 def test_gather_outside_the_cache(bad):
-    """The memory law: a row whose token is outside the cache is 0; its neighbours are correct."""
+    """A row whose token is outside the cache is 0, and the rows beside it are right."""
     entries, table = noise(12, 4, 16), torch.arange(12, dtype=torch.int32).view(3, 4)
     table[1, 1] = bad
     out = torch.full((30, 16), torch.nan, device=DEVICE)
-    # request 2 extends past the last column of its table; tokens 28 and 29 belong to no request
+    # request 2 extends past the last column of the block table; tokens 28 and 29 belong to no request
     arguments = (table.to(DEVICE), integers(0, 5, 15, 28).to(DEVICE), integers(0, 1, 5).to(DEVICE), out)
     cache.gather_and_maybe_dequant_cache(entries, *arguments)
     flat = entries.view(-1, 16)
@@ -174,7 +175,7 @@ def test_gather_outside_the_cache(bad):
     "cu_seq_lens, starts", [((0, 2**31 - 1, 0), (0, 0)), ((7, 3, 9), (-4, -9)), ((-5, 4, 10), (0, 2**31 - 1))]
 )
 def test_gather_wild_offsets(cu_seq_lens, starts):
-    """With decreasing offsets or negative starts the rows have any valid entry or 0; no access outside, no error."""
+    """With decreasing offsets or negative starts each row is some entry of the cache or 0, and no error is raised."""
     entries, table = noise(4, 4, 8), torch.arange(4, dtype=torch.int32, device=DEVICE).view(2, 2)
     out = torch.full((10, 8), torch.nan, device=DEVICE)
     cache.gather_and_maybe_dequant_cache(
@@ -188,7 +189,7 @@ def test_gather_wild_offsets(cu_seq_lens, starts):
 @pytest.mark.parametrize("dtype", MOVED[:2])
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_copy_and_swap(block_size, dtype):
-    """Whole blocks are copied; pairs with an id out of range are skipped; no other byte changes."""
+    """Copies and swaps copy whole blocks, skip pairs with a block id out of range, and change no other byte."""
     good, bad = [[2, 0], [5, 4], [2, 6]], [[-1, 1], [1, -1], [9, 1], [1, 9], [FAR, 1], [3, 2**62]]
     mapping = long([good[0], *bad[:3], *good[1:], *bad[3:]])
     caches = [poisoned_cache(9, block_size, 40, dtype, *view) for view in ((0, ""), (3, "blocks"), (2, "entries"))]
@@ -221,7 +222,7 @@ def test_swap_between_devices(mapping_device):
         target = torch.full((6, 4, 12), torch.nan, dtype=torch.bfloat16, device=target_device)
         wanted = target.clone()
         wanted[0], wanted[4] = source[3].to(target_device), source[0].to(target_device)
-        with torch.device("cuda"):  # the default device must not matter
+        with torch.device("cuda"):  # the result must not depend on the default device
             cache.swap_blocks(source, target, mapping)
         assert_same_bits(target, wanted)
         for backend in (None, "triton"):
@@ -251,7 +252,7 @@ def test_nothing_to_move():
 
 @gpu_only
 def test_offsets_beyond_32_bit():
-    """Pitfall 8: element offsets of cache, workspace and states exceed 2^31."""
+    """The kernels are right where element offsets of the cache or of states exceed 2^31 (pitfall 8)."""
     width, block_size, num_blocks = 576, 64, 2**16
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -289,11 +290,11 @@ def test_offsets_beyond_32_bit():
     assert torch.equal(out[-1], wanted) and not out[:-1].any()
 
 
-# Merge.
+# Tests of the merge.
 
 
 def make_states(tokens, heads, value_dim, dtype):
-    """Return two states whose outputs have different strides, and whose LSEs are [N, T], one of them transposed."""
+    """Return outputs and LSEs of two states with different strides; one LSE is a transposed tensor."""
     wide = torch.float32
     outs = noise(tokens, heads, value_dim, dtype=dtype), noise(tokens, heads, value_dim + 8, dtype=dtype)
     outs = outs[0], outs[1][..., :value_dim]
@@ -320,7 +321,7 @@ def check_merge(a, a_lse, b, b_lse):
 @pytest.mark.parametrize("dtype", COMPUTED)
 @pytest.mark.parametrize("shape", [(1, 1, 16), (9, 3, 20), (5, 16, 128), (3, 126, 32), (2, 5, 512), (33, 1, 1)])
 def test_merge(shape, dtype):
-    """Pitfall 18: the two states have different strides."""
+    """A merge of two states with different strides is within the budget (pitfall 18)."""
     a, a_lse, b, b_lse = make_states(*shape, dtype)
     check_merge(a, a_lse, b, b_lse)
     check_merge(b, b_lse, a, a_lse)
@@ -331,7 +332,10 @@ def test_merge(shape, dtype):
 @runs
 @pytest.mark.parametrize("dtype", COMPUTED)
 def test_merge_identity(dtype):
-    """Pitfalls 2 and 3: merging a row without keys returns the other row's bits; two such rows stay 0 and -inf."""
+    """If a row has keys in one state only, the merge returns the bits of that state (pitfalls 2 and 3).
+
+    If a row has keys in no state, its output stays 0 and its LSE -inf.
+    """
     a, a_lse, b, b_lse = make_states(7, 5, 24, dtype)
     a[0, 0, :2] = torch.tensor([-0.0, torch.nan])
     a_lse[:, 4:] = -torch.inf
@@ -365,11 +369,14 @@ def test_merge_nothing():
         assert out.shape == shape and lse.shape == (shape[1], shape[0])
 
 
-# Rope, alone and with the norm and the cache write.
+# Tests of rope, alone and with the norm and the cache write.
 
 
 def rope_inputs(tokens, heads, latent, rope_dim, dtype, config):
-    """Return slices as in a layer: q_pe of [T, N, P + R], the latent and k_pe of one projection [T, Lkv + R]."""
+    """Return positions, q_pe, latent, k_pe and frequencies.
+
+    As in a layer, q_pe is a slice of [T, N, P + R], and latent and k_pe are slices of one projection [T, Lkv + R].
+    """
     q = noise(tokens, heads, 16 + rope_dim, dtype=dtype)
     projected = noise(tokens, latent + rope_dim, dtype=dtype) * 3
     positions = torch.randint(0, 160_000, (tokens,)).to(DEVICE)
@@ -383,7 +390,7 @@ def magnitude_of(config):
 
 
 def check_rope(value, positions, x, frequencies, config):
-    """Assert the budget of the reference in the same dtype; gold uses float64 sines of the float32 angles."""
+    """Assert that rope is within the budget of the reference; gold computes with the float32 angles in float64."""
     positions, x, frequencies, value = (t.cpu() for t in (positions, x, frequencies, value))
     assert value.is_contiguous() and value.shape == x.shape
     low_angles = positions.float()[:, None] * frequencies
@@ -404,7 +411,7 @@ def check_rope(value, positions, x, frequencies, config):
 @pytest.mark.parametrize("config", PAIRINGS.values(), ids=PAIRINGS)
 @pytest.mark.parametrize("heads, rope_dim", [(1, 64), (3, 32), (16, 64), (126, 6), (5, 2)])
 def test_rope(heads, rope_dim, config, dtype):
-    """Pitfalls 14 and 15."""
+    """Rope of the Triton kernel is within the budget for both pairings and for YaRN (pitfalls 14 and 15)."""
     positions, q_pe, _, k_pe, frequencies = rope_inputs(3, heads, 32, rope_dim, dtype, config)
     positions = positions.int() if heads == 1 else positions
     q, k = rope.apply_rope(positions, q_pe, k_pe, frequencies, magnitude_of(config), config.interleaved)
@@ -417,7 +424,7 @@ def test_rope(heads, rope_dim, config, dtype):
 @pytest.mark.parametrize("config", PAIRINGS.values(), ids=PAIRINGS)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_rope_norm_and_cache(shape, config, dtype):
-    """One launch computes rope, norm and cache write; the cache gets the bits that it returns, and no others."""
+    """One launch computes rope and norm and writes the cache; the cache gets the bits that the launch returns."""
     block_size, latent, rope_dim = shape
     positions, q_pe, kv_c, k_pe, frequencies = rope_inputs(6, 3, latent, rope_dim, dtype, config)
     weight, eps, capacity = noise(latent, dtype=dtype), 1e-5, -(-70 // block_size) * block_size
@@ -479,7 +486,7 @@ def test_rope_nothing():
 
 @gpu_only
 def test_under_a_graph():
-    """A captured graph is replayed with other values in the same tensors."""
+    """A captured graph gives the bits of an ordinary call after the values in its tensors have changed."""
     positions, q_pe, kv_c, k_pe, frequencies = rope_inputs(6, 3, 512, 64, torch.bfloat16, YARN)
     weight, slots = noise(512, dtype=torch.bfloat16), long([3, -1, 40, 17, 63, 5])
     entries, mapping = noise(4, 16, 576, dtype=torch.bfloat16), long([[0, 1]])

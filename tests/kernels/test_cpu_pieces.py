@@ -1,4 +1,4 @@
-"""The cpu kernels work in chunks: as large as their bound allows, and only over keys that a row sees.
+"""Tests of the chunks of the cpu kernels: a chunk is as large as its limit allows and contains only visible keys.
 
 The size of a chunk changes no value, so a comparison of values cannot detect a wrong size; these tests check the sizes.
 """
@@ -33,7 +33,7 @@ def cpu_module(name):
 
 
 class Shapes(TorchDispatchMode):
-    """Collects the shapes of the results of some ops, or of every op, in the order of the calls."""
+    """Dispatch mode that collects the shapes of the results of the given ops, or of all ops if none is given."""
 
     def __init__(self, *ops: str):
         super().__init__()
@@ -55,9 +55,10 @@ PAGE = BLOCK * WIDTH * 8  # bytes in float64
 )
 @pytest.mark.parametrize("spread", [True, False], ids=["pages apart", "pages side by side"])
 def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, spread):
-    """A chunk has as many blocks as fit into the bound: at least one, at most those of the longest request.
+    """A decode reads as many blocks at a time as fit into `CHUNK_BYTES`.
 
-    The buffer has the size of a chunk; the last chunk of a request may be shorter.
+    A chunk has at least one block, and at most as many blocks as the longest request. The buffer has the size of a
+    chunk, and the last chunk of a request may be shorter.
     """
     decode, reads = cpu_module("decode"), []
 
@@ -75,7 +76,7 @@ def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, sprea
     batch = make_batch([1, 1, 2], lens, BLOCK)
     plan = reference.build_mla_metadata(batch.common, BLOCK, 64, 2).decode
     cache = make_cache(batch, make_entries(batch, WIDTH, torch.float64), WIDTH, torch.float64)
-    if not spread:  # the same entries, with the blocks of a request next to each other
+    if not spread:  # move the blocks of each request next to each other
         table = torch.arange(plan.block_table.numel(), dtype=torch.int32).view_as(plan.block_table)
         packed = torch.full((table.numel(), BLOCK, WIDTH), torch.nan, dtype=torch.float64)
         for request, length in enumerate(lens):
@@ -93,9 +94,9 @@ def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, sprea
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("rows", "keys"), [(3, 5), (4, 4), (1, 7), (64, 64)])
 def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
-    """There is one product for each pair of query and key blocks in which the last query row sees a key.
+    """The kernel multiplies a block of queries and a block of keys only if the last of these queries sees a key.
 
-    A product is masked only if the block's first query row sees fewer of these keys than its last row.
+    The kernel masks the product only if the first of these queries sees fewer of these keys than the last query.
     """
     attention = cpu_module("attention")
     monkeypatch.setattr(attention, "QUERY_BLOCK", rows)
@@ -104,7 +105,7 @@ def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
     q, k, v = (torch.randn(sum(n), heads, width, dtype=torch.float64) for n, width in
                ((query_lens, 6), (key_lens, 6), (key_lens, 5)))  # fmt: skip
     rest = v, offsets(query_lens), offsets(key_lens), 9, 14, 0.3, causal
-    # calls the kernel, as a dispatch mode does not see into a registered op
+    # this calls the kernel itself, because a dispatch mode does not see the ops inside a registered op
     with Shapes("baddbmm_", "triu_") as shapes:
         found = reference.AttentionState(*attention.flash_attn_varlen(q, k, None, *rest, torch.float64))
     assert_states64(found, reference.flash_attn_varlen(q, k, *rest))
@@ -123,7 +124,7 @@ def test_attention_multiplies_what_is_seen(monkeypatch, rows, keys, causal):
 @pytest.mark.parametrize("piece", [1, 5, 64])
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "whole"])
 def test_reorg_in_pieces(monkeypatch, piece, apart):
-    """Tokens are put into order over many chunks, and no index tensor is longer than a chunk."""
+    """A reorg gives the right order of tokens in chunks of any size, and no index tensor is longer than a chunk."""
     kernel = cpu_module("context_parallel").reorg_kvcache
     monkeypatch.setattr(cpu_module("context_parallel"), "CHUNK_TOKENS", piece)
     size, interleave, lens = 3, 2, (5, 0, 23, 1)
@@ -145,7 +146,7 @@ def test_reorg_in_pieces(monkeypatch, piece, apart):
 
 
 def test_ranks_without_keys_have_weight_zero():
-    """The weights of a row sum to 1 if some rank has keys of it; if no rank has, they are 0 and not NaN."""
+    """The weights of a row add up to 1 if a rank has keys for the row; without such a rank all weights are 0."""
     lses = torch.randn(3, 2, 4, dtype=torch.float64)
     lses[1, 0], lses[:, 1, 2] = -torch.inf, -torch.inf
     weights, total = cpu_module("context_parallel").merge_weights(lses)
@@ -158,7 +159,7 @@ def test_ranks_without_keys_have_weight_zero():
 
 @pytest.mark.parametrize("piece", [1, 5, 64])
 def test_gather_in_pieces(monkeypatch, piece):
-    """Context of several requests is gathered in chunks, and no index tensor is longer than a chunk."""
+    """A gather is right in chunks of any size, and no index tensor is longer than a chunk."""
     monkeypatch.setattr(cpu_module("cache"), "CHUNK_TOKENS", piece)
     batch = make_batch([1, 1, 1], [20, 1, 33], 4)
     entries = make_entries(batch, 6, torch.float32)
@@ -175,7 +176,7 @@ def test_gather_in_pieces(monkeypatch, piece):
 
 
 def test_pieces_are_worth_a_turn_of_the_loop():
-    """The default bounds are not so small that the loop dominates the time, nor larger than a processor's cache."""
+    """The default chunk sizes are large enough to hide the cost of the loop, and small enough for a CPU's cache."""
     assert 1 << 20 <= cpu_module("decode").CHUNK_BYTES <= 1 << 24
     for tokens in (cpu_module("cache").CHUNK_TOKENS, cpu_module("context_parallel").CHUNK_TOKENS):
         assert 1 << 10 <= tokens <= 1 << 16

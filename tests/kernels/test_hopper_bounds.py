@@ -1,6 +1,7 @@
-"""Hopper decode is sized by `max_seq_len`: splits and buffers follow the longest request, not the block table's width.
+"""Tests that the sizes of a Hopper decode follow from `max_seq_len` and not from the width of the block table.
 
-Tests of the sizes alone run on any machine; tests that launch kernels need a Hopper GPU.
+These sizes are the number of splits and the sizes of the buffers. Tests that only compute sizes run on any machine;
+tests that launch kernels need a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def schedule_for(cut, plan, heads):
 
 
 def test_one_short_request_is_cut_into_few_splits():
-    """One request of 1024 tokens, 128 heads, 132 multiprocessors: 8 splits and 2 MiB of partial outputs.
+    """With 128 heads and 132 multiprocessors, a request of 1024 tokens has 8 splits and 2 MiB of partial outputs.
 
-    Sized by a block table for 40960 tokens, it would have 64 splits and 16 MiB.
+    A request of 40960 tokens has 64 splits and 16 MiB of partial outputs.
     """
     processors, heads, latent = 132, 128, 512
     for keys, splits in ((1024, 8), (2560 * 16, 64)):
@@ -46,7 +47,7 @@ def test_one_short_request_is_cut_into_few_splits():
 
 
 def test_choices_are_made_once_in_a_tile_of_steps():
-    """The number of splits is computed once for all lengths of one tile, not in every step of a growing request."""
+    """The number of splits is computed once for all lengths from 1025 to 1088 tokens, because all have 17 tiles."""
     select.best_num_splits.cache_clear()
     for keys in range(1025, 1089):
         select.assign_evenly(4, 4 * 128, 64, 2, keys, 132)
@@ -57,6 +58,7 @@ def test_choices_are_made_once_in_a_tile_of_steps():
 @pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_wide_table_costs_nothing(cut, heads):
+    """A much wider block table changes neither the sizes of the buffers nor any bit of the result."""
     ql, q_pe, cache, plan = make_inputs([1], [1024], heads, torch.bfloat16)
     schedule = schedule_for(cut, plan, heads)
     tails = torch.full((1, 2544), GARBAGE, dtype=torch.int32)
@@ -73,7 +75,7 @@ def test_a_wide_table_costs_nothing(cut, heads):
 @pytest.mark.parametrize("heads", [3, 16, 40, 64, 128])
 @pytest.mark.parametrize("cut", CUTS)
 def test_longer_lengths_are_read_as_the_bound(cut, heads):
-    """Memory law: a device length above `max_seq_len` is read as `max_seq_len`, though the table reaches further."""
+    """If a length in `seq_lens` exceeds `max_seq_len`, the kernel reads `max_seq_len` keys, however wide the table."""
     ql, q_pe, cache, plan = make_inputs([1, 2, 1], [700, 650, 330], heads, torch.bfloat16)
     bound = 600
     lying = replace(plan, max_seq_len=bound)
@@ -90,6 +92,7 @@ def test_longer_lengths_are_read_as_the_bound(cut, heads):
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_bound_of_zero(cut, heads):
+    """If `max_seq_len` is 0, as in a batch of padding rows, no key is read: outputs are 0 and LSEs -inf."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [0, 0], heads, torch.bfloat16)
     hostile = replace(plan, seq_lens=integers(5, 2**31 - 1), visible_lens=integers(5, 7))
     state = launch(ql, q_pe, cache, hostile, schedule=schedule_for(cut, plan, heads))
@@ -99,7 +102,7 @@ def test_a_bound_of_zero(cut, heads):
 @on_hopper
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_neighbours_bounds_change_no_bit(heads):
-    """With batch invariance a request has the same bits whatever `max_seq_len` its neighbours give the batch."""
+    """A batch-invariant decode gives a request the same bits for every `max_seq_len` and table width of the batch."""
     ql, q_pe, cache, plan = make_inputs([1], [1500], heads, torch.bfloat16)
     schedule = schedule_of(plan, heads, 0, True)
     states = [launch(ql, q_pe, cache, replace(plan, max_seq_len=bound), schedule=schedule) for bound in

@@ -1,7 +1,7 @@
-"""Compile the Hopper kernels for sm_90 without a GPU: main loops without spilled registers, launch choices, warm-up.
+"""Tests that compile the Hopper kernels for sm_90 without a GPU, and tests of launch choices and of warm-up.
 
-Registers spilled in a main loop, or matrix products that the assembler serialises, cost a third of the speed, but no
-test of results fails. Compilers change, so this file runs with the pinned Triton and with any other installed one.
+If registers are spilled in a main loop, or if the assembler serialises matrix products, a kernel loses a third of its
+speed, but no test of results fails. Compilers change, so this file runs with any installed version of Triton.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 H200 = DeviceFacts(132, (9, 0), 232448)
 CUTS = ("whole", "split", "scheduled", "batch-invariant", "batch-invariant, planned", "batch-invariant, sliced",
         "batch-invariant, two phases")  # fmt: skip
-ONLY_MANY = CUTS[-2:]  # only for more than 32 heads
+ONLY_MANY = CUTS[-2:]  # exist only for more than 32 heads
 LAUNCHED_BY = {row_blocks_16_32._row_blocks_16_32_kernel: decode, row_blocks_64._row_blocks_64_kernel: decode,
                two_phases_kernels._two_phases_kernel: two_phases_launch,
                two_phases_kernels._clear_kernel: two_phases_launch}  # fmt: skip
 
 
 def record(monkeypatch, launches: dict) -> None:
-    """Replace the Hopper kernels by recorders: a launch stores in `launches` what Triton would compile."""
+    """Replace the Hopper kernels, so that a launch stores in `launches` the variant that Triton would compile."""
     for kernel, launcher in LAUNCHED_BY.items():
         monkeypatch.setattr(launcher, kernel.fn.__name__, RecordedGluon(kernel, launches))
 
@@ -68,7 +68,7 @@ def recorded(
     monkeypatch, heads, cut="whole", block_size=64, widths=(512, 64), dtype=torch.bfloat16, as_chosen=False,
     out_dtype=None,
 ):  # fmt: skip
-    """Launch `mla_decode` on one request; return the recorded kernel, the kinds of its arguments, its constants."""
+    """Record a launch of `mla_decode` on one request; return the kernel, the kinds of the arguments, and constants."""
     launches = {}
     record(monkeypatch, launches)
     monkeypatch.setattr(decode, "combine_partial_outputs", lambda *_, **__: None)
@@ -91,12 +91,12 @@ def recorded(
         torch.zeros(40, block_size, latent + rope, dtype=dtype), plan.block_table, plan.seq_lens, plan.query_start_loc,
         plan.visible_lens, 1, plan.max_seq_len, 0.1, out_dtype or dtype, *cut_of(schedule),
     )  # fmt: skip
-    *_, launch = launches.values()  # the last launch; two phases launch `_clear_kernel` before
+    *_, launch = launches.values()  # take the last launch: before two phases the launcher launches `_clear_kernel`
     return launch
 
 
 def watched(monkeypatch) -> list[tuple]:
-    """Return a list that collects, for every recorded launch, kernel name, grid, and arguments by name."""
+    """Return a list that collects the kernel name, the grid and the arguments by name of every recorded launch."""
     launches = []
 
     def noted(self, grid):
@@ -127,7 +127,7 @@ def product_loops(disassembly: str) -> list[list[str]]:
     loops = []
     for end, text in enumerate(instructions):
         found = re.search(r"\bBRA\b.*`\((\.L\w+)\)", text)
-        if text.startswith("BRA `"):  # unconditional: it returns from polling a barrier and ends no loop
+        if text.startswith("BRA `"):  # an unconditional branch returns from polling a barrier and ends no loop
             continue
         if found and labels.get(found.group(1), end + 1) <= end:
             loops.append((labels[found.group(1)], end))
@@ -149,7 +149,7 @@ def arrivals_for_all(ptx: str) -> list[list[str]]:
 
 
 def all_have_met(before: list[str]) -> bool:
-    """Return whether a barrier of the group follows the last memory access or fence in these instructions."""
+    """Return whether, in these instructions, a barrier of the group follows the last memory access or fence."""
     for line in reversed(before):
         if re.match(r"bar\.(sync|warp\.sync)\b", line):
             return True
@@ -161,6 +161,7 @@ def all_have_met(before: list[str]) -> bool:
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("heads", [16, 32, 128])
 def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
+    """No main loop spills registers, the assembler serialises no matrix product, and each arrival follows a barrier."""
     if heads <= 32 and cut in ONLY_MANY:
         pytest.skip("only for more than 32 heads")
     kernel = compiled(*recorded(monkeypatch, heads, cut))
@@ -171,10 +172,10 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
     loops = product_loops(disassembly)
     assert loops
     consumers = 2 if heads > 32 and cut != "batch-invariant, two phases" else 1
-    # with two consumers, the loop of a request's last tiles also loads (LDG) from the block table: left out
+    # with two consumers, the loop for a request's last tiles, which loads from the block table (LDG), is left out
     main = [loop for loop in loops if not any("LDG" in text for text in loop)] if consumers == 2 else loops
-    assert len(main) == consumers  # a main loop for each consumer
-    if cut == "batch-invariant, two phases":  # the score products are in no loop, so nothing in the kernel may spill
+    assert len(main) == consumers  # each consumer has one main loop
+    if cut == "batch-invariant, two phases":  # no loop contains the score products, so check the whole kernel
         main = [disassembly.splitlines()]
     for loop in main:
         assert not [text for text in loop if re.search(r"\b(LDL|STL)\b", text)]
@@ -187,7 +188,11 @@ def test_nothing_spills_where_it_multiplies(heads, cut, monkeypatch, tmp_path):
 
 
 def count_arrivals() -> None:
-    """Print for three kernels: cache key, number of arrivals, number of those before which every thread arrives."""
+    """Print, for each of three kernels, the cache key and two numbers of arrivals at mbarriers.
+
+    The first number counts all arrivals of one thread for its group. The second number counts the arrivals before which
+    every thread arrives with `cp.async.mbarrier.arrive`.
+    """
     for heads, cut in ((3, "batch-invariant, planned"), (64, "scheduled"), (64, "batch-invariant, two phases")):
         with pytest.MonkeyPatch.context() as patch:
             kernel, *given = recorded(patch, heads, cut)
@@ -197,7 +202,10 @@ def count_arrivals() -> None:
 
 
 def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
-    """Every thread arrives in the form for racecheck, not in the served form; the two have different cache keys."""
+    """With `let_every_thread_arrive` every thread arrives at the barriers of a kernel; without it one thread arrives.
+
+    The two forms of a kernel have different cache keys.
+    """
     count_arrivals()
     served = re.findall(r"^arrivals (\w+) (\d+) (\d+)$", capsys.readouterr().out, re.MULTILINE)
     program = f"""if True:
@@ -212,7 +220,7 @@ def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
     assert len(served) == len(checked) == 3
     for (key, count, few), (other_key, other_count, every) in zip(served, checked, strict=True):
         assert key != other_key and int(count) == int(other_count) == int(every) >= 3
-        # in the served form only two phases copy row values with cp.async, where every thread arrives
+        # where one thread arrives, only two phases copy row values with cp.async, for which every thread arrives
         assert int(few) < int(count)
 
 
@@ -222,7 +230,7 @@ def test_every_thread_arrives_for_racecheck(capsys, tmp_path):
 ])  # fmt: skip
 @pytest.mark.parametrize("heads, cut", [(16, CUTS[0]), (32, CUTS[0]), (128, CUTS[0]), (128, CUTS[-1])])
 def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
-    """For every block size and all widths of presets, the compiled kernel fits into an H200's shared memory."""
+    """For each declared block size and for several widths, the compiled kernel fits into an H200's shared memory."""
     if not DEEP and (heads, block_size) not in ((32, 16), (16, 32)):
         pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
     kernel = compiled(*recorded(monkeypatch, heads, cut, block_size, widths, dtype))
@@ -230,7 +238,10 @@ def test_every_shape_fits(heads, cut, block_size, widths, dtype, monkeypatch):
 
 
 def test_choice_of_splits():
-    """Splits fill the GPU if row blocks are few; there is one split if row blocks fill it; never more than tiles."""
+    """A request has many splits if row blocks are few, and one split if row blocks fill the GPU.
+
+    A request never has more splits than tiles.
+    """
     for program_rows in (16, 64):
         choose = partial(select.best_num_splits, program_rows=program_rows, row_blocks=1, processors=132)
         assert choose(items=1, rows=program_rows, keys=131072) > 40
@@ -239,7 +250,10 @@ def test_choice_of_splits():
 
 
 def test_choice_of_runs():
-    """Batch-invariant splits are spread over several programs if programs are idle, never over more than splits."""
+    """Several programs share the batch-invariant splits of a request if the GPU is not full.
+
+    There are never more programs than splits.
+    """
     for heads, program_rows in ((16, 16), (32, 32), (128, 64)):
         cut = measured_schedule_costs(heads).cut
         choose = partial(select.best_num_programs, heads=heads, program_rows=program_rows, processors=132, cut=cut)
@@ -252,9 +266,10 @@ def test_choice_of_runs():
 
 
 def test_choice_of_rows():
-    """Row blocks become smaller if one request's programs of at least 4 tiles would leave multiprocessors idle.
+    """A short request has smaller row blocks if programs of at least 4 tiles each would leave multiprocessors idle.
 
-    The chosen size is the smallest for which all programs still run at once; other requests keep the largest size.
+    The chosen size is the smallest for which all programs still run at once. If no smaller size meets this condition,
+    the row block keeps the largest size.
     """
     for requests, rows, keys, chosen in (
         (1, 128, 8192, 32), (1, 64, 8192, 16), (1, 128, 1024, 16), (1, 128, 0, 16), (16, 128, 64, 64),
@@ -285,7 +300,7 @@ def test_which_kernel_takes_how_many_rows(monkeypatch):
 def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box, monkeypatch):
     """TMA (the GPU's bulk copy engine) writes outputs only for whole row blocks of 64 heads of one token.
 
-    The outputs are staged in the memory of the queries, so their dtype must be that of the queries.
+    The kernel stages the outputs in the shared memory of the queries, so outputs and queries must have the same dtype.
     """
     launches = watched(monkeypatch)
     kernel = compiled(*recorded(monkeypatch, heads, cut, widths=(latent, 64), out_dtype=out_dtype))
@@ -303,22 +318,22 @@ def test_whose_outputs_the_copy_engine_writes(heads, cut, latent, out_dtype, box
 def test_who_asks_ahead(heads, cut, ahead, monkeypatch):
     """A program prefetches only if each token is one row block and requests are not split.
 
-    In that case it knows its first request before it reads any list.
+    In that case the program knows its first request before it has read any index tensor.
     """
     ptx = compiled(*recorded(monkeypatch, heads, cut)).asm["ptx"]
     assert ("cp.async.bulk.prefetch.L2.global" in ptx) == ahead
-    if ahead:  # order: permit the next launch, prefetch while the preceding kernel may run, wait for that kernel
+    if ahead:  # the kernel permits the next launch, then prefetches, and only then waits for the preceding kernel
         order = [ptx.index(what) for what in ("griddepcontrol.launch", "cp.async.bulk.prefetch", "griddepcontrol.wait")]
         assert order == sorted(order)
 
 
 def test_slices_where_processors_are_idle(monkeypatch):
-    """A row block gets two slices, a program each, if all of these hold:
+    """Two programs share a row block, and each program computes one slice of the output columns, if all of this holds:
 
-    - the decode is batch-invariant and unplanned
-    - twice as many programs still fit on the multiprocessors
-    - Lkv is 512
-    - there are more than 32 heads (`row_blocks_16_32` has no slices)
+    - The decode is batch-invariant and unplanned.
+    - There are at least twice as many multiprocessors as programs without slices.
+    - Lkv is 512.
+    - There are more than 32 heads: `row_blocks_16_32` has no slices.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 3)  # 128 heads have two row blocks: 6 programs
@@ -343,10 +358,10 @@ def test_slices_where_processors_are_idle(monkeypatch):
     (16, "batch-invariant, planned", 1, 3, 10, 10, 0),
 ])  # fmt: skip
 def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, monkeypatch):
-    """The buffers hold every partial output and, behind them, the states that programs keep between splits.
+    """The buffers have room for every partial output, followed by the states that programs keep between splits.
 
-    The request has 40 tiles: 3 splits of 16 tiles or 10 of 4. With a schedule of 3 programs, each program leaves at
-    most one request unfinished. `partial_rows` counts rows of one request.
+    The request has 40 tiles, so it has 3 splits of 16 tiles or 10 splits of 4 tiles. With a schedule of 3 programs,
+    each program leaves at most one request unfinished. `partial_rows` is the number of partial outputs for each row.
     """
     launches = watched(monkeypatch)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: runs)
@@ -359,11 +374,12 @@ def test_room_for_parts(heads, cut, runs, programs, slots, partial_rows, kept, m
 
 
 def test_two_phases_where_processors_are_idle(monkeypatch):
-    """Two phases are chosen if every score block gets a program of its own.
+    """The launcher chooses two phases if every score block gets a program of its own.
 
-    The number of programs is the larger of the numbers of score blocks and column blocks, at most one for each
-    multiprocessor. Programs wait for each other, so the launch is cooperative. The table has 40 blocks: 20 pairs of
-    tiles and 3 splits with 64 tokens a block, 5 pairs and 1 split with 16.
+    The number of programs is the number of score blocks or of column blocks, whichever is larger, but at most the
+    number of multiprocessors. Programs wait for each other, so the launch is cooperative. The block table has 40
+    columns. With 64 tokens in a block, 40 columns hold 20 pairs of tiles and 3 splits. With 16 tokens in a block, 40
+    columns hold 5 pairs of tiles and 1 split.
     """
     launched = watched(monkeypatch)
     unplanned = "batch-invariant"
@@ -424,7 +440,10 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     (16, 1, 16), (16, 2, 32), (16, 5, 32), (4, 4, 16), (4, 5, 32), (20, 1, 32), (32, 8, 32), (33, 1, 64), (128, 4, 64),
 ])  # fmt: skip
 def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
-    """Batch-invariant: up to 32 heads use row blocks of 16 or 32 for any number of query tokens, more heads use 64."""
+    """In a batch-invariant decode, up to 32 heads have row blocks of 16 or 32 rows, and more heads have 64 rows.
+
+    This holds for any number of query tokens.
+    """
     asked = []
     monkeypatch.setattr(select, "best_num_programs", lambda *given: asked.append(given[4]) or 1)
     monkeypatch.setattr(decode, "rows_of_a_request", lambda *_: heads * query_len)
@@ -433,13 +452,13 @@ def test_rows_by_own_length(heads, query_len, rows, monkeypatch):
 
 
 def test_queries_in_words():
-    """Queries whose rows consist of aligned 16-byte words are used in place; others are copied first."""
+    """If the rows of queries are aligned 16-byte words, the kernel reads the queries in place; else from a copy."""
     storage = torch.randn(4 * 3 * 512 + 16, dtype=torch.bfloat16)
     packed = storage[: 3 * 4 * 512].view(3, 4, 512)
     for there, strides in (
         (packed, [2048, 512]),
         (packed.transpose(0, 1), [512, 2048]),
-        (packed[:1, :, :256], [0, 512]),  # one token, so its stride does not matter
+        (packed[:1, :, :256], [0, 512]),  # with one token the stride of tokens does not matter
         (packed[:, :1].expand(3, 4, 512), [2048, 0]),
         (packed[:, :, :0], [2048, 512]),
     ):
@@ -458,7 +477,7 @@ def test_queries_in_words():
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("heads", [4, 20, 40, 64, 128])
 def test_warmup_knows_a_request_alone(heads, query_len):
-    """For one request, the lengths of warm-up cover every choice of row block, split and combine tile."""
+    """For batches of one request, warm-up launches every combination of row block, splitting and combine tile."""
     rows = heads * query_len
 
     def launched(length: int) -> set[tuple]:
@@ -477,7 +496,10 @@ def test_warmup_knows_a_request_alone(heads, query_len):
     (4, False, 256), (40, False, 256), (64, False, 256), (20, True, 256), (40, True, 256), (40, True, 512),
 ])  # fmt: skip
 def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monkeypatch):
-    """Steps of every kind launch only kernel variants that warm-up launched; the launchers serve the CPU here."""
+    """Steps of every kind launch only kernel variants that warm-up launched.
+
+    In this test the backends serve CPU tensors, and launches are recorded.
+    """
     found = {}
     for name in LAUNCHERS:
         module = importlib.import_module(f"fast.kernels.{name}")

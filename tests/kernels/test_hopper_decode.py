@@ -1,6 +1,7 @@
-"""The Hopper decode kernels compared with the reference: lengths, schedules, batch invariance and invalid values.
+"""Tests of the Hopper decode kernels against the reference: lengths, schedules, batch invariance, invalid values.
 
-Gluon has no interpreter, so these tests need a Hopper GPU; `test_hopper_compilation` compiles the kernels anywhere.
+Gluon has no interpreter, so these tests need a Hopper GPU. `test_hopper_compilation` compiles the kernels without a
+GPU. The list in `tests/__init__.py` explains the numbers of pitfalls.
 """
 
 from __future__ import annotations
@@ -67,10 +68,11 @@ rows_where_alone, scored_at_once = select._rows_where_alone, select._scored_at_o
 
 @pytest.fixture(autouse=True)
 def rows_as_of_many_requests(monkeypatch):
-    """Choose kernels as for many requests.
+    """Make the launcher choose kernels as for many requests.
 
-    The requests of these tests are few and short: without this, the launcher would choose row blocks of 16 or 32 for
-    single requests and two phases for unplanned batch-invariant decodes, which `test_hopper_two_phases` tests.
+    The requests of these tests are few and short. Without this fixture the launcher would choose row blocks of 16 or 32
+    rows for single requests, and two phases for unplanned batch-invariant decodes. `test_hopper_two_phases` tests two
+    phases.
     """
     monkeypatch.setattr(select, "_rows_where_alone", lambda program_rows, *_: program_rows)
     monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
@@ -91,7 +93,7 @@ def test_lengths(lens, heads, dtype):
 @pytest.mark.parametrize("splits", [2, 3, 16])
 @pytest.mark.parametrize("heads", [4, 32, 64])
 def test_splits(heads, splits, monkeypatch):
-    """Pitfall 2: more splits than tiles, so that some splits have no keys."""
+    """A decode is within the budget if a request has more splits than tiles, so that some have no keys (pitfall 2)."""
     monkeypatch.setattr(select, "best_num_splits", lambda *bounds: splits)
     check_parity([1, 0, 2, 1], [590, 9, 267, 0], heads, BF16)
 
@@ -100,7 +102,7 @@ def test_splits(heads, splits, monkeypatch):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("heads", [20, 64, 128])
 def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
-    """Requests have more rows than a row block: some row blocks span two tokens, some lie past the last token."""
+    """A decode is within the budget if row blocks contain rows of two tokens, or only rows past the last token."""
     monkeypatch.setattr(select, "_rows_where_alone", lambda *_: rows)
     monkeypatch.setattr(select, "best_num_splits", lambda *_: splits)
     for dtype, block_size, widths in ((BF16, 64, (512, 64)), (torch.float16, 16, (256, 32))):
@@ -110,7 +112,7 @@ def test_blocks_of_few_rows(heads, splits, rows, monkeypatch):
 @pytest.mark.parametrize("length", [40, 700, 3000, 9000])
 @pytest.mark.parametrize("heads", [40, 64, 128])
 def test_one_request(heads, length, monkeypatch):
-    """One request, or few, with the rows and splits that the launcher chooses."""
+    """A decode of one or two requests is within the budget with the row blocks and splits that the launcher chooses."""
     monkeypatch.setattr(select, "_rows_where_alone", rows_where_alone)
     check_parity([1], [length], heads, BF16)
     check_parity([2, 1], [length, 70], heads, BF16)
@@ -120,9 +122,10 @@ def test_one_request(heads, length, monkeypatch):
 @pytest.mark.parametrize("programs", [0, 1, 3, 40])
 @pytest.mark.parametrize("heads", [4, 32, 40, 128])
 def test_scheduled(heads, programs, batch_invariant):
-    """Schedules with split and whole requests, idle programs, rows without keys, and requests without queries.
+    """A decode with a schedule is within the budget.
 
-    `programs` 0 means no schedule.
+    The batch has requests that the schedule splits and requests that it does not split, rows without keys, and requests
+    without queries. Some programs are idle. If `programs` is 0, the schedule has no plan.
     """
     if programs == 0 and not batch_invariant:
         pytest.skip("neither scheduled nor batch-invariant")
@@ -136,9 +139,9 @@ def test_scheduled(heads, programs, batch_invariant):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [4, 32, 40, 128])
 def test_short_before_long(heads, batch_invariant):
-    """One program gets a work item of one tile or none before a long one.
+    """A program may get a work item with one tile or no tile before a long work item.
 
-    The producer must not wait at a later work item for a barrier that is used only at the first.
+    The producer must not wait, at a later work item, on a barrier that only the first work item uses.
     """
     for lens in ([64, 1300, 64, 2100], [0, 1300, 33, 1100], [64, 0, 70, 1300]):
         inputs = make_inputs([1] * 4, lens, heads, BF16)
@@ -174,9 +177,10 @@ def assert_same_rows(alone, beside, plan, request):
     (40, 32, (256, 64), FP16), (64, 128, (512, 0), BF16),
 ], ids=str)  # fmt: skip
 def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
-    """Pitfall 19: neighbours, position, padding and the number of programs, planned or not, change no bit.
+    """A batch-invariant decode gives a request the same bits alone and in a batch (pitfall 19).
 
-    With `torn`, a block id outside the cache in the middle of a request makes a program use the loop that masks.
+    The number of programs changes no bit, with a plan and without a plan. With `torn`, requests have a block id outside
+    the cache, so that programs use the loop that masks.
     """
     lens, query_lens = [1085, 70, 5200, 64, 0, 2500], [1, 1, 1, 2, 1, 3]  # 1085 tokens: the last split has one tile
     inputs = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
@@ -202,7 +206,10 @@ def test_batch_invariance(heads, block_size, widths, dtype, torn, monkeypatch):
     (16, 64, (512, 64), BF16), (32, 16, (256, 32), FP16), (64, 64, (512, 64), BF16), (128, 64, (512, 32), BF16),
 ], ids=str)  # fmt: skip
 def test_no_bit_tells_how_wide_the_table_is(heads, block_size, widths, dtype, monkeypatch):
-    """Programs, slices and two phases as the launcher chooses them by table width and number of requests."""
+    """The width of the block table changes no bit of an unplanned batch-invariant decode.
+
+    The launcher chooses programs, slices and two phases from this width and the number of requests.
+    """
     monkeypatch.setattr(select, "_scored_at_once", scored_at_once)
     lens, query_lens = [1085, 70, 2500, 0], [1, 1, 2, 1]
     inputs = make_inputs(query_lens, lens, heads, dtype, widths, block_size)
@@ -224,13 +231,16 @@ def test_lengths_beyond_the_table(batch_invariant, length):
         # planned by `fast`: the reference would loop over 2^25 tiles
         schedule = fast.plan_decode(far.seq_lens, 5, measured_schedule_costs(heads), batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
-        verdict(state, ql, q_pe, cache, plan)  # that request still sees 64 keys, as `visible_lens` says
+        verdict(state, ql, q_pe, cache, plan)  # the second request still sees 64 keys, because `visible_lens` says so
 
 
 @pytest.mark.parametrize("heads, dtype", [(4, BF16), (16, FP16), (64, BF16)], ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled", "folded", "folded, planned"])
 def test_wide_output(cut, heads, dtype, monkeypatch):
-    """Outputs in float32, for states that are merged later, or in the other 16-bit dtype than the queries'."""
+    """Outputs may have another dtype than the queries: float32, for states that are merged later, or 16 bits.
+
+    A 16-bit output equals the rounded float32 output.
+    """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 1)
     inputs = make_inputs([1, 2], [1300, 131], heads, dtype)
@@ -246,7 +256,7 @@ def test_wide_output(cut, heads, dtype, monkeypatch):
 
 @pytest.mark.parametrize("heads", [5, 32, 100])
 def test_mask_is_data(heads):
-    """Rows may have any visible length, as in context parallelism; later rows may see fewer keys than earlier ones."""
+    """A row may have any visible length, as in context parallelism; it may even see fewer keys than an earlier row."""
     ql, q_pe, cache, plan = make_inputs([4, 2, 3], [250, 170, 40], heads, BF16)
     plan = replace(plan, visible_lens=integers(250, 0, 64, 1, 0, 0, 39, 40, 3))
     verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
@@ -256,10 +266,10 @@ def test_mask_is_data(heads):
 @pytest.mark.parametrize("heads", FEW_AND_MANY)
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_rising_scores(heads, cut, block_size, monkeypatch):
-    """The largest score rises in first and in second tiles of pairs, in only some rows; the sums are rescaled.
+    """A kernel rescales its sums when the largest score rises, in the first or in the second tile of a pair.
 
-    With "folded" it also rises from split to split that one program combines. For these lengths only up to 16 heads
-    have several splits.
+    The largest score rises only in some rows. With "folded" one program combines several splits, and the largest score
+    also rises from one split to the next. With more than 16 heads a request of these lengths has only one split.
     """
     inputs = rising_inputs(heads, BF16, block_size=block_size)
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
@@ -273,9 +283,10 @@ def test_rising_scores(heads, cut, block_size, monkeypatch):
 @pytest.mark.parametrize("scale", [0.0, -0.13, 1.0, 30.0])
 @pytest.mark.parametrize("heads", [5, 64])
 def test_any_scale(heads, scale):
-    """Any softmax scale, also a negative one: the kernels find the largest score before they scale the scores.
+    """A decode is right for any softmax scale: if queries and scale change their signs, the bits are the same.
 
-    Rows without keys stay 0 and -inf.
+    The kernels look for the largest score before they scale the scores, so a negative scale is a case of its own. Rows
+    without keys have output 0 and LSE -inf.
     """
     ql, q_pe, cache, plan = make_inputs([1, 2, 1], [250, 170, 0], heads, BF16)
     plan = replace(plan, visible_lens=integers(250, 0, 170, 0))
@@ -292,7 +303,10 @@ def test_any_scale(heads, scale):
 @pytest.mark.parametrize("cut", [InvariantCut(2, 3, 6, 7), InvariantCut(8, 1, 8, 1)], ids=str)
 @pytest.mark.parametrize("heads", [5, 32, 64, 128])
 def test_any_invariant_cut(heads, cut, monkeypatch):
-    """A schedule with its own invariant cut gives the same bits planned, unplanned over programs, and in two phases."""
+    """For any `InvariantCut`, a batch-invariant decode gives the same bits with a plan and without a plan.
+
+    Without a plan the bits are also the same for any number of programs.
+    """
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], heads, BF16)
     planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(cut=cut), True)
     unplanned = DecodeSchedule(batch_invariant=True, cut=cut)
@@ -310,7 +324,7 @@ def test_any_invariant_cut(heads, cut, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [4, 64])
 def test_a_length_that_was_not_planned(heads, batch_invariant):
-    """A length of almost 2^31 that was not planned neither lengthens the loop nor changes other requests."""
+    """If a length grows to almost 2^31 after planning, the kernel still ends, and other requests keep their bits."""
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 64, 70], heads, BF16)
     schedule = schedule_of(plan, heads, 5, batch_invariant)
     wanted = launch(ql, q_pe, cache, plan, schedule=schedule)
@@ -324,7 +338,7 @@ def test_a_length_that_was_not_planned(heads, batch_invariant):
 @pytest.mark.parametrize("heads", [4, 40, 64])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_values_outside_the_tensors(heads, block_size, cut):
-    """Pitfall 8 and the memory law: blocks outside the cache are masked, lengths clamped to the table."""
+    """The kernels mask blocks outside the cache and clamp lengths to the block table (pitfall 8)."""
     latent, rope = 512, 64
     cache = torch.randn(9, block_size, latent + rope).to(BF16)
     table = integers(3, GARBAGE, 0, 7, -1, 9, 8, -(2**31), 2**31 - 1, -5, 9, 10).view(3, 4)
@@ -340,7 +354,7 @@ def test_values_outside_the_tensors(heads, block_size, cut):
         return launch(ql, q_pe, cache, plan, schedule=schedule)
 
     state = decoded(plan)
-    # the same requests with the masked tokens left out, one block each
+    # `same` has the same requests without the masked tokens; each request has one block
     kept = [[(0, cache[3]), (2, cache[0]), (3, cache[7])], [(2, cache[8])], []]
     own = [torch.cat([page[: max(0, int(n) - at * block_size)] for at, page in pages] or [cache[0, :0]])
            for pages, n in zip(kept, lengths, strict=True)]  # fmt: skip
@@ -361,6 +375,7 @@ def test_values_outside_the_tensors(heads, block_size, cut):
 
 @pytest.mark.parametrize("heads", [3, 40, 64])
 def test_nan_stays_with_its_owner(heads):
+    """NaN in a query changes only the row of this query; NaN in a cache entry changes only the request that owns it."""
     ql, q_pe, cache, plan = make_inputs([2, 1, 1], [70, 130, 17], heads, BF16)
     clean = launch(ql, q_pe, cache, plan)
     spoilt = ql.clone()
@@ -384,9 +399,9 @@ def test_nan_stays_with_its_owner(heads):
     (16, 16, (256, 32), FP16), (64, 32, (256, 64), FP16),
 ], ids=str)  # fmt: skip
 def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monkeypatch):
-    """1000 decodes give the same bits, with every row block and cut.
+    """1000 decodes give the same bits, for every size of row block and every way to divide a request.
 
-    With "runs", two programs share a request, and the combine kernel adds the splits that the first one left.
+    With "runs", two programs share a request, and the combine kernel adds the splits of the second program.
     """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 3 if cut == "split" else 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 2 if cut == "runs" else 1)
@@ -405,7 +420,10 @@ def test_same_bits_a_thousand_times(heads, block_size, widths, dtype, cut, monke
 
 @pytest.mark.parametrize("heads", [4, 40])
 def test_strides(heads):
-    """Pitfall 18: the cache is one layer of several, and queries and tables are slices of larger tensors."""
+    """Strided inputs give the same bits as contiguous inputs (pitfall 18).
+
+    The cache is one layer of several, and the queries and the index tensors are slices of larger tensors.
+    """
     ql, q_pe, cache, plan = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x
                              for x in make_inputs([1, 2], [130, 64], heads, BF16))  # fmt: skip
     dense = launch(ql, q_pe, cache, plan)
@@ -417,7 +435,8 @@ def test_strides(heads):
     odd = torch.stack((q_pe, q_pe), dim=-1)[..., 1]
     table = torch.stack((plan.block_table,) * 2, dim=-1)[..., 0]
     cut = replace(plan, block_table=table, visible_lens=torch.stack((plan.visible_lens,) * 2, dim=-1)[:, 0])
-    # uneven: rows do not start at multiples of 16 bytes; shifted: the strides are such multiples, the address is not
+    # uneven: rows do not start at multiples of 16 bytes. shifted: the strides are multiples of 16 bytes, but the
+    # address is not.
     uneven = torch.cat((ql, ql), dim=-1)[..., 1 : ql.shape[-1] + 1].copy_(ql)
     shifted = ql.new_empty(ql.numel() + 1)[1:].view(ql.shape).copy_(ql)
     for queries, pages in ((heads_first, layers[:, 1]), (uneven, wide[..., 8:]), (shifted, cache)):
@@ -429,7 +448,7 @@ def test_strides(heads):
 @pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
 @pytest.mark.parametrize("heads", [4, 40, 64])
 def test_query_offsets_out_of_range(heads, starts, monkeypatch):
-    """Query offsets are clamped to the tokens: no read outside the queries, no write to outputs of no request."""
+    """The kernels clamp query offsets to the tokens, and write no output row that belongs to no request."""
     ql, q_pe, cache, plan = make_inputs([8], [40], heads, BF16)
     clean = launch(ql, q_pe, cache, plan)
     empty = torch.empty
@@ -450,7 +469,10 @@ def test_query_offsets_out_of_range(heads, starts, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [4, 40, 64, 128])
 def test_fewer_programs_than_requests(heads, batch_invariant, monkeypatch):
-    """Without a schedule a program also takes several requests; the next queries use the memory of the last outputs."""
+    """Without a schedule a program may process several requests.
+
+    The queries of the next request then overwrite the shared memory in which the kernel staged the last outputs.
+    """
     facts = decode.device_facts(DEVICE)
     monkeypatch.setattr(decode, "device_facts", lambda _: facts._replace(processors=3))
     inputs = make_inputs([1, 2, 0, 1, 3, 1, 2], [130, 70, 20, 0, 700, 64, 300], heads, BF16)
@@ -458,8 +480,8 @@ def test_fewer_programs_than_requests(heads, batch_invariant, monkeypatch):
 
 
 def test_query_strides_beyond_32_bit():
-    """Pitfall 8: queries head by head, as from `query_to_latent`, but 2^30 elements apart."""
-    for query_lens in ([2, 1], [22, 3]):  # 6 and 66 rows: one request in each kernel
+    """Queries whose heads are 2^30 elements apart give the same bits as packed queries (pitfall 8)."""
+    for query_lens in ([2, 1], [22, 3]):  # 6 and 66 rows give row blocks of 16 and of 64 rows
         ql, q_pe, cache, plan = make_inputs(query_lens, [40, 17], 3, BF16)
         near = launch(ql, q_pe, cache, plan)
         far = launch(far_heads(ql.to(DEVICE)), far_heads(q_pe.to(DEVICE)), cache, plan)
@@ -470,7 +492,7 @@ def test_query_strides_beyond_32_bit():
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_offsets_beyond_32_bit(heads, block_size):
-    """Pitfall 8: the blocks of the requests lie past element 2^31 of the cache."""
+    """A decode is within the budget if the blocks of the requests lie past element 2^31 of the cache (pitfall 8)."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [130, 67], heads, BF16, block_size=block_size)
     away = 2**31 // cache[0].numel() + 5
     if torch.cuda.mem_get_info()[0] < 2 * (away + 100) * cache[0].numel() * 2:
@@ -484,8 +506,8 @@ def test_offsets_beyond_32_bit(heads, block_size):
 @pytest.mark.parametrize("heads, requests", [(16, 2500), (128, 620)])
 @pytest.mark.parametrize("planned", [False, True])
 def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
-    """Pitfall 8: the partial outputs of the last request lie past element 2^31 of the buffer."""
-    pages = 2048  # blocks of 64 tokens: as many splits as any request may have
+    """A result keeps its bits if the request's partial outputs lie past element 2^31 of the buffer (pitfall 8)."""
+    pages = 2048  # with 2048 blocks of 64 tokens a request has the largest number of splits
     slots = requests * most_invariant_splits(pages, measured_schedule_costs(heads).cut)
     if torch.cuda.mem_get_info()[0] < 3 * slots * heads * 512 * 4:
         pytest.skip("too little memory")
@@ -516,7 +538,7 @@ def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_graph_replays_with_other_lengths(heads, batch_invariant):
-    """A decode is captured without a copy to the host; each replay reads the lengths now in the plan's buffers."""
+    """Each replay of a captured decode reads the lengths that the plan's buffers hold at the time of the replay."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, BF16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=schedule_of(plan, heads, 0, batch_invariant))
@@ -528,11 +550,14 @@ def test_graph_replays_with_other_lengths(heads, batch_invariant):
         verdict(AttentionState(out.cpu(), lse.cpu()), ql, q_pe, cache, other)
 
 
-# Which backend serves a call.
+# Tests of which backend serves a call.
 
 
 def test_what_it_does_not_cover_goes_to_triton():
-    """With `backend=None` Triton serves it and `explain` gives the reason; `backend="hopper"` raises all reasons."""
+    """Calls that `hopper` cannot serve are served by `triton`, and `explain` gives the reason.
+
+    With `backend="hopper"` such a call raises an error with all reasons.
+    """
     config = MLAConfig.from_preset("deepseek-v3")
     settings = {"device": DEVICE, "dtype": BF16}
     assert "mla_decode: hopper" in backends.explain(config, **settings)
@@ -554,7 +579,7 @@ def test_what_it_does_not_cover_goes_to_triton():
 
 
 def test_caches_the_copy_engine_cannot_read():
-    """The Triton kernel serves caches that are empty, or whose entries are not whole, aligned 16-byte words."""
+    """The `triton` backend serves a cache that is empty, or whose entries are not whole, aligned 16-byte words."""
     ql, q_pe, cache, plan = make_inputs([1, 2], [130, 64], 4, BF16)
     wanted = launch(ql, q_pe, cache, plan)
     on = ql.to(DEVICE), q_pe.to(DEVICE)

@@ -1,4 +1,7 @@
-"""The Hopper decode kernels at every shape that they declare: heads, query tokens, block sizes, widths of an entry."""
+"""Tests of the Hopper decode kernels for all declared heads, query tokens, block sizes and widths of a cache entry.
+
+The list in `tests/__init__.py` explains the numbers of pitfalls.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +32,17 @@ def check_parity(*args, **options):
 
 @pytest.mark.parametrize("heads", [1, 2, 7, 8, 17, 33, 40, 96, 126, 127, 128])
 def test_heads(heads):
-    """Any number of heads: several tokens share a row block, or one token fills several row blocks."""
+    """A decode is within the budget for any number of heads.
+
+    With few heads several tokens share a row block; with many heads one token fills several row blocks.
+    """
     check_parity([1, 2, 0, 5], [66, 333, 5, 129], heads, BF16)
 
 
 @pytest.mark.parametrize("query_len", range(1, 9))
 @pytest.mark.parametrize("heads", [4, 16, 128])
 def test_several_queries(heads, query_len):
-    """Pitfall 12: each row sees only keys up to its own position."""
+    """In a request with several query tokens each row sees only keys up to its own position (pitfall 12)."""
     check_parity([query_len] * 3, [65, 330, query_len], heads, BF16)
 
 
@@ -58,9 +64,10 @@ def test_blocks_and_widths(block_size, widths):
     (128, (512, 0), BF16),
 ], ids=str)  # fmt: skip
 def test_cuts_of_widths(block_size, widths, dtype, heads, cut, monkeypatch):
-    """All widths with every cut, also where a program combines splits and writes partial outputs of others.
+    """A decode is within the budget for each width and each way to divide a request among programs.
 
-    With 16 heads, a row block of 32 rows holds two tokens.
+    In some cases one program combines splits and also writes partial outputs of further splits. With 16 heads, a row
+    block of 32 rows holds two tokens.
     """
     monkeypatch.setattr(select, "best_num_splits", lambda *_: 1)
     monkeypatch.setattr(select, "best_num_programs", lambda *_: 2)

@@ -1,6 +1,8 @@
-"""Decode in two phases on Hopper gives the bits of `row_blocks_64`, where one program combines split after split.
+"""Tests that a Hopper decode in two phases gives the same bits as `row_blocks_64`.
 
-`test_hopper_decode` shows that a batch-invariant schedule also gives those bits, so two phases may not round elsewhere.
+In two phases, programs first compute the scores of all tiles, and then the columns of all outputs. In `row_blocks_64`
+one program combines the splits of a request one after another. `test_hopper_decode` shows that a decode with a
+batch-invariant schedule has the bits of `row_blocks_64`, so a decode in two phases must have the same bits.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from fast.kernels.hopper.mla_decode import launch as decode
 from fast.kernels.hopper.mla_decode import select
 
 BF16, FP16 = torch.bfloat16, torch.float16
-UNPLANNED = schedule_of(None, 64, 0, True)  # the same for any number of heads above 32
+UNPLANNED = schedule_of(None, 64, 0, True)  # this schedule is the same for any number of heads above 32
 launch = partial(decode_inputs.launch, decode, schedule=UNPLANNED)
 taken = []
 
@@ -48,7 +50,7 @@ def noted(monkeypatch):
 
 
 def in_one_phase(*inputs, **options) -> AttentionState:
-    """Decode with `row_blocks_64`, which takes the splits of a request one after another."""
+    """Decode with `row_blocks_64`, in which a program processes the splits of a request one after another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(select, "_scored_at_once", lambda *_: False)
         return launch(*inputs, **options)
@@ -65,15 +67,16 @@ def check_same_bits(*inputs, **options) -> None:
 
 
 @pytest.mark.parametrize("lens", [
-    ([1], [8320]),  # 65 pairs of tiles: with 128 heads 130 score blocks, the most for 132 programs
+    ([1], [8320]),  # 65 pairs of tiles; with 128 heads these are 130 score blocks, the largest number for 132 programs
     ([1, 1, 1, 1, 1, 1], [1, 63, 65, 127, 129, 1025]), ([1, 1, 1], [1024, 1085, 1049]), ([2, 1], [1500, 1170]),
     ([3, 0, 1], [331, 0, 530]), ([1, 1], [0, 0]), ([8], [700]),
-    ([1] * 22, list(range(0, 253, 12))),  # several column blocks a program, some of them without keys
+    ([1] * 22, list(range(0, 253, 12))),  # each program has several column blocks, of which some have no keys
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("heads, dtype", [(128, BF16), (100, FP16), (40, BF16), (64, BF16)], ids=str)
 def test_bits_of_one_phase(heads, dtype, lens):
+    """A decode in two phases gives the same bits as a decode in one phase, and is within the budget."""
     *inputs, plan = make_inputs(*lens, heads, dtype)
-    if plan.max_seq_len == 0:  # only padding rows, with a bound as an engine sets it: one pair of tiles without keys
+    if plan.max_seq_len == 0:  # only padding rows: set `max_seq_len` as an engine does, to one pair of tiles
         plan = replace(plan, max_seq_len=128)
     check_same_bits(*inputs, plan)
     verdict(launch(*inputs, plan), *inputs, plan)
@@ -81,7 +84,10 @@ def test_bits_of_one_phase(heads, dtype, lens):
 
 @pytest.mark.parametrize("lens", [[16768], [1085] * 13], ids=["one split", "several shares"])
 def test_more_pairs_than_wait_in_shared_memory(lens):
-    """Stages are reused: one split of 16 pairs of tiles, or column blocks of 8 pairs, of which a program takes two."""
+    """The bits are the same if a program reuses pipeline stages.
+
+    In one case a split has 16 pairs of tiles. In the other case a program computes two column blocks of 8 pairs each.
+    """
     inputs = make_inputs([1] * len(lens), lens, 64, BF16)
     check_same_bits(*inputs)
 
@@ -98,7 +104,10 @@ def test_pages_and_widths(block_size, widths, dtype):
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("heads", [64, 128])
 def test_rising_scores(heads, block_size):
-    """The largest score rises in first and in second tiles of pairs; all programs rescale by the same references."""
+    """The bits are the same if the largest score rises, in the first or in the second tile of a pair.
+
+    All programs must then rescale by the same largest scores.
+    """
     inputs = rising_inputs(heads, BF16, block_size=block_size)
     check_same_bits(*inputs)
     verdict(launch(*inputs), *inputs)
@@ -106,7 +115,7 @@ def test_rising_scores(heads, block_size):
 
 @pytest.mark.parametrize("heads", [64, 128])
 def test_pages_outside_the_cache(heads):
-    """Blocks outside the cache are masked; a split of only such blocks has no keys."""
+    """The kernel masks blocks outside the cache; a split with only such blocks has no keys."""
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1600, 1085, 1500], heads, BF16)
     table = plan.block_table.clone()
     table[0, 3], table[1, 16], table[2, :17] = GARBAGE, -1, 2**31 - 1
@@ -114,11 +123,14 @@ def test_pages_outside_the_cache(heads):
 
 
 def test_hostile_lists():
-    """Lengths beyond the table give the bits of one phase; with query offsets out of range the kernel still ends."""
+    """With lengths beyond the block table, a decode in two phases gives the same bits as a decode in one phase.
+
+    With query offsets out of range the kernel still ends.
+    """
     ql, q_pe, cache, plan = make_inputs([1, 1, 1], [1100, 640, 70], 64, BF16)
     for lens in ((2**31 - 1, 640, 70), (-5, 2147480000, 0)):
         check_same_bits(ql, q_pe, cache, replace(plan, seq_lens=integers(*lens)))
-    # a split with more pairs than the kernel checks at a time: splits grow with the length, but the table ends before
+    # These lengths give a split more pairs of tiles than the kernel checks at a time; the block table ends earlier.
     long = make_inputs([1], [8000], 64, BF16)
     for length in (2**31 - 1, 300_000, 262_145):
         check_same_bits(*long[:3], replace(long[3], seq_lens=integers(length), visible_lens=integers(length)))
@@ -140,7 +152,10 @@ def test_wide_output():
 
 
 def test_nan_stays_with_its_owner():
-    """A row with NaN scores changes no other row; no NaN has the bits of the sentinel for "not written yet"."""
+    """NaN in a query changes only the row of this query.
+
+    The kernel must also end: no NaN that it stores may have the bits of the sentinel for "not written yet".
+    """
     ql, q_pe, cache, plan = make_inputs([1, 1], [1300, 1170], 64, BF16)
     clean = launch(ql, q_pe, cache, plan)
     assert taken
@@ -157,7 +172,7 @@ def test_nan_stays_with_its_owner():
 
 @pytest.mark.parametrize("heads, lens", [(128, [8192]), (64, [900, 265, 0, 1501])])
 def test_same_bits_a_thousand_times(heads, lens):
-    """The bits do not depend on which program is first, or on the earlier content of the words."""
+    """1000 decodes give the same bits, in whatever order the programs run."""
     inputs = make_inputs([1] * len(lens), lens, heads, BF16)
     given = arguments(*inputs, schedule=UNPLANNED)
     first = decode.mla_decode(*given)
@@ -167,7 +182,10 @@ def test_same_bits_a_thousand_times(heads, lens):
 
 
 def test_graph_replays_with_other_lengths():
-    """A captured graph includes the cooperative launch; each replay reads the lengths now in the plan's buffers."""
+    """Each replay of a captured decode reads the lengths that the plan's buffers hold at the time of the replay.
+
+    The graph contains a cooperative launch.
+    """
     ql, q_pe, cache, plan = make_inputs([2, 1], [1300, 1150], 128, BF16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers, schedule=UNPLANNED)

@@ -1,6 +1,7 @@
-"""Triton decode is sized by `max_seq_len`: splits and buffers follow the longest request, not the block table's width.
+"""Tests that the sizes of a Triton decode follow from `max_seq_len` and not from the width of the block table.
 
-On a GPU the kernels run compiled, at the widths of real models; else this file runs again in Triton's interpreter.
+These sizes are the number of splits and the sizes of the buffers. On a GPU the kernels are compiled and have the widths
+of real models. Without a GPU this file runs again in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def schedule_for(cut, plan, heads):
 
 
 def widened(plan, columns):
-    """Return the plan with more columns in its block table; their entries belong to no request."""
+    """Return the plan with `columns` more columns in the block table; the added entries belong to no request."""
     tails = torch.full((plan.block_table.shape[0], columns), GARBAGE, dtype=torch.int32)
     return replace(plan, block_table=torch.cat((plan.block_table, tails), 1))
 
@@ -42,7 +43,7 @@ def widened(plan, columns):
 @runs
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_wide_table_costs_nothing(cut):
-    """A much wider block table changes neither the splits nor the sizes of the buffers."""
+    """A much wider block table changes neither the sizes of the buffers nor any bit of the output."""
     ql, q_pe, cache, plan = make_inputs([1], [KEYS], 16)
     schedule = schedule_for(cut, plan, 16)
     wide = widened(plan, 2544)
@@ -57,7 +58,10 @@ def test_a_wide_table_costs_nothing(cut):
 
 @runs
 def test_one_short_request_is_cut_into_few_splits():
-    """One request of 1024 tokens, 128 heads, 132 multiprocessors: 16 splits; by a table for 40960 tokens 66."""
+    """With 128 heads and 132 multiprocessors, a request of 1024 tokens has 16 splits.
+
+    A request of 40960 tokens has 66 splits.
+    """
     found = [decode._num_splits(programs=2, rows=128, keys=keys, processors=132) for keys in (1024, 40960)]
     assert found == [16, 66]
 
@@ -66,7 +70,7 @@ def test_one_short_request_is_cut_into_few_splits():
 @pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[:1], ids=str)
 @pytest.mark.parametrize("cut", CUTS)
 def test_longer_lengths_are_read_as_the_bound(cut, dtype):
-    """Memory law: a device length above `max_seq_len` is read as `max_seq_len`, though the table reaches further."""
+    """If a length in `seq_lens` exceeds `max_seq_len`, the kernel reads `max_seq_len` keys, however wide the table."""
     ql, q_pe, cache, plan = make_inputs([1, 2, 1], [200, 150, 130], 3, dtype)
     bound = 140
     lying = replace(plan, max_seq_len=bound)
@@ -83,7 +87,7 @@ def test_longer_lengths_are_read_as_the_bound(cut, dtype):
 @runs
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_bound_of_zero(cut):
-    """With `max_seq_len` 0 (only padding rows) no key is read: outputs are 0 and LSEs -inf."""
+    """If `max_seq_len` is 0, as in a batch of padding rows, no key is read: outputs are 0 and LSEs -inf."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [0, 0], 3)
     assert plan.max_seq_len == 0
     hostile = replace(plan, seq_lens=integers(5, 2**31 - 1), visible_lens=integers(5, 7))

@@ -1,7 +1,8 @@
-"""The Triton decode kernel compared with the reference: splits, block sizes, masks and invalid values.
+"""Tests of the Triton decode kernel against the reference: splits, block sizes, masks and invalid values.
 
-On a GPU it runs compiled, at the widths of real models; else this file runs again in Triton's interpreter, at small
-widths. `test_triton_scheduled_decode` tests decodes with a schedule.
+On a GPU the kernel is compiled and has the widths of real models. Without a GPU this file runs again in Triton's
+interpreter, with small widths. `test_triton_scheduled_decode` tests decodes with a schedule. The list in
+`tests/__init__.py` explains the numbers of pitfalls.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def test_heads(heads, dtype):
 @pytest.mark.parametrize("query_len", [1, 2, 4])
 @pytest.mark.parametrize("heads", [8, 16, 40])
 def test_several_queries_share_a_tile(heads, query_len):
-    """Pitfall 12: each row sees only keys up to its own position."""
+    """In a request with several query tokens each row sees only keys up to its own position (pitfall 12)."""
     check_parity([query_len] * 3, [65, 130, query_len], heads, DTYPES[-1])
 
 
@@ -82,7 +83,7 @@ def test_widths(widths, dtype):
 @runs
 @pytest.mark.parametrize("splits", [1, 2, 9])
 def test_splits(splits, monkeypatch):
-    """Pitfall 2: more splits than keys, so that some splits have no keys."""
+    """A decode is within the budget if a request has more splits than tiles, so that some have no keys (pitfall 2)."""
     monkeypatch.setattr(decode, "_num_splits", lambda *bounds: splits)
     for heads in (4, 40):
         check_parity([1, 0, 2, 1], [90, 9, 67, 0], heads, DTYPES[-1])
@@ -92,9 +93,9 @@ def test_splits(splits, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", ["whole", "split", "scheduled"])
 def test_rising_scores(cut, dtype, monkeypatch):
-    """The largest score rises at some tiles, in only some rows; the kernel rescales its sums there."""
-    # Scores are in the hundreds. Where two keys have nearly equal largest scores, the rounding of these scores decides
-    # a float32 result. With few rows the error of the reference, which sets the budget, can be small by chance.
+    """The kernel rescales its sums at tiles where the largest score of some rows rises."""
+    # Scores are in the hundreds. If two keys have nearly equal largest scores, the rounding of these scores determines
+    # a float32 result. With few rows the error of the reference can be small by chance, and so the budget as well.
     heads = 64 if dtype == torch.float32 else 4
     inputs = rising_inputs(heads, dtype, WIDTH)
     monkeypatch.setattr(decode, "_num_splits", lambda *_: 3 if cut == "split" else 1)
@@ -105,7 +106,7 @@ def test_rising_scores(cut, dtype, monkeypatch):
 @runs
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_wide_output(scheduled):
-    """Outputs in float32, for states that are merged later."""
+    """Outputs can be float32, for states that are merged later; a narrow output equals the rounded float32 output."""
     inputs = make_inputs([1, 2], [300, 131], 4, DTYPES[-1])
     schedule = schedule_of(inputs[3], 4, 3) if scheduled else None
     wide = launch(*inputs, schedule=schedule, out_dtype=torch.float32)
@@ -115,7 +116,10 @@ def test_wide_output(scheduled):
 
 @runs
 def test_choice_of_splits():
-    """Splits fill the GPU if there are few programs; one split if programs fill it; never more splits than keys."""
+    """A request has many splits if there are few programs, and one split if programs fill the GPU.
+
+    A request with few keys has one split as well.
+    """
     assert decode._num_splits(programs=1, rows=16, keys=131072, processors=132) > 100
     assert decode._num_splits(programs=128, rows=2048, keys=4096, processors=132) == 1
     assert decode._num_splits(programs=1, rows=16, keys=64, processors=132) == 1
@@ -124,7 +128,7 @@ def test_choice_of_splits():
 
 @runs
 def test_mask_is_data():
-    """Rows may have any visible length, as in context parallelism; later rows may see fewer keys than earlier ones."""
+    """A row may have any visible length, as in context parallelism; it may even see fewer keys than an earlier row."""
     ql, q_pe, cache, plan = make_inputs([4, 2, 3], [150, 70, 40], 5, DTYPES[-1])
     plan = replace(plan, visible_lens=integers(150, 0, 64, 1, 0, 0, 39, 40, 3))
     verdict(launch(ql, q_pe, cache, plan), ql, q_pe, cache, plan)
@@ -134,7 +138,7 @@ def test_mask_is_data():
 @pytest.mark.parametrize("heads", [4, 40])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_values_outside_the_tensors(heads, block_size):
-    """Pitfall 8 and the memory law: blocks outside the cache are masked, lengths clamped to the table."""
+    """The kernel masks blocks outside the cache and clamps lengths to the block table (pitfall 8)."""
     latent, rope = WIDTH
     width, dtype = latent + rope, DTYPES[-1]
     cache = torch.randn(9, block_size, width).to(dtype)
@@ -144,7 +148,7 @@ def test_values_outside_the_tensors(heads, block_size):
     plan = DecodeMetadata(table, lengths, offsets([1, 1, 1]), 1, visible, 2**31 - 1, block_size)
     state = launch(ql, q_pe, cache, plan)
 
-    # the same requests with the masked tokens left out, one block each
+    # `same` has the same requests without the masked tokens; each request has one block
     kept = [[(0, cache[3]), (2, cache[0]), (3, cache[7])], [(2, cache[8])], []]
     own = [torch.cat([page[: max(0, int(n) - at * block_size)] for at, page in pages] or [cache[0, :0]])
            for pages, n in zip(kept, lengths, strict=True)]  # fmt: skip
@@ -166,6 +170,7 @@ def test_values_outside_the_tensors(heads, block_size):
 
 @runs
 def test_nan_stays_with_its_owner():
+    """NaN in a query changes only the row of this query; NaN in a cache entry changes only the request that owns it."""
     ql, q_pe, cache, plan = make_inputs([2, 1, 1], [70, 130, 17], 3, DTYPES[-1])
     clean = launch(ql, q_pe, cache, plan)
     spoilt = ql.clone()
@@ -195,7 +200,10 @@ def test_same_bits_every_time(heads):
 @runs
 @pytest.mark.parametrize("heads", [4, 40])
 def test_strides(heads):
-    """Pitfall 18: the cache is one layer of several, and queries and tables are slices of larger tensors."""
+    """Strided inputs give the same bits as contiguous inputs (pitfall 18).
+
+    The cache is one layer of several, and the queries and the index tensors are slices of larger tensors.
+    """
     ql, q_pe, cache, plan = (x.to(DEVICE) if isinstance(x, torch.Tensor) else x
                              for x in make_inputs([1, 2], [130, 64], heads, DTYPES[-1]))  # fmt: skip
     dense = launch(ql, q_pe, cache, plan)
@@ -222,14 +230,14 @@ def test_float64_is_refused_by_name():
 @runs
 @pytest.mark.parametrize("starts", [(2**31 - 1, 8), (-(2**31), 8), (0, 2**31 - 1), (5, 2), (9, 9)], ids=str)
 def test_query_offsets_out_of_range(starts):
-    """Query offsets are clamped to the tokens: no read outside the queries, no write outside the result."""
+    """The kernel clamps query offsets to the tokens, so it accesses no memory outside queries and outputs."""
     ql, q_pe, cache, plan = make_inputs([8], [40], 40)
     assert launch(ql, q_pe, cache, replace(plan, query_start_loc=integers(*starts))).out.shape == ql.shape
 
 
 @runs
 def test_query_strides_beyond_32_bit():
-    """Pitfall 8: queries head by head, as from `query_to_latent`, but 2^30 elements apart."""
+    """Queries whose heads are 2^30 elements apart give the same bits as packed queries (pitfall 8)."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [40, 17], 3, torch.float16)
     near = launch(ql, q_pe, cache, plan)
     far = launch(far_heads(ql.to(DEVICE)), far_heads(q_pe.to(DEVICE)), cache, plan)
@@ -241,7 +249,7 @@ def test_query_strides_beyond_32_bit():
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_offsets_beyond_32_bit(heads, block_size):
-    """Pitfall 8: the blocks of the requests lie past element 2^31 of the cache."""
+    """A decode is within the budget if the blocks of the requests lie past element 2^31 of the cache (pitfall 8)."""
     ql, q_pe, cache, plan = make_inputs([1, 1], [130, 67], heads, torch.bfloat16, block_size=block_size)
     away = 2**31 // cache[0].numel() + 5
     if torch.cuda.mem_get_info()[0] < 2 * (away + 100) * cache[0].numel() * 2:
@@ -255,7 +263,7 @@ def test_offsets_beyond_32_bit(heads, block_size):
 @gpu_only
 @pytest.mark.parametrize("heads", [16, 128])
 def test_graph_replays_with_other_lengths(heads):
-    """A decode is captured without a copy to the host; each replay reads the lengths now in the plan's buffers."""
+    """Each replay of a captured decode reads the lengths that the plan's buffers hold at the time of the replay."""
     ql, q_pe, cache, plan = make_inputs([2, 1], [300, 150], heads, torch.bfloat16)
     buffers = on_device(plan)
     graph, out, lse = captured(decode, ql, q_pe, cache, buffers)

@@ -1,7 +1,7 @@
-"""The Triton decode with a schedule, compared with the reference: partial outputs, their combine, batch invariance.
+"""Tests of the Triton decode with a schedule: partial outputs, the combine kernel, and batch invariance.
 
-On a GPU it runs compiled, at the widths of real models; else this file runs again in Triton's interpreter, at small
-widths.
+On a GPU the kernels are compiled and have the widths of real models. Without a GPU this file runs again in Triton's
+interpreter, with small widths. The list in `tests/__init__.py` explains the numbers of pitfalls.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_in_the_interpreter():
     [(1, 4, 3), (1, 4, 20), (1, 4, 140), (2, 4, 20), (2, 4, 140), (1, 128, 3), (1, 128, 20), (1, 128, 70)],
 )
 def test_many_parts(requests, heads, splits):
-    """The combine kernel, with each of its tiles and with more splits than it adds at a time, against float64."""
+    """The combine kernel agrees with float64 for every tile, also with more splits than it loads at a time."""
     latent, rows = 40, requests * heads
     values = torch.randn(splits, rows, latent)
     largest, totals = 5 * torch.randn(splits, rows), torch.rand(splits, rows) + 0.5
@@ -50,7 +50,7 @@ def test_many_parts(requests, heads, splits):
     weights = torch.exp2(largest.double() - highest)
     total = (totals * weights).sum(0)
     wanted, most = (((part.double() * weights[:, :, None]).sum(0) / total[:, None]) for part in (values, values.abs()))
-    rounded = (splits + 16) * 2.0**-24  # rounding of all operations on a term, exp2 and division included
+    rounded = (splits + 16) * 2.0**-24  # upper bound of the relative rounding error, with exp2 and division
     assert ((out.flatten(0, 1).cpu() - wanted).abs() <= rounded * most).all()
     wanted_lse = (highest + total.log2()) * math.log(2)
     assert ((lse.T.flatten().cpu() - wanted_lse).abs() <= rounded * (1 + wanted_lse.abs())).all()
@@ -58,10 +58,11 @@ def test_many_parts(requests, heads, splits):
 
 @runs
 def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
-    """The batch-invariant combine has the same bits however many splits it loads at a time.
+    """The number of splits that the combine kernel loads at a time changes no bit of a batch-invariant decode.
 
-    While the largest score does not rise, the kernel adds partial outputs directly; else it rescales, split by split.
-    Some rows have no keys in the first, the last or an inner split, and some values are 0.0 or -0.0.
+    While the largest score does not rise, the kernel adds partial outputs directly. Where the score rises, the kernel
+    rescales its sums, split by split. Some rows have no keys in the first, the last or an inner split, and some values
+    are 0.0 or -0.0.
     """
     latent, heads, splits = 40, 8, 21
     values = torch.randn(splits, heads, latent)
@@ -89,15 +90,16 @@ def test_folds_are_the_same_bits_however_many_at_a_time(monkeypatch):
     (1, 4, 3, 1), (1, 4, 12, 5), (1, 4, 70, 7), (1, 4, 5, 5), (2, 4, 20, 3), (2, 4, 20, 19), (3, 3, 5, 5),
 ])  # fmt: skip
 def test_folded_parts(requests, heads, splits, folded, planned):
-    """The batch-invariant combine adds the sum at partial index 0 and the splits that it does not contain.
+    """In a batch-invariant decode the combine kernel adds the sum at partial index 0 and the remaining splits.
 
-    `folded` splits are combined at index 0; partial indices that no program writes are NaN. If index 0 contains all
-    splits, the decode has written the output, and the combine kernel must not. Values are compared with float64.
+    The partial output at index 0 contains the first `folded` splits. Partial outputs that no program writes are NaN. If
+    index 0 contains all splits, the decode kernel has written the output, and the combine kernel must not write it. The
+    results are compared with float64.
     """
     latent, slots = 160, splits + 2
     values = torch.randn(splits, requests, heads, latent)
     largest, totals = 60 * torch.randn(splits, requests, heads), torch.rand(splits, requests, heads) + 0.5
-    largest[splits // 2 :] += 200  # the largest score rises within a group of splits loaded at a time, and at its end
+    largest[splits // 2 :] += 200  # the largest score rises inside and at the end of a group of splits loaded at a time
     largest[-1] += 200
     values[-2], largest[-2], totals[-2] = 0, -torch.inf, 0  # a split without keys
 
@@ -126,7 +128,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
         return
     summed_values, highest, total = summed(0, splits)
     most = (values.abs() * torch.exp2(largest.double() - highest)[..., None]).sum(0) / total[..., None]
-    rounded = (splits + 16) * 2.0**-24  # as above; twice, as index 0 was rounded before
+    rounded = (splits + 16) * 2.0**-24  # as above; below the bound is doubled, because index 0 was rounded before
     assert ((out.cpu() - summed_values / total[..., None]).abs() <= 2 * rounded * most).all()
     wanted_lse = (highest + total.log2()) * math.log(2)
     assert ((lse.T.cpu() - wanted_lse).abs() <= 2 * rounded * (1 + wanted_lse.abs())).all()
@@ -135,7 +137,7 @@ def test_folded_parts(requests, heads, splits, folded, planned):
 @runs
 @pytest.mark.parametrize("programs, num_runs", [(1, 0), (3, 0), (0, 1), (0, 3)])
 def test_rising_folds(programs, num_runs, monkeypatch):
-    """The largest score rises from one split to the next by so much that the combined sums are rescaled."""
+    """A decode is within the budget if the largest score rises so much between splits that sums are rescaled."""
     inputs = rising_inputs(4, DTYPES[-1], WIDTH)  # with 4 heads the longest request has three splits
     monkeypatch.setattr(decode, "_num_splits", lambda *_: num_runs)
     verdict(launch(*inputs, schedule=schedule_of(inputs[3], 4, programs, True)), *inputs)
@@ -147,9 +149,10 @@ def test_rising_folds(programs, num_runs, monkeypatch):
     "programs, dtype", [(0, DTYPES[-1]), (1, DTYPES[-1]), (40, DTYPES[-1]), *((3, dtype) for dtype in DTYPES)], ids=str
 )
 def test_scheduled(programs, batch_invariant, dtype):
-    """Schedules with split and whole requests, idle programs, rows without keys, and requests without queries.
+    """A decode with a schedule is within the budget.
 
-    `programs` 0 means no schedule.
+    The batch has requests that the schedule splits and requests that it does not split, rows without keys, and requests
+    without queries. Some programs are idle. If `programs` is 0, the schedule has no plan.
     """
     if programs == 0 and not batch_invariant:
         pytest.skip("neither scheduled nor batch-invariant")
@@ -171,7 +174,7 @@ def test_scheduled_shapes(widths, block_size):
 @runs
 @pytest.mark.parametrize("cut", [InvariantCut(2, 3, 6, 7), InvariantCut(8, 1, 8, 1)], ids=str)
 def test_any_invariant_cut(cut, monkeypatch):
-    """A schedule with its own invariant cut gives the same bits planned and unplanned."""
+    """For any `InvariantCut`, a batch-invariant decode gives the same bits with a plan and without a plan."""
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], 4, DTYPES[-1], next(iter(NARROW.values())))
     planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(cut=cut), True)
     states = [launch(*inputs, schedule=planned)]
@@ -193,10 +196,10 @@ def test_nothing_but_padding_is_scheduled():
 
 @runs
 def test_batch_invariance(monkeypatch):
-    """Pitfall 19: with a batch-invariant schedule, neighbours change no bit of a request's result.
+    """With a batch-invariant schedule the other requests of a batch change no bit of a request's result (pitfall 19).
 
-    The requests have few and many splits and different numbers of query tokens; the decodes are planned and unplanned,
-    with few and many programs.
+    The requests have few and many splits and different numbers of query tokens. The decodes run with and without a
+    plan, and with few and many programs.
     """
     lens, query_lens = [1100, 70, 5200, 64, 0, 20], [1, 1, 1, 2, 1, 0]
     ql, q_pe, cache, plan = make_inputs(query_lens, lens, 16, DTYPES[-1], next(iter(NARROW.values())))
@@ -238,7 +241,7 @@ def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch
             costs = measured_schedule_costs(4)
             schedule = fast.plan_decode(far.seq_lens, programs, costs, batch_invariant=batch_invariant)
         state = launch(ql, q_pe, cache, far, schedule=schedule)
-        verdict(state, ql, q_pe, cache, plan)  # that request still sees as many keys as `visible_lens` says
+        verdict(state, ql, q_pe, cache, plan)  # the second request still sees as many keys as `visible_lens` says
 
 
 @runs
@@ -246,7 +249,10 @@ def test_lengths_beyond_the_table(programs, batch_invariant, length, monkeypatch
 @pytest.mark.parametrize("splits", [0, 2])
 @pytest.mark.parametrize("starts", [(2, -536870913), (1, -(2**31)), (-(2**31), 8), (0, 2**31 - 1), (2, 1)], ids=str)
 def test_merge_of_query_offsets_out_of_range(starts, splits, batch_invariant):
-    """The combine kernel writes nothing past the tokens, for a request without keys and for one with splits."""
+    """With query offsets out of range the combine kernel writes no memory past the tokens.
+
+    This holds for a request without keys and for a request with several splits.
+    """
     tokens, latent, spare = 2, 24, 64
     for heads in (1, 4):
         whole = torch.full(((tokens + spare) * heads * latent,), torch.nan, device=DEVICE)

@@ -66,7 +66,7 @@ def test_session_of_another_draw(tmp_path, key):
     """A session file of other sources or of another sample is refused, so that verdicts are never mixed."""
     path = tmp_path / "session.jsonl"
     Session(path, HEAD)
-    with pytest.raises(ValueError, match=f"^session: expected a file of this draw, got one of another {key}: name a"):
+    with pytest.raises(ValueError, match=f"^session: expected a file of this sample, got one with another {key}; use"):
         Session(path, HEAD | {key: "other"})
 
 

@@ -13,10 +13,10 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
     registry = sys.modules["fast.backends.registry"]
     monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
-    plans = sys.modules["fast.mla.device_choices"]  # it caches choices; remove the caches until the test ends
+    plans = sys.modules["fast.mla.device_choices"]  # this module caches choices: remove the caches until the test ends
     for kept in ("_of_device", "_programs_of_device", "_costs_of_device"):
         function = getattr(plans, kept)
-        # without __wrapped__ the cache is removed already: the test called this function before
+        # no __wrapped__: an earlier call of `with_backends` in the same test has removed the cache
         monkeypatch.setattr(plans, kept, getattr(function, "__wrapped__", function))
 
 

@@ -1,4 +1,4 @@
-"""Runs the commands of the GPU suite."""
+"""Helper that runs the commands of the GPU suite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE
 
 
 def run(command: Sequence[str], timeout: float, cwd: Path = ROOT, **environment: str) -> tuple[int, str]:
-    """Run a command and return its exit status and output; the status is 124 after `timeout` seconds."""
+    """Run a command and return its exit status and output; a command that exceeds `timeout` seconds has status 124."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     settings = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **environment}
     try:

@@ -1,10 +1,10 @@
-"""Kernel launches that are recorded instead of run, and compiled for a chip that need not be here."""
+"""Helpers that record a kernel launch instead of running the kernel, and compile the kernel without its GPU."""
 
 from __future__ import annotations
 
 import torch
 
-OPTIONS = ("num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid")  # what is no parameter of the kernel
+OPTIONS = ("num_warps", "num_stages", "launch_pdl", "launch_cooperative_grid")  # keyword arguments of Triton's launch
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int16: "i16", torch.int32: "i32",
     torch.int64: "i64",
@@ -12,20 +12,25 @@ TYPES = {
 
 
 class Kind(tuple):
-    """Triton's type of an argument and whether 16 divides it; for a constant ("constexpr", its value).
+    """Triton's type of an argument, and whether 16 divides the argument; ("constexpr", value) for a constant.
 
-    The kind of a record is a record of kinds.
+    The kind of a named tuple is a named tuple of kinds.
     """
 
     __slots__ = ()
 
 
 class Recorded:
-    """Stands for a kernel: a launch records what Triton would compile.
+    """Substitute for a kernel: a launch records the kernel variant that Triton would compile.
 
-    Integers count as 1, as multiples of 16 or as others, pointers by type and alignment, as far as the kernel's own
-    `do_not_specialize` lets them; constants by value. The fields of a record count like parameters, but Triton
-    specialises every one of them: `do_not_specialize` does not reach them.
+    As in Triton, a variant depends on these properties of the arguments:
+
+    - an integer: whether its value is 1, and whether 16 divides the value
+    - a pointer: its type and its alignment
+    - a constant: its value
+    - a field of a named tuple: the same properties as a parameter
+
+    `do_not_specialize` of the kernel removes such properties of a parameter, but never the properties of a field.
     """
 
     def __init__(self, kernel, launches: dict):
@@ -44,7 +49,7 @@ class Recorded:
         """Return the kind of an argument."""
         if hasattr(value, "_asdict"):
             if parameter.do_not_specialize or parameter.do_not_specialize_on_alignment:
-                raise TypeError(f"{parameter.name}: Triton specialises the fields of a record, whatever it is told")
+                raise TypeError(f"{parameter.name}: Triton specialises the fields of a named tuple in every case")
             return type(value)(*(cls.kind(parameter, field) for field in value))
         if isinstance(value, torch.Tensor):
             aligned = not parameter.do_not_specialize_on_alignment and value.data_ptr() % 16 == 0
@@ -64,7 +69,7 @@ class Recorded:
 
 
 class RecordedGluon(Recorded):
-    """The same for a Gluon kernel, whose descriptors carry the layout of their boxes."""
+    """Substitute for a Gluon kernel; the type of a tensor descriptor then contains the layout of its blocks."""
 
     @staticmethod
     def descriptor(value) -> str:
@@ -72,12 +77,14 @@ class RecordedGluon(Recorded):
 
 
 class Source:
-    """What Triton compiles for a recorded launch.
+    """The kernel variant that Triton compiles for a recorded launch.
+
+    A path is the position of a parameter, followed by the position of a field if the parameter is a named tuple.
 
     Attributes:
-        signature: parameter name to Triton's type; a record's type is a record of types.
-        constants: path (position of the parameter, then of the field) to value.
-        attributes: path to what is known of the argument.
+        signature: mapping from parameter name to Triton's type; a named tuple has a named tuple of types.
+        constants: mapping from path to the value of a constant.
+        attributes: mapping from path to Triton's attributes of an argument, such as its divisibility.
         options: options of the launch.
     """
 
@@ -94,7 +101,7 @@ class Source:
         }
 
     def _type_of(self, path: tuple, kind):
-        """Return Triton's type of a kind, and keep what else the kind says under its path."""
+        """Return Triton's type of a kind; store the constant or the divisibility of the kind under `path`."""
         if not isinstance(kind, Kind):
             return type(kind)(*(self._type_of((*path, number), field) for number, field in enumerate(kind)))
         name, known = kind
@@ -105,7 +112,7 @@ class Source:
         return name
 
     def compile(self, capability: tuple[int, int]):
-        """Return the kernel, compiled for a chip of this capability."""
+        """Compile the kernel variant for a GPU of this compute capability and return the result."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -118,12 +125,12 @@ class Source:
 
 
 def compiled(kernel, kinds: dict, constants: dict, capability: tuple[int, int] = (9, 0)):
-    """Return a recorded launch, compiled for a chip that need not be here.
+    """Compile the kernel of a recorded launch and return the compiled kernel; no GPU is needed.
 
     Args:
         kernel: the kernel.
-        kinds: parameter name to kind, of the positional arguments.
+        kinds: mapping from the name of a positional argument to its kind.
         constants: keyword arguments of the launch: constants and options.
-        capability: compute capability of the chip.
+        capability: compute capability of the GPU for which the kernel is compiled.
     """
     return Source(kernel, kinds, constants).compile(capability)

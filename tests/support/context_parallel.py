@@ -22,7 +22,7 @@ SIZES, INTERLEAVES, MERGES = (1, 2, 3, 4, 8), (1, 16, 64), ("a2a", "ag_rs")
 
 
 def of_rank(common, block_size, ownership):
-    """Return the batch with the slot mapping of one rank: -1 for the tokens that the rank does not own."""
+    """Return the batch with the slot mapping of one rank; tokens that the rank does not own have slot -1."""
     slots = reference.dcp_slot_mapping(
         common.query_start_loc, common.seq_lens, common.block_table, block_size, common.slot_mapping.shape[0],
         ownership.size, ownership.rank, ownership.interleave,
@@ -33,7 +33,8 @@ def of_rank(common, block_size, ownership):
 def gathered_chunk(entries, starts, size, interleave, padded):
     """Return the all-gathered rows of a chunk, [D, padded, width].
 
-    A rank contributes the tokens that it owns among the tokens `[start, S)` of each request; its other rows are NaN.
+    The rows of a rank are the tokens of `[start, S)` of each request that the rank owns. Further rows of a rank are
+    NaN.
     """
     gathered = torch.full((size, padded, entries[0].shape[1]), torch.nan, dtype=entries[0].dtype)
     for rank in range(size):
@@ -49,10 +50,10 @@ def gathered_chunk(entries, starts, size, interleave, padded):
 
 
 def rank_states(size, tokens, heads, value, dtype):
-    """Return a state for each rank.
+    """Return a random state for each rank.
 
-    Some ranks hold no key of some rows, the last rank holds no key of head 0, and the row of head 1 and token 2 has no
-    key on any rank.
+    Random rows have no keys on a rank. The rows of head 0 have no keys on the last rank. The row of head 1 and token 2
+    has no keys on any rank.
     """
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     states = []
@@ -68,7 +69,7 @@ def rank_states(size, tokens, heads, value, dtype):
 
 
 def over_ranks(ops, states, merge, interleave=1):
-    """Merge the states of all ranks and return one state with the heads of every owner rank."""
+    """Merge the states of all ranks and return one state with all heads, concatenated over the owner ranks."""
     function = {"a2a": ops.cp_lse_a2a, "ag_rs": ops.cp_lse_ag_out_rs}[merge]
     merged = ops.simulate(len(states), interleave, lambda ranks: function(states[ranks.rank], ranks.cp_group))
     return AttentionState(torch.cat([own.out for own in merged], 1), torch.cat([own.lse for own in merged]))

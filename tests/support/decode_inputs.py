@@ -1,4 +1,4 @@
-"""Helpers for the tests of decode kernels: inputs that reveal mistakes, the launch, and the check of its result."""
+"""Helpers for the tests of decode kernels: inputs that reveal faults, the launch, and the check of the result."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512,
 def rising_inputs(heads, dtype, widths=(512, 64), block_size=64):
     """Return inputs whose largest scores (base 2) rise by more than 8 from some tiles to the next.
 
-    Only the even heads have such scores. In other tests the later scores rarely exceed the first tile's, so a kernel
-    that never rescaled its sums would pass them.
+    Only the even heads have such scores. In tests with other inputs, later scores rarely exceed the scores of the first
+    tile, so a kernel that never rescales its sums would pass those tests.
     """
     inputs = make_inputs([1, 2, 1], [700, 330, 190], heads, dtype, widths, block_size)
     ql, q_pe, cache, plan = inputs
     ql[:, 1::2] /= 4096
     q_pe[:, 1::2] /= 4096
-    # One factor for each tile of 64 keys; powers of two, so that no key is rounded. The factors are large enough that
-    # exp2(later score - score of the first tile) overflows. They are not larger, as the rounding of a score grows with
-    # the score.
+    # There is one factor for each tile of 64 keys. The factors are powers of two, so that no key is rounded, and are so
+    # large that exp2(later score - score of the first tile) overflows. Larger factors would only increase the rounding
+    # of the scores.
     factors = (1, 1, 4, 4, 2, 16, 16, 1, 128, 16, 4)
     for request, length in enumerate(plan.seq_lens.tolist()):
         for column in range(-(-length // block_size)):
@@ -59,7 +59,7 @@ def on_device(plan: DecodeMetadata) -> DecodeMetadata:
 
 
 def cut_of(schedule) -> tuple:
-    """Return the arguments of a decode kernel that come from a schedule, on the device."""
+    """Return the arguments that a decode kernel gets from a schedule, with tensors on the device of these tests."""
     if schedule is None:
         return None, None, False, NEUTRAL_CUT
     tensors = (t if t is None else t.to(DEVICE) for t in (schedule.tile_ranges, schedule.split_offsets))
@@ -67,7 +67,7 @@ def cut_of(schedule) -> tuple:
 
 
 def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> tuple:
-    """Return the arguments of a backend's decode, on the device; a tensor that is there already is not copied."""
+    """Return the arguments of a backend's decode; tensors are copied to the device of these tests where needed."""
     p = on_device(plan)
     return (
         ql.to(DEVICE), q_pe.to(DEVICE), cache.to(DEVICE), p.block_table, p.seq_lens, p.query_start_loc, p.visible_lens,
@@ -76,14 +76,14 @@ def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None)
 
 
 def launch(kernels, *inputs, **options) -> AttentionState:
-    """Launch the decode of a backend on the device and return its state on the CPU."""
+    """Launch the decode of a backend on the device of these tests and return the state on the CPU."""
     out, lse = kernels.mla_decode(*arguments(*inputs, **options))
     assert out.is_contiguous() and lse.is_contiguous()
     return AttentionState(out.cpu(), lse.cpu())
 
 
 def differences(decode, arguments, first, times) -> int:
-    """Decode `times` times and return how many elements differ in their bits from those of `first`."""
+    """Decode `times` times and return the number of elements whose bits differ from the bits in `first`."""
     differ = torch.zeros((), dtype=torch.int64, device=DEVICE)
     for _ in range(times):
         for mine, other in zip(decode(*arguments), first, strict=True):
@@ -95,7 +95,7 @@ def differences(decode, arguments, first, times) -> int:
 def captured(kernels, *inputs, schedule=None):
     """Capture a decode in a graph; return the graph, and the output and LSE that a replay writes.
 
-    A replay reads the plan's own tensors if they are on the device; else it reads copies.
+    A replay reads the tensors of the plan if the tensors are on the device of these tests; else a replay reads copies.
     """
     given = arguments(*inputs, schedule=schedule)
     kernels.mla_decode(*given)

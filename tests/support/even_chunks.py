@@ -1,4 +1,4 @@
-"""A simpler partition of context than `plan_context_chunks` makes: each request gets equally much of the workspace."""
+"""A partition of context that is simpler than `plan_context_chunks`: all requests get equal parts of the workspace."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .factories import integers, offsets
 def even_chunks(
     context_lens: list[int], workspace: int, block_size: int, ranks: int = 1, interleave: int = 1
 ) -> tuple[ContextChunk, ...]:
-    """Return chunks in which every request with context has the same number of tokens, a multiple of the unit.
+    """Return chunks in which every request with context has room for the same number of tokens.
 
-    The unit is a block, or with several ranks the least common multiple of a block and `ranks * interleave` tokens.
+    This number is a multiple of `block_size`, and with several ranks also of `ranks * interleave`.
     """
     with_context = [length for length in context_lens if length]
     if not with_context:

@@ -1,7 +1,7 @@
-"""Random inputs that are never degenerate, and oracles that compute indices in another way than both packages.
+"""Random inputs that are never degenerate, and oracles: slow, simple computations of the expected results.
 
-In a cache, every element of a slot that no request owns is NaN. In a block table, every entry past a request's last
-block is GARBAGE.
+The oracles compute indices in another way than both packages do. In a cache, every element of a slot that no request
+owns is NaN. In a block table, every entry past a request's last block is GARBAGE.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GARBAGE = 2147480000
 HEADS = (1, 3, 16, 64, 126, 128)
 YARN = YarnConfig(factor=40.0, original_max_position_embeddings=64, mscale=0.707, mscale_all_dim=1.0)
 
-# These two small configs together take every branch of a config: low-rank and direct query, YaRN and default rope,
+# Together these two small configs cover every option of a config: low-rank and direct query, YaRN and default rope,
 # interleaved and half-split pairs.
 DIRECT = MLAConfig(48, 3, None, 24, 12, 8, 10, 1e-5, RopeConfig(interleaved=False))
 LOW_RANK = MLAConfig(40, 16, 20, 32, 16, 16, 24, 1e-6, RopeConfig(theta=5000.0, interleaved=True, yarn=YARN))
@@ -32,7 +32,7 @@ def integers(*values: int) -> Tensor:
 
 
 def offsets(lengths) -> Tensor:
-    """Return the prefix sums of the lengths, from 0, as int32: [B + 1]."""
+    """Return the prefix sums of the lengths as int32, [B + 1]; the first sum is 0."""
     return integers(*(sum(lengths[:i]) for i in range(len(lengths) + 1)))
 
 
@@ -42,9 +42,9 @@ class Batch:
 
     Attributes:
         query_lens: new tokens of each request.
-        seq_lens: tokens of each request after the step; 0 with new tokens makes a padding request.
-        block_size: tokens a block.
-        num_blocks: blocks of the cache, of which some belong to no request.
+        seq_lens: tokens of each request after the step; a request with new tokens and length 0 is a padding request.
+        block_size: number of tokens in a block.
+        num_blocks: number of blocks of the cache; some blocks belong to no request.
         slots: for each request, the slot of each of its tokens as (block, offset).
         common: the same batch in the form that a scheduler gives to a builder.
     """
@@ -66,7 +66,7 @@ class Batch:
 
 
 def make_batch(query_lens, seq_lens, block_size: int = 16, padding: int = 0, spare_blocks: int = 3) -> Batch:
-    """Return a batch whose blocks lie in random order; `padding` tokens without a request stand at its end."""
+    """Return a batch whose blocks lie in random order; after its requests come `padding` tokens without a request."""
     query_lens, seq_lens = tuple(query_lens), tuple(seq_lens)
     used = [math.ceil(length / block_size) for length in seq_lens]
     num_blocks = sum(used) + spare_blocks
@@ -98,7 +98,10 @@ def make_entries(batch: Batch, head_size: int, dtype: torch.dtype) -> list[Tenso
 def make_cache(
     batch: Batch, entries: list[Tensor], head_size: int, dtype: torch.dtype, new_tokens: bool = True
 ) -> Tensor:
-    """Return a cache that holds the entries, those of the new tokens only if `new_tokens`; every other slot is NaN."""
+    """Return a cache that holds the entries; every other slot is NaN.
+
+    If `new_tokens` is false, the slots of the new tokens are NaN as well.
+    """
     cache = torch.full((batch.num_blocks, batch.block_size, head_size), torch.nan, dtype=dtype)
     for request, own in enumerate(batch.slots):
         held = len(own) if new_tokens else batch.context_lens[request]
@@ -130,7 +133,7 @@ def far_heads(x: Tensor) -> Tensor:
 
 
 def make_up_projections(config: MLAConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return W_UK [Lkv, N, P] and W_UV [Lkv, N, V], scaled to keep the magnitude of the latent."""
+    """Return random W_UK [Lkv, N, P] and W_UV [Lkv, N, V], so scaled that products have the latent's magnitude."""
 
     def weight(width: int) -> Tensor:
         values = torch.randn(config.kv_lora_rank, config.num_heads, width, dtype=torch.float64)
@@ -140,7 +143,7 @@ def make_up_projections(config: MLAConfig, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def make_weights(config: MLAConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return random weights of one layer, by the names of the constructor's arguments."""
+    """Return random weights of one layer; the keys are the names of the constructor's arguments."""
     c = config
     shapes = {
         "kv_a_proj_with_mqa": (c.head_size, c.hidden_size),
@@ -167,7 +170,7 @@ def linear(weight: Tensor) -> nn.Linear:
 
 
 def norm(weight: Tensor) -> nn.RMSNorm:
-    """Return a norm module with this weight; its own epsilon, 0.5, must not be used."""
+    """Return a norm module with this weight; the epsilon of the module, 0.5, is wrong, and a layer must not use it."""
     module = nn.RMSNorm(weight.shape[0], eps=0.5, dtype=weight.dtype)
     module.weight = nn.Parameter(weight.clone(), requires_grad=False)
     return module
@@ -181,12 +184,12 @@ def make_layer(ops, config: MLAConfig, weights: dict[str, Tensor], dtype: torch.
 
 
 def preset(name: str) -> MLAConfig:
-    """Return the config of a preset; MiniCPM3 gets plain half-split rope, as its LongRoPE is not implemented."""
+    """Return the config of a preset; MiniCPM3 gets plain half-split rope, because LongRoPE is not implemented."""
     return MLAConfig.from_preset(name, **({"rope": RopeConfig(interleaved=False)} if name == "minicpm3" else {}))
 
 
 def softmax_scale(config: MLAConfig) -> float:
-    """Return the softmax scale of a config, computed here independently; a given scale replaces it."""
+    """Return the softmax scale that a config gives, or compute the scale independently of the packages."""
     if config.given_softmax_scale is not None:
         return config.given_softmax_scale
     scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -197,7 +200,7 @@ def softmax_scale(config: MLAConfig) -> float:
     return scale
 
 
-# Oracles in float64, without paged cache, packed requests or absorbed path.
+# The oracles compute in float64 and use neither a paged cache nor packed requests nor the absorbed path.
 
 
 def oracle_rope(x: Tensor, positions: Tensor, config: MLAConfig) -> Tensor:
@@ -214,7 +217,7 @@ def oracle_rope(x: Tensor, positions: Tensor, config: MLAConfig) -> Tensor:
 
 
 def oracle_turn(position: int, pair: int, width: int, rope: RopeConfig) -> complex:
-    """Return the complex number that a pair is multiplied by, with YaRN's frequency correction and magnitude."""
+    """Return the complex number by which rope multiplies a pair; it contains YaRN's frequencies and magnitude."""
     frequency, magnitude = rope.theta ** (-2 * pair / width), 1.0
     if (yarn := rope.yarn) is not None:
 
@@ -241,7 +244,7 @@ def oracle_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     out = torch.zeros(queries, heads, v.shape[2], dtype=torch.float64)
     lse = torch.full((heads, queries), -torch.inf, dtype=torch.float64)
     for i in range(queries):
-        # a causal query sees all keys but as many of the last ones as queries follow it
+        # if n queries follow a causal query, the query sees all keys but the last n
         seen = [j for j in range(keys) if not causal or keys - j > queries - 1 - i]
         for head in range(heads):
             scores = [
@@ -261,7 +264,7 @@ def oracle_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
 
 
 def oracle_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return causal attention of the last Sq of S tokens by torch's own kernel, computed in `dtype`: [Sq, N, Dv]."""
+    """Compute causal attention of the last Sq of S tokens with torch's kernel in `dtype`; return [Sq, N, Dv]."""
     keys_after = torch.arange(k.shape[0]).flip(0)
     queries_after = torch.arange(q.shape[0]).flip(0)
     seen = keys_after[None, :] >= queries_after[:, None]
@@ -270,7 +273,7 @@ def oracle_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, dtype: torch.dtyp
 
 
 def oracle_layer(config: MLAConfig, weights: dict[str, Tensor], hidden: Tensor) -> Tensor:
-    """Compute the layer for the whole sequence of one request, [S, H] -> [S, H], without cache and absorbed path."""
+    """Compute a layer for the whole sequence of one request, [S, H] -> [S, H], without a cache or the absorbed path."""
     c, w = config, {name: weight.double() for name, weight in weights.items()}
     x, positions = hidden.double(), torch.arange(hidden.shape[0])
 
@@ -296,7 +299,10 @@ def oracle_layer(config: MLAConfig, weights: dict[str, Tensor], hidden: Tensor) 
 
 
 def assert_close64(actual: Tensor, expected: Tensor) -> None:
-    """Assert equality to float64 rounding: 1e-12 x max(1, largest value); NaN and infinities at the same elements."""
+    """Assert that two tensors are equal up to float64 rounding, 1e-12 x max(1, largest value).
+
+    NaN and infinities must be at the same elements.
+    """
     assert actual.shape == expected.shape, f"shape {list(actual.shape)}, expected {list(expected.shape)}"
     finite = expected.isfinite()
     assert torch.equal(actual.isfinite(), finite), "NaN or infinity at different elements"

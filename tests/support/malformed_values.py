@@ -1,4 +1,4 @@
-"""Malformed values for the arguments of a call, and whether an argument's annotation admits a value."""
+"""Malformed values for the arguments of a call, and a check whether the annotation of an argument admits a value."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ANYTHING = Anything()
 
 
 def scalars() -> dict[str, Any]:
-    """Return values that a caller may pass by mistake for any argument, by their names in the report."""
+    """Return values that a caller may pass by mistake for any argument; the keys name the values in the report."""
     return {
         "None": None,
         "a float": 3.5,
@@ -52,7 +52,10 @@ def scalars() -> dict[str, Any]:
 
 
 def tensors(like: Tensor) -> dict[str, Tensor]:
-    """Return tensors that differ from a good one in dtype, rank, layout or device, by their names in the report."""
+    """Return tensors that differ from a good tensor in dtype, number of dimensions, layout or device.
+
+    The keys name the tensors in the report.
+    """
     floating = like.is_floating_point()
     made = {
         "a bool tensor": like != 0,
@@ -78,7 +81,7 @@ def tensors(like: Tensor) -> dict[str, Tensor]:
 
 
 def admits(annotation: str, value: Any) -> bool:
-    """Return whether a value has the type of an annotation; a call may then accept it or refuse it."""
+    """Return whether a value has the type of an annotation; a call may accept or refuse such a value."""
     annotation = annotation.replace("BackendChoice", "str | Mapping[str, str] | None")
     for part in re.split(r"\s*\|\s*(?![^\[]*\])", annotation):
         kind = part.split("[")[0].strip()
@@ -99,12 +102,12 @@ def admits(annotation: str, value: Any) -> bool:
 
 
 def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]]:
-    """Yield malformed variants of a good argument: the argument replaced, or one field or item of it replaced.
+    """Yield malformed variants of a good argument: either the argument is replaced, or one of its fields or items.
 
     Yields:
-        Dotted path of the replaced part below the argument ("" for the argument itself), name of the value that
-        replaces it, the resulting argument, and whether the value has the right type. Variants that a record's own
-        checks refuse are left out.
+        Four values: the dotted path of the replaced part below the argument ("" for the argument itself), the name of
+        the new value, the resulting argument, and whether the new value has the right type. A variant is left out if
+        the constructor of its record raises an error.
     """
     for label, value in scalars().items():
         if not (
@@ -122,7 +125,7 @@ def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]
             for path, label, value, well in malformed(str(field.type), held):
                 try:
                     changed = dataclasses.replace(good, **{field.name: value})
-                except (ValueError, TypeError):  # the constructor of a record that checks itself is a call of its own
+                except (ValueError, TypeError):  # `valid_calls` has calls of the constructors of such records
                     continue
                 yield f".{field.name}{path}", label, changed, well
     elif isinstance(good, list | tuple) and good and isinstance(good[0], Tensor):

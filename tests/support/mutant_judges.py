@@ -1,4 +1,4 @@
-"""Tables of `python -m tests.mutants`: the tests that judge the mutants of a file, and the subject of a file."""
+"""Tables for `python -m tests.mutants`: the tests that judge the mutants of a file, and the subject of a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Judge:
 
     Attributes:
         modules: test modules in `tests`, without suffix.
-        selection: expression that selects some of the modules' tests (`pytest -k`); "" selects all.
+        selection: expression for `pytest -k` that selects tests of the modules; "" selects all tests.
     """
 
     modules: tuple[str, ...]
@@ -19,7 +19,7 @@ class Judge:
 
     @property
     def command(self) -> list[str]:
-        """The arguments of pytest that run the judge."""
+        """The arguments with which pytest runs the tests of the judge."""
         paths = [f"tests/{module}.py" for module in self.modules]
         return [*paths, *(["-k", self.selection] if self.selection else [])]
 
@@ -42,7 +42,7 @@ BUILDER = Judge(
     ),
     "not test_context_parallel_refusals or test_plans",
 )
-# The expression leaves out whole layers and serving loops over many ranks: they take most of these modules' time.
+# The expression leaves out whole layers and serving loops over many ranks, because such tests take most of the time.
 CONTEXT_PARALLEL = Judge(
     (
         "planning/test_rank_slots",
@@ -58,7 +58,7 @@ CONTEXT_PARALLEL = Judge(
     ),
     "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
 )
-# The slot mapping of one rank, and of ranks that share a sequence.
+# The tests of the slot mapping of one rank, and of ranks that share a sequence.
 SLOT_MAPPING = Judge((*BATCH.modules, "planning/test_rank_slots"))
 OWNERSHIP = Judge(
     ("interfaces/test_interfaces", "planning/test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection

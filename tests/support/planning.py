@@ -1,4 +1,4 @@
-"""Helpers for the tests of the planners: strategies for random batches, comparison of plans bit by bit."""
+"""Helpers for the tests of the planners: strategies for random batches, and a comparison of plans bit by bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUERY_LENS = st.lists(st.sampled_from([0, 1, 1, 2, 3, 5, 17]), max_size=7)
 
 @st.composite
 def batches(draw):
-    """Draw query and sequence lengths, among them padding requests, empty queries and lengths of 16 and 17 tokens."""
+    """Draw query and sequence lengths; padding requests, empty queries and lengths of 16 and 17 tokens are frequent."""
     query_lens = draw(QUERY_LENS)
     seq_lens = [
         draw(st.one_of(st.just(0), st.integers(q, q + 40), st.just(max(q, 16)), st.just(max(q, 17))))
@@ -27,7 +27,7 @@ def batches(draw):
 
 
 def same(ours, theirs, name="metadata"):
-    """Assert that two plans are equal, field by field; tensors in dtype, shape and all bits."""
+    """Assert that two plans are equal, field by field; tensors must have equal dtypes, shapes and values."""
     if isinstance(ours, Tensor):
         assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.equal(theirs), name
     elif dataclasses.is_dataclass(ours):

@@ -1,7 +1,8 @@
-"""Starts ranks as processes of this machine, connected by the loopback interface, and ends every process.
+"""Helpers that start ranks as processes of one machine, connected by the loopback interface, and end every process.
 
-It does not use torchrun: when a rank dies, torchrun kills the surviving ranks, and the tests check the errors of those.
-The processes are forked from a server that has imported all modules, so a rank starts without seconds of imports.
+The helpers do not use torchrun: when a rank dies, torchrun kills the surviving ranks, but the tests check which errors
+the surviving ranks raise. The processes are forked from a server that has imported all modules. A rank therefore need
+not import them, which would take seconds.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ class Outcome:
     """Result of one rank.
 
     Attributes:
-        value: value that its task returned; None if the task did not return.
-        error: type and message of the exception that its task raised; None if there was none.
-        exit_status: exit status of its process; -n if signal n ended the process, None if it was killed at the limit.
-        seconds: time from the start of the task to its return or exception; None if the process ended otherwise.
-        stderr: text that it wrote to stderr.
-        ended: when its process was first observed to have ended, by `time.monotonic`.
+        value: value that the task returned; None if the task did not return.
+        error: type and message of the exception that the task raised; None if the task raised no exception.
+        exit_status: exit status of the process; -n if signal n ended the process, None if the process was still alive
+            when the run ended.
+        seconds: time from the start of the task to its return or exception; None if the task did neither.
+        stderr: text that the rank wrote to stderr.
+        ended: time, by `time.monotonic`, when the process was first seen to have ended.
     """
 
     value: Any
@@ -70,12 +72,12 @@ def run_ranks(
     Args:
         size: number of ranks.
         task: function of a module that can be imported.
-        arguments: its arguments; they are pickled.
+        arguments: arguments of the task; each rank gets a pickled copy.
         backend: gloo or nccl; with nccl rank r uses CUDA device r.
         timeout_s: timeout of the process group, in seconds.
-        limit_s: time limit of the run, in seconds; ranks that have not ended by then are killed.
-        meanwhile: called with the process ids after every rank has called `serving`.
-        stands_still: rank whose end is not waited for.
+        limit_s: time limit of the run, in seconds; ranks that run longer are killed.
+        meanwhile: function that is called with the process ids after every rank has called `serving`.
+        stands_still: rank that need not end; the run ends, and kills this rank, when all other ranks have ended.
 
     Returns:
         The outcome of every rank, in rank order.
@@ -113,7 +115,7 @@ def run_ranks(
     return outcomes
 
 
-_STORE: list[dist.TCPStore] = []  # in the process of a rank: its connection to the store; empty elsewhere
+_STORE: list[dist.TCPStore] = []  # the connection of a rank's process to the store; empty in other processes
 
 
 def serving() -> None:
@@ -122,8 +124,8 @@ def serving() -> None:
 
 
 def _rank(rank, size, port, backend, timeout_s, limit_s, folder, task, arguments) -> None:
-    """Main function of a rank's process: join the group, run the task, write its result to a file."""
-    signal.alarm(int(2 * limit_s) + 30)  # ends the process even if its parent has died
+    """Join the process group, run the task and write its result to a file; this function runs in a rank's process."""
+    signal.alarm(int(2 * limit_s) + 30)  # ends this process even if the parent process has died
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.dup2(os.open(Path(folder, f"{rank}.stderr"), os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
@@ -143,11 +145,11 @@ def _rank(rank, size, port, backend, timeout_s, limit_s, folder, task, arguments
     written.write_bytes(pickle.dumps(outcome))
     written.rename(Path(folder, f"{rank}.result"))
     sys.stderr.flush()
-    os._exit(status)  # an ordinary exit destroys the group, which would wait for ranks that may have died
+    os._exit(status)  # an ordinary exit would destroy the process group, and so wait for ranks that may have died
 
 
 def values_of(outcomes: list[Outcome]) -> list[Any]:
-    """Return the value of every rank; assert that each rank returned, with its stderr as the message."""
+    """Assert that the task of every rank returned, and return the values; the message contains the rank's stderr."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.exit_status == 0, f"rank {rank}: {outcome.error or outcome.exit_status}\n{outcome.stderr}"
     return [outcome.value for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""Names of hypothesis; where it is not installed, stand-ins that skip each property test with the reason."""
+"""Names of hypothesis for property tests; without hypothesis, substitutes that skip each property test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError:
 
     class _Strategies:
-        """Stand-in for every strategy: each attribute and each call returns it again."""
+        """Substitute for every strategy; each attribute and each call returns the same object."""
 
         def __getattr__(self, name):
             return self
@@ -21,7 +21,7 @@ except ModuleNotFoundError:
     st = _Strategies()
 
     def given(*_args, **_kwargs):
-        """Replace a property test by a test that is skipped."""
+        """Return a decorator that replaces a property test by a test that is skipped."""
 
         def replace(test):
             def skipped():
@@ -33,7 +33,7 @@ except ModuleNotFoundError:
         return replace
 
     def assume(_condition):
-        """Fail: this is never called, as no property test runs without hypothesis."""
+        """Raise an error; without hypothesis no property test runs, so nothing calls this function."""
         raise AssertionError("hypothesis is not installed")
 
 

@@ -1,4 +1,4 @@
-"""Tasks of ranks that share heads and sequences, for simulated ranks and for real processes.
+"""Tasks for ranks that share heads and sequences; simulated ranks and real processes run the same tasks.
 
 All inputs and weights are drawn from a seed, so that a rank needs only its groups to compute its own heads and tokens.
 """
@@ -32,10 +32,10 @@ class Steps:
     """Requests that grow step by step.
 
     Attributes:
-        lens: for each step, (new tokens, tokens after the step) of each request; decodes stand first.
-        block_size: tokens a block.
-        workspace_tokens: context tokens that are expanded at once.
-        decode_threshold: largest number of new tokens of a request that is a decode.
+        lens: for each step and each request, (new tokens, tokens after the step); decodes come first.
+        block_size: number of tokens in a block.
+        workspace_tokens: largest number of context tokens that a prefill expands at once.
+        decode_threshold: largest number of new tokens of a decode; a request with more new tokens is a prefill.
     """
 
     lens: tuple[tuple[tuple[int, int], ...], ...]
@@ -45,7 +45,7 @@ class Steps:
 
 
 def owners(length: int, size: int, interleave: int) -> list[int]:
-    """Return the rank that owns each token: I consecutive tokens to rank 0, the next I to rank 1, and so on."""
+    """Return the rank that owns each token: rank 0 owns the first I tokens, rank 1 the next I tokens, and so on."""
     ranks: list[int] = []
     while len(ranks) < length:
         for rank in range(size):
@@ -61,7 +61,7 @@ def make_rank_layer(
     context_parallel: ContextParallel | None,
     device: str,
 ):
-    """Return a layer whose projections hold only this rank's heads, cut from the weights of all heads."""
+    """Return a layer whose projections hold only this rank's heads; `weights` are the weights of all heads."""
     modules = {name: linear(x.to(dtype)) if x.dim() == 2 else norm(x.to(dtype)) for name, x in weights.items()}
     if context_parallel is not None:
         for name in HEAD_DIMENSION.keys() & modules.keys():
@@ -90,8 +90,8 @@ def serve(
         longest = [max(step[request][1] for step in steps.lens) for request in range(len(steps.lens[0]))]
         hidden = [
             torch.randn(length, config.hidden_size, dtype=torch.float64).to(dtype) for length in longest
-        ]  # drawn before the block table, whose size depends on D: every rank count gets the same hidden states
-        column_tokens = steps.block_size * size  # one column of the table: a block on each rank
+        ]  # drawn before the block table, whose size depends on D, so that the hidden states do not depend on D
+        column_tokens = steps.block_size * size  # one column of the block table stands for one block on each rank
         columns = [-(-length // column_tokens) for length in longest]
         free = torch.randperm(sum(columns) + 2).tolist()
         table = torch.full((len(longest), max(columns) + 1), GARBAGE, dtype=torch.int32)
@@ -125,7 +125,7 @@ def serve(
 
 
 def make_groups(size: int, interleave: int = 1, merge: str = "a2a") -> ContextParallel:
-    """Return groups in which each `size` consecutive processes share sequences, and all processes share the heads."""
+    """Return groups: `size` consecutive processes share sequences, and all processes share the heads."""
     world, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, interleave, merge)
@@ -137,7 +137,7 @@ class SmallModel(nn.Module):
     Args:
         ops: package of the layers, `reference` or `fast`.
         config: config of the layers.
-        context_parallel: groups of ranks; None on a single rank.
+        context_parallel: groups of ranks; None for a single rank.
         device: device of the weights.
         dtype: dtype of the weights.
     """
@@ -166,7 +166,7 @@ class SmallModel(nn.Module):
 def make_loop(
     ops: ModuleType, config: MLAConfig, context_parallel: ContextParallel | None, device: str, dtype, shift=0, **options
 ):
-    """Return a serving loop over a small model with four waiting requests; `shift` changes their prompt tokens."""
+    """Return a serving loop over a small model with four waiting requests; `shift` changes the prompt tokens."""
     from fast.demo.serving import ServingLoop
 
     model = SmallModel(ops, config, context_parallel, device, dtype)
@@ -178,7 +178,7 @@ def make_loop(
 
 
 def die_at(context_parallel: ContextParallel, exchange: int) -> None:
-    """Make this process kill itself at the beginning of the given exchange, counted from 1 over both groups."""
+    """Make this process kill itself at the beginning of an exchange; exchanges of both groups are counted from 1."""
     left = [exchange]
     for group in (context_parallel.cp_group, context_parallel.tp_group):
         begin = group._begin
@@ -192,11 +192,11 @@ def die_at(context_parallel: ContextParallel, exchange: int) -> None:
         group._begin = counted
 
 
-# Tasks of real processes. Their results are pickled.
+# Tasks for real processes; the result of a task is pickled.
 
 
 def exchange_everything(size: int, interleave: int, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Return the results of `everything` in both packages."""
+    """Make groups of real processes and return the results of `everything` for both packages."""
     import fast
     import reference
 
@@ -207,7 +207,10 @@ def exchange_everything(size: int, interleave: int, dtype: torch.dtype, device: 
 def everything(
     ranks: ContextParallel, packages: dict[str, ModuleType], dtype: torch.dtype, device: str
 ) -> dict[str, Tensor]:
-    """Merge fixed states and run the steps of a layer, with both merges; return this rank's results on the CPU."""
+    """Merge fixed states and run the steps of a layer, with both merge functions; return this rank's results.
+
+    The returned tensors are on the CPU.
+    """
     found = {}
     for name, ops in packages.items():
         for merge, function in (("a2a", ops.cp_lse_a2a), ("ag_rs", ops.cp_lse_ag_out_rs)):
@@ -227,7 +230,7 @@ def everything(
 
 
 def serve_and_die(size: int, victim: int | None, exchange: int, device: str, dtype: torch.dtype) -> list[list[int]]:
-    """Serve a few requests and return their tokens; rank `victim` is killed at the beginning of its given exchange."""
+    """Serve four requests and return the tokens; rank `victim` kills itself at the beginning of exchange `exchange`."""
     import fast
 
     if device == "cuda":  # compile all kernels before ranks wait for each other
@@ -246,8 +249,8 @@ def replay_decodes(
     """Run three decode steps of a layer eagerly and by graph replay.
 
     Returns:
-        For each step, the eager and the replayed output, [T, H]; and how many different amounts of reserved memory
-        were observed after the steps.
+        A list with the eager and the replayed output of each step, [T, H], and the number of different amounts of
+        reserved GPU memory after the steps; 1 means that no replay reserved memory.
     """
     import fast
 
@@ -289,7 +292,7 @@ def replay_decodes(
 
 
 def serve_for_ever(size: int, device: str, dtype: torch.dtype) -> None:
-    """Serve the same requests again and again until the process is ended."""
+    """Serve the same requests in an endless loop; a signal ends the process."""
     import fast
 
     ranks = make_groups(size, 4)
@@ -299,7 +302,10 @@ def serve_for_ever(size: int, device: str, dtype: torch.dtype) -> None:
 
 
 def disagree(facts: dict[str, list]) -> None:
-    """Call `verify_group` with facts that differ by rank; size, interleave and merge are facts of the groups."""
+    """Call `verify_group` with facts that differ between ranks.
+
+    `facts` maps the name of a fact to its value on each rank. The facts size, interleave and merge change the groups.
+    """
     import fast
 
     mine = {name: values[dist.get_rank()] for name, values in facts.items()}
@@ -321,7 +327,7 @@ def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
 
 
 def disagree_in_a_loop(size: int, options: dict[str, list]) -> list:
-    """Run a serving loop whose options differ by rank and return the tokens of its requests."""
+    """Run a serving loop whose options differ between ranks and return the tokens of its requests."""
     import fast
 
     mine = {name: values[dist.get_rank()] for name, values in options.items()}

@@ -1,4 +1,4 @@
-"""Tiny random DeepSeek models of transformers, unchanged ("stock") and under `use_mla`, and comparisons of the two."""
+"""Tiny random DeepSeek models of transformers, unchanged ("stock") and with `use_mla`, and their comparison."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CONFIGS = {
     "v3-yarn": (3, dict(q_lora_rank=20, rope_parameters=YARN, rope_interleave=True, first_k_dense_replace=1)),
     "v3-half": (3, dict(q_lora_rank=None, rope_parameters=PLAIN, rope_interleave=False)),
 }
-# For tests of a whole generation, which would spend most of its time on run-time checks of annotations. The tests of a
-# single forward keep those checks.
+# A mark for tests that generate several tokens: with run-time checks of annotations these tests would take much longer.
+# Tests of a single forward pass keep the checks.
 WITHOUT_SHAPE_CHECKS = pytest.mark.usefixtures("plain_errors")
 GREEDY = dict(do_sample=False, max_new_tokens=5)
 
@@ -86,7 +86,7 @@ def served(name: str, ops, **options):
 
 
 def padded_batch():
-    """Return ids and mask [3, 11]: row 0 has left padding, row 1 a hole, row 2 one column of right padding."""
+    """Return ids and mask, [3, 11]: row 0 has left padding, row 1 padding in the middle, row 2 right padding."""
     ids = torch.randint(1, VOCAB, (3, 11))
     mask = torch.ones_like(ids)
     mask[0, :4], mask[1, 5:7], mask[2, 10] = 0, 0, 0
@@ -94,19 +94,20 @@ def padded_batch():
 
 
 def furthest_off(results: list[torch.Tensor], gold: torch.Tensor) -> torch.Tensor:
-    """Return, at each element, the value among the float32 results that is furthest from gold."""
+    """Return the float32 result that is furthest from gold, chosen for each element separately."""
     return functools.reduce(
         lambda low, other: torch.where((low - gold).abs() > (other - gold).abs(), low, other), results
     )
 
 
 def assert_same(scenario, name: str, ops, **options) -> None:
-    """Assert that the logits of a served model, `scenario(model)`, are within the budget of stock float32.
+    """Assert that the logits `scenario(model)` of a model with `use_mla` are within the budget of the stock models.
 
-    The budget is computed from the error of stock float32 against stock float64 (gold). Six float32 models are run: the
-    two stock attentions, and four models whose weights were changed by a unit in the last place. At each element the
-    result furthest from gold counts. One model is not enough: its error can be small by chance at a badly conditioned
-    token. With one model, 1 of 40 draws exceeded twice its error.
+    The budget is computed from the error of stock float32 models against the stock float64 model (gold). Six float32
+    models run: one for each of the two stock attentions, and four whose weights were changed by one unit in the last
+    place. For each element the budget uses the result that is furthest from gold. One float32 model is not enough,
+    because its error can be small by chance at a badly conditioned token: in 1 of 40 random draws, the error with
+    `use_mla` was more than twice the error of one stock model.
     """
     with torch.no_grad():
         gold = scenario(gold_model(name))

@@ -1,6 +1,7 @@
-"""Helpers for the tests of the portable Triton decode: dtypes, widths, inputs, launch.
+"""Helpers for the tests of the decode of the `triton` backend: dtypes, widths, inputs and launch.
 
-On a GPU the kernels run compiled, at the widths of real models; else in Triton's interpreter, at small widths.
+On a GPU the kernels are compiled and have the widths of real models. Without a GPU the kernels run in Triton's
+interpreter and have small widths.
 """
 
 from __future__ import annotations
