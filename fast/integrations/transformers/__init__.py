@@ -13,8 +13,8 @@ submodule or hook.
   `attention`) and passes the plan to the layers.
 - The `forward` of each attention module runs an `ops.MLAAttention` that uses the projections of this module.
 
-The base model builds no attention mask: transformers returns a four-dimensional mask unchanged, so it gets an empty
-one. The module `cache` stores the latents of a padded batch in a `DynamicCache`.
+The base model builds no attention mask: transformers returns a four-dimensional mask unchanged, and the adapter passes
+an empty mask of four dimensions. The module `cache` stores the latents of a padded batch in a `DynamicCache`.
 """
 
 from .._required import missing_transformers
