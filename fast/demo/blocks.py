@@ -19,7 +19,7 @@ def check_order(argument: str, order: Sequence[int] | None, num_blocks: int) -> 
 
 
 class BlockAllocator:
-    """Allocate the blocks of a paged cache from a free list.
+    """Allocator of the blocks of a paged cache, with a list of free blocks.
 
     Args:
         num_blocks: number of blocks, at least 1.

@@ -1,7 +1,7 @@
-"""Deadline that ends a process whose step waits for a dead rank; without it, GPU and host would wait forever.
+"""Deadline that ends a process whose step waits for a dead rank; without a deadline, the process would wait forever.
 
 - Over gloo, an exchange with a dead rank raises an error in the waiting process; nothing else is needed.
-- Over NCCL, a launch returns before the exchange ends, and the host sees no error until it reads a result. PyTorch's
+- Over NCCL, a launch returns before the exchange ends, and the host sees no error until a result is read. PyTorch's
   watchdog ends such a process, but the watchdog does not log the requests of the step, and does not see exchanges in a
   replayed CUDA graph.
 
@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from reference.distributed.groups import ContextParallel
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
-# The deadline is this fraction of the groups' timeout, so that it passes before PyTorch's watchdog acts. The watchdog
-# starts to count later: at the exchange, and not at the start of the step.
+# The deadline is this fraction of the groups' timeout, so that the deadline passes before PyTorch's watchdog acts. The
+# watchdog starts to count later: at the exchange, and not at the start of the step.
 TIMEOUT_FRACTION = 0.9
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,9 @@ logger.addHandler(logging.NullHandler())  # `_end` always writes its line to std
 def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int]) -> Iterator[None]:
     """End the process, after one line with the reason, if the body takes longer than 0.9 x the groups' timeout.
 
-    The time includes the compilation of kernels on first use (`fast.warmup` compiles the kernels before). Without
-    groups there is no deadline. Groups whose exchanges raise an error by themselves (gloo, a simulation) need no
-    deadline either.
+    The time includes the compilation of kernels on first use (`fast.warmup` compiles the kernels beforehand).
+    Without groups there is no deadline. If the exchanges of a group raise an error by themselves (gloo, a simulation),
+    the group has no deadline either.
 
     Args:
         context_parallel: groups of ranks, or None.

@@ -1,4 +1,4 @@
-"""Repetition of the KeyboardInterrupt of Ctrl-C, in case Python discards the first one."""
+"""Repetition of the KeyboardInterrupt of Ctrl-C, because Python may discard the first exception."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Job:
         dtype: dtype of weights and cache.
         eos: tokens that end a request.
         packages: the packages that serve (`reference`, `fast` or both), by name.
-        loops: one serving loop for each package, in which all requests wait.
+        loops: one serving loop for each package, in which all requests are waiting.
         context_parallel: groups of ranks that divide heads and sequences, or None.
     """
 

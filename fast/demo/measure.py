@@ -146,7 +146,7 @@ def summary(reports: list[StepReport]) -> dict[str, int]:
 
 
 def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
-    """Return the figures of one prompt: text, continuation, and the index of the first token that differs, or None."""
+    """Return the figures of one prompt; `differs_at` is the first index at which not all generated tokens are equal."""
     answers = {name: ids[number] for name, ids in tokens.items()}
     differs = [
         index
@@ -203,7 +203,7 @@ def kernels(job: Job) -> dict[str, list[str]]:
 
     Returns:
         Two lists of lines. `lines` has one line for each op, with every reason. `summary` has one line for each
-        backend, with the number of ops that the backend serves, or with the first reason why it cannot serve a decode.
+        backend, with the number of ops that the backend serves, or with the first reason against a decode.
     """
     if "fast" not in job.packages:
         lines = ["reference: plain PyTorch and einops"]

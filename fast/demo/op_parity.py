@@ -1,8 +1,8 @@
 """Comparison of two packages op by op on real activations; each op has a computed error budget.
 
 The package `ops` is tested; the package `oracle` is the specification. The inputs of each op have the model's dtype.
-Gold is the oracle's result in float64, and low is its result in the model's dtype (see `fast.parity`). Ops that
-only copy data or compute integers must give equal bits.
+Gold is the oracle's result in float64, and low is the oracle's result in the model's dtype (see `fast.parity`). Ops
+that only copy data or compute integers must give equal bits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WithBackend:
 
 
 class Comparison:
-    """Run each op three times (value, low and gold) and collect the comparisons in `rows`.
+    """Comparisons of ops; each op runs three times (value, low and gold), and `rows` collects the comparisons.
 
     Args:
         ops: the package that is tested.
@@ -111,14 +111,14 @@ def flatten(value: Any) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """A step with decodes and prefills; the tokens of all requests are consecutive parts of one stream.
+    """A step with decodes and prefills; the tokens of each request are a consecutive part of one stream of tokens.
 
     Attributes:
         lens: tokens of each request.
         starts: index in the stream of each request's first token.
         query_lens: query tokens of each request in this step; 1 for a decode.
         positions: [T], position of each token of the stream within its request.
-        block_table: [B, W] int32, shuffled blocks, followed by GARBAGE.
+        block_table: [B, W] int32, the ids of shuffled blocks, then GARBAGE in each row.
         num_blocks: number of blocks of the cache; two blocks belong to no request.
         block_size: tokens of a block.
         num_decodes: number of decodes; decodes come before prefills.
@@ -310,7 +310,7 @@ def attentions(
     batch: Batch,
     metadata: MLAMetadata,
 ) -> None:
-    """Compare both attention paths and the ops that they consist of."""
+    """Compare packed attention, merge, decode and prefill."""
     c, oracle, device = layer.config, compared.oracle, q.device
     scale = c.softmax_scale
     w_uk, w_uv = layer.up_projections()

@@ -182,7 +182,7 @@ def draw_speed(axes: Any, speed: dict[str, Any]) -> None:
 
 
 def draw_cache(axes: Any, cache: dict[str, Any]) -> None:
-    """Draw the cache size of latents beside that of expanded keys and values."""
+    """Draw the cache size of latents beside the cache size of expanded keys and values."""
     values = [cache["latent_bytes_per_1000_tokens"] / 1e6, cache["expanded_bytes_per_1000_tokens"] / 1e6]
     bars = axes.bar(["latent", "expanded keys\nand values"], values, width=0.5, color=NO_CONTENDER)
     axes.bar_label(bars, fmt="{:.2f}", padding=2)

@@ -1,6 +1,6 @@
-"""Serve requests in mixed batches over one paged latent cache, for the demo and the soak test.
+"""Loop that serves requests in mixed batches over one paged latent cache, for the demo and the soak test.
 
-The loop is not an inference server. It shows what a scheduler must pass to MLA attention:
+The loop is not an inference server. The loop shows what a scheduler must pass to MLA attention:
 
 - Requests are admitted in the order of arrival.
 - Each step runs the decodes first and fills a token budget with parts of prompts (chunked prefill).
@@ -70,7 +70,7 @@ class _Schedule(NamedTuple):
 
 
 class ServingLoop:
-    """Serve requests together, as mixed batches of decodes and prefills.
+    """Loop that serves requests together, in mixed batches of decodes and prefills.
 
     Args:
         model: causal language model that accepts a packed batch (`fast.integrations.transformers.use_mla`); the cache
@@ -86,7 +86,7 @@ class ServingLoop:
             one rank serves.
         decode_threshold: longest query that always takes the absorbed path.
         eos: token or tokens that end a request, or None.
-        block_order: order in which blocks are first used; None is ascending.
+        block_order: order in which blocks are first used; None means the ascending order.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
             `PathCosts`.
         context_parallel: groups of the ranks that share heads and sequences. The model is under `use_mla` with the same
@@ -126,7 +126,8 @@ class ServingLoop:
         self.context_parallel, self.eos = context_parallel, frozenset()
         if eos is not None:
             self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
-        if context_parallel is not None:  # before other checks: if one rank raised alone, others would wait
+        # The ranks compare their arguments first: if one rank raised alone, the other ranks would wait.
+        if context_parallel is not None:
             with deadline(context_parallel, ()):
                 ops.verify_group(
                     context_parallel, block_size=block_size, num_blocks=num_blocks, dtype=model.dtype, config=config,

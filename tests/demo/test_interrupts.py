@@ -55,7 +55,7 @@ def test_handlers_and_timer_are_as_before():
 
 
 def test_other_threads_change_no_handler():
-    """Outside the main thread `repeated_interrupts` changes no signal handler, because Python forbids it there."""
+    """In another thread than the main thread, `repeated_interrupts` changes no signal handler."""
     seen = []
 
     def in_a_thread():

@@ -114,7 +114,7 @@ def kernel_lines(out: str) -> list[str]:
 
 
 def test_kernel_sets_in_three_lines(run):
-    """The output has a line per backend: the number of ops that the backend serves, or the reason why it serves no op.
+    """The output has one line for each backend: how many ops the backend serves, or why the backend serves no op.
 
     With --verbose, the output has a line for each op, with all reasons.
     """
@@ -122,7 +122,8 @@ def test_kernel_sets_in_three_lines(run):
     assert said == [
         "cpu: serves 16 of 16 ops",
         "triton: serves none: serves device cuda, got cpu",
-        "hopper: serves none: serves device cuda, got cpu and 4 more reasons",  # dtype, two dimensions, block size
+        # the other reasons: dtype, two dimensions, block size
+        "hopper: serves none: serves device cuda, got cpu and 4 more reasons",
     ]
     verbose = run("--max-new-tokens", "2", "--verbose")
     words = " ".join(kernel_lines(verbose.out))

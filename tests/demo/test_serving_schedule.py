@@ -84,7 +84,7 @@ def random_load(seed: int, count: int) -> list[tuple[list[int], int]]:
 
 
 def steps_of(loop: ServingLoop, load):
-    """Serve requests that arrive over time; for each step, yield the ids that ran before, and the report."""
+    """Serve requests that arrive over time; for each step, yield the ids of running requests and the report."""
     drawn, left = random.Random(0), list(load)
     while left or loop.running or loop.waiting:
         for _ in range(min(len(left), drawn.randint(0, 3) if loop.running or loop.waiting else 1)):
@@ -168,7 +168,7 @@ def test_a_block_of_every_rank_holds_the_tokens_of_all(ops, size, interleave):
 
 
 def test_forgotten_requests_leave_the_loop(ops):
-    """`forget_finished` removes the finished requests from the loop and returns them in the order of arrival.
+    """`forget_finished` removes the finished requests from the loop and returns a list in the order of arrival.
 
     `run` returns the requests that were not removed. New requests get new ids.
     """
@@ -185,7 +185,7 @@ def test_forgotten_requests_leave_the_loop(ops):
     assert done == [first, fourth] and [r.generated_ids for r in done] == [successors(1, 9), successors(4, 1)]
     assert loop.forget_finished() == done == [first, fourth] and loop.requests == []
     assert loop.add([5], 1).request_id == 4
-    assert done == [first, fourth], "the returned list does not change later"
+    assert done == [first, fourth], "the returned list has changed later"
 
 
 @WITHOUT_SHAPE_CHECKS

@@ -101,7 +101,7 @@ def check_attention(ops, query_lens, key_lens, heads: int, causal: bool, width: 
     ],
 )
 def test_attention(ops, query_lens, key_lens, causal):
-    """Packed attention equals exact sums, with and without empty requests (pitfalls 1, 3 and 5)."""
+    """Packed attention equals exact sums, also for requests without queries or without keys (pitfalls 1, 3 and 5)."""
     check_attention(ops, query_lens, key_lens, 2, causal)
 
 
@@ -370,7 +370,7 @@ def test_several_queries(ops):
 
 
 def check_batch_composition(ops, config=LOW_RANK):
-    """Check that a request in a batch has the same rows as alone in a cache with other blocks and block size."""
+    """Check that a request has the same states in a batch as alone, with other blocks and another block size."""
     batch = make_batch([1, 2, 1, 1], [33, 16, 0, 1])
     entries = make_entries(batch, config.head_size, F64)
     ql, q_pe = (

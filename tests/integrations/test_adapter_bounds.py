@@ -51,7 +51,7 @@ def test_arguments_by_position(ops):
 def test_positions_of_one_row_are_those_of_all(ops, dtype):
     """Positions of shape [1, Sq] give the same logits as positions of shape [B, Sq].
 
-    Without `position_ids`, the positions continue after the cached tokens. Positions that jump are refused.
+    Without `position_ids`, the positions continue after the cached tokens. A call whose positions jump is refused.
     """
     model, ids = served("v3-yarn", ops), prompt(3, 7)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Tests of the checkpoint tiny-mla: size, dimensions, tokenizer, and bits per byte with three implementations."""
+"""Tests of the checkpoint tiny-mla: size, dimensions, tokenizer, and bits per byte with and without `use_mla`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def windows(per_file: int | None = None) -> torch.Tensor:
     """Return non-overlapping windows of 1024 bytes of the sample, [windows, 1024].
 
     Args:
-        per_file: number of windows of each file; None takes all.
+        per_file: number of windows of each file; None takes all windows.
     """
     cut = []
     for path in sorted(SAMPLE.glob("*.py.txt")):

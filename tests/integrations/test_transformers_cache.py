@@ -108,7 +108,7 @@ def record_allocations(ops, monkeypatch):
 def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeypatch):
     """Cache entries without a token stay NaN, and no NaN reaches the logits.
 
-    Such entries include the end of each row's last block. The test covers pitfall 7 in tests/__init__.py.
+    Such entries include the last entries of each row's last block. The test covers pitfall 7 in tests/__init__.py.
     """
     record_allocations(ops, monkeypatch)
     ids, mask = padded_batch()
@@ -130,7 +130,7 @@ def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeyp
 def test_pages_grow_by_doubling(ops, monkeypatch):
     made = record_allocations(ops, monkeypatch)
     served("v3-yarn", ops).generate(torch.randint(1, VOCAB, (2, 5)), max_new_tokens=14, do_sample=False)
-    widths = [2, 4, 8]  # blocks per row from 5, 9 and 17 tokens per row on; a block has 4 tokens
+    widths = [2, 4, 8]  # blocks of 4 tokens for each row: at first, from 9 tokens on, from 17 tokens on
     assert [made[i].shape[0] for i in range(len(made))] == [2 * width for width in widths for _ in range(LAYERS)]
 
 

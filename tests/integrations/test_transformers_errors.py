@@ -1,6 +1,6 @@
 """Tests of the errors of `use_mla`, of `restore` and of models under `use_mla`.
 
-A call that raises must name the wrong argument, and must change neither the model nor its cache.
+Each error must name the wrong argument. A call that raises must change neither the model nor the cache.
 """
 
 from __future__ import annotations

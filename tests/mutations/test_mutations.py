@@ -1,7 +1,7 @@
 """Tier 5: each test plants a mistake of a real system in a package, and a check of another test module must fail.
 
-A mutant is a function of a package and a `monkeypatch`; it returns the package with the mistake. The same check must
-pass on the package without the mistake.
+A mutant is a function of a package and a `monkeypatch`; the function returns the package with the mistake. The same
+check must pass on the package without the mistake.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def in_layer(name, wrap):
 
 
 def in_layer_write(wrap):
-    """Return a mutant of the layer's cache write, which is a separate op in `reference` and in a fused op in `fast`."""
+    """Return a mutant of the layer's cache write, a separate op in `reference` and part of a fused op in `fast`."""
 
     def fused(function):
         def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, *args, **kwargs):
@@ -270,7 +270,7 @@ def in_layer_write(wrap):
 
 
 def in_layer_rope(wrap):
-    """Return a mutant of the layer's rope, which is a separate op in `reference` and in a fused op in `fast`."""
+    """Return a mutant of the layer's rope, a separate op in `reference` and part of a fused op in `fast`."""
 
     def fused(function):
         def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, **kwargs):
@@ -496,5 +496,5 @@ def test_planted_mistake_is_found(ops, monkeypatch, name, mutant, check):
 
 
 def test_batches_are_long_enough_for_stale_blocks():
-    """The batch of `decode` has a request with several blocks, because the mutants with a stale block need two blocks."""
+    """The batch of `decode` has a request with several blocks, which the mutants with a stale block need."""
     assert max(len(own) for own in make_batch([1, 2, 1], [17, 40, 0]).slots) > 16

@@ -91,7 +91,7 @@ def check_attention_parity(ops, query_lens, key_lens, heads, dtype, causal, widt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention(dtype, causal, pieces):
-    """Packed attention of `fast` lies within the budget, also with empty requests (pitfalls 1, 3 and 5)."""
+    """Attention of `fast` lies within the budget, also for requests without queries or keys (pitfalls 1, 3 and 5)."""
     check_attention_parity(fast, [1, 17, 0, 5, 7], [1, 17, 4, 0, 31], 3, dtype, causal)
 
 
@@ -276,10 +276,7 @@ def test_prefill(config, dtype, pieces):
 
 
 def test_prefill_in_many_chunks():
-    """A prefill lies within the budget when later chunks have no keys of some requests.
-
-    The contexts have unequal lengths.
-    """
+    """A prefill lies within the budget when contexts have unequal lengths, so that later chunks lack some requests."""
     assert check_prefill_parity(fast, LOW_RANK, [2, 3, 1], [200, 1, 0], 32, torch.bfloat16) == 7
 
 
@@ -346,12 +343,12 @@ def test_layer(config, dtype):
     assert value[2].eq(0).all() and value[-3:].eq(0).all()
 
 
-# Determinism, and the law of NaN.
+# Equal bits, and NaN.
 
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_same_bits_again(dtype):
-    """The same step gives the same bits again after other work ran in between (tier 1)."""
+    """A step that is repeated after another computation gives the same bits (tier 1)."""
     batch = make_batch([1, 1, 40], [97, 33, 80])
     weights = make_weights(LOW_RANK, dtype)
     inputs = layer_inputs(LOW_RANK, batch, dtype, 0)

@@ -128,7 +128,7 @@ def test_annotations_resolve():
 def test_reference_imports():
     """`reference` imports only torch, einops, jaxtyping, the standard library and itself.
 
-    Its folder `interfaces` imports no einops.
+    The modules of `reference/interfaces` import no einops.
     """
     for path in (ROOT / "reference").rglob("*.py"):
         allowed = {"torch", "jaxtyping"} | (
@@ -281,7 +281,7 @@ def test_a_second_family_is_seen(path, target, fault):
 
 
 def test_length_of_modules():
-    """A module of the packages has at most 450 lines, a test module at most 600."""
+    """A module of the packages has at most 450 lines, and a test module has at most 600 lines."""
     sources = [path for package in ("reference", "fast") for path in (ROOT / package).rglob("*.py")]
     limits = {path: 450 for path in sources} | {path: 600 for path in (ROOT / "tests").rglob("*.py")}
     long = {path.relative_to(ROOT).as_posix(): lines for path, limit in limits.items()
@@ -378,7 +378,7 @@ sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "tests/planning/tes
 
 
 def test_without_hypothesis():
-    """Without hypothesis, the tests that need it are skipped with the reason, and the other tests run."""
+    """Without hypothesis, the tests that need hypothesis are skipped with a reason, and the other tests run."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_HYPOTHESIS],

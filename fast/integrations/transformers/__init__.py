@@ -6,10 +6,10 @@
     model.generate(**inputs)             # as before, but with a paged latent cache and absorbed decodes
     restore(model)
 
-How it works: `use_mla` replaces `forward` on two kinds of module *instances*. It changes no class, config, parameter,
-submodule or hook.
+How it works: `use_mla` replaces `forward` on two kinds of module *instances*. No class, config, parameter, submodule
+or hook changes.
 
-- The `forward` of the base model checks the arguments of a call, refuses unsupported ones, plans the step once (module
+- The `forward` of the base model checks the arguments of a call, refuses unsupported calls, plans the step once (module
   `attention`) and passes the plan to the layers.
 - The `forward` of each attention module runs an `ops.MLAAttention` that uses the projections of this module.
 

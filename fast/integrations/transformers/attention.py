@@ -76,7 +76,7 @@ class Step:
 
 
 class InferenceOnly(torch.autograd.Function):
-    """Identity whose backward pass raises, so that a missing gradient is an error."""
+    """Identity function whose backward pass raises an error, because attention under `use_mla` has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *requiring_grad: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class ModelAdapter:
                 paged cache per layer).
 
         Raises:
-            ValueError: the call cannot be served; the message is one line. Nothing is written then.
+            ValueError: the call cannot be served; the message is one line. No cache entry is written then.
         """
         if len(args) > len(ARGUMENTS):
             raise TypeError(f"model: expected at most {len(ARGUMENTS)} positional arguments, got {len(args)}")
@@ -199,7 +199,7 @@ class ModelAdapter:
         return output
 
     def refuse(self, kwargs: dict[str, Any]) -> None:
-        """Raise for unsupported calls: training, autocast, attention weights, non-causal attention, other batches."""
+        """Raise ValueError for training mode, autocast, attention weights, non-causal attention and other batches."""
         config = self.base.config
         training = self.base.training or any(layer.self_attn.training for layer in self.base.layers)
         check(not training, "model", "eval mode (inference only)", "training mode")
@@ -366,8 +366,8 @@ def use_mla(
         ops: `fast`, `reference`, or another module with the same functions.
         block_size: tokens per block of the cache.
         workspace_tokens: context tokens that a prefill expands at once; None takes
-            `ops.chunked_prefill_workspace_size`, but no more than the limit of the layers. It must be at least one
-            block.
+            `ops.chunked_prefill_workspace_size`, but no more than the limit of the layers. The workspace must have
+            at least one block.
         decode_threshold: longest query that always takes the absorbed path.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
             `PathCosts`.

@@ -19,7 +19,7 @@ from reference.interfaces import check
 
 
 class BatchRecord:
-    """Number of cached tokens of each row of a padded batch, and their blocks; all tensors are on the CPU.
+    """Number of cached tokens, mask and blocks of each row of a padded batch; all tensors are on the CPU.
 
     Attributes:
         block_size: tokens of a block.
@@ -43,7 +43,7 @@ class BatchRecord:
         self.block_table: Int32[Tensor, "B W"] = torch.zeros(0, 0, dtype=torch.int32, device="cpu")
 
     def reserve(self, rows: int, tokens: int) -> Int32[Tensor, "B W"]:
-        """Return a block table for `rows` rows of up to `tokens` real tokens; a W that grows at least doubles."""
+        """Return a block table for `rows` rows of up to `tokens` real tokens; if W grows, W at least doubles."""
         width = self.width if rows == self.rows else 0
         needed = -(-tokens // self.block_size)
         if needed > width:
@@ -99,7 +99,8 @@ class LatentCacheLayer(CacheLayerMixin):
             ValueError: the existing cache has entries of another width.
         """
         if rows != self.rows:
-            self.kv_cache = None  # a batch of another size starts with an empty cache; the caller has checked this
+            # The caller has checked that the record is empty, so no cached token is lost.
+            self.kv_cache = None
         old = self.kv_cache
         if old is not None:
             check(old.shape[2] == head_size, "past_key_values", f"entries of {head_size} elements", old.shape[2])
