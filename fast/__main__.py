@@ -70,8 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         "--backend": dict(
             metavar="NAME",
-            help=f"backend of `fast`, one of: {backend_names}; it must serve every op that it has kernels for, and "
-            "a call that it cannot serve is an error (default: each op chooses a backend by capability)",
+            help=f"backend of `fast`, one of: {backend_names}; the backend must serve every op that it has kernels "
+            "for, and a call that the backend cannot serve is an error (default: each op chooses a backend by capability)",
         ),
         "--block-size": dict(
             type=int, default=16, metavar="N", help="tokens in a block of the paged cache (default: %(default)s)"
@@ -87,8 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
             type=int,
             default=256,
             metavar="N",
-            help="upper bound of the tokens in one step; decodes come first, parts of prompts take the rest (default: "
-            "%(default)s)",
+            help="upper bound of the tokens in one step; decodes come first, and parts of prompts take the rest "
+            "(default: %(default)s)",
         ),
         "--context-parallel": dict(
             type=int,
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> int:
     started = time.perf_counter()
     for option in ("interleave", "merge"):
         if getattr(args, option) is not None:
-            print(f"error: --{option}: expected together with --context-parallel, got alone", file=sys.stderr)
+            print(f"error: --{option}: expected only beside --context-parallel, got alone", file=sys.stderr)
             return 2
     try:
         check_outputs(args)

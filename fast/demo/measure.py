@@ -227,7 +227,7 @@ def kernels(job: Job) -> dict[str, list[str]]:
             more = f" and {len(reasons) - 1} more reason{'s' * (len(reasons) > 2)}" if len(reasons) > 1 else ""
             line = f"serves none: {reasons[0]}{more}"
         else:
-            line = "serves none: --backend or a backend of higher priority comes first"
+            line = "serves none: --backend names another backend, or others have a higher priority"
         summary.append(f"{candidate.name}: {line}")
     return {"lines": lines, "summary": summary}
 

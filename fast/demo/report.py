@@ -82,7 +82,7 @@ def show_identity(console: Console, figures: dict[str, Any]) -> None:
 def show_parity(console: Console, figures: dict[str, Any]) -> None:
     """Print the parity table: errors, budgets and verdict of each op."""
     if not figures["parity"]:
-        console.print(f"parity table: left out, because only {figures['served'][0]} ran (--ops both runs both)")
+        console.print(f"parity table: left out, because only {figures['served'][0]} ran; --ops both compares packages")
         return
     dtype = figures["settings"]["dtype"]
     table = Table(title=f"parity of fast with reference, {dtype}, activations of layer 0 (gold: reference in float64)")

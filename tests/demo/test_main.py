@@ -86,7 +86,7 @@ def test_as_a_newcomer_runs_it(tmp_path):
         assert said in done.stdout
     order = places(done.stdout, "verdict", "greedy tokens: identical", "tokens/s", "kernels on cpu", "continuations",
                    "parity of fast with reference", "expanded keys and values")  # fmt: skip
-    assert order == sorted(order), "verdict and speeds come first, then the backends, then the details"
+    assert order == sorted(order), "the order must be verdict, speeds, backends, details"
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
     figures = json.loads(path.read_text())

@@ -301,7 +301,7 @@ def test_soak(make_loop, ops):
         poison_unowned(loop)
         preemptions += len(report.preempted)
         steps += 1
-        assert steps < 5000, "no progress"
+        assert steps < 5000, "the loop makes no progress"
     assert preemptions > 0
     assert loop.cache_bytes_in_use == 0
     assert all(len(r.generated_ids) == r.max_new_tokens for r in loop.requests)
