@@ -70,8 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         "--backend": dict(
             metavar="NAME",
-            help=f"backend of `fast`, one of: {backend_names}; the backend must serve every op that it has kernels for. "
-            "A call that the backend cannot serve is an error (default: each op chooses a backend by capability)",
+            help=f"backend of `fast`, one of: {backend_names}; the backend must serve every op that it has kernels for."
+            " A call that the backend cannot serve is an error (default: each op chooses a backend by capability)",
         ),
         "--block-size": dict(
             type=int, default=16, metavar="N", help="tokens in a block of the paged cache (default: %(default)s)"
