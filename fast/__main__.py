@@ -1,4 +1,4 @@
-"""Serve a checkpoint with `reference` and with `fast`; compare them with each other and with transformers.
+"""Main job: serve prompts with `reference` and with `fast`, and compare both packages with transformers.
 
 Without options, the job serves eight prompts with the small checkpoint of the package; `--help` explains the options.
 """
@@ -70,8 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
         ),
         "--backend": dict(
             metavar="NAME",
-            help=f"backend of `fast`, one of: {backend_names}; it must serve every op that it has kernels for, and "
-            "a call that it cannot serve is an error (default: each op chooses a backend by capability)",
+            help=f"backend of `fast`, one of: {backend_names}; the backend must serve every op that it has kernels for."
+            " A call that the backend cannot serve is an error (default: each op chooses a backend by capability)",
         ),
         "--block-size": dict(
             type=int, default=16, metavar="N", help="tokens in a block of the paged cache (default: %(default)s)"
@@ -87,8 +87,8 @@ def make_parser() -> argparse.ArgumentParser:
             type=int,
             default=256,
             metavar="N",
-            help="upper bound of the tokens in one step; decodes come first, parts of prompts take the rest (default: "
-            "%(default)s)",
+            help="upper bound of the tokens in one step; decodes come first, and parts of prompts take the rest "
+            "(default: %(default)s)",
         ),
         "--context-parallel": dict(
             type=int,
@@ -105,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--merge": dict(
             choices=MERGES, help="how ranks merge their attention states, with --context-parallel (default: a2a)"
         ),
-        "--json": dict(type=Path, metavar="PATH", help="file to which all figures are written as well"),
+        "--json": dict(type=Path, metavar="PATH", help="JSON file to which all figures are written"),
         "--picture": dict(
             type=Path,
             default=Path("mla-twins.png"),
@@ -115,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--no-picture": dict(action="store_true", help="draw no picture; matplotlib is then not needed"),
         "--verbose": dict(
             action="store_true",
-            help="print every reason why a backend serves an op or does not, instead of one line per backend",
+            help="print every reason why a backend serves or refuses an op, instead of one line per backend",
         ),
     }
     for name, settings in options.items():
@@ -127,12 +127,12 @@ def main(argv: Sequence[str] | None = None, *, ops: ModuleType = fast, oracle: M
     """Run the main job.
 
     Args:
-        argv: command-line options; None takes those of the process.
+        argv: command-line options; None takes the options of the process.
         ops: module that serves as `fast`.
         oracle: module that serves as `reference`.
 
     Returns:
-        The exit status. After Ctrl-C it is 130, and one line on stderr says "interrupted".
+        The exit status. After Ctrl-C the status is 130, and stderr gets the line "interrupted".
     """
     args = make_parser().parse_args(argv)
     try:
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> int:
     started = time.perf_counter()
     for option in ("interleave", "merge"):
         if getattr(args, option) is not None:
-            print(f"error: --{option}: expected --context-parallel with it, got none", file=sys.stderr)
+            print(f"error: --{option}: expected only beside --context-parallel, got alone", file=sys.stderr)
             return 2
     try:
         check_outputs(args)

@@ -1,1 +1,1 @@
-"""The parts of `python -m fast`: check options, serve prompts, measure, compare op by op, print the results."""
+"""The modules of `python -m fast`: they check options, serve prompts, measure, compare ops and print the results."""

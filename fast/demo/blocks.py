@@ -10,7 +10,7 @@ from reference.interfaces import check, check_int, check_type
 
 
 def check_order(argument: str, order: Sequence[int] | None, num_blocks: int) -> None:
-    """Check the order in which the blocks of a cache are first used; None means ascending."""
+    """Check the order in which the blocks of a cache are first used; None means the ascending order."""
     wanted = f"a permutation of {num_blocks} blocks"
     check_type(argument, order, (Sequence, type(None)), wanted)
     known = order is None or all(type(block) is int for block in order)
@@ -19,11 +19,11 @@ def check_order(argument: str, order: Sequence[int] | None, num_blocks: int) -> 
 
 
 class BlockAllocator:
-    """Allocate the blocks of a paged cache from a free list.
+    """Allocator of the blocks of a paged cache, with a list of free blocks.
 
     Args:
         num_blocks: number of blocks, at least 1.
-        order: block ids in the order of first use; None for ascending.
+        order: block ids in the order of first use; None means the ascending order.
 
     Raises:
         ValueError: `num_blocks` is below 1, or `order` is not a permutation of the ids.
@@ -51,7 +51,7 @@ class BlockAllocator:
         """Allocate `count` blocks and return their ids.
 
         Raises:
-            ValueError: fewer blocks are free; no block is allocated in this case.
+            ValueError: fewer than `count` blocks are free; no block is allocated in this case.
         """
         check_int("count", count, 0)
         check(0 <= count <= self.num_free, "count", f"at most the {self.num_free} free blocks", count)

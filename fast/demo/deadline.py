@@ -1,12 +1,12 @@
-"""End the process of a step that waits for a dead rank; otherwise the GPU and the host would wait without end.
+"""Deadline that ends a process whose step waits for a dead rank; without a deadline, the process would wait forever.
 
 - Over gloo, an exchange with a dead rank raises an error in the waiting process; nothing else is needed.
-- Over NCCL, a launch returns before the exchange ends, and the host sees no error until it reads a result. PyTorch's
-  watchdog ends such a process, but it does not log the requests of the step, and it does not see exchanges in a
+- Over NCCL, a launch returns before the exchange ends, and the host sees no error until a result is read. PyTorch's
+  watchdog ends such a process, but the watchdog does not log the requests of the step, and does not see exchanges in a
   replayed CUDA graph.
 
-So, over NCCL, a step has a deadline a little before the timeout of its groups. When the deadline passes, this process
-logs the requests and the exchanges of the step and ends.
+Over NCCL, a step therefore has a deadline a little before the timeout of its groups. When the deadline passes, this
+process logs the requests and the exchanges of the step and ends.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from reference.distributed.groups import ContextParallel
 
 EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
-# Fraction of the groups' timeout. The deadline must pass before PyTorch's watchdog acts; the watchdog starts to count
-# later, at the exchange and not at the start of the step.
+# The deadline is this fraction of the groups' timeout, so that the deadline passes before PyTorch's watchdog acts. The
+# watchdog starts to count later: at the exchange, and not at the start of the step.
 TIMEOUT_FRACTION = 0.9
 
 logger = logging.getLogger(__name__)
@@ -30,10 +30,11 @@ logger.addHandler(logging.NullHandler())  # `_end` always writes its line to std
 
 @contextlib.contextmanager
 def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int]) -> Iterator[None]:
-    """End the process, after a line that says why, if the body takes longer than 0.9 of the groups' timeout.
+    """End the process, after one line with the reason, if the body takes longer than 0.9 x the groups' timeout.
 
-    The time includes the compilation of kernels on first use (`fast.warmup` compiles them ahead). There is no deadline
-    without groups, nor with groups whose exchanges raise an error by themselves (gloo, a simulation).
+    The time includes the compilation of kernels on first use (`fast.warmup` compiles the kernels beforehand).
+    Without groups there is no deadline. If the exchanges of a group raise an error by themselves (gloo, a simulation),
+    the group has no deadline either.
 
     Args:
         context_parallel: groups of ranks, or None.

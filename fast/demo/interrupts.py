@@ -1,4 +1,4 @@
-"""Repeat Ctrl-C until it takes effect."""
+"""Repetition of the KeyboardInterrupt of Ctrl-C, because Python may discard the first exception."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ SECONDS_BETWEEN = 2.0  # longer than the clean-up that the first interrupt start
 
 @contextlib.contextmanager
 def repeated_interrupts(seconds: float = SECONDS_BETWEEN) -> Iterator[None]:
-    """Raise KeyboardInterrupt after Ctrl-C again and again until the block ends.
+    """Raise KeyboardInterrupt repeatedly, from the first Ctrl-C until the block ends.
 
     Python discards an exception that is raised inside a finaliser or a weak reference's callback. A KeyboardInterrupt
-    that Python raises there is lost, and the program goes on. Here the first SIGINT starts a timer, and each signal of
+    that is raised there is lost, and the program goes on. Therefore the first SIGINT starts a timer, and each signal of
     the timer raises KeyboardInterrupt once more.
 
-    Outside the main thread, which alone may set signal handlers, nothing is changed.
+    Only the main thread may set signal handlers; in another thread this function changes nothing.
 
     Args:
-        seconds: time between two of these exceptions.
+        seconds: time in seconds between two of these exceptions.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

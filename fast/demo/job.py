@@ -1,4 +1,4 @@
-"""Check the options of the main job and load the checkpoint, before any work starts."""
+"""Checks of the main job's options, and loading of the checkpoint."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Job:
     Attributes:
         args: command-line options.
         model: causal language model in eval mode, without `use_mla`.
-        config: configuration of its attention.
+        config: configuration of the model's attention.
         tokenizer: tokenizer of the checkpoint.
         texts: the prompts.
         prompt_ids: tokens of each prompt.
@@ -41,7 +41,7 @@ class Job:
         dtype: dtype of weights and cache.
         eos: tokens that end a request.
         packages: the packages that serve (`reference`, `fast` or both), by name.
-        loops: one serving loop for each package, with all requests waiting.
+        loops: one serving loop for each package, in which all requests are waiting.
         context_parallel: groups of ranks that divide heads and sequences, or None.
     """
 
@@ -68,7 +68,7 @@ class Job:
         return options
 
     def make_loop(self, name: str, prompt_ids: list[list[int]], max_new_tokens: int) -> ServingLoop:
-        """Return a serving loop with these requests waiting, and with a cache that has room for all of them."""
+        """Return a serving loop in which requests for these prompts wait; its cache has room for all requests."""
         block = self.args.block_size
         covered = block * (1 if self.context_parallel is None else self.context_parallel.size)
         loop = ServingLoop(
@@ -91,23 +91,23 @@ class Job:
 def check_outputs(args: argparse.Namespace) -> None:
     """Check that the files of `--json` and `--picture` can be written, without changing their contents.
 
-    An existing file is opened for writing. For a missing file, a temporary file is made in its folder. This also finds
-    a folder on a read-only file system and a file system without free inodes.
+    An existing file is opened for writing. For a missing file, a temporary file is made in its folder. The temporary
+    file also detects a read-only file system and a file system without free inodes.
 
     Raises:
-        ValueError: a missing folder, a folder instead of a file, a file that cannot be written, or the same file for
-            both options; the message is one line.
+        ValueError: a folder is missing, a path is a folder, a file cannot be written, or both options name the same
+            file; the message is one line.
     """
     given = {"--json": args.json, "--picture": None if args.no_picture else args.picture}
     for option, path in given.items():
         if path is None:
             continue
-        target = Path(os.path.realpath(path))  # follow links: they may lead to another folder
+        target = Path(os.path.realpath(path))  # follow links, because a link may lead to another folder
         try:
             check(target.parent.is_dir() and not target.is_dir(), option, "a file in a folder that exists", path)
-            if target.is_file() or target.is_symlink():  # `realpath` keeps only a link that leads to itself
+            if target.is_file() or target.is_symlink():  # `realpath` leaves only links that form a loop
                 os.close(os.open(target, os.O_WRONLY | os.O_APPEND))
-            elif target.exists():  # a device or pipe: opening it may block, or end its reader
+            elif target.exists():  # do not open a device or pipe: this may block or end the reader
                 check(os.access(target, os.W_OK), option, "a path that can be written", path)
             else:
                 tempfile.TemporaryFile(dir=target.parent).close()
@@ -125,7 +125,7 @@ def prepare(
     """Check every option except the output paths (see `check_outputs`), and load the checkpoint.
 
     Raises:
-        ValueError: an option does not fit; the message is one line.
+        ValueError: an option is invalid; the message is one line.
         OSError: a file cannot be read or written.
     """
     needed = ("transformers",) if args.no_picture else ("transformers", "matplotlib")
@@ -149,7 +149,7 @@ def prepare(
           args.token_budget)  # fmt: skip
     packages = {"reference": oracle, "fast": ops}
     packages = packages if args.ops == "both" else {args.ops: packages[args.ops]}
-    check(args.backend is None or "fast" in packages, "--backend", "none where --ops is reference", args.backend)
+    check(args.backend is None or "fast" in packages, "--backend", "no backend with --ops reference", args.backend)
 
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
@@ -185,7 +185,7 @@ def prepare(
 
 
 def locate(model: str) -> tuple[str, bool]:
-    """Return the folder or the hub name of a checkpoint, and whether it is a folder."""
+    """Return the folder of a checkpoint and True, or the hub name of a checkpoint and False."""
     try:
         path = Path(model).expanduser()
     except RuntimeError:
@@ -198,7 +198,7 @@ def locate(model: str) -> tuple[str, bool]:
 
 
 def read(load: Callable[[], Any]) -> Any:
-    """Call a function of transformers that reads a checkpoint; turn every error into one line about `--model`.
+    """Call a function of transformers that reads a checkpoint; turn every error into a ValueError of one line.
 
     Raises:
         ValueError: a file is missing or broken, or the architecture is unknown.
@@ -210,7 +210,7 @@ def read(load: Callable[[], Any]) -> Any:
 
 
 def load_model(source: str, local: bool, dtype: torch.dtype) -> nn.Module:
-    """Load the model and check that it has all of its weights.
+    """Load the model and check that no weight is missing.
 
     Raises:
         ValueError: the checkpoint cannot be read, or weights are missing.
@@ -230,11 +230,13 @@ def load_model(source: str, local: bool, dtype: torch.dtype) -> nn.Module:
 def choose_device(
     args: argparse.Namespace, config: MLAConfig, packages: dict[str, ModuleType]
 ) -> tuple[torch.device, torch.dtype]:
-    """Return device and dtype from the options; without options, use a GPU if `fast` can serve the model there.
+    """Return the device and the dtype of the job.
+
+    Without `--device`, the device is a GPU if the chosen packages can serve the model on a GPU, and otherwise the CPU.
 
     Raises:
-        UnsupportedConfiguration: the package `fast` cannot serve the model on this device; with every reason.
-        ValueError: an unknown device or backend.
+        UnsupportedConfiguration: the package `fast` cannot serve the model on this device; the error has every reason.
+        ValueError: the device or the backend is unknown.
     """
 
     def dtype_on(device: torch.device) -> torch.dtype:
@@ -263,7 +265,7 @@ def choose_device(
         check(device.type in ("cpu", "cuda"), "--device", "cpu, cuda or cuda:N", args.device)
         present = torch.cuda.device_count() if torch.cuda.is_available() else 0
         here = device.type == "cpu" or (device.index or 0) < present
-        check(here, "--device", f"a CUDA device that is here ({present} found)", args.device)
+        check(here, "--device", f"a CUDA device of this machine ({present} found)", args.device)
     reasons = refusals(device)
     if reasons:
         raise UnsupportedConfiguration(reasons)
@@ -286,5 +288,5 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error message that is not empty, or the name of the error's type."""
+    """Return the first non-empty line of an error message, or the name of the error's type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

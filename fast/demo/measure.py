@@ -1,4 +1,4 @@
-"""Measurements of the main job: both packages and plain transformers on the same prompts; all figures are in a dict."""
+"""Measurements of the main job: both packages and plain transformers serve the same prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .requests import Request, StepReport
 
 PARITY_TOKENS = 512
 WARMUP_TOKENS = 2
-LONGEST_DECODE = 3  # most query tokens of a decode in the parity table
+LONGEST_DECODE = 3  # largest number of query tokens of a decode in the parity table
 
 
 @torch.inference_mode()
@@ -44,7 +44,7 @@ def plain_greedy(job: Job, prompt_ids: list[int], max_new_tokens: int) -> list[i
 
 
 def measure(job: Job, console: Console) -> dict[str, Any]:
-    """Serve the prompts with each package and with transformers, compare them, and return all figures."""
+    """Serve the prompts with each package and with transformers, compare the results, and return all figures."""
     from ..integrations.transformers import restore, use_mla
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -121,20 +121,20 @@ def compile_ahead(job: Job, console: Console) -> None:
 
 @torch.inference_mode()
 def layer_input(job: Job) -> torch.Tensor:
-    """Return the input of the first layer's attention for PARITY_TOKENS tokens, taken from the prompts in turn."""
+    """Return the input of the first layer's attention for PARITY_TOKENS tokens: the prompts, repeated if needed."""
     base = job.model.base_model
     stream = list(itertools.islice(itertools.cycle(itertools.chain(*job.prompt_ids)), PARITY_TOKENS))
     return base.layers[0].input_layernorm(base.embed_tokens(torch.tensor(stream, device=job.device)))
 
 
 def rate(tokens: list[list[int]], seconds: float, how: str) -> dict[str, Any]:
-    """Return the number of generated tokens and their rate; the time includes the prefill."""
+    """Return the number of generated tokens, and the tokens per second; the time includes the prefill."""
     count = sum(map(len, tokens))
     return {"tokens": count, "seconds": seconds, "tokens_per_second": count / seconds, "how": how}
 
 
 def summary(reports: list[StepReport]) -> dict[str, int]:
-    """Return counts over all steps of one package."""
+    """Return the counts of all steps of one package, and the peak bytes of its cache."""
     return {
         "steps": len(reports),
         "mixed_steps": sum(report.num_decodes > 0 and report.num_prefills > 0 for report in reports),
@@ -146,7 +146,7 @@ def summary(reports: list[StepReport]) -> dict[str, int]:
 
 
 def prompt_figures(job: Job, number: int, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
-    """Return the figures of one prompt: its text, its continuation and the first token that differs, if any."""
+    """Return the figures of one prompt; `differs_at` is the first index at which not all generated tokens are equal."""
     answers = {name: ids[number] for name, ids in tokens.items()}
     differs = [
         index
@@ -179,7 +179,7 @@ def cache_figures(job: Job, schedules: dict[str, dict[str, int]]) -> dict[str, A
 
 
 def surroundings(job: Job) -> dict[str, Any]:
-    """Return hardware, versions, options and kernels."""
+    """Return the hardware, the versions of packages, the options, and the backends of all ops."""
     versions = {"python": platform.python_version()}
     for name in ("mla-twins", "torch", "transformers", "triton", "einops", "safetensors"):
         try:
@@ -202,8 +202,8 @@ def kernels(job: Job) -> dict[str, list[str]]:
     """Return which backend serves each op of the package `fast`.
 
     Returns:
-        `lines`: one line for each op, with every reason. `summary`: one line for each backend, with the number of ops
-        that it serves, or with the first reason why it cannot serve a decode.
+        Two lists of lines. `lines` has one line for each op, with every reason. `summary` has one line for each
+        backend, with the number of ops that the backend serves, or with the first reason against a decode.
     """
     if "fast" not in job.packages:
         lines = ["reference: plain PyTorch and einops"]
@@ -227,7 +227,7 @@ def kernels(job: Job) -> dict[str, list[str]]:
             more = f" and {len(reasons) - 1} more reason{'s' * (len(reasons) > 2)}" if len(reasons) > 1 else ""
             line = f"serves none: {reasons[0]}{more}"
         else:
-            line = "serves none: --backend or a backend of higher priority comes first"
+            line = "serves none: --backend names another backend, or others have a higher priority"
         summary.append(f"{candidate.name}: {line}")
     return {"lines": lines, "summary": summary}
 
@@ -240,7 +240,7 @@ def cpu_name() -> str:
 
 
 def verdict(figures: dict[str, Any]) -> dict[str, Any]:
-    """Return the verdict in lines and as `passed`; different tokens are a failure in float32 only."""
+    """Return the verdict as lines of text and as booleans; different tokens are a failure in float32 only."""
     parity, prompts, dtype = figures["parity"], figures["prompts"], figures["settings"]["dtype"]
     failed = [row["op"] for row in parity if not row["passed"]]
     different = [str(number) for number, prompt in enumerate(prompts, 1) if not prompt["identical"]]

@@ -1,7 +1,7 @@
-"""Compare two packages op by op on real activations, each op on its computed error budget.
+"""Comparison of two packages op by op on real activations; each op has a computed error budget.
 
-The package `ops` is tested; the package `oracle` is the specification. The inputs of each op are first rounded to the
-dtype. Then gold is the oracle's result in float64, and low is the oracle's result in the dtype (see `fast.parity`). Ops
+The package `ops` is tested; the package `oracle` is the specification. The inputs of each op have the model's dtype.
+Gold is the oracle's result in float64, and low is the oracle's result in the model's dtype (see `fast.parity`). Ops
 that only copy data or compute integers must give equal bits.
 """
 
@@ -26,12 +26,12 @@ from ..backends import BackendChoice, bind
 from ..parity import Parity, compare, compare_exact, compare_states
 
 GARBAGE = 2147480000  # block-table entry past a request's last block; no op may read such a block
-PROGRAMS = 3  # programs of a decode schedule: fewer than requests, so that some requests are cut and some are not
+PROGRAMS = 3  # programs of a decode schedule: fewer than requests, so that only some requests have several splits
 WEIGHTS = (4, 3, 2, 1)  # relative lengths of the requests: two decodes, then up to two prefills
 
 
 class WithBackend:
-    """A package whose functions are called with a given `backend=`, if they have this parameter.
+    """Wrapper of a package; it passes a given `backend=` to each function that has this parameter.
 
     Args:
         ops: the package.
@@ -48,7 +48,7 @@ class WithBackend:
 
 
 class Comparison:
-    """Run each op three times (value, low and gold) and collect the comparisons in `rows`.
+    """Comparisons of ops; each op runs three times (value, low and gold), and `rows` collects the comparisons.
 
     Args:
         ops: the package that is tested.
@@ -60,7 +60,10 @@ class Comparison:
         self.rows: list[Parity] = []
 
     def within_budget(self, op: str, call: Callable[..., Any], *arguments: Any, parts: tuple[str, ...] = ()) -> None:
-        """Compare the result of `call(package, *arguments)` on its budget: a tensor, a state or a tuple of `parts`."""
+        """Compare the result of `call(package, *arguments)` with its error budget.
+
+        The result is a tensor, a state, or a tuple whose elements have the names `parts`.
+        """
         value, low = call(self.ops, *arguments), call(self.oracle, *arguments)
         gold = call(self.oracle, *(widen(argument) for argument in arguments))
         if isinstance(gold, AttentionState):
@@ -72,7 +75,7 @@ class Comparison:
             self.rows.append(compare(op, value, low, gold))
 
     def exact(self, op: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """Compare the result of `call(package, *arguments)`, a tensor or a plan; every element must be equal."""
+        """Compare the result of `call(package, *arguments)`, a tensor or a plan; all elements must be equal."""
         value, expected = (flatten(call(module, *arguments)) for module in (self.ops, self.oracle))
         if value.shape != expected.shape:
             self.rows.append(Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False))
@@ -108,17 +111,17 @@ def flatten(value: Any) -> Tensor:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """A step with decodes and prefills; the tokens of all requests are consecutive parts of one stream.
+    """A step with decodes and prefills; the tokens of each request are a consecutive part of one stream of tokens.
 
     Attributes:
         lens: tokens of each request.
         starts: index in the stream of each request's first token.
         query_lens: query tokens of each request in this step; 1 for a decode.
         positions: [T], position of each token of the stream within its request.
-        block_table: [B, W] int32, shuffled blocks, followed by GARBAGE.
-        num_blocks: blocks of the cache; no request owns two of them.
+        block_table: [B, W] int32, the ids of shuffled blocks, then GARBAGE in each row.
+        num_blocks: number of blocks of the cache; two blocks belong to no request.
         block_size: tokens of a block.
-        num_decodes: number of decodes; they come first.
+        num_decodes: number of decodes; decodes come before prefills.
     """
 
     lens: list[int]
@@ -131,7 +134,7 @@ class Batch:
     num_decodes: int
 
     def offsets(self, lens: list[int]) -> Tensor:
-        """Return the prefix sum of some lengths, [B + 1] int32 on the CPU."""
+        """Return the prefix sums of `lens`, beginning with 0, [B + 1] int32 on the CPU."""
         return torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)], dtype=torch.int32)
 
     def rows_of_last(self, query_lens: list[int]) -> Tensor:
@@ -191,7 +194,7 @@ def run_parity(
         One row for each result of each op, in the order of a step.
 
     Raises:
-        ValueError: too few tokens, or a workspace smaller than one block.
+        ValueError: T is too small, or the workspace is smaller than one block.
     """
     check(workspace_tokens >= block_size, "workspace_tokens", f"at least one block of {block_size}", workspace_tokens)
     device, backend = hidden_states.device, bind(backend)
@@ -258,7 +261,7 @@ def projections(
 
 
 def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch) -> Tensor:
-    """Compare cache writes, gathers and copies bit by bit; return a cache with all tokens, and NaN in unowned slots."""
+    """Compare cache writes, gathers and copies bit by bit; return a cache of all tokens, with NaN in unowned slots."""
     head_size = kv_c_normed.shape[1] + k_pe.shape[1]
     slots = batch.common(compared.oracle, batch.lens).slot_mapping
     empty = kv_c_normed.new_full((batch.num_blocks, batch.block_size, head_size), math.nan)
@@ -307,7 +310,7 @@ def attentions(
     batch: Batch,
     metadata: MLAMetadata,
 ) -> None:
-    """Compare both attention paths and the ops that they consist of."""
+    """Compare packed attention, merge, decode and prefill."""
     c, oracle, device = layer.config, compared.oracle, q.device
     scale = c.softmax_scale
     w_uk, w_uv = layer.up_projections()

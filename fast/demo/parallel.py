@@ -1,4 +1,4 @@
-"""Context parallelism in the main job: all ranks serve the prompts together, then one rank serves them alone."""
+"""Context parallelism in the main job: all ranks serve the prompts together, then one rank serves the prompts alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         The exit status:
 
         - 0: success.
-        - 1: a rank was lost or, on the first rank and in float32 only, tokens differ.
+        - 1: another rank did not answer, or tokens differ in float32; only the first rank compares tokens.
         - 2: bad input.
     """
     who = f"rank {os.environ.get('RANK', 0)}"
@@ -59,7 +59,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         if device != "cpu":
             os._exit(status)  # a normal exit would destroy the communicator, which may wait for lost ranks
         return status
-    dist.destroy_process_group()  # not after a failure: it may wait for ranks that are lost
+    dist.destroy_process_group()  # not after a failure: the call may wait for lost ranks
     if job.context_parallel.tp_group.rank > 0:
         return 0
     alone = alone_tokens(job)
@@ -83,7 +83,7 @@ def check_start(args: argparse.Namespace) -> str:
     """Check how this process was started, fill in defaults of the options, and return the device of this rank.
 
     Raises:
-        ValueError: the process was not started by torchrun, or the number of processes or an option does not fit.
+        ValueError: the process was not started by torchrun, an option is invalid, or there are too few GPUs.
     """
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     check(not missing, "--context-parallel", "a start by torchrun --nproc-per-node N -m fast",
@@ -107,7 +107,7 @@ def check_start(args: argparse.Namespace) -> str:
 
 
 def make_groups(args: argparse.Namespace) -> ContextParallel:
-    """Make the groups: each D consecutive ranks divide the sequences; all ranks divide the heads."""
+    """Make the groups: every D consecutive ranks share each sequence, and all ranks share the heads."""
     world, rank, size = dist.get_world_size(), dist.get_rank(), args.context_parallel
     groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
     return ContextParallel(groups[rank // size], dist.group.WORLD, args.interleave, args.merge)
@@ -176,7 +176,7 @@ def alone_tokens(job: Job) -> dict[str, list[list[int]]]:
 def show(figures: dict[str, Any], console: Console) -> None:
     """Print a table with one line for each package."""
     title = (
-        f"{figures['ranks']} ranks share the heads, {figures['context_parallel_size']} each sequence "
+        f"{figures['ranks']} ranks share the heads, {figures['context_parallel_size']} share each sequence "
         f"(interleave {figures['interleave']}, merge {figures['merge']}, {figures['device']}, {figures['dtype']})"
     )
     table = Table("package", "tokens/s", "peak cache per rank", "received per rank", "tokens as on one rank",

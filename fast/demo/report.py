@@ -1,4 +1,4 @@
-"""Output of the main job: text and tables, one picture, and a JSON file, all of the same dict of figures."""
+"""Output of the main job: text and tables, one picture, and a JSON file, all from the same dict of figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-# One colour for each contender, the same as in docs/hooks/picture.py and docs/assets/site.css; a test compares them.
+# Colour of each contender. A test checks that docs/hooks/picture.py and docs/assets/site.css have the same colours.
 COLOURS = {
     "fast": "#0072b2",
     "reference": "#009e73",
@@ -23,7 +23,7 @@ COLOURS = {
     "cuDNN": "#8a6d3b",
     "FA2 (V padded)": "#4f4f9e",
 }
-NO_CONTENDER = ("#4d4d4d", "#c9c9c9")  # bars of the cache sizes, which are no contender's
+NO_CONTENDER = ("#4d4d4d", "#c9c9c9")  # colours of the bars of cache sizes, which belong to no contender
 TAIL_LINES = 3
 
 
@@ -60,7 +60,7 @@ def show_continuations(console: Console, figures: dict[str, Any]) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters by their escapes; a model may generate them."""
+    """Replace control characters, which a model may generate, by escape sequences."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
@@ -82,7 +82,7 @@ def show_identity(console: Console, figures: dict[str, Any]) -> None:
 def show_parity(console: Console, figures: dict[str, Any]) -> None:
     """Print the parity table: errors, budgets and verdict of each op."""
     if not figures["parity"]:
-        console.print(f"parity table: left out, because only {figures['served'][0]} ran (--ops both compares)")
+        console.print(f"parity table: left out, because only {figures['served'][0]} ran; --ops both compares packages")
         return
     dtype = figures["settings"]["dtype"]
     table = Table(title=f"parity of fast with reference, {dtype}, activations of layer 0 (gold: reference in float64)")
@@ -131,7 +131,7 @@ def show_costs(console: Console, figures: dict[str, Any]) -> None:
     console.print(table)
     for name, row in figures["schedule"].items():
         console.print(
-            f"{name}: {row['steps']} steps, {row['mixed_steps']} of them decodes and prefills together, "
+            f"{name}: {row['steps']} steps, {row['mixed_steps']} of them with decodes and prefills, "
             f"{row['context_chunks']} chunks of cached context, at most {row['most_chunks_in_a_step']} in a step"
         )
 
@@ -182,7 +182,7 @@ def draw_speed(axes: Any, speed: dict[str, Any]) -> None:
 
 
 def draw_cache(axes: Any, cache: dict[str, Any]) -> None:
-    """Draw the cache size of latents beside that of expanded keys and values."""
+    """Draw the cache size of latents beside the cache size of expanded keys and values."""
     values = [cache["latent_bytes_per_1000_tokens"] / 1e6, cache["expanded_bytes_per_1000_tokens"] / 1e6]
     bars = axes.bar(["latent", "expanded keys\nand values"], values, width=0.5, color=NO_CONTENDER)
     axes.bar_label(bars, fmt="{:.2f}", padding=2)
@@ -218,7 +218,7 @@ def draw_parity(axes: Any, parity: list[dict[str, Any]]) -> None:
 
 
 def budget_ratio(error: float, budget: float) -> float:
-    """Return error / budget; for a budget of 0, return 0.0 without an error and 10.0 (off the picture) with one."""
+    """Return error / budget; for a budget of 0, return 0.0 if the error is 0 and otherwise 10.0, off the picture."""
     if budget > 0:
         return error / budget
     return 0.0 if error == 0 else 10.0

@@ -1,4 +1,4 @@
-"""Records of the serving loop: a request, the report of a step, and the error of a step that another rank lost."""
+"""Records of the serving loop: a request, the report of a step, and the error if another rank does not answer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Request:
     Attributes:
         request_id: number in the order of arrival, unique within the loop.
         prompt_ids: tokens of the prompt.
-        max_new_tokens: most tokens to generate.
+        max_new_tokens: upper bound of the generated tokens.
         generated_ids: tokens generated so far, including an end-of-sequence token.
         num_computed: number of leading tokens that are in the cache.
-        blocks: cache blocks of these tokens, in order.
+        blocks: ids of the cache blocks of the `num_computed` tokens, in order.
         num_preemptions: how often the request lost its blocks.
         finished: True when the generation has ended.
     """
@@ -33,12 +33,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens: prompt and generated ones."""
+        """Number of prompt tokens and generated tokens together."""
         return len(self.prompt_ids) + len(self.generated_ids)
 
     @property
     def num_pending(self) -> int:
-        """Number of known tokens that are not in the cache: 1 while decoding, all of them after a preemption."""
+        """Number of tokens that are not in the cache: 1 during decoding, all `num_tokens` after a preemption."""
         return self.num_tokens - self.num_computed
 
     def tokens(self, start: int, end: int) -> list[int]:
@@ -76,11 +76,11 @@ class StepReport:
 
 
 class StepLost(GroupError):
-    """Error of a step that another rank did not finish.
+    """Error of a step in which another rank did not answer.
 
     Args:
-        error: the error of the exchange; it names the group and the operation.
-        request_ids: ids of the step's requests, in batch order; their new tokens are not recorded.
+        error: the error of the failed exchange between ranks; its text names the group of ranks and the operation.
+        request_ids: ids of the step's requests, in batch order; the new tokens of this step are not recorded.
     """
 
     def __init__(self, error: GroupError, request_ids: tuple[int, ...]):

@@ -1,10 +1,10 @@
-"""Serve requests in mixed batches over one paged latent cache, for the demo and the soak test.
+"""Loop that serves requests in mixed batches over one paged latent cache, for the demo and the soak test.
 
-The loop is not an inference server. It shows what a scheduler must pass to MLA attention:
+The loop is not an inference server. The loop shows what a scheduler must pass to MLA attention:
 
 - Requests are admitted in the order of arrival.
 - Each step runs the decodes first and fills a token budget with parts of prompts (chunked prefill).
-- If no block is free, the youngest request gives its blocks back; it is computed again later.
+- If no block is free, the youngest request gives its blocks back; its tokens are computed again later.
 - A finished request frees its blocks.
 - Sampling is greedy.
 """
@@ -47,7 +47,7 @@ UNOWNED = torch.iinfo(torch.int32).max  # a block-table entry past a request's l
 
 
 def _layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the attention layers that `use_mla` installed in a model; an empty list for another model."""
+    """Return the attention layers that `use_mla` installed in a model, or an empty list for any other model."""
     forwards = (module.__dict__.get("forward") for module in model.modules())
     layers = (getattr(forward, "attention", None) for forward in forwards)
     return [layer for layer in layers if hasattr(layer, "workspace_tokens")]
@@ -60,7 +60,7 @@ class _Schedule(NamedTuple):
         plan: tokens of each request, in batch order.
         preempted: ids of the requests that gave their blocks back.
         taken: number of blocks that each request took for this step.
-        admitted: requests that run for the first time in this step, or again after a preemption.
+        admitted: waiting requests that start to run in this step, for the first time or after a preemption.
     """
 
     plan: dict[Request, int]
@@ -70,7 +70,7 @@ class _Schedule(NamedTuple):
 
 
 class ServingLoop:
-    """Serve requests together, as mixed batches of decodes and prefills.
+    """Loop that serves requests together, in mixed batches of decodes and prefills.
 
     Args:
         model: causal language model that accepts a packed batch (`fast.integrations.transformers.use_mla`); the cache
@@ -86,7 +86,7 @@ class ServingLoop:
             one rank serves.
         decode_threshold: longest query that always takes the absorbed path.
         eos: token or tokens that end a request, or None.
-        block_order: order in which blocks are first used; None is ascending.
+        block_order: order in which blocks are first used; None means the ascending order.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
             `PathCosts`.
         context_parallel: groups of the ranks that share heads and sequences. The model is under `use_mla` with the same
@@ -94,8 +94,8 @@ class ServingLoop:
             holds D times the tokens.
 
     Raises:
-        ValueError: a number is too small, in which case nothing has been allocated; or the ranks disagree
-            (`verify_group`).
+        ValueError: a number is too small, or the ranks have different arguments (see `verify_group`). Nothing has been
+            allocated then.
     """
 
     def __init__(
@@ -126,7 +126,8 @@ class ServingLoop:
         self.context_parallel, self.eos = context_parallel, frozenset()
         if eos is not None:
             self.eos = frozenset((eos,) if isinstance(eos, int) else eos)
-        if context_parallel is not None:  # first: if one rank raised alone, the other ranks would wait
+        # The ranks compare their arguments first: if one rank raised alone, the other ranks would wait.
+        if context_parallel is not None:
             with deadline(context_parallel, ()):
                 ops.verify_group(
                     context_parallel, block_size=block_size, num_blocks=num_blocks, dtype=model.dtype, config=config,
@@ -171,7 +172,7 @@ class ServingLoop:
         ]
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of arrival
-        self.requests: list[Request] = []  # in the order of arrival; finished requests until they are dropped
+        self.requests: list[Request] = []  # in the order of arrival; a finished request stays until it is dropped
         self._num_added = 0
         self._lost: str | None = None  # error of a failed step, after which ranks may be at different steps
 
@@ -179,7 +180,7 @@ class ServingLoop:
     def cache_bytes_in_use(self) -> int:
         """Return the allocated cache bytes of all layers: entry bytes x tokens, in whole blocks for each request.
 
-        If ranks share sequences, these are the bytes of this rank.
+        If ranks share sequences, only the bytes of this rank count.
         """
         owned = self.allocator.num_blocks - self.allocator.num_free
         return owned * self.block_size * self._entry_bytes * len(self.kv_caches)
@@ -187,7 +188,7 @@ class ServingLoop:
     def add(self, prompt_ids: Sequence[int], max_new_tokens: int) -> Request:
         """Queue a request.
 
-        The loop keeps the request, finished or not, until `forget_finished` drops it.
+        The loop keeps the request after it has finished, until `forget_finished` drops the request.
 
         Raises:
             ValueError: the prompt is empty or has a token outside the vocabulary; `max_new_tokens` is below 1; prompt
@@ -249,7 +250,7 @@ class ServingLoop:
         return list(self.requests)
 
     def forget_finished(self) -> list[Request]:
-        """Drop the finished requests, so that a loop that serves for a long time does not accumulate them.
+        """Drop the finished requests, so that a loop that serves for a long time does not accumulate requests.
 
         Request ids are never reused, and no step reads a finished request. If ranks share sequences, each rank may
         therefore call this method at any time.
@@ -270,7 +271,7 @@ class ServingLoop:
         - Requests that were admitted in this step wait again.
         - Requests that were preempted stay preempted, because their blocks may have been overwritten.
 
-        If ranks share heads, no step may follow a failed one, because other ranks may be in the middle of that step.
+        If ranks share heads, no step may follow a failed step, because other ranks may still be in the failed step.
 
         Raises:
             StepLost: a rank did not answer; the error names the group, the operation and the requests of this step.
@@ -322,13 +323,13 @@ class ServingLoop:
         taken: dict[Request, int] = {}
         preempted: list[int] = []
         budget = self.token_budget
-        # Oldest request first. The budget ends within at most one prompt, so only the youngest running request may be
-        # in its prompt. Decodes therefore come first in the batch, and a workspace of one block is enough.
+        # The oldest request comes first. The budget cuts at most one prompt, so only the youngest running request may
+        # have pending prompt tokens. Decodes therefore come first in the batch, and one block of workspace is enough.
         for request in list(self.running):
             count = min(request.num_pending, budget)
             needed = self._blocks_for(request, count)
             while needed > self.allocator.num_free and request in self.running:
-                victim = self.running[-1]  # this request or a younger one; neither is in the plan yet
+                victim = self.running[-1]  # this request or a younger request; neither is in the plan yet
                 preempted.append(victim.request_id)
                 self._preempt(victim)
             if request not in self.running:
@@ -337,9 +338,9 @@ class ServingLoop:
             self._take(request, needed, taken)
             plan[request] = count
 
-        # No request is admitted in the step of a preemption. The last preempted request is first in the queue and needs
-        # more blocks than are free: an older request took some of the blocks that it gave back, or those blocks were
-        # too few for its next tokens.
+        # No request is admitted in a step with a preemption. The last preempted request is first in the queue and needs
+        # more blocks than are free: an older request took some of the freed blocks, or the freed blocks were too few
+        # for the next tokens of the preempted request.
         admitted: list[Request] = []
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
@@ -362,7 +363,7 @@ class ServingLoop:
             taken[request] = count
 
     def _preempt(self, request: Request) -> None:
-        """Stop a running request and free its blocks; it is admitted next, and all its tokens are computed again."""
+        """Stop a running request, free its blocks and put the request first in the queue, with no computed token."""
         self.running.remove(request)
         self.allocator.free(request.blocks)
         request.blocks, request.num_computed = [], 0
@@ -392,7 +393,7 @@ class ServingLoop:
 
     @torch.inference_mode()
     def _forward(self, plan: dict[Request, int]) -> tuple[MLAMetadata, dict[Request, int]]:
-        """Run the packed batch; return its plan, and the next token of each request with no other pending token."""
+        """Run the packed batch; return the plan, and a new token for each request without further pending tokens."""
         metadata = self._metadata(plan)
         ids, positions, sampled, last_rows = [], [], [], []
         for request, count in plan.items():
@@ -415,12 +416,12 @@ class ServingLoop:
             logits_to_keep=on_device(last_rows),
         ).logits[0]
         tokens = logits.float().argmax(dim=-1)
-        if self.context_parallel is not None:  # the first rank decides: different tokens would block the ranks forever
+        if self.context_parallel is not None:  # take rank 0's tokens: different tokens would block the ranks forever
             tokens = self.context_parallel.tp_group.all_gather(tokens)[0]
         return metadata, dict(zip(sampled, tokens.tolist(), strict=True))
 
     def _advance(self, plan: dict[Request, int], next_ids: dict[Request, int]) -> list[int]:
-        """Update counts, tokens and finished requests after a successful step; return the ids of the latter."""
+        """Update counts and tokens after a successful step, and return the ids of the requests that finished."""
         finished = []
         for request, count in plan.items():
             request.num_computed += count

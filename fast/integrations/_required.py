@@ -1,11 +1,11 @@
-"""Check that the packages of an extra are installed; the message is one line with the pip command."""
+"""Check of the packages of an extra; its message is one line with the pip command."""
 
 from __future__ import annotations
 
 import importlib
 import re
 
-TRANSFORMERS = "5.17"  # least version; the extra `hf` in pyproject.toml requires the same
+TRANSFORMERS = "5.17"  # lowest version; the extra `hf` in pyproject.toml requires the same version
 
 
 def missing_transformers() -> str | None:

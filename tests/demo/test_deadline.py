@@ -37,10 +37,10 @@ LINE = f"no answer within 0.5 s: {WAITS}; {WAITS}; requests in flight: 3, 5\n"
 
 @pytest.mark.parametrize("case", ["plain", "closed", "broken handler", "in time", "gloo"])
 def test_deadline(case):
-    """A step that is late ends the process with status 70 and one message.
+    """A step that exceeds its deadline ends the process with status 70 and one message.
 
-    A step in time does not end the process. A step over gloo does not either, since gloo's exchanges time out
-    themselves.
+    A step within its deadline does not end the process. A step over gloo has no deadline, because an exchange over gloo
+    raises an error by itself.
     """
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", SCRIPT, case], cwd=root, capture_output=True, text=True, timeout=50,

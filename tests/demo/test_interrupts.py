@@ -1,6 +1,6 @@
-"""Tests that Ctrl-C ends the main job, even if Python discards the first exception.
+"""Tests that Ctrl-C ends the main job, even if Python discards the first KeyboardInterrupt.
 
-Python discards it, for example, when the signal arrives during a finaliser (`__del__`).
+For example, Python discards an exception that a signal handler raises during a finaliser (`__del__`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fast.demo.interrupts import repeated_interrupts
 class Finalised:
     def __del__(self):
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(0.01)  # the handler runs here, and Python discards what it raises
+        time.sleep(0.01)  # the handler runs here, and Python discards the exception
 
 try:
     with repeated_interrupts(0.2):
@@ -37,7 +37,7 @@ except KeyboardInterrupt:
 
 
 def test_an_interrupt_in_a_finaliser_is_repeated():
-    """If the exception of the signal is lost in a finaliser, the timer raises KeyboardInterrupt again."""
+    """If Python discards the first KeyboardInterrupt in a finaliser, a timer raises KeyboardInterrupt again."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", LOST], env=environment, text=True, capture_output=True, timeout=120,
                           check=False)  # fmt: skip
@@ -55,7 +55,7 @@ def test_handlers_and_timer_are_as_before():
 
 
 def test_other_threads_change_no_handler():
-    """Outside the main thread `repeated_interrupts` changes no signal handler, since Python does not allow it."""
+    """In another thread than the main thread, `repeated_interrupts` changes no signal handler."""
     seen = []
 
     def in_a_thread():

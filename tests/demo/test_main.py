@@ -40,9 +40,9 @@ COMPARED = {"apply_rope", "rms_norm", "query_to_latent", "latent_to_value", "exp
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys, plain_errors):
-    """Return a function that runs `main` in this process; its result has status, figures (JSON), stdout and stderr.
+    """Return a function that runs `main` in this process and returns exit status, JSON figures, stdout and stderr.
 
-    The parity checks use a stream of 96 tokens, which is short.
+    To save time, the parity checks use only 96 tokens.
     """
     monkeypatch.setattr(measure, "PARITY_TOKENS", 96)
     picture, figures = tmp_path / "p.png", tmp_path / "f.json"
@@ -71,7 +71,7 @@ def places(text: str, *words: str) -> list[int]:
 def test_as_a_newcomer_runs_it(tmp_path):
     """`python -m fast` in a new process, without a terminal, writes the promised output, picture and JSON file.
 
-    It runs the shipped checkpoint with both packages.
+    The job runs the shipped checkpoint with both packages.
     """
     picture, path = tmp_path / "p.png", tmp_path / "f.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
@@ -86,7 +86,7 @@ def test_as_a_newcomer_runs_it(tmp_path):
         assert said in done.stdout
     order = places(done.stdout, "verdict", "greedy tokens: identical", "tokens/s", "kernels on cpu", "continuations",
                    "parity of fast with reference", "expanded keys and values")  # fmt: skip
-    assert order == sorted(order), "verdict and speeds come first, then the backends, then the details"
+    assert order == sorted(order), "the order must be verdict, speeds, backends, details"
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
 
     figures = json.loads(path.read_text())
@@ -95,7 +95,7 @@ def test_as_a_newcomer_runs_it(tmp_path):
         assert row["passed"] and row["max_error"] <= row["max_budget"]
         assert (row["op"] in EXACT) == (row["max_budget"] == 0), row["op"]
     assert {row["op"].split(":")[0].split(" (")[0] for row in figures["parity"]} == EXACT | COMPARED
-    assert any(row["max_error"] > 0 for row in figures["parity"]), "no error at all: fast was compared with itself"
+    assert any(row["max_error"] > 0 for row in figures["parity"]), "all errors are 0: was fast compared with itself?"
     assert set(figures["speed"]) == {"reference", "fast", "transformers"}
     for prompt, text in zip(figures["prompts"], PROMPTS, strict=True):
         assert prompt["text"] == text and prompt["identical"]
@@ -114,15 +114,16 @@ def kernel_lines(out: str) -> list[str]:
 
 
 def test_kernel_sets_in_three_lines(run):
-    """Each backend has one line with the number of ops that it serves, or with the first reason why it serves none.
+    """The output has one line for each backend: how many ops the backend serves, or why the backend serves no op.
 
-    With --verbose every op has a line with all reasons.
+    With --verbose, the output has a line for each op, with all reasons.
     """
     said = kernel_lines(run("--max-new-tokens", "2").out)
     assert said == [
         "cpu: serves 16 of 16 ops",
         "triton: serves none: serves device cuda, got cpu",
-        "hopper: serves none: serves device cuda, got cpu and 4 more reasons",  # dtype, two dimensions, block size
+        # the other reasons: dtype, two dimensions, block size
+        "hopper: serves none: serves device cuda, got cpu and 4 more reasons",
     ]
     verbose = run("--max-new-tokens", "2", "--verbose")
     words = " ".join(kernel_lines(verbose.out))
@@ -133,7 +134,7 @@ def test_kernel_sets_in_three_lines(run):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Make the main job fail as soon as it would load a model or start ranks; only the checks of options run."""
+    """Make the main job fail when it starts to load a model or to join other ranks; the checks of options still run."""
 
     def unreachable(*args, **kwargs):
         raise AssertionError("the work began")
@@ -144,7 +145,7 @@ def no_work(monkeypatch):
 
 
 def bad_places(folder: Path) -> dict[str, tuple[list[str], str]]:
-    """Return output options that must be refused, with the message of each."""
+    """Return, for each case, output options that must be refused and the start of the error message."""
     there = folder / "there.json"
     there.write_text("kept")
     (folder / "link.png").symlink_to(there)
@@ -175,9 +176,9 @@ PLACES = ("no folder", "a folder", "a file as folder", "a link into no folder", 
 
 @pytest.mark.parametrize("case", PLACES)
 def test_output_places_are_tested_before_any_work(tmp_path, capsys, plain_errors, no_work, case):
-    """An output path that cannot be written is refused before any work, in one line, and no file is changed.
+    """The job refuses an output path that cannot be written, before any work and with an error of one line.
 
-    The job tests a path by creating a file: for root, `os.access` allows every path.
+    No file is changed. The job tests a path by creating a file, because `os.access` allows root every path.
     """
     options, message = bad_places(tmp_path)[case]
     before = sorted(tmp_path.iterdir())
@@ -189,7 +190,7 @@ def test_output_places_are_tested_before_any_work(tmp_path, capsys, plain_errors
 
 
 def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkeypatch):
-    """Under torchrun rank 0, which writes the files, tests the output paths before it waits for other ranks."""
+    """Under torchrun, rank 0 writes the files, and rank 0 checks the output paths before it waits for other ranks."""
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1"),
                         ("MASTER_PORT", "1")):  # fmt: skip
         monkeypatch.setenv(name, value)
@@ -198,7 +199,7 @@ def test_output_places_of_a_rank(tmp_path, capsys, plain_errors, no_work, monkey
     assert main([*SMALL, "--context-parallel", "2", *bad]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: --json: expected a file in a folder that exists") and err.count("\n") == 1, err
-    (tmp_path / "mla-twins.png").mkdir()  # default path of the picture, which a run on several ranks does not draw
+    (tmp_path / "mla-twins.png").mkdir()  # default path of the picture; a run on several ranks draws no picture
     with pytest.raises(AssertionError, match="the work began"):
         main([*SMALL, "--context-parallel", "2", "--json", str(tmp_path / "f.json")])
     assert [path.name for path in tmp_path.iterdir()] == ["mla-twins.png"]
@@ -212,7 +213,7 @@ def test_a_picture_that_nobody_asked_for_has_no_place(tmp_path, plain_errors, no
 
 
 def test_ctrl_c_ends_it_in_one_line(tmp_path):
-    """Ctrl-C while tokens are generated ends the job with status 130 and one line, without a traceback."""
+    """Ctrl-C during the generation ends the job with status 130 and one line on stderr, without a traceback."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     options = ["--device", "cpu", "--no-picture", "--prompt", "import os", "--max-new-tokens", "4000",
                "--json", str(tmp_path / "f.json")]  # fmt: skip
@@ -229,7 +230,7 @@ def test_ctrl_c_ends_it_in_one_line(tmp_path):
 
 
 def test_the_duration_is_the_measured_one():
-    """--help and README give the measured duration of docs/results, rounded to 5 s."""
+    """--help and README.md state the duration that docs/results/README.md reports, rounded to 5 s."""
     told = " ".join((ROOT / "docs" / "results" / "README.md").read_text(encoding="utf-8").split())
     (measured,) = re.findall(r"`time python -m fast` took ([\d.]+) s on two CPU cores", told)
     said = f"about {5 * round(float(measured) / 5)} s on two CPU cores"
@@ -240,7 +241,8 @@ def test_the_duration_is_the_measured_one():
 def test_cache_bytes_are_those_of_the_config(run):
     """The reported cache bytes follow from the config, with 6 layers and 4 bytes for each element.
 
-    A latent entry has Lkv + R = 64 + 16 elements. Expanded keys and values have N (P + R) + N V = 8 (32 + 16) + 8 x 24.
+    The latent of a token has Lkv + R = 64 + 16 elements. The expanded keys and values of a token have
+    N (P + R) + N V = 8 (32 + 16) + 8 x 24 elements.
     """
     cache = run("--ops", "fast").figures["cache"]
     assert cache["latent_bytes_per_1000_tokens"] == 1000 * 6 * 4 * (64 + 16)
@@ -274,7 +276,7 @@ def test_a_wrong_scale_in_one_op_fails_parity(run):
     done = run(ops=module_like(fast, mla_decode=mla_decode))
     failed = {row["op"] for row in done.figures["parity"] if not row["passed"]}
     assert done.status == 1 and "mla_decode (1 token): out" in failed
-    assert all(op.startswith("mla_decode") for op in failed), "the layer and the other ops were not touched"
+    assert all(op.startswith("mla_decode") for op in failed), "an op without the planted mistake failed"
     assert done.figures["verdict"]["tokens_identical"] and "FAILED: mla_decode" in done.out
 
 
@@ -320,7 +322,7 @@ BAD = [
     (["--model", "nothing"], "--model: expected a folder with a checkpoint, or a hub name owner/name, got"),
     (["--device", "toaster"], "--device: expected cpu, cuda or cuda:N, got 'toaster'"),
     (["--device", "meta"], "--device: expected cpu, cuda or cuda:N, got meta"),
-    (["--device", "cuda:99"], "--device: expected a CUDA device that is here ("),
+    (["--device", "cuda:99"], "--device: expected a CUDA device of this machine ("),
     (["--backend", "abacus"], "backend: expected one of "),
     (["--device", "cpu", "--backend", "hopper"], "hopper: serves device cuda, got cpu"),
     (["--block-size", "0"], "--block-size: expected at least 1 and less than 2^31, got 0"),
@@ -335,7 +337,7 @@ BAD = [
     (["--block-size", str(1 << 50)], "--block-size: expected at least 1 and less than 2^31, got 1125899906842624"),
     (["--model", "~nosuchuser/x"], "--model: expected a folder with a checkpoint, or a hub name owner/name, got"),
     (["--prompt", "\udcff"], "--prompt: expected valid UTF-8, got"),
-    (["--ops", "reference", "--backend", "cpu"], "--backend: expected none where --ops is reference, got cpu"),
+    (["--ops", "reference", "--backend", "cpu"], "--backend: expected no backend with --ops reference, got cpu"),
     (["--json", "f.png", "--picture", "f.png"], "--json: expected another file than --picture, got f.png"),
     (["--json", "no/such/folder/f.json"], "--json: expected a file in a folder that exists, got no/such/folder/f.json"),
     (["--picture", "no/such/folder/p.png"], "--picture: expected a file in a folder that exists, got"),
@@ -380,7 +382,7 @@ def test_a_checkpoint_with_a_broken_file(run, tmp_path, name, text):
 
 
 def test_a_place_that_takes_no_figures(tmp_path, capsys, plain_errors):
-    """A full disk gives an error of one line with status 2, and not the status of a failed parity."""
+    """A full disk gives an error of one line with status 2, and not with status 1, which means that parity failed."""
     if not Path("/dev/full").exists():
         pytest.skip("no /dev/full on this system")
     options = ["--ops", "fast", "--max-new-tokens", "2", "--json", "/dev/full", "--picture", str(tmp_path / "p.png")]

@@ -1,4 +1,4 @@
-"""Tests of the serving loop: it gives the tokens of transformers in every batch, and its record of blocks is right."""
+"""Tests that the serving loop generates the tokens of transformers in every batch and keeps its blocks consistent."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def wanted(model, prompts):
 
 @pytest.fixture
 def make_loop(model):
-    """Return a function that makes a serving loop whose caches are filled with NaN; the models are restored later."""
+    """Return a function that makes a serving loop with caches full of NaN; after the test, the models are restored."""
 
     def make(ops, on=model, **options):
         use_mla(on, ops=ops)
@@ -122,7 +122,7 @@ def check_books(loop: ServingLoop, report) -> None:
 
 
 def serve(loop: ServingLoop, prompts, new_tokens: int = NEW_TOKENS) -> tuple[list[list[int]], list]:
-    """Run all prompts, with NaN in unowned slots between the steps; return the tokens and the reports."""
+    """Serve all prompts, and write NaN to unowned slots after each step; return the tokens and the reports."""
     reports = []
 
     def on_step(report):
@@ -144,9 +144,9 @@ def test_mixed_batch_gives_transformers_tokens(make_loop, ops, prompts, wanted):
 
 
 def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts, wanted):
-    """Tokens are right with a budget of 3 tokens a step and a workspace of one block.
+    """The loop generates the right tokens with a budget of 3 tokens a step and a workspace of one block.
 
-    A step then has at most one prefill with context, whose context is expanded in many chunks.
+    A step then has at most one prefill with context, and this prefill expands its context in many chunks.
     """
     order = [5, 3, 0]
     loop = make_loop(ops, block_size=4, token_budget=3, max_num_seqs=3, workspace_tokens=4,
@@ -157,9 +157,9 @@ def test_chunked_prefill_with_tiny_budget_and_workspace(make_loop, ops, prompts,
 
 
 def test_pieces_of_prompts_take_the_absorbed_path(make_loop, ops, prompts, wanted):
-    """Tokens are right when a few prompt tokens over a longer context take the absorbed path, beside the decodes.
+    """The loop generates the right tokens when a few prompt tokens with a longer context take the absorbed path.
 
-    Only short contexts are expanded then.
+    Only prefills with a short context take the expanded path then.
     """
     order = [5, 3, 0]
     loop = make_loop(ops, block_size=4, token_budget=5, max_num_seqs=3, workspace_tokens=4)
@@ -189,9 +189,9 @@ def test_every_decode_leads_the_batch(make_loop, ops, prompts, wanted):
 
 
 def test_preemption_recomputes_and_keeps_tokens(make_loop, ops, prompts, wanted):
-    """Tokens are right when requests are preempted.
+    """The loop generates the right tokens when requests are preempted.
 
-    Four requests fit into the cache at first, and outgrow it while they decode.
+    At first, the cache has enough blocks for four requests. While the requests decode, they need more blocks.
     """
     order = [4, 3, 6, 7, 0, 2]
     loop = make_loop(ops, num_blocks=11, max_num_seqs=4)
@@ -274,7 +274,10 @@ def test_a_step_that_raises_leaves_nothing_half_applied(make_loop, ops, prompts,
 
 
 def test_soak(make_loop, ops):
-    """The loop serves 200 random requests (40 with `reference`, which is slow) that arrive over time, in 24 blocks."""
+    """The loop serves 200 random requests, which arrive over time, with 24 blocks.
+
+    With `reference`, which is slower, the loop serves 40 requests.
+    """
     count = 200 if ops.__name__ == "fast" else 40
     model = tiny_model(num_layers=1, max_positions=128)
     generator = random.Random(3)
@@ -298,7 +301,7 @@ def test_soak(make_loop, ops):
         poison_unowned(loop)
         preemptions += len(report.preempted)
         steps += 1
-        assert steps < 5000, "no progress"
+        assert steps < 5000, "the loop makes no progress"
     assert preemptions > 0
     assert loop.cache_bytes_in_use == 0
     assert all(len(r.generated_ids) == r.max_new_tokens for r in loop.requests)
@@ -416,9 +419,10 @@ print(large - small, 512 * HEADS * (NOPE + ROPE + VALUE) * 4, *growth)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_peak_memory_of_a_chunked_prefill_does_not_grow_with_the_context():
-    """From 4096 to 32768 context tokens, peak memory grows at most by the cache and two expanded workspaces.
+    """The peak memory of a chunked prefill grows by at most the growth of the cache and two expanded workspaces.
 
-    The control expands the whole context at once, 537 MB of keys and values, and far exceeds that bound.
+    The context grows from 4096 to 32768 tokens. As a control, a prefill expands the whole context at once (537 MB of
+    keys and values). The peak memory of the control grows by more than ten times that limit.
     """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", PEAK_MEMORY]

@@ -1,9 +1,9 @@
-"""Tests of which requests a serving loop runs, preempts, ends and forgets, and how many blocks they hold.
+"""Tests of which requests a serving loop runs, preempts, ends and forgets, and of how many blocks the requests hold.
 
-The model of these tests generates the successor of each token. So every generated token is known beforehand, and
-thousands of steps take seconds. `test_serving` compares the tokens of real attention.
+The model of these tests generates the successor of each token. Every generated token is therefore known beforehand, and
+thousands of steps take only seconds. tests/demo/test_serving.py compares the tokens of real attention.
 
-"Fails if" names the mistake that was planted to see the test fail.
+"The test fails if ..." names a mistake that was planted once to see the test fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fast.demo.serving import ServingLoop
 from ..support.factories import DIRECT
 
 VOCABULARY = 101
-# Without this, run-time checks of annotations would take most of the time of thousands of steps.
+# This fixture turns off run-time checks of annotations, which would take most of the time of thousands of steps.
 WITHOUT_SHAPE_CHECKS = pytest.mark.usefixtures("plain_errors")
 
 
@@ -62,7 +62,7 @@ def successors(token: int, count: int) -> list[int]:
 def test_each_of_several_eos_tokens_ends_a_request(ops, eos):
     """A request ends at any of several eos tokens.
 
-    Fails if only the first eos token ends a request.
+    The test fails if only the first eos token ends a request.
     """
     loop = make_loop(ops, eos=eos)
     for last in (27, 55, 88, 0):
@@ -84,7 +84,7 @@ def random_load(seed: int, count: int) -> list[tuple[list[int], int]]:
 
 
 def steps_of(loop: ServingLoop, load):
-    """Serve requests that arrive over time; yield the ids that ran before each step, and the report of the step."""
+    """Serve requests that arrive over time; for each step, yield the ids of running requests and the report."""
     drawn, left = random.Random(0), list(load)
     while left or loop.running or loop.waiting:
         for _ in range(min(len(left), drawn.randint(0, 3) if loop.running or loop.waiting else 1)):
@@ -96,9 +96,10 @@ def steps_of(loop: ServingLoop, load):
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize("seed", [0, 2, 3, 7])
 def test_the_youngest_requests_are_preempted_and_wait(seed):
-    """The loop preempts the youngest running requests, youngest first, and does not compute them in the same step.
+    """The loop preempts the youngest running request first, and computes no preempted request in the same step.
 
-    Fails if another request than the youngest is preempted, or if a preempted request is computed in the same step.
+    The test fails if another request than the youngest is preempted, or if a preempted request is computed in the same
+    step.
     """
     load, preemptions, most = random_load(seed, 40), 0, 0
     loop = make_loop(num_blocks=16, max_num_seqs=10, token_budget=24)
@@ -116,10 +117,10 @@ def test_the_youngest_requests_are_preempted_and_wait(seed):
 
 
 def test_a_preempted_request_that_would_fit_in_pieces_still_waits():
-    """A preempted request waits, although the freed blocks would hold the first tokens of its prompt.
+    """A preempted request waits, although the free blocks could hold the first tokens of its prompt.
 
-    The oldest request needs only one of the blocks that the preempted request frees. Fails if a preempted request does
-    not wait and only the blocks of its first tokens are counted.
+    The oldest request needs only one of the blocks that the preempted request frees. The test fails if a preempted
+    request runs again as soon as the free blocks can hold its first tokens.
     """
     loop = make_loop(num_blocks=10, max_num_seqs=2, token_budget=8)
     loop.add([1, 2, 3], 12)
@@ -139,9 +140,9 @@ def test_a_preempted_request_that_would_fit_in_pieces_still_waits():
 @WITHOUT_SHAPE_CHECKS
 @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (4, 4), (3, 2)])
 def test_a_block_of_every_rank_holds_the_tokens_of_all(ops, size, interleave):
-    """On D ranks, one block on every rank holds D blocks of tokens of a request.
+    """On D ranks, a request takes one block on every rank for each D x block_size tokens.
 
-    Fails if each block counts as the tokens of one rank: requests would hold up to D times the blocks that they need.
+    The test fails if a block counts for block_size tokens only: requests would hold up to D times the needed blocks.
     """
 
     def program(ranks):
@@ -167,9 +168,9 @@ def test_a_block_of_every_rank_holds_the_tokens_of_all(ops, size, interleave):
 
 
 def test_forgotten_requests_leave_the_loop(ops):
-    """`forget_finished` removes the finished requests from the loop and returns them in the order of arrival.
+    """`forget_finished` removes the finished requests from the loop and returns a list in the order of arrival.
 
-    `run` returns the requests that were not forgotten. New requests get new ids.
+    `run` returns the requests that were not removed. New requests get new ids.
     """
     loop = make_loop(ops, max_num_seqs=2)
     first, second, third = loop.add([1], 9), loop.add([2], 2), loop.add([3], 2)
@@ -184,7 +185,7 @@ def test_forgotten_requests_leave_the_loop(ops):
     assert done == [first, fourth] and [r.generated_ids for r in done] == [successors(1, 9), successors(4, 1)]
     assert loop.forget_finished() == done == [first, fourth] and loop.requests == []
     assert loop.add([5], 1).request_id == 4
-    assert done == [first, fourth], "the returned list does not change later"
+    assert done == [first, fourth], "the returned list has changed later"
 
 
 @WITHOUT_SHAPE_CHECKS
@@ -201,7 +202,7 @@ def test_requests_may_be_forgotten_while_the_loop_runs():
 def test_thousands_of_steps_hold_few_requests():
     """A loop that forgets finished requests holds only a few requests after 2000 steps.
 
-    Fails if finished requests stay: the loop would hold more than 1000 of them.
+    The test fails if finished requests stay: the loop would hold more than 1000 finished requests.
     """
     drawn, loop, seen, most = random.Random(5), make_loop(num_blocks=16), [], 0
     for step in range(2000):
@@ -212,7 +213,7 @@ def test_thousands_of_steps_hold_few_requests():
             seen += [request.request_id for request in loop.forget_finished()]
         most = max(most, len(loop.requests))
     assert loop.model.steps == 2000 and len(seen) > 1000
-    assert most <= 6 + 4 + 10 * 6, "at most 6 running, 4 waiting, and 6 finished in each of 10 steps"
+    assert most <= 6 + 4 + 10 * 6, "more than 6 running, 4 waiting and 10 x 6 finished requests"
     held = [request.request_id for request in loop.requests]
     assert sorted(seen + held) == list(range(len(seen) + len(held)))
 

@@ -1,7 +1,7 @@
 """Tier 2: identities that hold in float64 to about 1e-12, independent of the order of arithmetic.
 
-No test compares one package with the other. The checks take a package as `ops`, so that the mutation tests can call
-them with a package that has a planted mistake. The pitfall numbers are those of the list in tests/__init__.py.
+No test compares one package with the other. Each check takes a package as `ops`, so that the mutation tests can call
+the check with a package that has a planted mistake. tests/__init__.py lists the numbered pitfalls.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def random_state(tokens: int, heads: int, width: int, spread: float = 3.0) -> At
 
 
 def check_attention(ops, query_lens, key_lens, heads: int, causal: bool, width: int = 6, value: int = 4):
-    """Compare output and natural-log LSE of every row with exact sums: 0 and -inf for a row without keys.
+    """Compare output and LSE of every row with exact sums; a row without keys must have output 0 and LSE -inf.
 
-    Pitfalls 1, 3 and 5.
+    The check covers pitfalls 1, 3 and 5.
     """
     q, k, v = (
         random64(sum(query_lens), heads, width),
@@ -101,7 +101,7 @@ def check_attention(ops, query_lens, key_lens, heads: int, causal: bool, width: 
     ],
 )
 def test_attention(ops, query_lens, key_lens, causal):
-    """Packed attention equals exact sums, with and without empty requests (pitfalls 1, 3 and 5)."""
+    """Packed attention equals exact sums, also for requests without queries or without keys (pitfalls 1, 3 and 5)."""
     check_attention(ops, query_lens, key_lens, 2, causal)
 
 
@@ -131,7 +131,7 @@ def check_merge(ops, tokens=7, heads=3, width=5):
 
 @pytest.mark.parametrize("heads", [1, 3, 16])
 def test_merge(ops, heads):
-    """Merged states equal attention over all keys, with the LSE in natural log (pitfall 1)."""
+    """Merged states equal attention over all keys, and the LSE is a natural logarithm (pitfall 1)."""
     check_merge(ops, heads=heads)
 
 
@@ -145,9 +145,9 @@ def test_merge_associates_and_commutes(ops):
 
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16, torch.float16])
 def test_merge_identity(ops, dtype):
-    """A merge with an empty row returns the bits of the other row, and two empty rows give an empty row.
+    """If one state has no keys in a row, a merge returns the bits of the other state (pitfalls 2 and 3).
 
-    Pitfalls 2 and 3.
+    If neither state has keys in a row, the merged row has output 0 and LSE -inf.
     """
     state = random_state(6, 3, 5)
     state = AttentionState(state.out.to(dtype), state.lse.to(F64 if dtype == F64 else torch.float32))
@@ -163,9 +163,9 @@ def test_merge_identity(ops, dtype):
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("other", [-torch.inf, 0.5, torch.inf, torch.nan])
 def test_merge_refuses_to_hide(ops, bad, other):
-    """An LSE of +inf or NaN gives NaN in its row and in no other row (pitfall 3).
+    """An LSE of +inf or NaN in a row of one state makes exactly this row of the merged state NaN (pitfall 3).
 
-    Some libraries mark an empty row with +inf; such a row must not be merged as if it were a number.
+    Some libraries give a row without keys the LSE +inf; a merge must not treat this row as a row with keys.
     """
     a, b = random_state(4, 2, 3), random_state(4, 2, 3)
     a.lse[1, 2], b.lse[1, 2] = bad, other
@@ -197,7 +197,7 @@ def test_merge_strides(ops):
 
 
 def test_merge_keeps_extremes(ops):
-    """LSEs of +-1e4 and +-800 merge correctly; their weights under- or overflow unless the maximum is subtracted."""
+    """A merge is exact for LSEs of +-1e4 and +-800; without subtraction of the maximum, exp(LSE) would overflow."""
     a, b = random_state(3, 2, 4), random_state(3, 2, 4)
     a.lse[:] = torch.tensor([[1e4, -1e4, 800.0]] * 2, dtype=F64)
     b.lse[:] = torch.tensor([[1e4, -1e4, -800.0]] * 2, dtype=F64)
@@ -240,7 +240,7 @@ def whole(config, q, w_uk, w_uv, entries, query_lens, dtype=F64) -> torch.Tensor
 
 
 def check_absorbed_is_expanded(ops, config: MLAConfig, query_lens, seq_lens, block_size=16):
-    """Check that both paths have the same states, and that their output equals plain attention.
+    """Check that both attention paths give the same states, and that the outputs equal plain attention.
 
     The absorbed path is `mla_decode` and `latent_to_value`; the expanded path is `forward_prefill`.
     """
@@ -310,7 +310,7 @@ def check_chunked_is_whole(ops, config, query_lens, context_lens, workspace, blo
     st.sampled_from([1, 4, 16]),
 )
 def test_chunked_is_whole(lens, extra, block_size):
-    """A prefill equals attention over the whole sequence for every partition that the planner makes."""
+    """A prefill equals attention over the whole sequence for every division into chunks that the planner makes."""
     workspace = len(lens) * block_size + extra
     check_chunked_is_whole(reference, SMALL, [q for q, _ in lens], [c for _, c in lens], workspace, block_size)
 
@@ -322,7 +322,7 @@ def test_chunked_is_whole_in_many_chunks(ops, dtype):
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4))
 def test_any_cut_of_the_context(cuts):
-    """A prefill is exact for any partition of the context of one request, also with empty chunks."""
+    """A prefill is exact for any division of one request's context into chunks, also with empty chunks."""
     context = sum(cuts)
     batch = make_batch([2], [context + 2], 4)
     entries = make_entries(batch, SMALL.head_size, F64)
@@ -338,9 +338,9 @@ def test_any_cut_of_the_context(cuts):
 
 
 def check_several_queries(ops, config=DIRECT):
-    """Check that several query tokens of a request, decoded together, equal the same tokens one at a time.
+    """Check that query tokens of one request have the same states decoded together as decoded one at a time.
 
-    The tokens are causal among themselves (pitfall 12).
+    A query token must not attend later query tokens (pitfall 12).
     """
     query_lens, seq_lens = [4, 1, 0, 3], [20, 16, 9, 3]
     batch = make_batch(query_lens, seq_lens)
@@ -370,7 +370,7 @@ def test_several_queries(ops):
 
 
 def check_batch_composition(ops, config=LOW_RANK):
-    """Check that the rows of a request depend neither on the other requests, nor on their order, nor on its blocks."""
+    """Check that a request has the same states in a batch as alone, with other blocks and another block size."""
     batch = make_batch([1, 2, 1, 1], [33, 16, 0, 1])
     entries = make_entries(batch, config.head_size, F64)
     ql, q_pe = (
@@ -394,7 +394,7 @@ def test_batch_composition(ops):
 
 
 def test_schedule_and_hints_change_nothing(ops):
-    """Any upper bound as `max_query_len` gives the same bits: the bound sizes launches and enters no computation."""
+    """A decode gives the same bits for every upper bound `max_query_len`, because the bound only sizes launches."""
     batch = make_batch([1, 2], [9, 20])
     entries = make_entries(batch, DIRECT.head_size, F64)
     cache = make_cache(batch, entries, DIRECT.head_size, F64)
@@ -444,7 +444,7 @@ def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64,
         positions = torch.tensor([p for r in order for p in range(done[r], done[r] + step[r])] + [0, 0])
         hidden = torch.cat([*rows, random64(2, config.hidden_size)])
         out = layer(hidden, positions, cache, ops.build_mla_metadata(common, block_size, workspace, threshold))
-        assert out[sum(lens) :].eq(0).all(), "padding rows"
+        assert out[sum(lens) :].eq(0).all(), "the output of padding tokens is not 0"
         for r, own in zip(order, out[: sum(lens)].split(lens), strict=True):
             outputs[r].append(own)
             done[r] += step[r]
@@ -453,7 +453,7 @@ def run_steps(ops, config, weights, hiddens, steps, block_size=16, workspace=64,
 
 
 def check_layer(ops, config, steps, **options):
-    """Check that serving requests in steps gives the outputs of whole sequences, and writes no unowned cache entry."""
+    """Check that a layer, run in steps, gives the outputs of whole sequences and writes no unowned cache entry."""
     weights = make_weights(config, F64)
     totals = [sum(step[r] for step in steps) for r in range(len(steps[0]))]
     hiddens = [random64(total, config.hidden_size) for total in totals]
@@ -478,9 +478,9 @@ STEPS = {
 @pytest.mark.parametrize("steps", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_layer(ops, config, steps):
-    """A layer gives the same outputs by prefill, token by token, by chunked prefill and in mixed steps.
+    """A layer gives the outputs of whole sequences by prefill, token by token, by chunked prefill and in mixed steps.
 
-    This covers pitfalls 14 and 15 from hidden states to outputs.
+    The test covers pitfalls 14 and 15, from hidden states to outputs.
     """
     check_layer(ops, config, steps)
 
@@ -500,7 +500,7 @@ def test_layer_with_preset_head_dims(name):
 @pytest.mark.parametrize("scale", [0.05, -0.7, 0])
 @pytest.mark.parametrize("config", [DIRECT, LOW_RANK], ids=["direct", "low-rank"])
 def test_layer_with_a_given_scale(ops, config, scale):
-    """A given softmax scale replaces the computed scale, with its YaRN factor, on both paths."""
+    """On both attention paths, a given softmax scale replaces the computed scale, which includes the YaRN factor."""
     given_scale = replace(config, softmax_scale=scale)
     assert given_scale.softmax_scale == scale != config.softmax_scale
     check_layer(ops, given_scale, STEPS["mixed"])
@@ -543,7 +543,7 @@ def test_layer_constructor_refuses(ops, plain_errors):
 
 
 def test_inputs_were_not_degenerate():
-    """Cache entries and weights of the factories differ from zero and from each other (pitfall 21)."""
+    """Cache entries of the factories differ from each other, and cache entries and weights are not 0 (pitfall 21)."""
     batch = make_batch((1, 2), (18, 5))
     entries = make_entries(batch, 20, torch.bfloat16)
     for own in entries:

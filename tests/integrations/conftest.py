@@ -1,4 +1,4 @@
-"""Fixtures with the models on which the tests of the transformers adapter run."""
+"""Fixtures with the models for the tests of the transformers adapter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def name(request):
 
 @pytest.fixture
 def model():
-    """Return a copy of a stock model, which a test may change."""
+    """Return a copy of a stock model; a test may change the copy."""
     from ..support.transformers_models import STOCK  # needs transformers
 
     return copy.deepcopy(STOCK["v3-yarn"])

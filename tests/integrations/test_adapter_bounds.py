@@ -1,4 +1,4 @@
-"""Tests of the transformers adapter at its bounds: smallest sizes, positional arguments, number of blocks."""
+"""Tests of the transformers adapter with smallest sizes, positional arguments, growing caches and packed batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prompt(rows=2, tokens=6):
 
 
 def test_the_least_sizes_serve(ops):
-    """The smallest block size, threshold and workspace give the tokens of the stock model."""
+    """With the smallest block size, decode threshold and workspace, a model generates the tokens of the stock model."""
     model = copy.deepcopy(STOCK["v3-yarn"])
     use_mla(model, ops=ops, block_size=1, decode_threshold=1, workspace_tokens=2)
     ids = prompt()
@@ -33,7 +33,7 @@ def test_the_least_sizes_serve(ops):
 
 
 def test_arguments_by_position(ops):
-    """Up to six positional arguments mean the same as by name, as in the base model; a seventh argument is refused."""
+    """Six arguments give the same result by position as by name, and a call with seven positional arguments raises."""
     base, ids = served("v3-yarn", ops).model, prompt()
     positions, mask = torch.arange(6)[None], torch.ones_like(ids)
     mask[0, :2] = 0
@@ -49,7 +49,10 @@ def test_arguments_by_position(ops):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_positions_of_one_row_are_those_of_all(ops, dtype):
-    """Positions [1, Sq] and [B, Sq] give the same logits; without given positions they continue after the cache."""
+    """Positions of shape [1, Sq] give the same logits as positions of shape [B, Sq].
+
+    Without `position_ids`, the positions continue after the cached tokens. A call whose positions jump is refused.
+    """
     model, ids = served("v3-yarn", ops), prompt(3, 7)
     with torch.no_grad():
         found = []
@@ -68,13 +71,16 @@ def test_positions_of_one_row_are_those_of_all(ops, dtype):
 
 
 def test_pages_are_reserved_for_what_comes():
-    """A block table is as wide as needed, at least doubles when it grows, and starts narrow for another batch."""
+    """When a block table must grow, its new width is the needed width, but at least twice the old width.
+
+    For another number of rows, a new block table has exactly the needed width.
+    """
     record = BatchRecord(4)
     asked = [(2, 0, 0), (2, 1, 1), (2, 4, 1), (2, 5, 2), (2, 8, 2), (2, 9, 4), (2, 16, 4), (2, 40, 10), (2, 41, 20)]
     for rows, tokens, width in asked:
         table = record.reserve(rows, tokens)
         assert table.shape == (rows, width) and table.dtype == torch.int32
-        assert table.flatten().tolist() == list(range(rows * width)), "no two rows share a block"
+        assert table.flatten().tolist() == list(range(rows * width)), "two rows share a block"
         assert record.reserve(rows, tokens) is table
         record.commit(tokens, torch.full((rows,), tokens, dtype=torch.int32), None)
     assert record.reserve(3, 9).shape == (3, 3)
@@ -84,7 +90,10 @@ def test_pages_are_reserved_for_what_comes():
 
 
 def test_a_record_counts_what_is_kept():
-    """After `crop` and `select`, the lengths count the tokens of the mask, and a mask without padding is dropped."""
+    """After `crop` and `select`, a record has the number of real tokens of each row.
+
+    The record drops its mask as soon as the mask has no padding.
+    """
     record, mask = BatchRecord(4), torch.ones(3, 6, dtype=torch.bool)
     mask[0, :2], mask[1, 5] = False, False
     record.commit(6, mask.sum(1, dtype=torch.int32), mask)
@@ -103,7 +112,7 @@ def test_a_record_counts_what_is_kept():
 def test_a_layer_keeps_its_entries_where_it_grows(ops):
     """A cache layer that grows keeps the entries of each row in order.
 
-    A cache that is large enough is not copied, and another number of rows gets a new cache.
+    A cache with enough blocks is not copied. A batch with another number of rows gets a new cache.
     """
     record = BatchRecord(BLOCK)
     layer = LatentCacheLayer(record, leads=True)
@@ -121,9 +130,10 @@ def test_a_layer_keeps_its_entries_where_it_grows(ops):
 
 
 def test_layers_of_a_cache(ops):
-    """All layers of a cache share one record, which the first layer leads.
+    """All layers of a cache share one record, and only the first layer updates the record.
 
-    A cache of the same model is reused; a cache with other layers or blocks is refused.
+    A filled cache with the same number of layers and the same block size is reused. A cache with another number of
+    layers or another block size is refused.
     """
     layers = latent_layers(DynamicCache(), LAYERS, BLOCK)
     assert [layer.leads for layer in layers] == [True, False]

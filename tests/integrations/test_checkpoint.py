@@ -1,4 +1,4 @@
-"""Tests of the checkpoint tiny-mla: size, dims, tokenizer, and bits per byte with three attention implementations."""
+"""Tests of the checkpoint tiny-mla: size, dimensions, tokenizer, and bits per byte with and without `use_mla`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def windows(per_file: int | None = None) -> torch.Tensor:
     """Return non-overlapping windows of 1024 bytes of the sample, [windows, 1024].
 
     Args:
-        per_file: number of windows of each file; None takes all.
+        per_file: number of windows of each file; None takes all windows.
     """
     cut = []
     for path in sorted(SAMPLE.glob("*.py.txt")):
@@ -42,7 +42,7 @@ def windows(per_file: int | None = None) -> torch.Tensor:
 
 @torch.inference_mode()
 def nats(model, targets: torch.Tensor) -> torch.Tensor:
-    """Return the negative log likelihood of every byte; each window is a sequence of its own after one bos token."""
+    """Return the negative log likelihood, in nats, of every byte; each window is one sequence after a bos token."""
     losses = []
     for batch in targets.split(4):
         logits = model(torch.nn.functional.pad(batch[:, :-1], (1, 0), value=BOS), use_cache=False).logits
@@ -56,7 +56,10 @@ def bits_per_byte(losses: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("ops", [None, reference, fast], ids=["transformers", "reference", "fast"])
 def test_bits_per_byte(ops):
-    """Bits per byte for two windows of each file equal the model card's number in all digits, and are at most 2."""
+    """The measured bits per byte equal the number of the model card in all four decimals, and are at most 2.
+
+    The measurement reads two windows of each file.
+    """
     card = (CHECKPOINT / "README.md").read_text()
     count, figure = re.search(r"first two windows of each file \| 1024 \| (\d+) \| ([\d.]+) \|", card).groups()
     targets = windows(per_file=2)
@@ -67,7 +70,10 @@ def test_bits_per_byte(ops):
 
 
 def test_log_of_the_shipped_weights():
-    """On the held-out files, a tenth of all files, the training log of the weights has at most 2 bits per byte."""
+    """The training log of the shipped weights reports at most 2 bits per byte on the held-out files.
+
+    The held-out files are a tenth of all files, rounded up.
+    """
     lines = (ASSETS / "train_tiny_mla.log.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     held_out = [event for event in events if event["event"] == "held_out"]
@@ -84,7 +90,7 @@ def test_size_and_dims():
     assert config.q_lora_rank is not None
     yarn = config.rope.yarn
     assert yarn is not None and yarn.mscale != yarn.mscale_all_dim  # both magnitude factors differ from 1
-    # three different dims, so that code that exchanges two of them fails
+    # the three dims differ, so that code that exchanges two dims fails
     assert len({config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim}) == 3
 
 

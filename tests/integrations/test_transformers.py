@@ -1,6 +1,6 @@
-"""Tests of the forward of DeepSeek models under `use_mla`: logits within the budget, padded, packed, on several ranks.
+"""Tests of the forward of DeepSeek models under `use_mla`, for padded batches, packed batches and several ranks.
 
-The pitfall numbers are those of the list in tests/__init__.py.
+The logits must lie within a budget that is computed from stock transformers. tests/__init__.py lists the pitfalls.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def test_logits_with_padding_of_every_kind(name, ops):
 
 @pytest.mark.parametrize(("cuts", "decode_threshold"), [((1, 5, 6), 1), ((4, 8, 9), 3)])
 def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
-    """Logits are right when a prompt is fed in several calls.
+    """The logits lie within the budget when the tokens of a prompt come in several calls.
 
-    The context is expanded in chunks, in a workspace of four blocks. In some calls, all tokens of a row are padding.
+    Prefills expand the context in chunks of at most four blocks. In some calls, all tokens of a row are padding.
     """
     ids, mask = padded_batch()
     bounds = (0, *cuts, ids.shape[1])
@@ -66,7 +66,7 @@ def test_logits_of_a_prompt_fed_in_pieces(name, ops, cuts, decode_threshold):
 
 @pytest.mark.parametrize("pitfall", [14, 15])
 def test_a_wrong_rope_is_seen(ops, pitfall, monkeypatch):
-    """Parity fails if the softmax scale lacks YaRN's mscale^2 (pitfall 14) or rope pairs are exchanged (pitfall 15)."""
+    """Parity fails if the softmax scale lacks YaRN's mscale^2 (pitfall 14) or rope rotates wrong pairs (pitfall 15)."""
     ids, mask = padded_batch()
     checked = lambda: assert_same(  # noqa: E731
         lambda model: model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()], "v3-yarn", ops
@@ -122,7 +122,10 @@ def test_two_latent_norms_of_different_epsilons_are_refused(ops):
 
 @pytest.mark.parametrize("fields", [dict(sliding_window=8), dict(attn_logit_softcapping=2.0)])
 def test_use_mla_refuses_other_attention(model, ops, fields):
-    """A model with another kind of attention is refused and not changed, and the reason names the config field."""
+    """`use_mla` refuses a model with another kind of attention and does not change the model.
+
+    The error names the config field.
+    """
     for field, asked in fields.items():
         setattr(model.config, field, asked)
     with pytest.raises(UnsupportedConfiguration, match=f"^config.{next(iter(fields))}: "):
@@ -163,7 +166,7 @@ def test_packed_batch_against_each_request_alone(name, ops):
     prompts = [torch.randint(1, VOCAB, (length,)) for length in (9, 14, 11, 6)]
     done = [0, 0, 0, 0]
     with torch.no_grad():
-        for query_lens in ([8, 5, 3, 0], [1, 4, 0, 6], [0, 5, 8, 0]):  # prefills, then a decode beside chunked context
+        for query_lens in ([8, 5, 3, 0], [1, 4, 0, 6], [0, 5, 8, 0]):  # the second step has a decode and prefills
             new_ids = [prompt[at : at + q] for prompt, at, q in zip(prompts, done, query_lens, strict=True)]
             done = [at + q for at, q in zip(done, query_lens, strict=True)]
             ends = torch.tensor(query_lens).cumsum(0) - 1
@@ -210,9 +213,9 @@ def test_no_square_mask_is_ever_built(ops):
 
 
 def test_a_model_on_several_ranks(ops):
-    """A packed batch on three ranks gives the tokens of one rank.
+    """A packed batch on three ranks gives the same tokens as on one rank.
 
-    A padded batch is refused. Weights that were converted to another dtype after `use_mla` are refused as well.
+    On three ranks, a padded batch is refused. A model whose dtype changed after `use_mla` is refused as well.
     """
 
     def program(ranks):

@@ -62,7 +62,8 @@ def test_cache_operations_mean_what_stock_means(ops, operation):
 def test_crop_takes_the_convention_of_the_installed_version(ops, amount):
     """`crop` of a latent cache has the same result or error as `crop` of a stock cache.
 
-    A positive argument is the length to keep in some versions of transformers and an error in others.
+    In some versions of transformers, a positive argument is the length to keep; other versions refuse a positive
+    argument.
     """
     outcomes = []
     for model in (STOCK["v3-yarn"], served("v3-yarn", ops)):
@@ -73,7 +74,7 @@ def test_crop_takes_the_convention_of_the_installed_version(ops, amount):
         except ValueError as error:
             outcomes.append(str(error))
         else:
-            # stock counts an empty tensor as 0 tokens
+            # a stock layer counts an empty tensor as 0 tokens
             outcomes.append([cache.get_seq_length(layer) for layer in range(LAYERS)])
     assert outcomes[0] == outcomes[1]
 
@@ -93,7 +94,7 @@ def test_reset_takes_another_batch(ops):
 
 
 def record_allocations(ops, monkeypatch):
-    """Fill every allocated cache with NaN, and return the list of allocated caches."""
+    """Make each later allocation fill its cache with NaN; return a list to which each allocated cache is appended."""
     made, allocate = [], ops.allocate_kv_cache
 
     def poisoned(*args, **kwargs):
@@ -105,9 +106,9 @@ def record_allocations(ops, monkeypatch):
 
 
 def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeypatch):
-    """Cache entries without a token stay NaN, also at the end of the last block, and reach no logits.
+    """Cache entries without a token stay NaN, and no NaN reaches the logits.
 
-    Pitfall 7 of the list in tests/__init__.py.
+    Such entries include the last entries of each row's last block. The test covers pitfall 7 in tests/__init__.py.
     """
     record_allocations(ops, monkeypatch)
     ids, mask = padded_batch()
@@ -129,7 +130,7 @@ def test_padding_is_never_written_and_unwritten_bytes_reach_nothing(ops, monkeyp
 def test_pages_grow_by_doubling(ops, monkeypatch):
     made = record_allocations(ops, monkeypatch)
     served("v3-yarn", ops).generate(torch.randint(1, VOCAB, (2, 5)), max_new_tokens=14, do_sample=False)
-    widths = [2, 4, 8]  # blocks of 4 tokens for each row, needed for 5, 9 and 17 tokens
+    widths = [2, 4, 8]  # blocks of 4 tokens for each row: at first, from 9 tokens on, from 17 tokens on
     assert [made[i].shape[0] for i in range(len(made))] == [2 * width for width in widths for _ in range(LAYERS)]
 
 

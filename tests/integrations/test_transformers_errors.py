@@ -1,4 +1,7 @@
-"""Tests of the errors of `use_mla`, `restore` and a served model: their messages, and that an error changes nothing."""
+"""Tests of the errors of `use_mla`, of `restore` and of models under `use_mla`.
+
+Each error must name the wrong argument. A call that raises must change neither the model nor the cache.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ def llama():
         (lambda model: llama(), {}, "model: expected DeepseekV2 or DeepseekV3 .* got LlamaForCausalLM"),
         (lambda model: torch.nn.Linear(2, 2), {}, "model: expected DeepseekV2 or DeepseekV3 .* got Linear"),
         (lambda model: model.train(), {}, "model: expected eval mode .* got training mode"),
-        (lambda model: use_mla(model), {}, "model: expected one that is not under use_mla"),
+        (lambda model: use_mla(model), {}, "model: expected a model that is not under use_mla"),
         (lambda model: model, dict(block_size=0), "block_size: expected an int of at least 1, got 0"),
         (lambda model: model, dict(decode_threshold=0), "decode_threshold: expected an int of at least 1, got 0"),
         (lambda model: model, dict(workspace_tokens=63), "workspace_tokens: expected at least one block of 64, got 63"),
@@ -86,7 +89,7 @@ def test_a_replaced_forward_is_not_overwritten(model, ops):
 
 
 def test_restore_refuses_a_model_that_is_not_served(model):
-    with pytest.raises(ValueError, match="model: expected one that is under use_mla, got one that is not"):
+    with pytest.raises(ValueError, match="model: expected a model under use_mla, got a model that is not"):
         restore(model)
 
 
@@ -121,7 +124,7 @@ def filled_cache(model):
     [
         (lambda m: dict(past_key_values=static_cache(m)), "past_key_values: expected a DynamicCache, got StaticCache"),
         (lambda m: dict(past_key_values=object.__new__(QuantizedCache)), "a DynamicCache, got QuantizedCache"),
-        (lambda m: dict(past_key_values=offloaded_cache(m)), "stays on its device, got one with offloading"),
+        (lambda m: dict(past_key_values=offloaded_cache(m)), "its device, got a DynamicCache with offloading"),
         (lambda m: dict(past_key_values=filled_cache(m)), "expected an empty DynamicCache .* got 3 tokens"),
         (lambda m: dict(past_key_values=((), ())), "past_key_values: expected a DynamicCache, got tuple"),
         (lambda m: dict(attention_mask=torch.ones(2, 1, 6, 6)), r"attention_mask: expected a padding mask \[2, 6\]"),
@@ -130,7 +133,7 @@ def filled_cache(model):
         (lambda m: dict(attention_mask={"full_attention": None}), "attention_mask: .* got dict"),
         (lambda m: dict(position_ids=torch.ones(3, 6, dtype=torch.long)), "position_ids: expected shape"),
         (lambda m: dict(position_ids=torch.arange(6)[None] % 3, use_cache=False), "position_ids: .* mla_metadata"),
-        (lambda m: dict(cu_seq_lens_q=torch.tensor([0, 12])), "a packed one with mla_metadata, got cu_seq_lens_q"),
+        (lambda m: dict(cu_seq_lens_q=torch.tensor([0, 12])), "a packed batch with mla_metadata, got cu_seq_lens_q"),
         (lambda m: dict(output_attentions=True), "output_attentions: expected False"),
         (lambda m: dict(is_causal=False), "is_causal: expected True, got False"),
         (lambda m: dict(inputs_embeds=torch.ones(2, 6, 24)), "exactly one of input_ids and inputs_embeds"),
@@ -165,7 +168,7 @@ def test_a_layer_called_alone_is_refused(ops):
     ("changes", "message"),
     [
         (dict(mla_kv_caches=None), "mla_kv_caches: expected a list of one cache per layer .*, got NoneType"),
-        (dict(mla_kv_caches=[0]), "mla_kv_caches: expected one cache per layer, 2, got 1"),
+        (dict(mla_kv_caches=[0]), "mla_kv_caches: expected a cache for each of 2 layers, got 1"),
         (dict(mla_kv_caches=[torch.zeros(2, BLOCK, s) for s in (HEAD_SIZE, 7)]), r"mla_kv_caches\[1\]: expected shape"),
         (dict(attention_mask=torch.ones(1, 6)), "attention_mask: expected None beside mla_metadata, got Tensor"),
         (dict(past_key_values=DynamicCache()), "past_key_values: expected None beside mla_metadata, got DynamicCache"),
@@ -187,7 +190,7 @@ def test_a_packed_batch_that_does_not_fit(ops, changes, message, plain_errors):
 @pytest.mark.parametrize(
     ("rows", "later_mask", "message"),
     [
-        (3, None, "attention_mask: expected a padding mask .* for past_key_values holds padding, got None"),
+        (3, None, "attention_mask: expected .* because past_key_values holds padding, got None"),
         (3, lambda mask: torch.ones_like(mask), "attention_mask: expected the padding that past_key_values was filled"),
         (3, lambda mask: mask.flip(0), "attention_mask: expected the padding that past_key_values was filled"),
         (3, lambda mask: mask[:, -1:], "attention_mask: expected a padding mask"),
@@ -215,7 +218,7 @@ def test_a_mask_that_hides_a_cached_token(ops):
         cache = model(ids, use_cache=True).past_key_values
     mask = torch.ones(3, 12)
     mask[1, 4] = 0
-    with pytest.raises(ValueError, match="attention_mask: expected every cached token visible, got a hidden one"):
+    with pytest.raises(ValueError, match="attention_mask: expected every cached token visible, got a hidden token"):
         model(ids[:, :1], attention_mask=mask, past_key_values=cache)
 
 

@@ -1,4 +1,4 @@
-"""Tests of `generate` of DeepSeek models under `use_mla`: every mode gives the tokens of stock transformers."""
+"""Tests of `generate` of DeepSeek models under `use_mla`: every mode generates the tokens of stock transformers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MODES = {
 
 
 def mode_inputs(mode: str):
-    """Return arguments of `generate` for two rows whose prompts repeat themselves; row 0 is padded on the left.
+    """Return arguments of `generate` for two prompts; row 0 has padding on the left.
 
-    Prompt lookup gets one row without padding.
+    The mode "prompt lookup" gets one prompt without padding. Each prompt repeats its first nine tokens once.
     """
     torch.manual_seed(11)
     rows = 1 if mode == "prompt lookup" else 2

@@ -1,6 +1,6 @@
 """Tests of calls under `use_mla` that are refused because their results would be wrong, and of similar valid calls.
 
-"Fails if" names the mistake that was planted to see the test fail.
+"The test fails if ..." names a mistake that was planted once to see the test fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..support.transformers_models import (
 )
 
 pytestmark = WITHOUT_SHAPE_CHECKS
-AUTOCAST = r"^model: expected its own dtype \(no autocast: the cache has one dtype\), got autocast$"
+AUTOCAST = r"^model: expected no autocast, because the cache has one dtype, got autocast$"
 TABLE = torch.tensor([[3, 0]], dtype=torch.int32)
 
 
@@ -43,9 +43,9 @@ def packed_call(ops, model, caches):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_refused(ops, dtype):
-    """A call under autocast is refused and writes nothing.
+    """A call under autocast is refused and writes no cache entry.
 
-    Fails if autocast is accepted: the projections would then have another dtype than the cache.
+    The test fails if autocast is accepted: the projections would then have another dtype than the cache.
     """
     model, ids = served("v3-yarn", ops), torch.arange(1, 13).view(2, 6)
     cache = DynamicCache(config=model.config)
@@ -66,7 +66,7 @@ def test_autocast_is_refused(ops, dtype):
 def test_autocast_to_the_dtype_of_the_model_is_refused(ops):
     """Autocast is also refused when its dtype is the dtype of the weights.
 
-    Fails if autocast to the dtype of the model is accepted.
+    The test fails if autocast to the dtype of the model is accepted.
     """
     model = use_mla(copy.deepcopy(STOCK["v3-yarn"]).bfloat16(), ops=ops, block_size=BLOCK)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match=AUTOCAST):
@@ -74,9 +74,10 @@ def test_autocast_to_the_dtype_of_the_model_is_refused(ops):
 
 
 def test_one_cache_for_two_layers_is_refused(ops):
-    """Two layers with the same cache are refused, also through another view; slices of one tensor are accepted.
+    """A call with one cache for two layers is refused, also if the second layer gets another view of the cache.
 
-    Fails if one cache is accepted for two layers: the second layer would overwrite the entries of the first.
+    Different slices of one tensor are accepted. The test fails if one cache is accepted for two layers: the second
+    layer would overwrite the entries of the first layer.
     """
     model = served("v3-yarn", ops)
     for wide in (torch.zeros(4, BLOCK, HEAD_SIZE), torch.zeros(4, 2, BLOCK, HEAD_SIZE)):
@@ -93,7 +94,7 @@ def test_one_cache_for_two_layers_is_refused(ops):
         assert torch.equal(layers[:, layer], kv_cache) and int(kv_cache.any(-1).sum()) == 6
 
 
-# Row 0 of the batch ends in three padding tokens. Each operation removes all of them from the cache.
+# Row 0 of the batch ends in three padding tokens. Each operation removes these three tokens from the cache.
 REMOVALS = {
     "crop": lambda cache, ids: (cache.crop(-3), ids[:, :-3])[1],
     "crop, then crop": lambda cache, ids: (cache.crop(-1), cache.crop(-2), ids[:, :-3])[2],
@@ -105,9 +106,9 @@ REMOVALS = {
 
 @pytest.mark.parametrize("operation", REMOVALS)
 def test_a_cache_without_padding_left_needs_no_mask(ops, operation):
-    """A cache whose padding was removed accepts steps without a mask, and the logits are right.
+    """After all padding was removed from a cache, steps without a mask give logits within the budget.
 
-    Fails if `crop` keeps a mask without padding: every later step without a mask would be refused.
+    The test fails if `crop` keeps a mask without padding: every later step without a mask would be refused.
     """
     ids = torch.randint(1, VOCAB, (3, 9))
     mask = torch.ones_like(ids)
@@ -133,7 +134,7 @@ def test_a_cache_without_padding_left_needs_no_mask(ops, operation):
 
 
 def test_a_cropped_cache_that_holds_padding_still_needs_its_mask(ops):
-    """A cache that still holds one of three padding tokens refuses a step without a mask."""
+    """A step without a mask is refused if the cache still holds one of its three padding tokens."""
     ids = torch.randint(1, VOCAB, (2, 9))
     mask = torch.ones_like(ids)
     mask[0, 6:] = 0
@@ -141,7 +142,7 @@ def test_a_cropped_cache_that_holds_padding_still_needs_its_mask(ops):
     with torch.no_grad():
         cache = model(ids, attention_mask=mask, use_cache=True).past_key_values
         cache.crop(-2)
-        with pytest.raises(ValueError, match=r"^attention_mask: .* for past_key_values holds padding, got None$"):
+        with pytest.raises(ValueError, match=r"^attention_mask: .* because past_key_values holds padding, got None$"):
             model(ids[:, :1], past_key_values=cache)
         again = torch.cat((mask[:, :7], mask.new_ones(2, 1)), dim=1)
         model(ids[:, :1], attention_mask=again, past_key_values=cache)

@@ -1,4 +1,4 @@
-"""Tests that `use_mla` does not change hooks, copies and saved checkpoints, and that `restore` undoes it."""
+"""Tests that `restore` undoes `use_mla`, and that hooks, copies and saved checkpoints work under `use_mla`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..support.transformers_models import GREEDY, STOCK, VOCAB, WITHOUT_SHAPE_CH
 def test_restore_leaves_the_model_as_it_was(model, ops):
     ids, mask = padded_batch()
     with torch.no_grad():
-        model(ids, output_hidden_states=True)  # transformers installs its own hooks at the first such call
+        model(ids, output_hidden_states=True)  # the first call with this option makes transformers add hooks
         expected = model(ids, attention_mask=mask).logits
     before, config = attributes(model), copy.deepcopy(vars(model.config))
     tensors = {key: id(value) for key, value in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Tests of the mutation tool: which mutants it draws, how it judges them, and how it continues a session."""
+"""Tests of the mutation tool: how the tool draws mutants, judges mutants and continues a session."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_session_continues(tmp_path):
 
 @pytest.mark.parametrize("key", sorted(HEAD))
 def test_session_of_another_draw(tmp_path, key):
-    """A session file of other sources or of another sample is refused, so that verdicts are never mixed."""
+    """A session file of other sources or of another sample is refused, so that verdicts of two draws never mix."""
     path = tmp_path / "session.jsonl"
     Session(path, HEAD)
     with pytest.raises(ValueError, match=f"^session: expected a file of this sample, got one with another {key}; use"):
@@ -139,7 +139,10 @@ def test_signatures_are_left_alone():
 
 
 def test_draw_is_the_seeds():
-    """A seed determines the sample: a larger sample begins with the smaller one, and another seed draws another one."""
+    """A seed determines the sample.
+
+    A larger sample begins with the smaller sample, and another seed gives another sample.
+    """
     pytest.importorskip("cosmic_ray", reason="the extra dev has cosmic-ray")
     sources = {"fast/b.py": "def f(x):\n    return x + 1 < 2 * x\n", "fast/a.py": SOURCE}
     drawn, population = mutants.draw(sources, 26, 20)
@@ -177,7 +180,7 @@ mutants.main()
 
 
 def test_judges_and_continues(tmp_path):
-    """In a small project the tool reports killed, timed-out and surviving mutants, and the test that killed each.
+    """In a small project the tool reports killed, timed-out and surviving mutants, and the test that killed a mutant.
 
     A second run judges only the mutants whose verdicts are missing.
     """

@@ -1,7 +1,7 @@
-"""Tier 5: each test plants a mistake of a real system in a package, and a check of the other tests must fail.
+"""Tier 5: each test plants a mistake of a real system in a package, and a check of another test module must fail.
 
-A mutant is a function of a package and a `monkeypatch`; it returns the package with the mistake. The same check must
-pass on the package without the mistake.
+A mutant is a function of a package and a `monkeypatch`; the function returns the package with the mistake. The same
+check must pass on the package without the mistake.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from ..twins.test_differential import (
 
 
 def altered(ops, **functions) -> SimpleNamespace:
-    """Return a namespace with the public names of the package, of which `functions` are replaced."""
+    """Return a namespace with the public names of a package, in which `functions` replace functions of the package."""
     return SimpleNamespace(**({name: getattr(ops, name) for name in ops.__all__} | functions))
 
 
@@ -73,7 +73,7 @@ lse_in_bf16 = with_lse(lambda lse: lse.bfloat16().to(lse.dtype))
 
 
 def base_2_in_the_chunk_loop(ops, patch):
-    """Return LSEs in base 2 for context chunks; only prefills with context are wrong then."""
+    """Plant LSEs in base 2 for context chunks, so that only prefills with context are wrong."""
     function = f"{ops.__name__}.mla.prefill.run_prefill_context_chunk"
     right = __import__(f"{ops.__name__}.mla.prefill", fromlist=["x"]).run_prefill_context_chunk
 
@@ -177,7 +177,7 @@ def plan_forgets_the_row_itself(ops, patch):
 
 
 def plan_from_the_sequence_end(ops, patch):
-    """All query tokens of a request attend the whole sequence, also the keys after their own position."""
+    """Let each query token attend the whole sequence of its request, also keys after the position of the token."""
 
     def wrong(*args, **kwargs):
         plan = ops.build_mla_metadata(*args, **kwargs)
@@ -218,7 +218,7 @@ def stale_last_block_in_decode(ops, patch):
 
 
 def dropped_last_block(ops, patch):
-    """A decode reads whole blocks only, as if the number of blocks were rounded down."""
+    """Let a decode read whole blocks only, as if the number of blocks were rounded down."""
 
     def wrong(ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule=None):
         block_size = kv_cache.shape[1]
@@ -239,7 +239,7 @@ def stale_last_block_in_gather(ops, patch):
 
 
 def in_layer(name, wrap):
-    """Return a mutant that wraps a function which the module of the layer calls."""
+    """Return a mutant in which the layer calls `wrap(function)` instead of the function `name`."""
 
     def mutant(ops, patch):
         patch.setattr(f"{ops.__name__}.mla.layer.{name}", wrap(getattr(ops, name)))
@@ -249,7 +249,7 @@ def in_layer(name, wrap):
 
 
 def in_layer_write(wrap):
-    """Return a mutant of the layer's cache write, which is an op of its own in `reference` and a fused op in `fast`."""
+    """Return a mutant of the layer's cache write, a separate op in `reference` and part of a fused op in `fast`."""
 
     def fused(function):
         def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, *args, **kwargs):
@@ -270,7 +270,7 @@ def in_layer_write(wrap):
 
 
 def in_layer_rope(wrap):
-    """Return a mutant of the layer's rope, which is an op of its own in `reference` and a fused op in `fast`."""
+    """Return a mutant of the layer's rope, a separate op in `reference` and part of a fused op in `fast`."""
 
     def fused(function):
         def wrong(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, **kwargs):
@@ -321,7 +321,7 @@ def rope_before_latent(function):
 
 
 def zero_times_everything(function):
-    """The output has 0 times the sum of the cache added, so NaN in an unowned entry reaches every output."""
+    """Add 0 x the sum of the cache to the output, so that NaN in an unowned cache entry reaches every output."""
 
     def wrong(ql_nope, q_pe, kv_cache, *args, **kwargs):
         state = function(ql_nope, q_pe, kv_cache, *args, **kwargs)
@@ -331,7 +331,7 @@ def zero_times_everything(function):
 
 
 def rows_share_an_amax(function):
-    """Outputs are scaled by their largest element in the batch and back, as an fp8 output with one scale would be."""
+    """Divide the outputs by the largest element of the batch and multiply again, as fp8 with one scale would do."""
 
     def wrong(*args, **kwargs):
         state = function(*args, **kwargs)
@@ -362,7 +362,7 @@ def merge_by_the_mean(ops, patch):
 
 
 def naive_merge(ops, patch):
-    """A merge without special cases; two empty rows divide 0 by 0."""
+    """Merge without special cases, so that two rows without keys divide 0 by 0."""
 
     def wrong(prefix, suffix):
         a, b = prefix.lse.exp().T[..., None], suffix.lse.exp().T[..., None]
@@ -382,7 +382,7 @@ def threshold_exclusive(ops, patch):
 
 
 def slots_from_the_start(ops, patch):
-    """New tokens get positions from 0 on instead of positions after the context."""
+    """Give new tokens the slots of positions from 0 on, instead of the positions after the context."""
 
     def wrong(query_start_loc, seq_lens, block_table, block_size, num_tokens):
         return ops.slot_mapping(query_start_loc, query_start_loc.diff(), block_table, block_size, num_tokens)
@@ -489,12 +489,12 @@ def named(control):
 
 @pytest.mark.parametrize("name, mutant, check", CONTROLS, ids=map(named, CONTROLS))
 def test_planted_mistake_is_found(ops, monkeypatch, name, mutant, check):
-    """A check passes on the package as it is and fails on the package with the planted mistake."""
+    """A check passes on the unchanged package and fails on the package with the planted mistake."""
     check(ops)
     with pytest.raises(AssertionError):
         check(mutant(ops, monkeypatch))
 
 
 def test_batches_are_long_enough_for_stale_blocks():
-    """The batch of the check `decode` has a request of more than one block, which the stale-block mutants need."""
+    """The batch of `decode` has a request with several blocks, which the mutants with a stale block need."""
     assert max(len(own) for own in make_batch([1, 2, 1], [17, 40, 0]).slots) > 16

@@ -1,8 +1,8 @@
-"""Tiers 3 and 4: results of `fast` within budgets that are computed from `reference`, and the law of NaN.
+"""Tiers 3 and 4: the results of `fast` lie within budgets that are computed from `reference`, and NaN stays in its row.
 
-A budget comes from the error of the reference in the same dtype. float64 has no such budget; there the packages agree
-to about 1e-12, as in test_identities. Tier 1 (equal bits) is tested here for repeated calls, in test_cache for cache
-bytes and in the tests of the planners for plans. The pitfall numbers are those of the list in tests/__init__.py.
+A budget comes from the error of the reference in the same dtype. In float64 the two packages agree to about 1e-12
+instead. This file tests tier 1 (equal bits) for repeated calls only: tests/cache/test_cache.py tests cache bytes, and
+tests/planning tests plans. tests/__init__.py lists the numbered pitfalls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LOW = DTYPES[1:]
 
 @pytest.fixture(params=["whole", "pieces"])
 def pieces(request, monkeypatch):
-    """Run a test twice: with the block sizes of the CPU kernels as they are, and with very small ones.
+    """Run a test twice: with the normal block sizes of the CPU kernels, and with very small block sizes.
 
     With small blocks, short inputs take many iterations of the kernels' loops.
     """
@@ -91,7 +91,7 @@ def check_attention_parity(ops, query_lens, key_lens, heads, dtype, causal, widt
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention(dtype, causal, pieces):
-    """Packed attention of `fast` lies within the budget, also with empty requests (pitfalls 1, 3 and 5)."""
+    """Attention of `fast` lies within the budget, also for requests without queries or keys (pitfalls 1, 3 and 5)."""
     check_attention_parity(fast, [1, 17, 0, 5, 7], [1, 17, 4, 0, 31], 3, dtype, causal)
 
 
@@ -102,7 +102,7 @@ def test_attention_heads(heads):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_across_blocks(causal):
-    """Attention is right for requests that are longer than a block of queries and a block of keys of the kernel."""
+    """Attention lies within the budget for requests that are longer than the kernel's blocks of queries and keys."""
     check_attention_parity(fast, [300, 3], [809, 700], 2, torch.float32, causal)
 
 
@@ -115,7 +115,10 @@ def test_attention_any_lengths(lens, causal):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_out_dtype(dtype):
-    """Packed attention returns the given `out_dtype`; a prefill needs float32, or float64 for float64 inputs."""
+    """Packed attention returns output and LSE in the given `out_dtype`.
+
+    A prefill passes float32 as `out_dtype`, or float64 for float64 inputs.
+    """
     tensors = [torch.randn(6, 2, 8).to(dtype) for _ in range(3)]
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     rest = (offsets([6]), offsets([6]), 6, 6, 0.4, True, wide)
@@ -125,9 +128,9 @@ def test_out_dtype(dtype):
 
 
 def check_merge_parity(ops, dtype):
-    """Compare a merge with the reference; the LSEs are float32 or float64 for every dtype of `out`.
+    """Compare a merge with the reference; the LSEs are float64 if `out` is float64, and otherwise float32.
 
-    Rows that are empty in one state or in both must be exact (pitfalls 2 and 4).
+    A row that has no keys in one state or in both states must be exact (pitfalls 2 and 4).
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     states = []
@@ -145,7 +148,7 @@ def check_merge_parity(ops, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_merge(dtype):
-    """A merge of `fast` lies within the budget and handles empty rows exactly (pitfalls 2 and 4)."""
+    """A merge of `fast` lies within the budget, and is exact for rows without keys (pitfalls 2 and 4)."""
     check_merge_parity(fast, dtype)
 
 
@@ -174,9 +177,10 @@ def decode_inputs(config: MLAConfig, query_lens, seq_lens, dtype, block_size=16)
 
 
 def check_decode_parity(ops, config, query_lens, seq_lens, dtype, block_size=16):
-    """Compare a decode with the reference, with padding rows, NaN behind the sequences and invalid block numbers.
+    """Compare a decode with the reference (pitfalls 6, 7 and 12).
 
-    The number of keys that each row attends comes from `visible_lens` (pitfalls 6, 7 and 12).
+    Cache entries after the end of a sequence are NaN, and block-table entries after the last block are invalid. The
+    number of keys that each row attends comes from `visible_lens`; a padding row attends 0 keys.
     """
     _, _, cache, plan, ql, q_pe = decode_inputs(config, query_lens, seq_lens, dtype, block_size)
     scale = softmax_scale(config)
@@ -226,7 +230,7 @@ def test_decode_pages_side_by_side():
 
 
 def check_visible_lens(ops, dtype=torch.float64):
-    """Check that a row attends exactly its first `visible_lens` keys, which may be 0 keys."""
+    """Check that a row attends exactly the first `visible_lens` keys of its request; `visible_lens` may be 0."""
     batch, _entries, cache, plan, ql, q_pe = decode_inputs(DIRECT, [3, 2, 1], [33, 18, 20], dtype)
     plan = replace(plan, visible_lens=torch.tensor([0, 33, 7, 16, 1, 0], dtype=torch.int32))
     state = ops.mla_decode(ql, q_pe, cache, plan, 0.3)
@@ -272,12 +276,15 @@ def test_prefill(config, dtype, pieces):
 
 
 def test_prefill_in_many_chunks():
-    """A prefill is right when contexts have unequal lengths, so that later chunks have no keys of some requests."""
+    """A prefill lies within the budget when contexts have unequal lengths, so that later chunks lack some requests."""
     assert check_prefill_parity(fast, LOW_RANK, [2, 3, 1], [200, 1, 0], 32, torch.bfloat16) == 7
 
 
 def test_prefill_through_a_gather_of_ones_own(ops):
-    """With a given `gather` function a prefill reads the context only through it, as context parallelism needs."""
+    """A prefill that gets a `gather` function reads the context only through this function.
+
+    Context parallelism passes such a function.
+    """
     seen = []
 
     def gather(kv_cache, metadata, chunk, cache_format, out_dtype):
@@ -336,12 +343,12 @@ def test_layer(config, dtype):
     assert value[2].eq(0).all() and value[-3:].eq(0).all()
 
 
-# Determinism, and the law of NaN.
+# Equal bits, and NaN.
 
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_same_bits_again(dtype):
-    """The same step gives the same bits again after other work ran in between (tier 1)."""
+    """A step that is repeated after another computation gives the same bits (tier 1)."""
     batch = make_batch([1, 1, 40], [97, 33, 80])
     weights = make_weights(LOW_RANK, dtype)
     inputs = layer_inputs(LOW_RANK, batch, dtype, 0)

@@ -43,7 +43,7 @@ def decode_samples(
     seq_lens: Sequence[int] = (20, 33, 0),
     out_dtype: torch.dtype | None = None,
 ) -> list[tuple]:
-    """Return arguments of `mla_decode`: with and without a schedule, batch-invariant and not."""
+    """Return the arguments of four calls of `mla_decode`: with or without a schedule, batch-invariant or not."""
     batch = make_batch([1, 2, 0], seq_lens, block_size)
     cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, block_size, 4096, 2).decode
@@ -59,12 +59,12 @@ def decode_samples(
 
 
 def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
-    """Return arguments of every op; unowned cache entries are 0, since opcheck compares two runs and NaN is unequal."""
+    """Return arguments of every op; unowned cache entries are 0, because opcheck takes two NaN for different values."""
     batch = make_batch([1, 2, 0], [20, 33, 0])
     entries = make_entries(batch, DIRECT.head_size, dtype)
     cache = make_cache(batch, entries, DIRECT.head_size, dtype).nan_to_num(0)
     decodes = decode_samples(dtype, DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim, 3)
-    if decode_backend(dtype, 256, 32) != backend_here(dtype):  # another backend: sample it with few and many heads
+    if decode_backend(dtype, 256, 32) != backend_here(dtype):  # another backend serves these widths
         decodes += decode_samples(dtype, 256, 32, 3) + decode_samples(dtype, 256, 32, 40)
     table, cu, starts = batch.common.block_table, offsets([20, 17, 0]), integers(0, 16, 0)
 
@@ -161,7 +161,7 @@ LAYOUTS = {"contiguous": lambda x: x, "padded": padded, "transposed": transposed
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", OPS)
 def test_fake_results(name, layout, dtype):
-    """The fake implementation gives shapes, dtypes and strides of the real one for every layout of the arguments."""
+    """For every layout of the arguments, the fake result has the shape, dtype and strides of the real result."""
     for arguments in samples(dtype)[name]:
         arguments = tree_map(lambda x: layout(x) if is_data(x) else x, arguments)
         real = overload(name)(*arguments)
@@ -220,8 +220,8 @@ print("compiled")
 def test_compile_fullgraph():
     """A compiled layer has one graph without breaks and gives the bits of eager mode, in decode and mixed steps.
 
-    While sequences grow, the layer is recompiled once: the first graph has `max_seq_len` as a constant, the second has
-    it as a symbol. The test runs in its own process, because the run-time shape checks of the tests cannot be traced.
+    While sequences grow, the layer is recompiled once: `max_seq_len` is a constant in the first graph and a symbol in
+    the second graph. The test runs in its own process, because the run-time shape checks of the tests cannot be traced.
     """
     command = [sys.executable, "-c", COMPILE, str(torch.get_default_device())]
     root = Path(fast.__file__).parents[1]

@@ -1,4 +1,4 @@
-"""Checks of the packages' sources: no repeated lines, and no byte counts of a cache outside its format."""
+"""Checks of the packages' sources: no lines are repeated, and only listed modules count the bytes of an element."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def code_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def repeated(paths: list[Path]) -> dict[tuple[str, str], list[tuple[int, int]]]:
-    """Return the repeated runs of WINDOW lines: for each pair of files, the first line numbers of each run in both."""
+    """Return the runs of WINDOW lines that occur twice.
+
+    The key is a pair of file names. The value has, for each run, the number of its first line in both files.
+    """
     seen: dict[tuple[str, ...], tuple[Path, int]] = {}
     found: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for path in paths:
@@ -48,7 +51,7 @@ def repeated(paths: list[Path]) -> dict[tuple[str, str], list[tuple[int, int]]]:
 
 
 def test_no_lines_stand_twice():
-    """No WINDOW lines of `fast` occur twice."""
+    """No run of WINDOW consecutive lines occurs twice in `fast`."""
     assert repeated(sorted((ROOT / "fast").rglob("*.py"))) == {}
 
 
@@ -67,13 +70,13 @@ COUNTS_BYTES = {
     "reference/interfaces/cache_format.py": "the formats",
     "fast/backends/selection.py": "alignment of pointers and strides to the words of the copy engine",
     "reference/distributed/merge.py": "messages between ranks, which hold states of two dtypes",
-    "fast/distributed/merge.py": "the same messages",
+    "fast/distributed/merge.py": "messages between ranks",
     "reference/distributed/groups.py": "bytes on the wire",
-    "fast/kernels/cpu/context_parallel.py": "the same messages",
+    "fast/kernels/cpu/context_parallel.py": "messages between ranks",
     "fast/kernels/cpu/decode.py": "CHUNK_BYTES is a fraction of the CPU's cache",
     "fast/kernels/triton/attention.py": "shared memory of tiles; alignment to the words of the copy engine",
     "fast/kernels/triton/cache.py": "integers as wide as an element; rows of a program have a fixed number of bytes",
-    "fast/kernels/triton/context_parallel.py": "rows of a program have a fixed number of bytes; the same messages",
+    "fast/kernels/triton/context_parallel.py": "rows of a program have a fixed number of bytes; messages of ranks",
     "fast/kernels/triton/decode.py": "shared memory of tiles; alignment to the words of the copy engine",
 }
 
@@ -145,7 +148,7 @@ def is_size_of_element(node: ast.AST | None) -> bool:
 
 
 def test_no_literal_stands_for_the_bytes_of_an_element():
-    """No literal stands for the bytes of an element, so `choose_path` and others count right in any cache format."""
+    """No literal stands for the bytes of an element, so that byte counts are right in any cache format."""
     found = {name: lines for name, source in sources_without_bytes().items() if (lines := literal_byte_counts(source))}
     assert not found
 
@@ -176,12 +179,15 @@ def test_no_literal_stands_for_the_bytes_of_an_element():
     ],
 )
 def test_literal_byte_counts_are_seen(line, expected):
-    """`literal_byte_counts` finds literal sizes, among them former lines of the planners, and no other numbers."""
+    """`literal_byte_counts` reports lines with a literal size of an element, and no lines with other numbers.
+
+    Some of the reported lines are former lines of the planners.
+    """
     assert len(literal_byte_counts(line)) == expected
 
 
 def test_formats_alone_know_the_columns():
-    """Every op checks its cache through the given cache format, and never by its own widths and dtype."""
+    """Every op checks a cache with the given cache format only, and not with widths or a dtype of its own."""
     for package in ("reference", "fast"):
         for path in (ROOT / package).rglob("*.py"):
             name = path.relative_to(ROOT).as_posix()

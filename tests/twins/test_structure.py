@@ -17,7 +17,7 @@ import fast
 import reference
 
 ROOT = Path(reference.__file__).parents[1]
-# modules of the contract and of the communication between ranks; `fast` imports them and has no twins of them
+# modules of the contract and of the communication between ranks; `fast` imports these modules and has no twins of them
 REFERENCE_ALONE = ("interfaces", "distributed/groups", "distributed/simulation", "distributed/arguments")
 MODULES = sorted(
     name for path in (ROOT / "reference").rglob("[!_]*.py")
@@ -34,7 +34,7 @@ def functions_of(body) -> dict[str, ast.FunctionDef]:
 
 
 def public_functions(package: str, module: str) -> dict[str, ast.FunctionDef]:
-    """Return the public functions of a module and the public methods of its classes, the latter as `Class.method`."""
+    """Return the public functions of a module by name, and the public methods of its classes as `Class.method`."""
     tree = parse(ROOT / package / f"{module}.py")
     found = functions_of(tree.body)
     for node in tree.body:
@@ -44,7 +44,7 @@ def public_functions(package: str, module: str) -> dict[str, ast.FunctionDef]:
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
-    """Return the positional parameters as texts with annotations and defaults, `/` and `*args` included."""
+    """Return the positional parameters, `/` and `*args` as texts with annotations and defaults."""
     spec = ast.parse(ast.unparse(function)).body[0].args
     spec.kwonlyargs, spec.kw_defaults = [], []
     return ast.unparse(spec).split(", ")
@@ -59,7 +59,7 @@ def keyword_only(function: ast.FunctionDef) -> dict[str, tuple[str, str | None]]
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Return the absolute names of the modules that a file imports, `from a import b` as `a` and `a.b`."""
+    """Return the absolute names of the modules that a file imports; `from a import b` counts as `a` and `a.b`."""
     package = path.relative_to(ROOT).parts[:-1]
     found = set()
     for node in ast.walk(parse(path)):
@@ -84,7 +84,7 @@ INTERNAL = {"attend_one_request"}  # helper of two modules of the reference; no 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_signatures(module):
-    """Twins have the same names, parameters, order, defaults and annotations.
+    """Twins have the same name and the same parameters, with the same order, defaults and annotations.
 
     `fast` may add keyword-only parameters that have defaults.
     """
@@ -118,7 +118,7 @@ def test_all():
 
 
 def test_annotations_resolve():
-    """All annotations of public functions can be resolved; beartype does not check an annotation that cannot."""
+    """All annotations of public functions can be resolved; beartype ignores annotations that cannot be resolved."""
     for package in (reference, fast):
         for name in package.__all__:
             if inspect.isfunction(getattr(package, name)):
@@ -128,7 +128,7 @@ def test_annotations_resolve():
 def test_reference_imports():
     """`reference` imports only torch, einops, jaxtyping, the standard library and itself.
 
-    Its folder `interfaces` imports no einops.
+    The modules of `reference/interfaces` import no einops.
     """
     for path in (ROOT / "reference").rglob("*.py"):
         allowed = {"torch", "jaxtyping"} | (
@@ -139,9 +139,9 @@ def test_reference_imports():
 
 
 def test_fast_imports():
-    """Of `reference`, `fast` imports only the contract and the communication between ranks.
+    """`fast` imports from `reference` only the contract and the communication between ranks.
 
-    The exception is `fast/__main__.py`, which compares the packages.
+    The exception is `fast/__main__.py`, which compares the two packages.
     """
     paths = list((ROOT / "fast").rglob("*.py"))
     assert len(paths) > len(MODULES)
@@ -184,7 +184,7 @@ def floor_of(path: Path) -> int | None:
 
 
 def edges() -> dict[Path, set[Path]]:
-    """Return the files that each file imports; `from a import b` is the module a.b if that module exists, else a."""
+    """Return the files that each file imports; `from a import b` is the module a.b if a.b exists, else a."""
     files = files_of_modules()
     found: dict[Path, set[Path]] = {}
     for path in files.values():
@@ -281,7 +281,7 @@ def test_a_second_family_is_seen(path, target, fault):
 
 
 def test_length_of_modules():
-    """A module of the packages has at most 450 lines, a test module at most 600."""
+    """A module of the packages has at most 450 lines, and a test module has at most 600 lines."""
     sources = [path for package in ("reference", "fast") for path in (ROOT / package).rglob("*.py")]
     limits = {path: 450 for path in sources} | {path: 600 for path in (ROOT / "tests").rglob("*.py")}
     long = {path.relative_to(ROOT).as_posix(): lines for path, limit in limits.items()
@@ -350,7 +350,7 @@ def test_no_ambient_state(package):
 
 
 def test_memory_is_poisoned():
-    """New tensors hold NaN (large values for integers) under test, so that a test that reads one can fail."""
+    """Under test, new tensors hold NaN or large integers, so that reading an unwritten element makes a test fail."""
     assert torch.empty(64).isnan().all() and torch.empty_like(torch.zeros(64)).isnan().all()
     assert torch.zeros(2).new_empty(64, dtype=torch.bfloat16).isnan().all()
     assert (torch.empty(64, dtype=torch.int32) > 2**30).all()
@@ -378,7 +378,7 @@ sys.exit(pytest.main(["-q", "-rs", "-p", "no:cacheprovider", "tests/planning/tes
 
 
 def test_without_hypothesis():
-    """Without hypothesis, the tests that need it are skipped with the reason, and the other tests run."""
+    """Without hypothesis, the tests that need hypothesis are skipped with a reason, and the other tests run."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_HYPOTHESIS],

@@ -6,15 +6,15 @@
     model.generate(**inputs)             # as before, but with a paged latent cache and absorbed decodes
     restore(model)
 
-How it works: `use_mla` replaces `forward` on two kinds of module *instances*. It changes no class, config, parameter,
-submodule or hook.
+How it works: `use_mla` replaces `forward` on two kinds of module *instances*. No class, config, parameter, submodule
+or hook changes.
 
-- The `forward` of the base model checks the arguments of a call, refuses unsupported ones, plans the step once (module
+- The `forward` of the base model checks the arguments of a call, refuses unsupported calls, plans the step once (module
   `attention`) and passes the plan to the layers.
 - The `forward` of each attention module runs an `ops.MLAAttention` that uses the projections of this module.
 
-The base model builds no attention mask: transformers returns a four-dimensional mask unchanged, so it gets an empty
-one. The module `cache` stores the latents of a padded batch in a `DynamicCache`.
+The base model builds no attention mask: transformers returns a four-dimensional mask unchanged, and the adapter passes
+an empty mask of four dimensions. The module `cache` stores the latents of a padded batch in a `DynamicCache`.
 """
 
 from .._required import missing_transformers

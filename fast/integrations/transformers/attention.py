@@ -1,4 +1,4 @@
-"""`use_mla`: plan each forward once at the base model, and run every attention module through `ops.MLAAttention`."""
+"""Implementation of `use_mla`: the base model plans each forward, and the layers run `ops.MLAAttention`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NEEDED = ("CommonAttentionMetadata", "MLAAttention", "allocate_kv_cache", "build
 
 @dataclass(frozen=True)
 class Options:
-    """Options with which `use_mla` serves a model; copies of the model share them, because `ops` cannot be copied."""
+    """Options of one call of `use_mla`; copies of the model share the object, because `ops` cannot be copied."""
 
     ops: ModuleType
     block_size: int
@@ -65,7 +65,7 @@ class Step:
     Attributes:
         metadata: the requests that decode, the requests that prefill, and the slots of their tokens.
         positions: [T], positions of the real tokens.
-        tokens: [T], indices of the real tokens among the B Q padded tokens; None if all tokens are real.
+        tokens: [T], indices of the real tokens among the B x Q padded tokens; None if all tokens are real.
         kv_caches: one cache per layer.
     """
 
@@ -76,7 +76,7 @@ class Step:
 
 
 class InferenceOnly(torch.autograd.Function):
-    """Identity whose backward pass raises, so that a missing gradient is an error."""
+    """Identity function whose backward pass raises an error, because attention under `use_mla` has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *requiring_grad: Tensor) -> Tensor:
@@ -90,11 +90,11 @@ class InferenceOnly(torch.autograd.Function):
 
 
 class AttentionAdapter:
-    """Replace the `forward` of one attention module: pass the packed real tokens through `ops.MLAAttention`.
+    """Replacement for the `forward` of one attention module; it passes the packed real tokens to `ops.MLAAttention`.
 
     Args:
         module: the attention module.
-        attention: the layer that shares the module's projections; no module registers it as a submodule.
+        attention: the layer that shares the module's projections; the layer is not registered as a submodule.
     """
 
     def __init__(self, module: nn.Module, attention: nn.Module):
@@ -103,7 +103,7 @@ class AttentionAdapter:
     def __call__(
         self, hidden_states: Float[Tensor, "B Q H"], *args: Any, mla_step: Step | None = None, **kwargs: Any
     ) -> tuple[Float[Tensor, "B Q H"], None]:
-        """Return what the module's own forward returns; all arguments but the hidden states come from the step."""
+        """Return the attention output and None; positions, cache and plan come from `mla_step`."""
         check(mla_step is not None, "model", "a call through the model that use_mla was given", "a call of one layer")
         self.refuse_stale_shares()
         flat = hidden_states.flatten(0, 1)
@@ -122,7 +122,7 @@ class AttentionAdapter:
         return output, None
 
     def refuse_stale_shares(self) -> None:
-        """Raise if the module has replaced a weight of which this rank's layer has a view."""
+        """Raise ValueError if the module replaced a weight after this rank's layer took a view of that weight."""
         if self.attention.context_parallel is None:
             return
         for name in ("q_proj", "q_b_proj", "kv_b_proj", "o_proj"):
@@ -132,7 +132,7 @@ class AttentionAdapter:
 
 
 class ModelAdapter:
-    """Replace the `forward` of the base model: plan each call, pass the plan to the layers, record the cached tokens.
+    """Replacement for the `forward` of the base model: it plans each call and records the tokens that were cached.
 
     Args:
         base: the DeepseekV2Model or DeepseekV3Model.
@@ -161,7 +161,7 @@ class ModelAdapter:
                 paged cache per layer).
 
         Raises:
-            ValueError: the call cannot be served; the message is one line. Nothing is written then.
+            ValueError: the call cannot be served; the message is one line. No cache entry is written then.
         """
         if len(args) > len(ARGUMENTS):
             raise TypeError(f"model: expected at most {len(ARGUMENTS)} positional arguments, got {len(args)}")
@@ -199,18 +199,18 @@ class ModelAdapter:
         return output
 
     def refuse(self, kwargs: dict[str, Any]) -> None:
-        """Raise for unsupported calls: training, autocast, attention weights, non-causal attention, other batches."""
+        """Raise ValueError for training mode, autocast, attention weights, non-causal attention and other batches."""
         config = self.base.config
         training = self.base.training or any(layer.self_attn.training for layer in self.base.layers)
         check(not training, "model", "eval mode (inference only)", "training mode")
         autocast = torch.is_autocast_enabled(self.base.device.type)
-        check(not autocast, "model", "its own dtype (no autocast: the cache has one dtype)", "autocast")
+        check(not autocast, "model", "no autocast, because the cache has one dtype", "autocast")
         asked = kwargs.get("output_attentions")
         check(not (config.output_attentions if asked is None else asked), "output_attentions",
               "False (no attention weights are ever formed)", "True")  # fmt: skip
         check(kwargs.get("is_causal", getattr(config, "is_causal", True)) is not False, "is_causal", "True", "False")
         other = [name for name in OTHER_BATCHES if kwargs.get(name) is not None]
-        check(not other, "model", "a padded batch, or a packed one with mla_metadata", ", ".join(other))
+        check(not other, "model", "a padded batch, or a packed batch with mla_metadata", ", ".join(other))
         given = [name for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None]
         check(len(given) == 1, "input_ids", "exactly one of input_ids and inputs_embeds", " and ".join(given) or "none")
 
@@ -221,7 +221,8 @@ class ModelAdapter:
         layers = self.base.layers
         check(isinstance(kv_caches, list | tuple), "mla_kv_caches", "a list of one cache per layer beside mla_metadata",
               type(kv_caches).__name__)  # fmt: skip
-        check(len(kv_caches) == len(layers), "mla_kv_caches", f"one cache per layer, {len(layers)}", len(kv_caches))
+        check(len(kv_caches) == len(layers), "mla_kv_caches", f"a cache for each of {len(layers)} layers",
+              len(kv_caches))  # fmt: skip
         for name in ("attention_mask", "past_key_values"):
             check(kwargs.get(name) is None, name, "None beside mla_metadata", type(kwargs.get(name)).__name__)
         check(not kwargs.get("use_cache"), "use_cache", "False beside mla_metadata", kwargs.get("use_cache"))
@@ -248,8 +249,8 @@ class ModelAdapter:
 
         Args:
             record: record of the cached tokens.
-            layers: layers of the cache; None uses one temporary cache for all layers, one after another.
-            mask: [B, cached + Q], True = real; None if no token is padding.
+            layers: layers of the cache; None makes one temporary cache, which the layers use one after another.
+            mask: [B, cached + Q], True for real tokens; None if no token is padding.
             positions: [B, Q].
 
         Returns:
@@ -329,7 +330,7 @@ def base_of(model: Any) -> PreTrainedModel:
     """Return the DeepseekV2Model or DeepseekV3Model inside a model.
 
     Raises:
-        UnsupportedConfiguration: there is none, or one of its layers has other attention.
+        UnsupportedConfiguration: the model has no such base model, or a layer has another kind of attention.
     """
     base = model.base_model if isinstance(model, PreTrainedModel) else None
     if not isinstance(base, DeepseekV2Model | DeepseekV3Model):
@@ -353,9 +354,9 @@ def use_mla(
     context_parallel: ContextParallel | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Replace the attention of a DeepSeek model of transformers by `ops.MLAAttention`, in place; inference only.
+    """Replace the attention of a DeepSeek model of transformers by `ops.MLAAttention`, in place and for inference only.
 
-    `model.generate` works as before, over a paged latent cache: the layers of the `DynamicCache` become
+    `model.generate` works as before, but with a paged latent cache: the layers of the `DynamicCache` become
     `LatentCacheLayer`s when the first forward succeeds. A packed batch is `model(ids[1, T], position_ids=positions[1,
     T], use_cache=False, mla_metadata=plan, mla_kv_caches=caches)`, with the plan of `ops.build_mla_metadata` and one
     paged cache per layer.
@@ -365,14 +366,14 @@ def use_mla(
         ops: `fast`, `reference`, or another module with the same functions.
         block_size: tokens per block of the cache.
         workspace_tokens: context tokens that a prefill expands at once; None takes
-            `ops.chunked_prefill_workspace_size`, but no more than the limit of the layers. It must be at least one
-            block.
+            `ops.chunked_prefill_workspace_size`, but no more than the limit of the layers. The workspace must have
+            at least one block.
         decode_threshold: longest query that always takes the absorbed path.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
             `PathCosts`.
-        context_parallel: groups of the ranks that share heads and sequences. Every rank has the whole model, and its
-            layers have views of the weights of the rank's heads; so move or load the model before this call. Only
-            packed batches are served, with plans for `context_parallel.ownership`.
+        context_parallel: groups of the ranks that share heads and sequences. Every rank has the whole model, and
+            the layers use views of the weights of the rank's heads. Therefore move or load the model before this call.
+            Only packed batches are served, with plans for `context_parallel.ownership`.
         options: keyword arguments for `ops.MLAAttention.from_hf` (for example `backend` of `fast`).
 
     Returns:
@@ -389,8 +390,8 @@ def use_mla(
     missing = [name for name in needed if not hasattr(ops, name)]
     check(not missing, "ops", "a module that keeps the contract of reference and fast",
           f"{getattr(ops, '__name__', type(ops).__name__)} without {', '.join(missing)}")  # fmt: skip
-    check(not isinstance(base.__dict__.get("forward"), ModelAdapter), "model", "one that is not under use_mla",
-          "one that is; restore(model) first")  # fmt: skip
+    check(not isinstance(base.__dict__.get("forward"), ModelAdapter), "model", "a model that is not under use_mla",
+          "a model under use_mla; call restore(model) first")  # fmt: skip
     modules = [layer.self_attn for layer in base.layers]
     for module in (base, *modules):
         check("forward" not in module.__dict__, "model", "modules that use their class's forward",
@@ -426,7 +427,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     """
     base = base_of(model)
     under = isinstance(base.__dict__.get("forward"), ModelAdapter)
-    check(under, "model", "one that is under use_mla", "one that is not")
+    check(under, "model", "a model under use_mla", "a model that is not under use_mla")
     modules = [layer.self_attn for layer in base.layers]
     for module in modules:
         ours = isinstance(module.__dict__.get("forward"), AttentionAdapter)

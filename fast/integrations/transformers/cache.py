@@ -1,9 +1,9 @@
-"""Store the latents of a padded batch in a DynamicCache: one paged cache per layer, and one record for all layers.
+"""Latents of a padded batch in a DynamicCache: one paged cache per layer, and one record for all layers.
 
 The real tokens of a batch row are stored in order and without gaps; padding tokens are not stored. Each batch row has W
 blocks: row b owns the blocks [b W, (b + 1) W). The record (`BatchRecord`) contains how many tokens each batch row has.
-All layers of a cache share it, and it changes only after a forward has succeeded. A forward that raises therefore
-leaves the cached tokens unchanged: slots past the recorded length of a row are never read.
+All layers of a cache share the record, and the record changes only after a forward has succeeded. A forward that raises
+therefore leaves the cached tokens unchanged: slots past the recorded length of a row are never read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from reference.interfaces import check
 
 
 class BatchRecord:
-    """Number of cached tokens of each row of a padded batch, and their blocks; all tensors are on the CPU.
+    """Number of cached tokens, mask and blocks of each row of a padded batch; all tensors are on the CPU.
 
     Attributes:
         block_size: tokens of a block.
         rows: B, number of batch rows.
-        length: tokens of a row including padding, as transformers counts them.
+        length: number of tokens of a row including padding, which is the length that transformers knows.
         lens: [B] int32, real tokens of each row.
         mask: [B, length], True for real tokens; None if there is no padding.
         width: W, blocks of a row.
@@ -43,7 +43,7 @@ class BatchRecord:
         self.block_table: Int32[Tensor, "B W"] = torch.zeros(0, 0, dtype=torch.int32, device="cpu")
 
     def reserve(self, rows: int, tokens: int) -> Int32[Tensor, "B W"]:
-        """Return a block table for `rows` rows of up to `tokens` real tokens; if W grows, it at least doubles."""
+        """Return a block table for `rows` rows of up to `tokens` real tokens; if W grows, W at least doubles."""
         width = self.width if rows == self.rows else 0
         needed = -(-tokens // self.block_size)
         if needed > width:
@@ -58,13 +58,13 @@ class BatchRecord:
         self.rows, self.length, self.lens, self.mask = lens.shape[0], length, lens, mask
 
     def crop(self, length: int) -> None:
-        """Keep the first `length` tokens including padding; the stored tokens are in order, so only counts change."""
+        """Keep the first `length` tokens including padding; only counts change, because stored tokens are in order."""
         mask = None if self.mask is None else self.mask[:, :length]
         lens = torch.full_like(self.lens, length) if mask is None else mask.sum(1, dtype=torch.int32)
         self.commit(length, lens, None if mask is None or mask.all() else mask)
 
     def select(self, index: Tensor) -> None:
-        """Select rows by an index or a bool mask; an index may contain a row several times."""
+        """Keep the rows that an index or a bool mask selects; an index may contain a row several times."""
         mask = None if self.mask is None else self.mask[index]
         self.commit(self.length, self.lens[index], None if mask is None or mask.all() else mask)
 
@@ -93,13 +93,14 @@ class LatentCacheLayer(CacheLayerMixin):
     def reserve(
         self, ops: ModuleType, rows: int, width: int, head_size: int, dtype: torch.dtype, device: torch.device
     ) -> Shaped[Tensor, "num_blocks block_size columns"]:
-        """Return a cache for `rows` rows of `width` blocks; a cache with too few blocks is copied into a larger one.
+        """Return a cache for `rows` rows of `width` blocks; a cache with too few blocks is copied into a larger cache.
 
         Raises:
             ValueError: the existing cache has entries of another width.
         """
         if rows != self.rows:
-            self.kv_cache = None  # a batch of another size starts with an empty cache; the caller has allowed it
+            # The caller has checked that the record is empty, so no cached token is lost.
+            self.kv_cache = None
         old = self.kv_cache
         if old is not None:
             check(old.shape[2] == head_size, "past_key_values", f"entries of {head_size} elements", old.shape[2])
@@ -127,7 +128,7 @@ class LatentCacheLayer(CacheLayerMixin):
         self._take(beam_idx, beam_idx.shape[0])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row `repeats` times; the copies follow each other."""
+        """Repeat each row `repeats` times; the copies of a row are consecutive."""
         self._take(torch.arange(self.rows, device="cpu").repeat_interleave(repeats), self.rows * repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -136,7 +137,7 @@ class LatentCacheLayer(CacheLayerMixin):
         self._take(chosen, chosen.shape[0])
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Shorten the cache as a `DynamicLayer` of the installed transformers would, with the same signs and errors.
+        """Shorten the cache as `DynamicLayer.crop` of the installed transformers does, with the same errors.
 
         Assisted decoding of transformers 5.17 passes a tensor.
         """
@@ -156,7 +157,7 @@ class LatentCacheLayer(CacheLayerMixin):
             self.record.clear()
 
     def get_seq_length(self) -> int:
-        """Return the cached tokens of a row, including padding."""
+        """Return the number of cached tokens of a row, including padding."""
         return self.record.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -164,12 +165,12 @@ class LatentCacheLayer(CacheLayerMixin):
         return self.record.length + query_length, 0
 
     def get_max_length(self) -> int:
-        """Return -1: the length has no limit."""
+        """Return -1, which means that the length has no limit."""
         return -1
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raise TypeError: only a model under `use_mla` can write to this cache."""
-        raise TypeError("past_key_values: expected a cache of this model, got one that a model under use_mla filled")
+        raise TypeError("past_key_values: expected a cache of this model, got a cache of use_mla")
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Raise TypeError: only a model under `use_mla` can write to this cache."""
@@ -177,20 +178,20 @@ class LatentCacheLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Raise TypeError: this cache cannot leave its device."""
-        raise TypeError("past_key_values: expected a cache that stays on its device, got an offloaded one")
+        raise TypeError("past_key_values: expected a cache that stays on its device, got an offloaded cache")
 
     prefetch = offload
 
 
 def latent_layers(past_key_values: object, num_layers: int, block_size: int) -> list[LatentCacheLayer]:
-    """Return the latent layers of a DynamicCache, or new ones if it is empty; the DynamicCache is not changed.
+    """Return the latent layers of a DynamicCache, or new layers if the cache is empty; the cache does not change.
 
     Raises:
-        ValueError: another kind of cache, or a DynamicCache with other contents; the message is one line.
+        ValueError: the cache is no DynamicCache, or has other contents; the message is one line.
     """
     check(type(past_key_values) is DynamicCache, "past_key_values", "a DynamicCache", type(past_key_values).__name__)
     check(not past_key_values.offloading, "past_key_values", "a DynamicCache that stays on its device",
-          "one with offloading")  # fmt: skip
+          "a DynamicCache with offloading")  # fmt: skip
     layers = past_key_values.layers
     if layers and all(type(layer) is LatentCacheLayer for layer in layers):
         check(len(layers) == num_layers, "past_key_values", f"{num_layers} layers", len(layers))
@@ -201,7 +202,7 @@ def latent_layers(past_key_values: object, num_layers: int, block_size: int) -> 
         check(type(layer) is DynamicLayer, "past_key_values", "a DynamicCache of stock DynamicLayers",
               f"a {type(layer).__name__} at layer {index}")  # fmt: skip
         tokens = 0 if layer.keys is None or layer.keys.numel() == 0 else layer.keys.shape[-2]
-        check(tokens == 0, "past_key_values", "an empty DynamicCache or one that use_mla filled",
+        check(tokens == 0, "past_key_values", "an empty DynamicCache or a DynamicCache of use_mla",
               f"{tokens} tokens in a stock layer")  # fmt: skip
     check(len(layers) in (0, num_layers), "past_key_values", f"{num_layers} layers", len(layers))
     record = BatchRecord(block_size)

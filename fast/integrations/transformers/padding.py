@@ -1,4 +1,4 @@
-"""Check the padding mask and the positions of a padded batch; refuse those that contradict the cache."""
+"""Checks of the padding mask and the positions of a padded batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def read_mask(attention_mask: Any, rows: int, queries: int, record: BatchRecord)
     """Return the padding mask on the CPU, or None if there is no padding.
 
     Raises:
-        ValueError: not a [B, cached + Q] mask, or a mask that contradicts the cached tokens.
+        ValueError: the shape of the mask is not [B, cached + Q], or the mask contradicts the cached tokens.
     """
     wanted = f"a padding mask [{rows}, {record.length + queries}]"
     if attention_mask is None:
-        check(record.mask is None, "attention_mask", f"{wanted}, for past_key_values holds padding", None)
+        check(record.mask is None, "attention_mask", f"{wanted}, because past_key_values holds padding", None)
         return None
     check(isinstance(attention_mask, Tensor), "attention_mask", f"{wanted} or None", type(attention_mask).__name__)
     shape = list(attention_mask.shape)
@@ -30,10 +30,10 @@ def read_mask(attention_mask: Any, rows: int, queries: int, record: BatchRecord)
     if record.mask is None:
         if mask.all():
             return None
-        check(bool(mask[:, : record.length].all()), "attention_mask", "every cached token visible", "a hidden one")
+        check(bool(mask[:, : record.length].all()), "attention_mask", "every cached token visible", "a hidden token")
     else:
         same = torch.equal(mask[:, : record.length], record.mask)
-        check(same, "attention_mask", "the padding that past_key_values was filled with", "another")
+        check(same, "attention_mask", "the padding that past_key_values was filled with", "other padding")
     return mask
 
 
