@@ -122,7 +122,7 @@ def _attend(
 ) -> AttentionState:
     request = backends.KernelRequest(
         "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", v.shape[2])),
-        query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype or q.dtype, mask="causal" if causal else None,
+        query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype or q.dtype, mask="causal" if causal else None, lse=True,
     )  # fmt: skip
     chosen = backends.select(request, backend)
     out, lse = torch.ops.mla_twins.flash_attn_varlen(

@@ -21,9 +21,12 @@ from .own import DECODES
 from .registry import KernelRequest, registered
 from .selection import BackendChoice, all_ops, bind, decode_request, name_for, select
 
-CACHE_OPS = (  # ops besides DECODES whose requests have a block size
-    "concat_and_cache_mla", "copy_blocks", "gather_and_maybe_dequant_cache", "rope_norm_and_cache", "swap_blocks",
-)  # fmt: skip
+CACHE_OPS = (
+    "concat_and_cache_mla",
+    "gather_and_maybe_dequant_cache",
+    "rope_norm_and_cache",
+)  # they read or write entries
+COPY_OPS = ("copy_blocks", "swap_blocks")  # they copy entries unchanged
 
 
 def layer_requests(
@@ -65,11 +68,16 @@ def layer_requests(
         elif op == "plan_decode":
             requests.append(KernelRequest(op, device))
         else:
-            more = {"block_size": block_size, "cache_format": cache_format} if op in CACHE_OPS else {}
-            if op == "flash_attn_varlen":
-                more = {"query_lens": QueryLenSupport.VARLEN, "mask": "causal"}
-            head_dims = widths.get(op, (("head_dim", config.head_size),))
-            requests.append(KernelRequest(op, device, dtype, head_dims, **more))
+            more = {"dtype": dtype}
+            if op in CACHE_OPS:
+                more |= {"block_size": block_size, "cache_format": cache_format}
+            elif op in COPY_OPS:
+                more = {"block_size": block_size}
+            elif op == "flash_attn_varlen":
+                more |= {"query_lens": QueryLenSupport.VARLEN, "mask": "causal", "lse": True}
+            requests.append(
+                KernelRequest(op, device, head_dims=widths.get(op, (("head_dim", config.head_size),)), **more)
+            )
     return requests
 
 

@@ -39,16 +39,17 @@ class KernelRequest:
     Attributes:
         op: name of the op, such as "mla_decode".
         device: device of the tensors.
-        dtype: dtype of queries and keys; None for an op on integers only.
+        dtype: dtype of queries and keys; None for an op that computes with integers only or copies bytes.
         head_dims: widths of the op's tensors as (name, size) pairs, with names from `HEAD_DIMS`.
         block_size: tokens of a cache block; None for an op without a cache.
         query_lens: kind of query lengths that the batch has.
         cache_in_words: True if the cache has at least one block, and every entry consists of aligned 16-byte words.
         out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
-        cache_format: format of the cache; None for an op without a cache.
+        cache_format: format of the cache; None for an op without a cache, or one that copies entries of any format.
         batch_invariant: True if the result of a request must not depend on the other requests of the batch.
         mask: one of `MASKS`; None for an op without a mask.
         graph: kind of the CUDA graph that contains the call.
+        lse: True if the caller needs the LSE beside the output.
     """
 
     op: str
@@ -63,6 +64,7 @@ class KernelRequest:
     batch_invariant: bool = False
     mask: str | None = None
     graph: GraphSupport = GraphSupport.NONE
+    lse: bool = False
 
 
 def check_request(request: KernelRequest) -> None:
@@ -79,6 +81,7 @@ def check_request(request: KernelRequest) -> None:
     check(request.mask in (None, *MASKS), "request.mask", f"None or one of {', '.join(MASKS)}", request.mask)
     check_flag("request.batch_invariant", request.batch_invariant)
     check_flag("request.cache_in_words", request.cache_in_words)
+    check_flag("request.lse", request.lse)
     if request.block_size is not None:
         check_int("request.block_size", request.block_size, 0)
 
@@ -100,6 +103,7 @@ class OpSupport:
         query_lens: the widest supported kind of query lengths.
         masks: supported masks, from `MASKS`.
         graph: the widest supported kind of CUDA graph.
+        lse: whether the kernel returns the LSE; an op without an LSE ignores the field.
         needs_words: whether the cache must consist of 16-byte words (`KernelRequest.cache_in_words`).
         reads: name of the op that reads the message of this op; the backend must have both ops. None for an op without
             a message.
@@ -116,6 +120,7 @@ class OpSupport:
     query_lens: QueryLenSupport = QueryLenSupport.VARLEN
     masks: tuple[str, ...] = MASKS
     graph: GraphSupport = GraphSupport.ANY
+    lse: bool = True
     needs_words: bool = False
     reads: str | None = None
     priority: int | None = None
@@ -134,6 +139,7 @@ class OpSupport:
         check(not unknown, "head_dims", f"names among {', '.join(HEAD_DIMS)}", ", ".join(map(str, unknown)))
         check(set(self.masks) <= set(MASKS), "masks", f"some of {', '.join(MASKS)}", self.masks)
         check_flag("batch_invariant", self.batch_invariant)
+        check_flag("lse", self.lse)
         check_flag("needs_words", self.needs_words)
         check_type("query_lens", self.query_lens, QueryLenSupport)
         check_type("graph", self.graph, GraphSupport)
@@ -165,6 +171,8 @@ class OpSupport:
             found.append(f"applies the masks {', '.join(self.masks) or 'none'}, got {request.mask}")
         if request.batch_invariant and not self.batch_invariant:
             found.append("is not batch-invariant")
+        if request.lse and not self.lse:
+            found.append("returns no LSE")
         if not self.graph.covers(request.graph):
             found.append(f"serves CUDA graphs of kind '{self.graph.value}', got kind '{request.graph.value}'")
         return found

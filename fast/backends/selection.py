@@ -167,6 +167,7 @@ def decode_request(
         batch_invariant=batch_invariant,
         graph=graph,
         mask="visible_lens" if op == "mla_decode" else None,
+        lse=op == "mla_decode",
     )
 
 
@@ -195,7 +196,7 @@ def cache_request(
     op: str,
     kv_cache: torch.Tensor,
     head_dims: tuple[tuple[str, int], ...] | None = None,
-    cache_format: CacheFormat | None = COMPUTE_FORMAT,
+    cache_format: CacheFormat = COMPUTE_FORMAT,
     dtype: torch.dtype | None = None,
     out_dtype: torch.dtype | None = None,
     graph: GraphSupport = GraphSupport.NONE,
@@ -206,9 +207,9 @@ def cache_request(
         op: name of the op.
         kv_cache: the cache, [num_blocks, block_size, columns].
         head_dims: widths of the op's tensors; None for an op that uses only the number of columns.
-        cache_format: format of the cache; None for an op that copies entries of any format unchanged.
-        dtype: dtype of the values that the op writes into the cache or reads from the cache. None takes the dtype of
-            the cache, for ops that copy entries unchanged.
+        cache_format: format of the cache.
+        dtype: dtype of the values that the op writes into the cache or reads from the cache; None takes the dtype of
+            the cache.
         out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
     """
@@ -217,6 +218,18 @@ def cache_request(
         op, kv_cache.device, kv_cache.dtype if dtype is None else dtype, widths, block_size=kv_cache.shape[1],
         out_dtype=out_dtype, cache_format=cache_format, graph=check_graph(graph),
     )  # fmt: skip
+
+
+def copy_request(op: str, kv_cache: torch.Tensor) -> KernelRequest:
+    """Return what an op that copies whole cache entries needs from a backend: nothing of their dtype or format.
+
+    Args:
+        op: name of the op.
+        kv_cache: [num_blocks, block_size, columns].
+    """
+    return KernelRequest(
+        op, kv_cache.device, head_dims=(("head_dim", kv_cache.shape[2]),), block_size=kv_cache.shape[1]
+    )
 
 
 def cache_in_words(kv_cache: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ def copy_blocks(
         check_cache(kv_cache)
         check_readable("kv_caches", kv_cache)
     if kv_caches:
-        chosen = backends.select(backends.cache_request("copy_blocks", kv_caches[0], cache_format=None), backend)
+        chosen = backends.select(backends.copy_request("copy_blocks", kv_caches[0]), backend)
         torch.ops.mla_twins.copy_blocks(kv_caches, block_mapping, chosen.name)
 
 
@@ -87,7 +87,7 @@ def swap_blocks(
     """
     check_swap(source, target, block_mapping)
     served = target if source.device.type == "cpu" else source  # between host and GPU, the GPU's backend copies
-    chosen = backends.select(backends.cache_request("swap_blocks", served, cache_format=None), backend)
+    chosen = backends.select(backends.copy_request("swap_blocks", served), backend)
     torch.ops.mla_twins.swap_blocks(source, target, block_mapping, chosen.name)
 
 

@@ -323,3 +323,34 @@ def test_explain_asks_what_the_ops_ask(monkeypatch):
                     backends.explain(config, device="cpu", dtype=torch.float32).splitlines())  # fmt: skip
         for op in only_512 | only_576 | only_128:
             assert said[op].startswith(name), op
+
+
+def test_a_backend_without_lse_serves_no_attention(monkeypatch, plain_errors):
+    """`mla_decode` and `flash_attn_varlen` return the LSE, so a backend that has none is not chosen for them."""
+    q, k_pe, cache, plan, scale = decode_arguments()
+    attention = {op: replace(CPU_BACKEND.ops[op], lse=False) for op in ("mla_decode", "flash_attn_varlen")}
+    with_backends(monkeypatch, CPU_BACKEND, Backend("outputs", 50, "cpu", attention))
+    fast.mla_decode(q, k_pe, cache, plan, scale)
+    with pytest.raises(UnsupportedConfiguration, match="^outputs: returns no LSE$"):
+        fast.mla_decode(q, k_pe, cache, plan, scale, backend="outputs")
+    heads, starts = torch.randn(3, 2, 8), integers(0, 3)
+    fast.flash_attn_varlen(heads, heads, heads, starts, starts, 3, 3, 0.3, True)
+    with pytest.raises(UnsupportedConfiguration, match="^outputs: returns no LSE$"):
+        fast.flash_attn_varlen(heads, heads, heads, starts, starts, 3, 3, 0.3, True, backend="outputs")
+    lines = backends.explain(DIRECT, device="cpu", dtype=torch.float32).splitlines()
+    assert any(line.startswith("mla_decode: cpu (outputs: returns no LSE") for line in lines)
+
+
+def test_copies_know_no_dtype_and_no_format(monkeypatch):
+    """A backend copies blocks of a cache whose dtype and format none of its other ops reads."""
+    formats = sys.modules["reference.interfaces.cache_format"]
+    narrow = CacheFormat("narrow", torch.float8_e4m3fn)
+    monkeypatch.setattr(formats, "CACHE_FORMATS", {"compute_dtype": COMPUTE_FORMAT, "narrow": narrow})
+    caches = [torch.arange(96).reshape(4, 2, 12).to(torch.uint8).view(torch.float8_e4m3fn) for _ in range(2)]
+    fast.copy_blocks(caches, torch.tensor([[0, 2]]))
+    fast.swap_blocks(caches[0], caches[1], torch.tensor([[1, 3]]))
+    raw = [cache.view(torch.uint8) for cache in caches]
+    assert raw[0][2].equal(raw[0][0]) and raw[1][3].equal(raw[0][1])
+    lines = backends.explain(DIRECT, device="cpu", dtype=torch.float32, cache_format=narrow).splitlines()
+    assert {line.split(" ")[1] for line in lines if line.startswith(("copy_blocks:", "swap_blocks:"))} == {"cpu"}
+    assert any(line.startswith("mla_decode: none") for line in lines)
