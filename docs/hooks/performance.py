@@ -387,33 +387,41 @@ class Results:
         return f"{table(['subject', *columns.values()], rows, 1)}\n\n{said}"
 
     def negative(self, name: str) -> str:
-        """Return a list of the log's experiments that were not kept; the tables of the log are left out."""
-        text = re.sub(r"^```.*?^```$", "", (self._docs / name).read_text(encoding="utf-8"), flags=re.M | re.S)
-        lines, slugs = [], set()
+        """Return a list of the log's entries with experiments that were not kept.
 
-        def anchor(heading: str) -> str:
+        An item has the title of the entry, its conclusion, and links to the experiments within the entry.
+        """
+        text = re.sub(r"^```.*?^```$", "", (self._docs / name).read_text(encoding="utf-8"), flags=re.M | re.S)
+        items, slugs = [], set()
+
+        def link(heading: str) -> str:
             slug = base = slugify(heading.replace("`", ""), "-")
             count = 0
             while slug in slugs:
                 slug, count = f"{base}_{count + 1}", count + 1
             slugs.add(slug)
-            return slug
+            return f"[{heading.split(': not kept')[0]}]({name}#{slug})"
 
-        for section in re.split(r"^#(?=##? )", text, flags=re.MULTILINE)[1:]:
-            mark, _, rest = section.partition(" ")
-            heading, _, body = rest.partition("\n")
-            slug = anchor(heading)
-            if mark == "#":
-                date, entry = heading.split(maxsplit=1)
-            what = entry if mark == "#" else f"{entry}; {heading}"
-            found = re.findall(r"^- \*\*(\w+)\.\*\* (.*?)(?=^- |\Z)", body, re.MULTILINE | re.DOTALL)
-            said = {key: " ".join(re.sub(r"^ *\|.*$", "", value, flags=re.M).split()) for key, value in found}
-            if re.match(r"no\b", said.get("Kept", ""), re.IGNORECASE):
-                lines.append(
-                    f"- [{what.removesuffix(': not kept')}]({name}#{slug}), {date}. *Expected.* {said['Prediction']} "
-                    f"*Measured.* {said['Measured']} *Learned.* {said['Learned']}"
-                )
-        return "\n".join(lines)
+        for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+            title, *experiments = re.split(r"^### ", section, flags=re.MULTILINE)
+            heading, _, body = title.partition("\n")
+            entry = link(heading).replace(heading, heading.split(maxsplit=1)[1], 1)
+            conclusion = " ".join(body.strip().split("\n\n")[0].split())
+            rejected = []
+            for experiment in experiments:
+                name_of, _, text_of = experiment.partition("\n")
+                shown = link(name_of)
+                if _is_rejected(text_of):
+                    rejected.append(shown)
+            if rejected or _is_rejected(body):
+                more = f" Not kept: {'; '.join(rejected)}." if rejected else ""
+                items.append(f"- {entry}, {heading.split()[0]}. {conclusion}{more}")
+        return "\n".join(items)
+
+
+def _is_rejected(body: str) -> bool:
+    """Return whether an experiment of the log says that its change was not kept."""
+    return re.search(r"^- \*\*Kept\.\*\* no\b", body, re.MULTILINE | re.IGNORECASE) is not None
 
 
 def digest(folder: Path) -> str:

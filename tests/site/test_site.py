@@ -1,6 +1,6 @@
 """Tests of the site: `mkdocs` builds it in strict mode, a local server serves it, and headless Chromium visits it.
 
-Chromium visits every page twice: 390 pixels wide in the dark scheme, and 1440 pixels wide in the light scheme. Each
+Chromium visits every page twice: 375 pixels wide in the dark scheme, and 1440 pixels wide in the light scheme. Each
 visit is recorded, and the tests check the records. If Chromium is missing and this process may install packages, the
 tests install Debian's package of it; otherwise the tests that need Chromium are skipped.
 
@@ -36,7 +36,7 @@ for needed in ("mkdocs", "material", "mkdocstrings", "nbformat"):
     pytest.importorskip(needed)
 
 ROOT = Path(__file__).parents[2]
-WALKS = {390: "dark", 1440: "light"}
+WALKS = {375: "dark", 1440: "light"}
 SCRIPT = """() => {
   for (const details of document.querySelectorAll("details")) details.open = true;
   const scrolls = (element) => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
@@ -588,10 +588,13 @@ def test_negative_results_are_those_of_the_log(copied_docs):
     """The page lists every experiment that the log marks as not kept, and no experiment that was kept."""
     log = (copied_docs / "log.md").read_text(encoding="utf-8").split("```")[2]
     page = drawn(copied_docs).split("## What did not help")[1]
-    assert page.count("\n- [") == len(re.findall(r"^- \*\*Kept\.\*\* No\b", log, re.MULTILINE)) > 3
+    rejected = r"^- \*\*Kept\.\*\* No\b"
+    entries = re.split(r"^## ", log, flags=re.MULTILINE)[1:]
+    assert page.count("\n- [") == sum(bool(re.search(rejected, entry, re.MULTILINE)) for entry in entries) > 3
     labels = "- **Prediction.** x1.\n- **Measured.** y2.\n- **Kept.** {}.\n- **Learned.** z3.\n\n"
-    text = f"## 2030-01-02  A trial\n\nIt failed.\n\n{labels}## 2026-11-21  Dec"
+    text = f"## 2030-01-02  A trial\n\nIt failed.\n\n### A part\n\n{labels}## 2026-11-21  Dec"
     path = copied_docs / "log.md"
     for kept, shown in (("No", True), ("Yes", False)):
         path.write_text((ROOT / "docs" / "log.md").read_text().replace("## 2026-11-21  Dec", text.format(kept), 1))
-        assert ("*Expected.* x1. *Measured.* y2. *Learned.* z3." in drawn(copied_docs)) == shown
+        listed = "- [A trial](log.md#2030-01-02-a-trial), 2030-01-02. It failed. Not kept: [A part](log.md#a-part)."
+        assert (listed in drawn(copied_docs)) == shown
