@@ -55,11 +55,11 @@ if hypothesis is not None:
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="device of the tests' tensors: cpu (default) or cuda")
     parser.addoption(
-        "--share", type=_share, default=(1, 1), metavar="K/N", help="run only the K-th of N equal parts of the tests"
+        "--shard", type=_shard, default=(1, 1), metavar="K/N", help="run only the K-th of N equal parts of the tests"
     )
 
 
-def _share(text: str) -> tuple[int, int]:
+def _shard(text: str) -> tuple[int, int]:
     number, _, count = text.partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {text}")
@@ -90,9 +90,9 @@ def pytest_xdist_auto_num_workers():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Put the slowest files first, keep the order within a file, and deselect the tests that `--share` leaves out."""
+    """Put the slowest files first, keep the order within a file, and deselect the tests that `--shard` leaves out."""
     items.sort(key=lambda item: next((rank for rank, word in enumerate(LONG) if word in item.path.name), len(LONG)))
-    number, count = config.getoption("--share")
+    number, count = config.getoption("--shard")
     first, end = (number - 1) * len(items) // count, number * len(items) // count
     config.hook.pytest_deselected(items=items[:first] + items[end:])
     items[:] = items[first:end]

@@ -59,7 +59,7 @@ ANY_DEVICE = (
     "planning/test_schedule_choice.py", "twins/test_differential.py", "twins/test_ops.py",
 )  # fmt: skip
 # Number of processes of the slowest files.
-SHARES = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_two_phases.py": 3,
+SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_two_phases.py": 3,
           "test_triton_decode.py": 3}  # fmt: skip
 
 
@@ -93,12 +93,12 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
     """
     files = [file for file in (ROOT / "tests").rglob("test_*.py") if file.parent.name not in ("site", "data")]
     files = sorted(files, key=lambda file: ("triton" not in file.name and "hopper" not in file.name, file.name))
-    runs = [(file, "cpu", f"{number}/{count}") for file in files if (count := SHARES.get(file.name))
+    runs = [(file, "cpu", f"{number}/{count}") for file in files if (count := SHARDS.get(file.name))
             for number in range(1, count + 1)]  # fmt: skip
     runs += [(ROOT / "tests" / name, "cuda", "1/1") for name in ANY_DEVICE]
-    runs += [(file, "cpu", "1/1") for file in files if file.name not in SHARES]
+    runs += [(file, "cpu", "1/1") for file in files if file.name not in SHARDS]
 
-    def one(file: Path, device: str, share: str) -> tuple[str, dict[str, Any]]:
+    def one(file: Path, device: str, shard: str) -> tuple[str, dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             command = [
@@ -112,7 +112,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
                 "no:xdist",
                 str(file),
                 f"--device={device}",
-                f"--share={share}",
+                f"--shard={shard}",
                 f"--junitxml={report}",
             ]
             status, output = run(command, args.limit, OMP_WAIT_POLICY="PASSIVE")
@@ -121,7 +121,7 @@ def run_tests(args: argparse.Namespace) -> dict[str, Any]:
             found["failed"] = [f"{file.name}: exit status {status}"]
         if device == "cuda" and not found["passed"] and not found["failed"]:
             found["failed"] = [f"{file.name} --device=cuda: nothing ran"]
-        name = f"{file.name} --device={device} --share={share}"
+        name = f"{file.name} --device={device} --shard={shard}"
         left_out = sum(found["skipped"].values())
         print(f"  {name}: {found['passed']} passed, {len(found['failed'])} failed, {left_out} skipped", flush=True)
         if found["failed"]:

@@ -2,10 +2,10 @@
 
     compute-sanitizer --tool memcheck python -m tests.memory_checks 1/8
 
-Hostile indices are indices out of range. The command runs the first of eight parts ("shares") of the launches. With
-`--every-thread-arrives` the kernels have the form that racecheck can follow (see `sanitizers`). Each share prints the
+Hostile indices are indices out of range. The command runs the first of eight parts ("shards") of the launches. With
+`--every-thread-arrives` the kernels have the form that racecheck can follow (see `sanitizers`). Each shard prints the
 kernels that Triton compiled. From these lines the GPU suite finds kernels of this GPU's backends, and `VARIANTS` of the
-Hopper kernels, that no share launched.
+Hopper kernels, that no shard launched.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def samples() -> list[tuple[str, tuple]]:
     return found
 
 
-def launch_samples(share: int, shares: int) -> None:
-    """Launch a share of the samples, each with valid and with hostile indices; print the kernels that were compiled."""
+def launch_samples(shard: int, shards: int) -> None:
+    """Launch a shard of the samples, each with valid and with hostile indices; print the kernels that were compiled."""
     from fast.kernels.compile_log import compiling_ahead
 
     from .twins.test_ops import overload
 
     with compiling_ahead() as compiled:
-        for name, arguments in samples()[share - 1 :: shares]:
+        for name, arguments in samples()[shard - 1 :: shards]:
             op = overload(name)
             op(*arguments)
             names = [argument.name for argument in op._schema.arguments]
@@ -102,7 +102,7 @@ def launch_samples(share: int, shares: int) -> None:
                 op(*beyond_the_bound(dict(zip(names, arguments, strict=True))))
             torch.cuda.synchronize()
     print("\n".join(f"launched: {line}" for line in sorted(set(compiled))))
-    print(f"share {share} of {shares} came to its end")
+    print(f"shard {shard} of {shards} has ended")
 
 
 def hostile(name: str, value: Any, far: int) -> Any:

@@ -99,7 +99,7 @@ def ops(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
         with device:
             found = test_ops.samples(dtype)
         for name, many in found.items():
-            many = copy.deepcopy(many)  # some samples share a cache, and some ops write to it
+            many = copy.deepcopy(many)  # some samples shard a cache, and some ops write to it
             for index, arguments in enumerate(many):
                 yield f"{name} {dtype} {index}", partial(outcome, test_ops.overload(name), arguments)
 
@@ -191,13 +191,13 @@ def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
     return found
 
 
-def digests(device: torch.device, share: int, shares: int) -> dict[str, str]:
-    """Return the digests of the cases in part `share` of `shares` equal parts."""
+def digests(device: torch.device, shard: int, shards: int) -> dict[str, str]:
+    """Return the digests of the cases in part `shard` of `shards` equal parts."""
     torch.set_grad_enabled(False)
     found, groups = {}, {}
     for name, call in cases(device):
         group = groups.setdefault(name.split("|")[0], len(groups))
-        if group % shares == share - 1:
+        if group % shards == shard - 1:
             torch.manual_seed(0)
             found[name] = digest_of(call())
     return found
@@ -209,10 +209,10 @@ def in_processes(device: str, jobs: int) -> dict[str, str]:
     Raises:
         RuntimeError: a process failed; the message is the end of its stderr.
     """
-    command = [sys.executable, "-m", "tests.recorded_bits", "record", "-", "--device", device, "--share"]
+    command = [sys.executable, "-m", "tests.recorded_bits", "record", "-", "--device", device, "--shard"]
     started = [
-        subprocess.Popen([*command, f"{share}/{jobs}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for share in range(1, jobs + 1)
+        subprocess.Popen([*command, f"{shard}/{jobs}"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for shard in range(1, jobs + 1)
     ]
     found: dict[str, str] = {}
     for process in started:
@@ -230,10 +230,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="number of processes (default: %(default)s)")
-    parser.add_argument("--share", help=argparse.SUPPRESS)  # "1/4": print the first of four shares as JSON
+    parser.add_argument("--shard", help=argparse.SUPPRESS)  # "1/4": print the first of four shards as JSON
     given = parser.parse_args(arguments)
-    if given.share:
-        print(json.dumps(digests(torch.device(given.device), *map(int, given.share.split("/")))))
+    if given.shard:
+        print(json.dumps(digests(torch.device(given.device), *map(int, given.shard.split("/")))))
         return 0
     found = in_processes(given.device, given.jobs)
     if given.verb == "record":

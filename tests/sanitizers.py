@@ -17,7 +17,7 @@ Reports that are not failures:
 - Triton writes some bytes of shared memory to start and end the partitions of `warp_specialize`. All threads meet
   before and after these writes, and no line of our kernels accesses these bytes. Such a report names the line with the
   `def` of a kernel, the line with the call of `warp_specialize`, or both lines, and no other line.
-- About one report in hundreds names neither kernel nor line. The share with this report runs again, at most `AGAIN`
+- About one report in hundreds names neither kernel nor line. The shard with this report runs again, at most `AGAIN`
   times. A report without kernel and line in the last run is a failure.
 
 Limits: racecheck does not follow asynchronous copies, TMA (the GPU's bulk copy engine), or the reads of matrix
@@ -42,7 +42,7 @@ from . import memory_checks
 from .support.commands import ROOT, run
 
 CONTROLS = {"every thread arrives": (), "one arrives for all": ("--one-arrives",), "nobody waits": ("--racing",)}
-AGAIN = 2  # how often a share may run again because a report names neither kernel nor line
+AGAIN = 2  # how often a shard may run again because a report names neither kernel nor line
 TROUBLE = re.compile(r"={5,}.*\b(Error|Internal|Fatal|failed)\b")  # errors of the tool itself
 ACCESS = re.compile(r"=+ .*\b(Read|Write) access at (?P<kernel>\w+)\+0x[0-9a-f]+ in (?P<file>[\w.]+):(?P<line>\d+)")
 
@@ -64,7 +64,7 @@ def run_memcheck(args: argparse.Namespace) -> dict[str, Any]:
         return absent("memcheck")
     from .support.triton_mode import ON_HOPPER  # needs Triton
 
-    report = shares_report(run_shares("memcheck", args, [], "--error-exitcode", "9"), ON_HOPPER)
+    report = shards_report(run_shards("memcheck", args, [], "--error-exitcode", "9"), ON_HOPPER)
     print("memcheck: " + "; ".join(report["summary"]))
     return report
 
@@ -75,16 +75,16 @@ def run_racecheck(args: argparse.Namespace) -> dict[str, Any]:
         return absent("racecheck")
     from .support.triton_mode import ON_HOPPER  # needs Triton
 
-    outcomes = run_shares("racecheck", args, ["--every-thread-arrives"])
+    outcomes = run_shards("racecheck", args, ["--every-thread-arrives"])
     earlier: list[str] = []
     for _ in range(AGAIN):
-        unnamed = [share for share, (_, output) in enumerate(outcomes, 1) if not all(map(named, races(output)))]
+        unnamed = [shard for shard, (_, output) in enumerate(outcomes, 1) if not all(map(named, races(output)))]
         if not unnamed:
             break
-        earlier += [outcomes[share - 1][1] for share in unnamed]
-        again = run_shares("racecheck", args, ["--every-thread-arrives"], shares=unnamed)
-        for share, outcome in zip(unnamed, again, strict=True):
-            outcomes[share - 1] = outcome
+        earlier += [outcomes[shard - 1][1] for shard in unnamed]
+        again = run_shards("racecheck", args, ["--every-thread-arrives"], shards=unnamed)
+        for shard, outcome in zip(unnamed, again, strict=True):
+            outcomes[shard - 1] = outcome
     controls = {}
     for name, options in CONTROLS.items() if ON_HOPPER else ():  # kernels of other GPUs do not specialise warps
         command = [*sanitizer("racecheck"), sys.executable, "-m", "tests.hand_over", *options]
@@ -105,38 +105,38 @@ def absent(tool: str) -> dict[str, Any]:
     return {"ok": True, "not_run": reason}
 
 
-def run_shares(
-    tool: str, args: argparse.Namespace, given: Sequence[str], *options: str, shares: Sequence[int] = ()
+def run_shards(
+    tool: str, args: argparse.Namespace, given: Sequence[str], *options: str, shards: Sequence[int] = ()
 ) -> list[tuple[int, str]]:
-    """Run the given shares of `tests.memory_checks`, by default all; return the exit status and output of each share.
+    """Run the given shards of `tests.memory_checks`, by default all; return the exit status and output of each shard.
 
     Each tensor gets an allocation of its own, and each launch ends before the next launch begins.
     """
 
-    def one(share: int) -> tuple[int, str]:
-        command = [sys.executable, "-m", "tests.memory_checks", f"{share}/{args.jobs}", *given]
+    def one(shard: int) -> tuple[int, str]:
+        command = [sys.executable, "-m", "tests.memory_checks", f"{shard}/{args.jobs}", *given]
         settings = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_LAUNCH_BLOCKING": "1"}
         return run([*sanitizer(tool), *options, *command], args.limit, **settings)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        return list(pool.map(one, shares or range(1, args.jobs + 1)))
+        return list(pool.map(one, shards or range(1, args.jobs + 1)))
 
 
-def shares_report(outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str, Any]:
-    """Return whether all shares ended without findings ("ok"), a summary, and the launched kernels.
+def shards_report(outcomes: Sequence[tuple[int, str]], hopper: bool) -> dict[str, Any]:
+    """Return whether all shards ended without findings ("ok"), a summary, and the launched kernels.
 
-    "ok" is also false if a share did not end, or if no share launched some kernel or variant.
+    "ok" is also false if a shard did not end, or if no shard launched some kernel or variant.
     """
     lines = [line for _, output in outcomes for line in output.splitlines()]
     said = [line.strip("= ") for line in lines if "SUMMARY" in line]
-    ended = sum(bool(re.fullmatch(r"share \d+ of \d+ came to its end", line)) for line in lines)
+    ended = sum(bool(re.fullmatch(r"shard \d+ of \d+ has ended", line)) for line in lines)
     launched = sorted({line.removeprefix("launched: ") for line in lines if line.startswith("launched: ")})
     missing = memory_checks.never_launched(launched, hopper)
     for status, output in outcomes:
         if status:
             print(output[:20000])
     whole = ended == len(outcomes) and not missing
-    summary = ["every op and every variant was launched" if whole else f"{ended} of {len(outcomes)} shares ended"]
+    summary = ["every op and every variant was launched" if whole else f"{ended} of {len(outcomes)} shards ended"]
     summary += [f"never launched: {name}" for name in missing]
     summary += [f"{count} x {line}" for line, count in sorted(Counter(said).items())]
     clean = not any(status for status, _ in outcomes) and len(said) == len(outcomes)
@@ -148,16 +148,16 @@ def races_report(
 ) -> dict[str, Any]:
     """Return a report of the races that racecheck found, without races of Triton's own `warp_specialize`.
 
-    "ok" is false if there is a race, if the tool failed, if a share did not end, or if a control is wrong.
+    "ok" is false if there is a race, if the tool failed, if a shard did not end, or if a control is wrong.
 
     Args:
-        outcomes: exit status and output of each share.
+        outcomes: exit status and output of each shard.
         controls: mapping from the name of a control to its output; empty on GPUs whose kernels do not specialise warps.
         hopper: whether the kernels for Hopper must have been launched.
-        earlier: outputs of shares that ran again later, because a report named neither kernel nor line; the reports
+        earlier: outputs of shards that ran again later, because a report named neither kernel nor line; the reports
             that do name a line count.
     """
-    report = shares_report(outcomes, hopper)
+    report = shards_report(outcomes, hopper)
     found = sum((races(output) for _, output in outcomes), Counter())
     before = Counter({pair: n for output in earlier for pair, n in races(output).items() if named(pair)})
     ours = of_ours(found + before)
@@ -176,7 +176,7 @@ def races_report(
     report["summary"] = [
         *(line for line in report["summary"] if "SUMMARY" not in line), f"{ours.total()} races",
         f"{found.total() - of_ours(found).total()} at Triton's warp_specialize",
-        *([f"{len(earlier)} shares again, for a report that names nothing"] if earlier else []), *trouble,
+        *([f"{len(earlier)} shards again, for a report that names nothing"] if earlier else []), *trouble,
         "controls: " + ", ".join(f"{name} {'yes' if pairs else 'no'}" for name, pairs in report["controls"].items()),
     ]  # fmt: skip
     for output in (*earlier, *(output for _, output in outcomes if of_ours(races(output)))):

@@ -68,19 +68,19 @@ def test_kernels_of_a_set(folder):
 def test_what_a_memory_checker_must_have_seen():
     """The memory check passes only if three conditions hold.
 
-    - Every share ran to its end; a share is a part of the launches that has its own process.
-    - No share reported an error.
-    - The launches of all shares together contain every kernel and every variant.
+    - Every shard ran to its end; a shard is a part of the launches that has its own process.
+    - No shard reported an error.
+    - The launches of all shards together contain every kernel and every variant.
     """
     kernels = [f"{name} (fp32, ROWS 16)" for name in memory_checks.kernels_of(["combine", "triton"])]
     clean, unclean = "========= ERROR SUMMARY: 0 errors", "========= ERROR SUMMARY: 3 errors"
-    ended = "share {} of 2 came to its end"
+    ended = "shard {} of 2 has ended"
 
-    def outcome(share, names, said=clean, status=0, last=ended):
-        return status, "\n".join([*(f"launched: {name}" for name in names), last.format(share), said])
+    def outcome(shard, names, said=clean, status=0, last=ended):
+        return status, "\n".join([*(f"launched: {name}" for name in names), last.format(shard), said])
 
     both = [outcome(1, kernels[:5]), outcome(2, kernels[4:])]
-    found = sanitizers.shares_report(both, hopper=False)
+    found = sanitizers.shards_report(both, hopper=False)
     assert found == {
         "ok": True, "launched": sorted(kernels),
         "summary": ["every op and every variant was launched", "2 x ERROR SUMMARY: 0 errors"],
@@ -89,7 +89,7 @@ def test_what_a_memory_checker_must_have_seen():
         [both[0], outcome(2, kernels[6:])], [both[0], outcome(2, kernels[4:], unclean, 9)],
         [both[0], outcome(2, kernels[4:], last="killed")], [both[0], outcome(2, kernels[4:], said="")],
     ):  # fmt: skip
-        assert not sanitizers.shares_report(bad, hopper=False)["ok"]
+        assert not sanitizers.shards_report(bad, hopper=False)["ok"]
     missing = memory_checks.never_launched(kernels, hopper=True)
     assert "two_phases_kernel" in missing and "row_blocks_16_32_kernel of ROWS 32" in missing
 
@@ -113,18 +113,18 @@ def places(*found) -> list[str]:
     return [f"{place.file}:{place.line}" for place in found]
 
 
-def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
-    """A share runs again if its race report has no source line; reports with source lines count in every run."""
+def test_shards_run_again_where_a_race_has_no_place(monkeypatch):
+    """A shard runs again if its race report has no source line; reports with source lines count in every run."""
     head, call = places(*TRITONS)
     nowhere = reported(("work_items.py:9", "work_items.py:7"), (head, call))
     nowhere = nowhere.replace(f"{KERNEL}+0x140 in {head}", "").replace(f"{KERNEL}+0x9a0 in {call}", " ")
     clean, ran = reported((head, call)), []
 
-    def shares(tool, args, given, *options, shares=()):
-        ran.append(list(shares))
-        return [(0, clean), (0, clean if stops and shares else nowhere)][-len(shares) :]
+    def shards(tool, args, given, *options, shards=()):
+        ran.append(list(shards))
+        return [(0, clean), (0, clean if stops and shards else nowhere)][-len(shards) :]
 
-    monkeypatch.setattr(sanitizers, "run_shares", shares)
+    monkeypatch.setattr(sanitizers, "run_shards", shards)
     monkeypatch.setattr(sanitizers, "sanitizer", lambda tool: ["true"])
     monkeypatch.setattr(sanitizers, "run", lambda *_, **__: (0, "hand-over: every value came\n" + reported()))
     pytest.importorskip("triton")
@@ -133,7 +133,7 @@ def test_shares_run_again_where_a_race_has_no_place(monkeypatch):
         found = sanitizers.run_racecheck(SimpleNamespace(jobs=2, limit=9.0))
         assert ran == expected and len(found["races"]) == 1 + (not stops)
         assert found["races"][-1].endswith(f" x work_items.py:9 ({KERNEL}), work_items.py:7 ({KERNEL})")
-        assert any(line.startswith(f"{len(expected) - 1} shares again") for line in found["summary"])
+        assert any(line.startswith(f"{len(expected) - 1} shards again") for line in found["summary"])
 
 
 def test_where_triton_specializes_warps():
@@ -166,7 +166,7 @@ def test_races():
 def test_what_racecheck_must_say():
     """The race check passes only if two conditions hold.
 
-    - No share reports a race, except those at Triton's `warp_specialize`.
+    - No shard reports a race, except those at Triton's `warp_specialize`.
     - The three controls have the expected results. Racecheck reports no race in "every thread arrives" and a race in
       "nobody waits". In "every thread arrives" and "one arrives for all", which have a barrier, all values are right.
     """
@@ -174,14 +174,14 @@ def test_what_racecheck_must_say():
     kernels = [f"{name} (fp32)" for name in memory_checks.kernels_of(["combine", "triton"])]
     launched = "\n".join(f"launched: {name}" for name in kernels)
 
-    def share(number, said, status=0):
-        return status, f"{launched}\nshare {number} of 2 came to its end\n{said}"
+    def shard(number, said, status=0):
+        return status, f"{launched}\nshard {number} of 2 has ended\n{said}"
 
     own, race = reported((head, call)), reported((head, call), ("work_items.py:9", "work_items.py:7"))
     came, lost = "hand-over: every value came\n", "hand-over: 3 of 64 came\n"
     controls = {"every thread arrives": came + own, "one arrives for all": came + race, "nobody waits": lost + race}
     assert [*controls] == [*sanitizers.CONTROLS]
-    outcomes = [share(1, own), share(2, own)]
+    outcomes = [shard(1, own), shard(2, own)]
     found = sanitizers.races_report(outcomes, controls, hopper=False)
     assert found["ok"] and found["races"] == [] and found["controls"] == dict(zip(controls, (0, 1, 1), strict=True))
     assert found["summary"][1:3] == ["0 races", "2 at Triton's warp_specialize"]
@@ -194,32 +194,32 @@ def test_what_racecheck_must_say():
         " [4 hazards]", f" [4 hazards]\n=========     and Write access at {KERNEL}+0x9a0 in {call} [1 hazards]"
     )
     for bad, heard in (
-        ([share(1, twice), share(2, own.replace("Race reported", "A race"))], controls),
-        ([outcomes[0], share(2, race)], controls), ([outcomes[0], share(2, own, 1)], controls),
-        ([outcomes[0], (0, own)], controls), ([outcomes[0], share(2, own.replace("1 hazards", "2 hazards"))], controls),
+        ([shard(1, twice), shard(2, own.replace("Race reported", "A race"))], controls),
+        ([outcomes[0], shard(2, race)], controls), ([outcomes[0], shard(2, own, 1)], controls),
+        ([outcomes[0], (0, own)], controls), ([outcomes[0], shard(2, own.replace("1 hazards", "2 hazards"))], controls),
         (outcomes, controls | {"every thread arrives": came + race}),
         (outcomes, controls | {"every thread arrives": own}), (outcomes, controls | {"nobody waits": lost + own}),
         (outcomes, controls | {"one arrives for all": ""}), (outcomes, controls | {"every thread arrives": came}),
         (outcomes, controls | {"one arrives for all": lost + race}),
-        ([outcomes[0], share(2, f"========= Internal Sanitizer Error: out of memory\n{own}")], controls),
+        ([outcomes[0], shard(2, f"========= Internal Sanitizer Error: out of memory\n{own}")], controls),
     ):  # fmt: skip
         assert not sanitizers.races_report(bad, heard, hopper=False)["ok"]
-    assert sanitizers.races_report([outcomes[0], share(2, race)], controls, hopper=False)["races"] == [
+    assert sanitizers.races_report([outcomes[0], shard(2, race)], controls, hopper=False)["races"] == [
         f"1 x work_items.py:9 ({KERNEL}), work_items.py:7 ({KERNEL})"
     ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_shares(count):
-    """Every test belongs to exactly one share, also if there are fewer tests than shares."""
+def test_shards(count):
+    """Every test belongs to exactly one shard, also if there are fewer tests than shards."""
     for tests in (0, 2, 11):
         items = [SimpleNamespace(path=Path(f"test_{number}.py"), number=number) for number in range(tests)]
         ran = []
-        for share in range(1, count + 1):
+        for shard in range(1, count + 1):
             left, said = list(items), []
             hook = SimpleNamespace(pytest_deselected=lambda items, said=said: said.extend(items))
             conftest.pytest_collection_modifyitems(
-                SimpleNamespace(getoption={"--share": (share, count)}.get, hook=hook), left
+                SimpleNamespace(getoption={"--shard": (shard, count)}.get, hook=hook), left
             )
             assert len(left) + len(said) == tests
             ran += [item.number for item in left]
@@ -229,26 +229,26 @@ def test_shares(count):
 @pytest.mark.parametrize("said", ["", "3", "0/2", "3/2", "a/2", "1/2/3", "-1/2"])
 def test_no_share(said):
     with pytest.raises(argparse.ArgumentTypeError, match=f"expected K/N with 1 <= K <= N, got {said}$"):
-        conftest._share(said)
+        conftest._shard(said)
 
 
 def test_suite_runs_every_file(monkeypatch):
     """The GPU suite runs every test file with `--device=cpu`, and the files of ANY_DEVICE also with `--device=cuda`.
 
-    A file of SHARES runs in several shares.
+    A file of SHARDS runs in several shards.
     """
     called = []
     monkeypatch.setattr(gpu_suite, "run", lambda command, *_, **__: (called.append(command), (0, ""))[1])
     gpu_suite.run_tests(SimpleNamespace(jobs=1, limit=1.0))
-    found = Counter(tuple(word for word in command if ".py" in word or word.startswith(("--device", "--share")))
+    found = Counter(tuple(word for word in command if ".py" in word or word.startswith(("--device", "--shard")))
                     for command in called)  # fmt: skip
     folder = Path(__file__).parents[1]
-    wanted = Counter((str(folder / name), "--device=cuda", "--share=1/1") for name in gpu_suite.ANY_DEVICE)
+    wanted = Counter((str(folder / name), "--device=cuda", "--shard=1/1") for name in gpu_suite.ANY_DEVICE)
     files = [file for file in folder.rglob("test_*.py") if file.parent.name != "site"]
     for file in files:
-        count = gpu_suite.SHARES.get(file.name, 1)
-        wanted.update((str(file), "--device=cpu", f"--share={number}/{count}") for number in range(1, count + 1))
-    assert found == wanted and {*gpu_suite.SHARES} <= {file.name for file in files}
+        count = gpu_suite.SHARDS.get(file.name, 1)
+        wanted.update((str(file), "--device=cpu", f"--shard={number}/{count}") for number in range(1, count + 1))
+    assert found == wanted and {*gpu_suite.SHARDS} <= {file.name for file in files}
     assert len({file.name for file in files}) == len(files), "two test files of one name"
 
 
