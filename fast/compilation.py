@@ -141,7 +141,7 @@ def _launch_all(
                 schedule = plan_decode(plan.decode.seq_lens, count, costs, batch_invariant, backend=backend)
                 layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         if plan.num_decodes and batch_invariant:
-            schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut)
+            schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)
             layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         # an engine with its own projections calls these two methods instead of `forward`
         projected = layer.project(hidden_states, positions)

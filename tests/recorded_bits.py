@@ -30,7 +30,7 @@ from torch import Tensor
 import fast
 import reference
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import DecodeSchedule, GraphSupport, InvariantCut, MLAConfig
+from reference.interfaces import DecodeSchedule, GraphSupport, InvariantSplitRule, MLAConfig
 
 from .benchmarks.report import provenance
 from .support.decode_inputs import make_inputs, on_device
@@ -51,8 +51,8 @@ LENGTHS = {  # query lengths and sequence lengths
 def digest_of(value: Any) -> str:
     """Return the first 16 hex digits of the sha256 of all tensors and numbers in a result, NaN payloads included.
 
-    `InvariantCut` and `GraphSupport` are left out, because the results of earlier commits lack such fields. A change of
-    such a field also changes outputs.
+    `InvariantSplitRule` and `GraphSupport` are left out, because the results of earlier commits lack such fields. A
+    change of such a field also changes outputs.
     """
     found = hashlib.sha256()
 
@@ -62,7 +62,7 @@ def digest_of(value: Any) -> str:
             found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             held = [getattr(value, field.name) for field in dataclasses.fields(value)]
-            add([x for x in held if not isinstance(x, InvariantCut | GraphSupport)])
+            add([x for x in held if not isinstance(x, InvariantSplitRule | GraphSupport)])
         elif isinstance(value, list | tuple):
             found.update(f"{len(value)} of".encode())
             for item in value:
@@ -124,7 +124,7 @@ def decodes(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
             if programs:
                 schedule = fast.plan_decode(plan.seq_lens, programs, costs, batch_invariant)
             elif batch_invariant:
-                schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut)
+                schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)
             tensors = (x.to(device) for x in (ql, q_pe, cache))
             return fast.mla_decode(*tensors, plan, 0.13, schedule, backend=backend), schedule
 

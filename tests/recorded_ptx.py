@@ -35,7 +35,7 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 import fast
-from reference.interfaces import InvariantCut, MLAConfig
+from reference.interfaces import InvariantSplitRule, MLAConfig
 
 from . import memory_checks
 from .kernels import test_hopper_compilation as hopper_tests
@@ -83,7 +83,7 @@ def memory_checked() -> dict:
         decode = importlib.import_module("fast.kernels.hopper").KERNELS["mla_decode"]
         for given in memory_checks.decodes():
             *tensors, cut, _ = given  # the last argument is the name of the backend
-            decode(*tensors, InvariantCut(*cut))
+            decode(*tensors, InvariantSplitRule(*cut))
     return found
 
 

@@ -123,7 +123,7 @@ def serve(config, dtype, threshold, batch_invariant=False):
         planned = fast.plan_decode(plan.decode.seq_lens, 9, costs, batch_invariant)
         layer(*inputs, replace(plan, schedule=planned))
         if batch_invariant:
-            layer(*inputs, replace(plan, schedule=DecodeSchedule(batch_invariant=True, cut=costs.cut)))
+            layer(*inputs, replace(plan, schedule=DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)))
 
 
 LAUNCHERS = (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from reference.interfaces import InvariantCut, ScheduleCosts
+from reference.interfaces import InvariantSplitRule, ScheduleCosts
 
 # `invariant_starts`: a batch-invariant schedule costs more: more of its programs begin within a request, at a split.
 STARTS = 4
-FEW_HEADS = ScheduleCosts(5, 1, InvariantCut(4, 32, 16, 128), STARTS)  # 16 heads or fewer
-SOME_HEADS = ScheduleCosts(5, 4, InvariantCut(16, 8, 32, 64), STARTS)  # 17 to 32 heads
-MANY_HEADS = ScheduleCosts(8, 4, InvariantCut(16, 8, 32, 64), STARTS)  # more than 32 heads
+FEW_HEADS = ScheduleCosts(5, 1, InvariantSplitRule(4, 32, 16, 128), STARTS)  # 16 heads or fewer
+SOME_HEADS = ScheduleCosts(5, 4, InvariantSplitRule(16, 8, 32, 64), STARTS)  # 17 to 32 heads
+MANY_HEADS = ScheduleCosts(8, 4, InvariantSplitRule(16, 8, 32, 64), STARTS)  # more than 32 heads
 
 
 def measured_schedule_costs(num_heads: int) -> ScheduleCosts:

@@ -79,7 +79,7 @@ def plan_captured_decodes(
         visible_lens = seq_lens if query_len == 1 else get_dcp_local_seq_lens(visible_lens, size, rank, interleave)
         longest = TokenOwnership(size, 0, interleave).count(longest)  # rank 0 owns the most tokens
         kind, which = ContextParallelMetadata, {"ownership": ownership}
-    schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
+    schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
     if num_programs > 0:
         schedule = plan_decode(
             seq_lens, num_programs, costs, batch_invariant, graph=GraphSupport.ONE_QUERY_LEN, backend=backend

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
-    NEUTRAL_CUT,
+    NEUTRAL_SPLIT_RULE,
     AttentionState,
     CacheFormat,
     DecodeMetadata,
@@ -25,7 +25,7 @@ from reference.interfaces import (
     check_int,
     check_number,
     check_type,
-    invariant_cut,
+    invariant_split_rule,
     wide_dtype,
 )
 
@@ -157,12 +157,12 @@ def mla_decode(
         backends.cache_in_words(kv_cache), out_dtype=out_dtype, cache_format=cache_format,
         batch_invariant=batch_invariant, graph=metadata.graph,
     )  # fmt: skip
-    cut = NEUTRAL_CUT if schedule is None else schedule.cut
+    split_rule = NEUTRAL_SPLIT_RULE if schedule is None else schedule.split_rule
     out, lse = torch.ops.mla_twins.mla_decode(
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
         metadata.visible_lens, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype,
         None if schedule is None else schedule.tile_ranges, None if schedule is None else schedule.split_offsets,
-        batch_invariant, list(cut.numbers), backends.select(request, backend).name,
+        batch_invariant, list(split_rule.numbers), backends.select(request, backend).name,
     )  # fmt: skip
     return AttentionState(out, lse)
 
@@ -173,11 +173,12 @@ def mla_decode(
     schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
     " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
     " float softmax_scale, ScalarType out_dtype,"
-    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] cut, str backend) -> (Tensor, Tensor)",
+    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule, str backend)"
+    " -> (Tensor, Tensor)",
 )
 def _mla_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut, backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
@@ -186,14 +187,14 @@ def _mla_decode(
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_cut(*cut),
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
     )  # fmt: skip
 
 
 @_mla_decode.register_fake
 def _(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut, backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend,
 ):  # fmt: skip
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)

@@ -255,7 +255,7 @@ def _with_schedule(
 ) -> MLAMetadata:
     """Return the plan with a `schedule_choice`, and with a schedule if the choice or `batch_invariant` requires it."""
     choice = choose_schedule(decode_lens, num_programs, costs, batch_invariant)
-    schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
+    schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
     if choice.planned:
         schedule = plan_decode(metadata.decode.seq_lens, num_programs, costs, batch_invariant, backend=backend)
     return dataclasses.replace(metadata, schedule=schedule, schedule_choice=choice)

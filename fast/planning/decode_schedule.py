@@ -16,7 +16,7 @@ from reference.interfaces import (
     check_schedule_costs,
     check_tensor,
     check_type,
-    invariant_cut,
+    invariant_split_rule,
 )
 
 from .. import backends
@@ -67,26 +67,26 @@ def plan_decode(
         num_programs,
         costs.request_cost,
         costs.split_cost,
-        list(costs.cut.numbers),
+        list(costs.split_rule.numbers),
         batch_invariant,
         chosen.name,
     )
-    return DecodeSchedule(tile_ranges, split_offsets, batch_invariant, costs.cut)
+    return DecodeSchedule(tile_ranges, split_offsets, batch_invariant, costs.split_rule)
 
 
 @torch.library.custom_op(
     "mla_twins::plan_decode",
     mutates_args=(),
-    schema="(Tensor seq_lens, SymInt num_programs, SymInt request_cost, SymInt split_cost, SymInt[] cut,"
+    schema="(Tensor seq_lens, SymInt num_programs, SymInt request_cost, SymInt split_cost, SymInt[] split_rule,"
     " bool batch_invariant, str backend) -> (Tensor, Tensor)",
 )
-def _plan_decode(seq_lens, num_programs, request_cost, split_cost, cut, batch_invariant, backend):
+def _plan_decode(seq_lens, num_programs, request_cost, split_cost, split_rule, batch_invariant, backend):
     if seq_lens.device.type == "cpu":
         check_not_negative("seq_lens", seq_lens)
     launch = backends.kernel(backend, "plan_decode")
-    return launch(seq_lens, num_programs, request_cost, split_cost, invariant_cut(*cut), batch_invariant)
+    return launch(seq_lens, num_programs, request_cost, split_cost, invariant_split_rule(*split_rule), batch_invariant)
 
 
 @_plan_decode.register_fake
-def _(seq_lens, num_programs, request_cost, split_cost, cut, batch_invariant, backend):
+def _(seq_lens, num_programs, request_cost, split_cost, split_rule, batch_invariant, backend):
     return seq_lens.new_empty(num_programs, 5), seq_lens.new_empty(seq_lens.shape[0] + 1)

@@ -18,7 +18,7 @@ from .checks import (
     check_type,
     wide_dtype,
 )
-from .decode_schedule import DecodeSchedule, InvariantCut
+from .decode_schedule import DecodeSchedule, InvariantSplitRule
 from .metadata import AttentionState, ContextChunk, DecodeMetadata, PrefillMetadata
 from .support import GraphSupport
 
@@ -101,7 +101,7 @@ def check_schedule(
     check_type(argument, schedule, DecodeSchedule)
     ranges, splits = f"{argument}.tile_ranges", f"{argument}.split_offsets"
     check_flag(f"{argument}.batch_invariant", schedule.batch_invariant)
-    check_type(f"{argument}.cut", schedule.cut, InvariantCut)
+    check_type(f"{argument}.split_rule", schedule.split_rule, InvariantSplitRule)
     if schedule.tile_ranges is None:
         check(schedule.batch_invariant, ranges, "[programs, 5] unless batch_invariant", None)
         check(schedule.split_offsets is None, splits, "None without tile_ranges", "a tensor")

@@ -131,8 +131,8 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
         invariant = plan.schedule.batch_invariant
         check(captured.schedule.batch_invariant == invariant, "captured.schedule.batch_invariant",
               f"{invariant} as in the plan of the batch", captured.schedule.batch_invariant)  # fmt: skip
-        check(captured.schedule.cut == plan.schedule.cut or not invariant, "captured.schedule.cut",
-              f"{plan.schedule.cut} as in the plan of the batch", captured.schedule.cut)  # fmt: skip
+        check(captured.schedule.split_rule == plan.schedule.split_rule or not invariant, "captured.schedule.split_rule",
+              f"{plan.schedule.split_rule} as in the plan of the batch", captured.schedule.split_rule)  # fmt: skip
         if captured.schedule.tile_ranges is not None:
             pairs += [("schedule.tile_ranges", captured.schedule.tile_ranges, plan.schedule.tile_ranges)]
     for name, held, made in pairs:

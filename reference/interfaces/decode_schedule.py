@@ -15,7 +15,7 @@ DECODE_TILE = 64  # keys in a tile, for every block size of the cache
 
 
 @dataclass(frozen=True)
-class InvariantCut:
+class InvariantSplitRule:
     """Four numbers from which the splits of each request in a `batch_invariant` decode are computed.
 
     The splits of a request depend on the length of this request alone. A longer request gets larger splits or more
@@ -62,43 +62,43 @@ class InvariantCut:
 
 
 @functools.lru_cache(maxsize=64)
-def invariant_cut(small_tiles: int, small_splits: int, large_tiles: int, max_splits: int) -> InvariantCut:
-    """Return the `InvariantCut` of four numbers; validate these numbers at the first call only.
+def invariant_split_rule(small_tiles: int, small_splits: int, large_tiles: int, max_splits: int) -> InvariantSplitRule:
+    """Return the `InvariantSplitRule` of four numbers; validate these numbers at the first call only.
 
-    Ops receive the cut as four numbers in every call, so this function keeps the `InvariantCut` of recent numbers.
+    Ops receive a split rule as four numbers in every call. This function keeps the records of recent numbers.
 
     Raises:
-        ValueError: for the same reasons as `InvariantCut`.
+        ValueError: for the same reasons as `InvariantSplitRule`.
     """
-    return InvariantCut(small_tiles, small_splits, large_tiles, max_splits)
+    return InvariantSplitRule(small_tiles, small_splits, large_tiles, max_splits)
 
 
-NEUTRAL_CUT = InvariantCut(small_tiles=8, small_splits=16, large_tiles=32, max_splits=64)  # powers of two
+NEUTRAL_SPLIT_RULE = InvariantSplitRule(small_tiles=8, small_splits=16, large_tiles=32, max_splits=64)  # powers of two
 
 
-def invariant_split_tiles(num_tiles: int, cut: InvariantCut) -> int:
+def invariant_split_tiles(num_tiles: int, split_rule: InvariantSplitRule) -> int:
     """Return the number of tiles in each split of a request under `batch_invariant`; an even number.
 
     Args:
         num_tiles: tiles of the request.
-        cut: numbers that relate the length of a request to the size of its splits.
+        split_rule: numbers that relate the length of a request to the size of its splits.
 
     Raises:
         ValueError: `num_tiles` is below 0.
     """
     check(num_tiles >= 0, "num_tiles", "an int >= 0", num_tiles)
-    grown = min(cut.large_tiles, -(-num_tiles // cut.small_splits))
-    tiles = max(cut.small_tiles, grown, -(-num_tiles // cut.max_splits))
+    grown = min(split_rule.large_tiles, -(-num_tiles // split_rule.small_splits))
+    tiles = max(split_rule.small_tiles, grown, -(-num_tiles // split_rule.max_splits))
     return tiles + tiles % 2  # even: kernels process tiles in pairs
 
 
-def most_invariant_splits(num_tiles: int, cut: InvariantCut) -> int:
+def most_invariant_splits(num_tiles: int, split_rule: InvariantSplitRule) -> int:
     """Return the largest number of splits, at least 1, of a `batch_invariant` request of at most `num_tiles` tiles.
 
     Kernels size the buffers of their partial outputs by this number.
     """
-    small = min(cut.small_splits, -(-num_tiles // cut.small_tiles))
-    return max(1, small, min(cut.max_splits, -(-num_tiles // cut.large_tiles)))
+    small = min(split_rule.small_splits, -(-num_tiles // split_rule.small_tiles))
+    return max(1, small, min(split_rule.max_splits, -(-num_tiles // split_rule.large_tiles)))
 
 
 @dataclass(frozen=True)
@@ -113,25 +113,25 @@ class ScheduleCosts:
         request_cost: time to start a request: load its queries, fill the pipeline of the kernel and write its output.
         split_cost: time to start a further split of a request under `batch_invariant`. (`request_cost` includes the
             first split.)
-        cut: division of a request into splits under `batch_invariant`.
+        split_rule: division of a request into splits under `batch_invariant`.
         invariant_starts: factor by which `choose_schedule` multiplies `request_cost` under `batch_invariant`. The
             programs of a batch-invariant schedule attend whole splits, so the times of the programs differ more. The
             factor accounts for this difference.
 
     Raises:
-        TypeError: `cut` is not an `InvariantCut`.
+        TypeError: `cut` is not an `InvariantSplitRule`.
         ValueError: a cost is below 0, or `invariant_starts` is below 1.
     """
 
     request_cost: int = 4
     split_cost: int = 2
-    cut: InvariantCut = NEUTRAL_CUT
+    split_rule: InvariantSplitRule = NEUTRAL_SPLIT_RULE
     invariant_starts: int = 2
 
     def __post_init__(self):
         check_int("request_cost", self.request_cost, 0)
         check_int("split_cost", self.split_cost, 0)
-        check_type("cut", self.cut, InvariantCut)
+        check_type("split_rule", self.split_rule, InvariantSplitRule)
         check_int("invariant_starts", self.invariant_starts)
 
 
@@ -174,13 +174,13 @@ class DecodeSchedule:
             None if `tile_ranges` is None.
         batch_invariant: whether the splits of a request depend on its own length alone (`invariant_split_tiles`) and
             not on the programs. If True, a request gets the same bits in every batch.
-        cut: the numbers that divide a request into splits; used only with `batch_invariant`.
+        split_rule: the numbers that divide a request into splits; used only with `batch_invariant`.
     """
 
     tile_ranges: Int32[Tensor, "programs 5"] | None = None
     split_offsets: Int32[Tensor, " offsets"] | None = None
     batch_invariant: bool = False
-    cut: InvariantCut = NEUTRAL_CUT
+    split_rule: InvariantSplitRule = NEUTRAL_SPLIT_RULE
 
 
 @dataclass(frozen=True)

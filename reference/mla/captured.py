@@ -73,7 +73,7 @@ def plan_captured_decodes(
         visible = [ownership.count(keys) for keys in visible]
         longest = TokenOwnership(ownership.size, 0, ownership.interleave).count(longest)  # rank 0 owns the most tokens
         kind, which = ContextParallelMetadata, {"ownership": ownership}
-    schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
+    schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
     if num_programs > 0:
         schedule = plan_decode(seq_lens, num_programs, costs, batch_invariant)
     return kind(

@@ -220,7 +220,7 @@ def _with_schedule(
     """Return the plan with its `schedule_choice`, and with a schedule if `choose_schedule` decides for one."""
     costs = check_schedule_costs(costs)
     choice = choose_schedule(decode_lens, num_programs, costs, batch_invariant)
-    schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
+    schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
     if choice.planned:
         schedule = plan_decode(metadata.decode.seq_lens, num_programs, costs, batch_invariant)
     return dataclasses.replace(metadata, schedule=schedule, schedule_choice=choice)

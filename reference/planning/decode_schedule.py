@@ -74,7 +74,7 @@ def plan_decode(
     line = []  # for each unit of time: None (a cost), or a tile as (request, tile, split, start time of the split)
     for request, length in enumerate(lens):
         tiles = -(-length // DECODE_TILE)
-        split_tiles = invariant_split_tiles(tiles, costs.cut) if batch_invariant else max(1, tiles)
+        split_tiles = invariant_split_tiles(tiles, costs.split_rule) if batch_invariant else max(1, tiles)
         line += [None] * (request_cost if tiles else 0)
         for tile in range(tiles):
             if tile % split_tiles == 0:
@@ -104,5 +104,5 @@ def plan_decode(
         tile_ranges=torch.tensor(ranges, dtype=torch.int32, device=device),
         split_offsets=torch.tensor(offsets, dtype=torch.int32, device=device),
         batch_invariant=batch_invariant,
-        cut=costs.cut,
+        split_rule=costs.split_rule,
     )

@@ -20,7 +20,7 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     CacheFormat,
     GraphSupport,
-    InvariantCut,
+    InvariantSplitRule,
     MLAConfig,
     ScheduleCosts,
     UnsupportedConfiguration,
@@ -152,7 +152,7 @@ def test_builders_pass_the_costs_of_the_backend(plain_errors):
 
     The test fails if a builder plans with the neutral costs instead.
     """
-    own = ScheduleCosts(request_cost=11, split_cost=3, cut=InvariantCut(2, 3, 6, 9), invariant_starts=1)
+    own = ScheduleCosts(request_cost=11, split_cost=3, split_rule=InvariantSplitRule(2, 3, 6, 9), invariant_starts=1)
     lens, config = [9000, 20, 300], DIRECT
     common = make_batch([1, 1, 1], lens).common
     unlike = Backend("unlike", 50, "cpu", {"schedule_costs": OpSupport(lambda *_: own)})
@@ -168,11 +168,13 @@ def test_builders_pass_the_costs_of_the_backend(plain_errors):
             if not invariant:
                 plans.append(fast.build_mla_metadata(common, 16, 4096, config=config, num_programs=4))
             for plan in plans:
-                assert plan.schedule.tile_ranges.equal(wanted.tile_ranges) and plan.schedule.cut == own.cut
+                assert (
+                    plan.schedule.tile_ranges.equal(wanted.tile_ranges) and plan.schedule.split_rule == own.split_rule
+                )
             given = fast.MLAMetadataBuilder(config, 16, 16384, 8, num_programs=4, schedule_costs=ScheduleCosts())
-            assert given.build(0, common).schedule.cut == ScheduleCosts().cut
+            assert given.build(0, common).schedule.split_rule == ScheduleCosts().split_rule
         unplanned = fast.MLAMetadataBuilder(config, 16, 16384, 8, num_programs=0, batch_invariant=True)
-        assert unplanned.build(0, common).schedule.cut == own.cut
+        assert unplanned.build(0, common).schedule.split_rule == own.split_rule
     finally:
         backends.unregister("unlike")
 

@@ -255,7 +255,7 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     programs, costs = fast.decode_programs(config, query_len=row.Sq, **served), fast.schedule_costs(config, **served)
 
     def scheduled(metadata: DecodeMetadata, batch_invariant: bool, planned: bool) -> AttentionState:
-        schedule = DecodeSchedule(batch_invariant=True, cut=costs.cut) if batch_invariant else None
+        schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
         if planned:
             schedule = fast.plan_decode(metadata.seq_lens, programs, costs, batch_invariant, backend=backend)
         return fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, metadata, SCALE, schedule, backend=backend)

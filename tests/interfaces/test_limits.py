@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from reference.interfaces import (
-    NEUTRAL_CUT,
+    NEUTRAL_SPLIT_RULE,
     CommonAttentionMetadata,
     ContextChunk,
     MLAConfig,
@@ -66,7 +66,7 @@ def schedule(ops, programs=1, **costs):
 
 
 def cut(**numbers):
-    return dataclasses.replace(NEUTRAL_CUT, **numbers)
+    return dataclasses.replace(NEUTRAL_SPLIT_RULE, **numbers)
 
 
 def built(ops, requests=2, tokens=30, **options):

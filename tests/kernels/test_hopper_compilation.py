@@ -21,7 +21,7 @@ import torch
 import fast
 from fast import compilation
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import DecodeMetadata, InvariantCut, invariant_split_tiles
+from reference.interfaces import DecodeMetadata, InvariantSplitRule, invariant_split_tiles
 
 from .. import memory_checks
 from ..support.backends import cpu_backend, with_backends
@@ -255,14 +255,18 @@ def test_choice_of_runs():
     There are never more programs than splits.
     """
     for heads, program_rows in ((16, 16), (32, 32), (128, 64)):
-        cut = measured_schedule_costs(heads).cut
-        choose = partial(select.best_num_programs, heads=heads, program_rows=program_rows, processors=132, cut=cut)
+        split_rule = measured_schedule_costs(heads).split_rule
+        choose = partial(
+            select.best_num_programs, heads=heads, program_rows=program_rows, processors=132, split_rule=split_rule
+        )
         assert choose(items=1, rows=heads, keys=131072) > 20
         assert choose(items=256, rows=256 * program_rows, keys=4096) == 1
         assert choose(items=1, rows=heads, keys=64) == choose(items=1, rows=heads, keys=0) == 1
         for keys in (64, 300, 4096, 70_000):
             tiles = triton.cdiv(keys, 64)
-            assert choose(items=2, rows=heads, keys=keys) <= triton.cdiv(tiles, invariant_split_tiles(tiles, cut))
+            assert choose(items=2, rows=heads, keys=keys) <= triton.cdiv(
+                tiles, invariant_split_tiles(tiles, split_rule)
+            )
 
 
 def test_choice_of_rows():
@@ -415,7 +419,7 @@ def test_two_phases_where_processors_are_idle(monkeypatch):
             assert given["num_partials"] == slots and given["written"].partial_out.numel() == slots * heads * 512
             assert given["splits_bound"] == splits
     # a block table without columns
-    assigned = select.assign_by_length(3, 64, 64, 0, 64, 512, 132, measured_schedule_costs(64).cut)
+    assigned = select.assign_by_length(3, 64, 64, 0, 64, 512, 132, measured_schedule_costs(64).split_rule)
     assert assigned == select.Assignment(6, 1, 0, 0, most_splits=1, slices=2)
 
 
@@ -427,7 +431,7 @@ def test_memory_checkers_see_every_variant(monkeypatch):
     monkeypatch.setattr(decode, "device_facts", lambda _: H200)
     for given in memory_checks.decodes():
         *tensors, cut, _ = given  # the last argument is the name of the backend
-        decode.mla_decode(*tensors, InvariantCut(*cut))
+        decode.mla_decode(*tensors, InvariantSplitRule(*cut))
     lines = []
     for kernel, kinds, constants in launches.values():
         source = Source(kernel, kinds, constants)

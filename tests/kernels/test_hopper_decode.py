@@ -20,7 +20,7 @@ from reference.interfaces import (
     AttentionState,
     DecodeMetadata,
     DecodeSchedule,
-    InvariantCut,
+    InvariantSplitRule,
     MLAConfig,
     ScheduleCosts,
     UnsupportedConfiguration,
@@ -300,16 +300,16 @@ def test_any_scale(heads, scale):
         assert torch.allclose(state.lse[:, 0], torch.tensor(250.0).log().expand(heads), atol=1e-5)
 
 
-@pytest.mark.parametrize("cut", [InvariantCut(2, 3, 6, 7), InvariantCut(8, 1, 8, 1)], ids=str)
+@pytest.mark.parametrize("cut", [InvariantSplitRule(2, 3, 6, 7), InvariantSplitRule(8, 1, 8, 1)], ids=str)
 @pytest.mark.parametrize("heads", [5, 32, 64, 128])
 def test_any_invariant_cut(heads, cut, monkeypatch):
-    """For any `InvariantCut`, a batch-invariant decode gives the same bits with a plan and without a plan.
+    """For any `InvariantSplitRule`, a batch-invariant decode gives the same bits with a plan and without a plan.
 
     Without a plan the bits are also the same for any number of programs.
     """
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], heads, BF16)
-    planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(cut=cut), True)
-    unplanned = DecodeSchedule(batch_invariant=True, cut=cut)
+    planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(split_rule=cut), True)
+    unplanned = DecodeSchedule(batch_invariant=True, split_rule=cut)
     states = [launch(*inputs, schedule=planned), launch(*inputs, schedule=unplanned)]
     monkeypatch.setattr(select, "_scored_at_once", lambda *_: False)
     for programs in (1, 3):
@@ -508,7 +508,7 @@ def test_offsets_beyond_32_bit(heads, block_size):
 def test_parts_beyond_32_bit(planned, heads, requests, monkeypatch):
     """A result keeps its bits if the request's partial outputs lie past element 2^31 of the buffer (pitfall 8)."""
     pages = 2048  # with 2048 blocks of 64 tokens a request has the largest number of splits
-    slots = requests * most_invariant_splits(pages, measured_schedule_costs(heads).cut)
+    slots = requests * most_invariant_splits(pages, measured_schedule_costs(heads).split_rule)
     if torch.cuda.mem_get_info()[0] < 3 * slots * heads * 512 * 4:
         pytest.skip("too little memory")
     ql, q_pe, cache, plan = make_inputs([1], [40_000], heads, BF16)

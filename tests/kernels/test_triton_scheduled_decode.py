@@ -15,7 +15,7 @@ import torch
 import fast
 import reference
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import DecodeSchedule, InvariantCut, ScheduleCosts
+from reference.interfaces import DecodeSchedule, InvariantSplitRule, ScheduleCosts
 
 from ..support.decode_inputs import rising_inputs, schedule_of, verdict
 from ..support.factories import assert_same_bits, integers, offsets
@@ -172,15 +172,15 @@ def test_scheduled_shapes(widths, block_size):
 
 
 @runs
-@pytest.mark.parametrize("cut", [InvariantCut(2, 3, 6, 7), InvariantCut(8, 1, 8, 1)], ids=str)
+@pytest.mark.parametrize("cut", [InvariantSplitRule(2, 3, 6, 7), InvariantSplitRule(8, 1, 8, 1)], ids=str)
 def test_any_invariant_cut(cut, monkeypatch):
-    """For any `InvariantCut`, a batch-invariant decode gives the same bits with a plan and without a plan."""
+    """For any `InvariantSplitRule`, a batch-invariant decode gives the same bits with a plan and without a plan."""
     inputs = make_inputs([1, 2, 0, 1], [2950, 70, 20, 700], 4, DTYPES[-1], next(iter(NARROW.values())))
-    planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(cut=cut), True)
+    planned = reference.plan_decode(inputs[3].seq_lens, 3, ScheduleCosts(split_rule=cut), True)
     states = [launch(*inputs, schedule=planned)]
     for num_runs in (1, 3):
         monkeypatch.setattr(decode, "_num_splits", lambda *_, num_runs=num_runs: num_runs)
-        states.append(launch(*inputs, schedule=DecodeSchedule(batch_invariant=True, cut=cut)))
+        states.append(launch(*inputs, schedule=DecodeSchedule(batch_invariant=True, split_rule=cut)))
     verdict(states[0], *inputs)
     for state in states[1:]:
         assert_same_bits(state.out, states[0].out)

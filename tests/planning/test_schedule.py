@@ -11,7 +11,7 @@ import torch
 import fast
 import reference
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import InvariantCut, ScheduleCosts, invariant_split_tiles, most_invariant_splits
+from reference.interfaces import InvariantSplitRule, ScheduleCosts, invariant_split_tiles, most_invariant_splits
 
 from ..support.even_chunks import even_chunks
 from ..support.factories import integers
@@ -198,7 +198,11 @@ def test_costs_decide_where_programs_begin():
 
 def test_measured_schedule_costs_by_heads():
     """The measured costs equal the constants of earlier versions of `fast`."""
-    few, some, many = InvariantCut(4, 32, 16, 128), InvariantCut(16, 8, 32, 64), InvariantCut(16, 8, 32, 64)
+    few, some, many = (
+        InvariantSplitRule(4, 32, 16, 128),
+        InvariantSplitRule(16, 8, 32, 64),
+        InvariantSplitRule(16, 8, 32, 64),
+    )
     wanted = {1: (5, 1, few), 16: (5, 1, few), 17: (5, 4, some), 32: (5, 4, some), 33: (8, 4, many), 128: (8, 4, many)}
     for heads, (request_cost, split_cost, cut) in wanted.items():
         assert measured_schedule_costs(heads) == ScheduleCosts(request_cost, split_cost, cut, invariant_starts=4)
@@ -229,17 +233,17 @@ def test_splits_cost_a_part_of_a_request(heads, each, sizes, ops):
     (1, 3, 4), (16, 128, 4), (16, 200, 8), (16, 512, 16), (16, 2048, 16), (16, 4096, 32), (16, 4097, 34),
 ])  # fmt: skip
 def test_batch_invariant_cut(heads, tiles, size):
-    assert invariant_split_tiles(tiles, measured_schedule_costs(heads).cut) == size
+    assert invariant_split_tiles(tiles, measured_schedule_costs(heads).split_rule) == size
 
 
 @pytest.mark.parametrize("heads", [16, 17])
 def test_most_batch_invariant_splits(heads):
     """`most_invariant_splits(tiles)` is the largest number of splits of any request with at most `tiles` tiles."""
-    most, cut = 1, measured_schedule_costs(heads).cut
+    most, split_rule = 1, measured_schedule_costs(heads).split_rule
     for tiles in range(1, 4200):
-        most = max(most, -(-tiles // invariant_split_tiles(tiles, cut)))
-        assert most_invariant_splits(tiles, cut) == most
-    assert most == cut.max_splits
+        most = max(most, -(-tiles // invariant_split_tiles(tiles, split_rule)))
+        assert most_invariant_splits(tiles, split_rule) == most
+    assert most == split_rule.max_splits
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 20), st.integers(0, 60), st.integers(0, 3000))
@@ -248,8 +252,8 @@ def test_buffers_hold_the_splits_of_any_cut(small_pairs, small_splits, more_pair
 
     `most_invariant_splits` gives the sizes of buffers.
     """
-    cut = InvariantCut(2 * small_pairs, small_splits, 2 * (small_pairs + more_pairs), small_splits + more_splits)
-    ScheduleCosts(cut=cut)  # the constructor accepts the cut
+    cut = InvariantSplitRule(2 * small_pairs, small_splits, 2 * (small_pairs + more_pairs), small_splits + more_splits)
+    ScheduleCosts(split_rule=cut)  # the constructor accepts the cut
     bound = most_invariant_splits(tiles, cut)
     for count in {*range(max(0, tiles - 40), tiles + 1), *range(0, tiles, 7)}:
         assert -(-count // invariant_split_tiles(count, cut)) <= bound
@@ -263,7 +267,7 @@ def test_batch_invariant_schedule(lens, programs, overhead, heads, ops):
     """
     costs = replace(measured_schedule_costs(heads), request_cost=overhead)
     schedule = ops.plan_decode(integers(*lens), programs, costs, True)
-    assert schedule.cut == costs.cut  # the kernel reads the cut from the schedule
+    assert schedule.split_rule == costs.split_rule  # the kernel reads the cut from the schedule
     tiles, ranges = tiles_of(lens), taken_by(schedule, lens)
     everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
     assert [item for own, _ in ranges for item in own] == everything and schedule.batch_invariant

@@ -14,7 +14,7 @@ import torch
 
 import reference
 from fast.kernels.schedule_costs import measured_schedule_costs
-from reference.interfaces import NEUTRAL_CUT
+from reference.interfaces import NEUTRAL_SPLIT_RULE
 
 from ..support.factories import integers
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
@@ -34,7 +34,9 @@ def check(lens, programs, heads, overhead, batch_invariant):
     lens = integers(*lens).to(DEVICE)
     strided = torch.stack((lens, lens + 77), 1)[:, 0]
     for given in (lens, strided) if programs == 3 else (lens,):
-        ranges, offsets = schedule.plan_decode(given, programs, overhead, costs.split_cost, costs.cut, batch_invariant)
+        ranges, offsets = schedule.plan_decode(
+            given, programs, overhead, costs.split_cost, costs.split_rule, batch_invariant
+        )
         assert ranges.cpu().equal(wanted.tile_ranges) and offsets.cpu().equal(wanted.split_offsets)
 
 
@@ -64,7 +66,7 @@ def test_many_requests(requests, batch_invariant):
 def test_extreme_lengths():
     """A negative length counts as 0, and the largest int32 length does not overflow."""
     lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
-    ranges, offsets = schedule.plan_decode(lens, 2, 5, 1, NEUTRAL_CUT, False)
+    ranges, offsets = schedule.plan_decode(lens, 2, 5, 1, NEUTRAL_SPLIT_RULE, False)
     assert offsets.tolist() == [0, 0, 2, 2, 3]
     half = -(-(2**25 + 5 + 1 + 5) // 2)
     assert ranges.tolist() == [[1, 1, 0, half - 5, 0], [1, 3, half - 5, 1, 1]]

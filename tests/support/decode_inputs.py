@@ -9,7 +9,7 @@ import torch
 import reference
 from fast.kernels.schedule_costs import measured_schedule_costs
 from fast.parity import compare_states
-from reference.interfaces import NEUTRAL_CUT, AttentionState, DecodeMetadata, DecodeSchedule
+from reference.interfaces import NEUTRAL_SPLIT_RULE, AttentionState, DecodeMetadata, DecodeSchedule
 
 from .factories import make_batch, make_cache, make_entries
 from .triton_mode import DEVICE
@@ -61,9 +61,9 @@ def on_device(plan: DecodeMetadata) -> DecodeMetadata:
 def cut_of(schedule) -> tuple:
     """Return the arguments that a decode kernel gets from a schedule, with tensors on the device of these tests."""
     if schedule is None:
-        return None, None, False, NEUTRAL_CUT
+        return None, None, False, NEUTRAL_SPLIT_RULE
     tensors = (t if t is None else t.to(DEVICE) for t in (schedule.tile_ranges, schedule.split_offsets))
-    return *tensors, schedule.batch_invariant, schedule.cut
+    return *tensors, schedule.batch_invariant, schedule.split_rule
 
 
 def arguments(ql, q_pe, cache, plan, scale=SCALE, schedule=None, out_dtype=None) -> tuple:
@@ -120,5 +120,5 @@ def schedule_of(plan, heads, programs, batch_invariant=False, request_cost=5):
     """Return the reference's schedule with the costs of the GPU kernels; for 0 programs a schedule without a plan."""
     costs = replace(measured_schedule_costs(heads), request_cost=request_cost)
     if programs == 0:
-        return DecodeSchedule(batch_invariant=batch_invariant, cut=costs.cut)
+        return DecodeSchedule(batch_invariant=batch_invariant, split_rule=costs.split_rule)
     return reference.plan_decode(plan.seq_lens, programs, costs, batch_invariant)

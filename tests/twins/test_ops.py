@@ -52,7 +52,8 @@ def decode_samples(
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in (latent, rope))
     return [
         (ql, q_pe, cache, plan.block_table, plan.seq_lens, plan.query_start_loc, plan.visible_lens, 2, max(seq_lens),
-         0.3, out_dtype or dtype, *plan_of, list(costs.cut.numbers), decode_backend(dtype, latent, rope, block_size))
+         0.3, out_dtype or dtype, *plan_of, list(costs.split_rule.numbers),
+         decode_backend(dtype, latent, rope, block_size))
         for plan_of in ((None, None, False), (schedule.tile_ranges, schedule.split_offsets, False), (None, None, True),
                     (own.tile_ranges, own.split_offsets, True))
     ]  # fmt: skip

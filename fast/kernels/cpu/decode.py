@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.interfaces import NEUTRAL_COSTS, InvariantCut, ScheduleCosts, wide_dtype
+from reference.interfaces import NEUTRAL_COSTS, InvariantSplitRule, ScheduleCosts, wide_dtype
 
 from .softmax import OnlineSoftmax
 
@@ -28,7 +28,7 @@ def mla_decode(
     tile_ranges: Tensor | None,
     split_offsets: Tensor | None,
     batch_invariant: bool,
-    cut: InvariantCut,
+    split_rule: InvariantSplitRule,
 ) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention of the query tokens of each request over its cached latents.
 
@@ -49,7 +49,7 @@ def mla_decode(
         tile_ranges: not used by this backend.
         split_offsets: not used by this backend.
         batch_invariant: not used by this backend.
-        cut: not used by this backend.
+        split_rule: not used by this backend.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].

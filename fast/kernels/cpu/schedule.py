@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from reference.interfaces import DECODE_TILE, InvariantCut
+from reference.interfaces import DECODE_TILE, InvariantSplitRule
 
 
 class _ProgramRanges(NamedTuple):
@@ -43,7 +43,7 @@ def plan_decode(
     num_programs: int,
     request_cost: int,
     split_cost: int,
-    invariant_cut: InvariantCut,
+    invariant_split_rule: InvariantSplitRule,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the tile ranges [programs, 5] and the split offsets [B + 1] of a `DecodeSchedule`, both int32.
@@ -53,7 +53,7 @@ def plan_decode(
         num_programs: programs that the decode is cut for.
         request_cost: cost of a request besides its tiles, in tiles.
         split_cost: cost of a split of a batch-invariant schedule, in tiles; at most `request_cost` is counted.
-        invariant_cut: how a batch-invariant schedule splits a request.
+        invariant_split_rule: how a batch-invariant schedule splits a request.
         batch_invariant: split each request by its own length alone.
     """
     requests = seq_lens.shape[0]
@@ -62,7 +62,9 @@ def plan_decode(
     splits = tiles
     if requests > 0:
         if batch_invariant:
-            found = _cut_by_length(tiles, num_programs, request_cost, min(request_cost, split_cost), invariant_cut)
+            found = _cut_by_length(
+                tiles, num_programs, request_cost, min(request_cost, split_cost), invariant_split_rule
+            )
         else:
             found = _cut_by_program(tiles, num_programs, request_cost)
         ranges = torch.where(found.works[:, None], torch.stack(found.ranges, 1), ranges)
@@ -93,11 +95,13 @@ def _cut_by_program(tiles: Tensor, num_programs: int, request_cost: int) -> _Pro
 
 
 def _cut_by_length(
-    tiles: Tensor, num_programs: int, request_cost: int, split_cost: int, cut: InvariantCut
+    tiles: Tensor, num_programs: int, request_cost: int, split_cost: int, split_rule: InvariantSplitRule
 ) -> _ProgramCut:
     """Split each request by its own length alone; a program takes the splits that start in its segment of the line."""
-    grown = ((tiles + (cut.small_splits - 1)) // cut.small_splits).clamp_(cut.small_tiles, cut.large_tiles)
-    split_tiles = torch.maximum(grown, (tiles + (cut.max_splits - 1)) // cut.max_splits)
+    grown = ((tiles + (split_rule.small_splits - 1)) // split_rule.small_splits).clamp_(
+        split_rule.small_tiles, split_rule.large_tiles
+    )
+    split_tiles = torch.maximum(grown, (tiles + (split_rule.max_splits - 1)) // split_rule.max_splits)
     split_tiles += split_tiles % 2
     splits = (tiles + split_tiles - 1) // split_tiles
     lengths = tiles + splits * split_cost + (tiles > 0) * (request_cost - split_cost)

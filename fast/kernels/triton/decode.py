@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from reference.interfaces import (
     COMPUTE_FORMAT,
     DECODE_TILE,
-    InvariantCut,
+    InvariantSplitRule,
     ScheduleCosts,
     UnsupportedConfiguration,
     check,
@@ -133,7 +133,7 @@ def mla_decode(
     tile_ranges: Tensor | None,
     split_offsets: Tensor | None,
     batch_invariant: bool,
-    cut: InvariantCut,
+    split_rule: InvariantSplitRule,
 ) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention of the query tokens of each request over its cached latents.
 
@@ -153,7 +153,7 @@ def mla_decode(
             the longest request.
         split_offsets: [B + 1] of that schedule, or None.
         batch_invariant: split each request by its own length alone.
-        cut: how a batch-invariant decode splits a request.
+        split_rule: how a batch-invariant decode splits a request.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -164,7 +164,7 @@ def mla_decode(
     """
     found = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
     )  # fmt: skip
     combine_partial_outputs(
         found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -175,7 +175,7 @@ def mla_decode(
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
 ) -> SplitDecode:  # fmt: skip
     """Run `mla_decode` without its combine kernel; return what that kernel reads and writes."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
@@ -224,12 +224,12 @@ def decode_splits(
         if tile_ranges is not None:
             plan = tile_ranges.contiguous(), split_offsets.contiguous()
         else:
-            most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), cut)
+            most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), split_rule)
             programs_per_request = min(
                 most_splits, _num_splits(request_programs, rows, whole_tiles(max_keys), facts.processors)
             )
         partials = launch_scheduled(
-            inputs, strides, constants, *plan, batch_invariant, cut, out, lse, request_rows, row_blocks,
+            inputs, strides, constants, *plan, batch_invariant, split_rule, out, lse, request_rows, row_blocks,
             programs_per_request, max_keys, softmax_scale,
         )  # fmt: skip
         return SplitDecode(out, lse, *partials)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from reference.interfaces import DECODE_TILE, InvariantCut
+from reference.interfaces import DECODE_TILE, InvariantSplitRule
 
 from ..device import device_facts
 
@@ -25,7 +25,7 @@ SHAPES = ((256, 1), (1024, 4))  # (requests summed at a time, warps): for up to 
 
 
 class SplitRule(NamedTuple):
-    """The four numbers of `InvariantCut`, as values inside a kernel: they define how a request is split by length."""
+    """The four numbers of `InvariantSplitRule`, as values inside a kernel."""
 
     small_tiles: Any
     small_splits: Any
@@ -302,7 +302,7 @@ def plan_decode(
     num_programs: int,
     request_cost: int,
     split_cost: int,
-    invariant_cut: InvariantCut,
+    invariant_split_rule: InvariantSplitRule,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the tile ranges [programs, 5] and the split offsets [B + 1] of a `DecodeSchedule`, both int32.
@@ -315,7 +315,7 @@ def plan_decode(
         num_programs: programs that the decode is cut for.
         request_cost: cost of a request besides its tiles, in tiles.
         split_cost: cost of a split of a batch-invariant schedule, in tiles; at most `request_cost` is counted.
-        invariant_cut: how a batch-invariant schedule splits a request.
+        invariant_split_rule: how a batch-invariant schedule splits a request.
         batch_invariant: split each request by its own length alone.
     """
     requests = seq_lens.shape[0]
@@ -325,7 +325,7 @@ def plan_decode(
     chunk, warps = SHAPES[requests > SHAPES[0][0]]
     if batch_invariant:
         kernel = _plan_invariant_kernel
-        own = (min(request_cost, split_cost), *invariant_cut.numbers)
+        own = (min(request_cost, split_cost), *invariant_split_rule.numbers)
         warps = 4  # the kernel counts the splits of every request for every program, with many divisions
     following = device_facts(seq_lens.device).following
     with torch.cuda.device_of(seq_lens):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from reference.interfaces import DECODE_TILE, InvariantCut, most_invariant_splits
+from reference.interfaces import DECODE_TILE, InvariantSplitRule, most_invariant_splits
 
 from ..combine.kernels import Partials, add_partial, load_partial
 from .arguments import DecodeInputs, DecodeOutputs, DecodeStrides
@@ -194,7 +194,7 @@ def launch_scheduled(
     tile_ranges: Tensor | None,
     split_offsets: Tensor | None,
     batch_invariant: bool,
-    cut: InvariantCut,
+    split_rule: InvariantSplitRule,
     out: Tensor,
     lse: Tensor,
     request_rows: int,
@@ -212,7 +212,7 @@ def launch_scheduled(
         tile_ranges: [programs, 5] of the schedule, or None without a schedule.
         split_offsets: [B + 1] of the schedule, or None without a schedule.
         batch_invariant: split each request by its own length alone.
-        cut: how a batch-invariant decode splits a request.
+        split_rule: how a batch-invariant decode splits a request.
         out: [T, N, Lkv], contiguous.
         lse: [N, T], contiguous.
         request_rows: most rows of a request.
@@ -230,7 +230,7 @@ def launch_scheduled(
     # at most one split for each request, and one more for each program
     num_partials, progress = requests + programs, 0
     if batch_invariant:
-        most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), cut)
+        most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), split_rule)
         num_partials = requests * (most_splits if scheduled or programs_per_request > 1 else 1)
         progress = 2 * requests
     partial_out = torch.empty(num_partials * request_rows * latent, dtype=torch.float32, device=out.device)
@@ -241,7 +241,7 @@ def launch_scheduled(
             split_offsets if scheduled else inputs.seq_lens,
             DecodeOutputs(out, lse, partial_out, partial_lse),
             tokens, inputs.sources.kv_cache.shape[0], requests, max_keys, programs_per_request, row_blocks,
-            request_rows, num_partials, *cut.numbers, softmax_scale / math.log(2), *strides, **constants,
+            request_rows, num_partials, *split_rule.numbers, softmax_scale / math.log(2), *strides, **constants,
             SCHEDULE_TILE=DECODE_TILE, BY_LENGTH=batch_invariant, SCHEDULED=scheduled,
         )  # fmt: skip
     return partial_out, partial_lse

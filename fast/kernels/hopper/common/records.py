@@ -57,7 +57,7 @@ class Strides(NamedTuple):
 
 
 class SplitRule(NamedTuple):
-    """Fields of `reference.interfaces.InvariantCut`: the rule that splits a request by its own length."""
+    """Fields of `reference.interfaces.InvariantSplitRule`: the rule that splits a request by its own length."""
 
     small_tiles: Any
     small_splits: Any

@@ -82,7 +82,7 @@ class QueryStrides(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """Fields of `InvariantCut`, the softmax scale divided by ln 2, and strides of queries and block table.
+    """Fields of `InvariantSplitRule`, the softmax scale divided by ln 2, and strides of queries and block table.
 
     Strides are in elements.
     """

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from reference.interfaces import DECODE_TILE, InvariantCut, ScheduleCosts, check, most_invariant_splits
+from reference.interfaces import DECODE_TILE, InvariantSplitRule, ScheduleCosts, check, most_invariant_splits
 
 from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request
 from ...device import device_facts
@@ -62,7 +62,7 @@ def mla_decode(
     tile_ranges: Tensor | None,
     split_offsets: Tensor | None,
     batch_invariant: bool,
-    cut: InvariantCut,
+    split_rule: InvariantSplitRule,
 ) -> tuple[Tensor, Tensor]:
     """Compute the absorbed attention of a few query tokens per request over its cached latents.
 
@@ -84,7 +84,7 @@ def mla_decode(
             programs, chosen for the longest request.
         split_offsets: [B + 1] of that schedule, or None.
         batch_invariant: split every request by its own length, so that its bits do not depend on the batch.
-        cut: rule of these splits; used only if `batch_invariant` is true.
+        split_rule: rule of these splits; used only if `batch_invariant` is true.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -94,7 +94,7 @@ def mla_decode(
     """
     split_decode = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
     )  # fmt: skip
     combine_partial_outputs(
         split_decode.partial_out, split_decode.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -105,7 +105,7 @@ def mla_decode(
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, cut,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
 ) -> SplitDecode:  # fmt: skip
     """Do everything that `mla_decode` does except the combine; return outputs and partial outputs."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
@@ -134,10 +134,12 @@ def decode_splits(
     row_blocks = triton.cdiv(request_rows, program_rows)
     if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
-        most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), cut) if batch_invariant else 0
+        most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), split_rule) if batch_invariant else 0
         assigned = assign_planned(tile_ranges.shape[0], requests, request_rows, row_blocks, most_splits)
     elif batch_invariant:
-        assigned = assign_by_length(requests, request_rows, program_rows, max_keys, heads, latent, processors, cut)
+        assigned = assign_by_length(
+            requests, request_rows, program_rows, max_keys, heads, latent, processors, split_rule
+        )
     else:
         assigned = assign_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors)
     kept_values = assigned.programs * kept_values_of(program_rows, latent) if assigned.most_splits > 1 else 0
@@ -151,8 +153,8 @@ def decode_splits(
     )  # fmt: skip
     outputs = LaunchOutputs(out, lse, partial_out, partial_lse)
     numbers = Numbers(
-        *cut.numbers, max(softmax_scale, LEAST_SCALE) / math.log(2), QueryStrides(*latent_strides, *rope_strides),
-        *block_table.stride(),
+        *split_rule.numbers, max(softmax_scale, LEAST_SCALE) / math.log(2),
+        QueryStrides(*latent_strides, *rope_strides), *block_table.stride(),
     )  # fmt: skip
     sizes = BatchSizes(tokens, num_blocks, requests, max_keys)
     row_sizes = RowSizes(row_blocks, request_rows, assigned.num_partials)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import triton
 
-from reference.interfaces import DECODE_TILE, InvariantCut, most_invariant_splits
+from reference.interfaces import DECODE_TILE, InvariantSplitRule, most_invariant_splits
 
 from ...combine import whole_tiles
 from .main_loops.epilogue_16_32 import SHARED_VALUES
@@ -69,18 +69,18 @@ def assign_by_length(
     heads: int,
     latent: int,
     processors: int,
-    cut: InvariantCut,
+    split_rule: InvariantSplitRule,
 ) -> Assignment:
     """Assign requests that are split by their own length; the longest request decides the number of programs."""
     items = requests * triton.cdiv(request_rows, program_rows)
-    most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), cut)
+    most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), split_rule)
     pairs = triton.cdiv(keys, 2 * DECODE_TILE)
     wide = program_rows == MANY_ROWS and latent == WIDE_LATENT
     in_two_phases = wide and _scored_at_once(items * pairs, processors)
     num_splits = most_splits
     if not in_two_phases:
         num_splits = best_num_programs(
-            items, requests * request_rows, whole_tiles(keys), heads, program_rows, processors, cut
+            items, requests * request_rows, whole_tiles(keys), heads, program_rows, processors, split_rule
         )
     num_partials = requests * most_splits if num_splits > 1 else 0
     partial_rows = num_partials * request_rows

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import triton
 
-from reference.interfaces import DECODE_TILE, InvariantCut, invariant_split_tiles
+from reference.interfaces import DECODE_TILE, InvariantSplitRule, invariant_split_tiles
 
 from ...schedule_costs import measured_schedule_costs
 from .main_loops.tile_scores import ROWS
@@ -66,7 +66,7 @@ def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blo
 
 @functools.lru_cache(maxsize=4096)
 def best_num_programs(
-    items: int, rows: int, keys: int, heads: int, program_rows: int, processors: int, cut: InvariantCut
+    items: int, rows: int, keys: int, heads: int, program_rows: int, processors: int, split_rule: InvariantSplitRule
 ) -> int:
     """Return over how many programs to spread the splits of a request that is split by its own length: the cheapest.
 
@@ -77,10 +77,10 @@ def best_num_programs(
         heads: N.
         program_rows: rows of a row block.
         processors: multiprocessors of the device.
-        cut: rule that splits a request by its own length.
+        split_rule: rule that splits a request by its own length.
     """
     tiles = max(1, triton.cdiv(keys, DECODE_TILE))
-    split_tiles = invariant_split_tiles(tiles, cut)
+    split_tiles = invariant_split_tiles(tiles, split_rule)
     splits = triton.cdiv(tiles, split_tiles)
     loop = MANY_ROWS_COST if program_rows == ROWS.value else FEW_ROWS_COST
     split_ns = (split_tiles + measured_schedule_costs(heads).split_cost) * loop.tile_ns
