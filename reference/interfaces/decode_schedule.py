@@ -119,7 +119,7 @@ class ScheduleCosts:
             factor accounts for this difference.
 
     Raises:
-        TypeError: `cut` is not an `InvariantSplitRule`.
+        TypeError: `split_rule` is not an `InvariantSplitRule`.
         ValueError: a cost is below 0, or `invariant_starts` is below 1.
     """
 
@@ -163,7 +163,7 @@ class DecodeSchedule:
     several splits.
 
     `DecodeSchedule(batch_invariant=True)`, without tensors, is legal. The kernel then divides each request into splits
-    by the length of the request (`cut`) and distributes the splits evenly over programs.
+    by the length of the request (`split_rule`) and distributes the splits evenly over programs.
 
     Attributes:
         tile_ranges: [programs, 5], the tiles of each program, in these columns: first request, last request

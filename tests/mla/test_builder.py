@@ -379,13 +379,13 @@ def test_captured_plans_of_another_builder_are_refused(ops, plain_errors):
         "planned": {"num_programs": 3},
         "kernel": {"num_programs": 0},
         "invariant": {"num_programs": 3, "batch_invariant": True},
-        "other cut": {"num_programs": 3, "batch_invariant": True,
+        "other rule": {"num_programs": 3, "batch_invariant": True,
                       "schedule_costs": ScheduleCosts(split_rule=InvariantSplitRule(2, 8, 4, 16))},
     }  # fmt: skip
     wanted = {
         ("planned", "invariant"): "batch_invariant: expected False as in the plan of the batch, got True",
         ("invariant", "planned"): "batch_invariant: expected True as in the plan of the batch, got False",
-        ("invariant", "other cut"): "cut: expected InvariantSplitRule(",
+        ("invariant", "other rule"): "split_rule: expected InvariantSplitRule(",
         ("kernel", "planned"): ": expected None as in the plan of the batch, got a schedule",
         ("planned", "kernel"): ": expected a schedule as in the plan of the batch, got None",
     }

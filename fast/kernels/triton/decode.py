@@ -1,6 +1,6 @@
 """Absorbed decode that reads the paged cache in place: several programs attend one request (flash-decoding).
 
-The kernel of this module cuts every request into the same number of splits. The kernel of `scheduled_decode` follows a
+The kernel of this module gives every request the same number of splits. The kernel of `scheduled_decode` follows a
 schedule, or splits each request by its own length. `fast.kernels.combine` then adds the partial outputs.
 """
 
@@ -149,7 +149,7 @@ def mla_decode(
         max_seq_len: upper bound of the keys of a request; it sets the number of splits and the size of buffers.
         softmax_scale: factor of the scores.
         out_dtype: dtype of the output.
-        tile_ranges: [programs, 5] of a schedule. None: every request is cut into the same number of splits, which suits
+        tile_ranges: [programs, 5] of a schedule. None: every request has the same number of splits, which suits
             the longest request.
         split_offsets: [B + 1] of that schedule, or None.
         batch_invariant: split each request by its own length alone.
