@@ -1,6 +1,6 @@
 """Absorbed decode that reads the paged cache in place: several programs attend one request (flash-decoding).
 
-The kernel of this module splits every request into the same number of splits. The kernel of `scheduled_decode` follows
+The kernel of this module gives every request the same number of splits. The kernel of `scheduled_decode` follows
 a schedule, or splits each request by its own length. `fast.kernels.combine` then adds the partial outputs.
 """
 

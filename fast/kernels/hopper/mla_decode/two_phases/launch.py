@@ -35,7 +35,7 @@ def launch_two_phases(
         outputs: outputs and partial outputs.
         sizes: sizes of the batch.
         row_sizes: numbers of rows and partial outputs.
-        numbers: the numbers of `InvariantCut`, scale and strides.
+        numbers: the numbers of the split rule, scale and strides.
         constants: compile-time constants of the kernel.
         programs: number of programs: at least the number of score blocks, and so few that all run at the same time.
         pairs: upper bound of the pairs of tiles of a request.
