@@ -1,5 +1,6 @@
-"""Kernels and their launchers; each backend has a package here, and nothing here depends on a model.
+"""Kernels and their launchers: one package for each backend. No module of this package depends on a model.
 
-`fast.backends` declares what each backend can serve. `import fast` imports no backend. `combine` serves two backends.
+`fast.backends` declares the ops and devices of each backend. `import fast` imports no backend. The package `combine`
+is used by two backends.
 The module `rotation` is not part of a backend, because the public function `fast.rotate` needs it too.
 """

@@ -1,4 +1,4 @@
-"""Log each kernel before Triton compiles it, and the compile time afterwards."""
+"""Log the name of each kernel before Triton compiles the kernel, and log the compile time afterwards."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 from triton import knobs
 
 logger = logging.getLogger("fast.kernels")
-_AHEAD: ContextVar[list[str] | None] = ContextVar("ahead", default=None)  # the list of `compiling_ahead`
+_AHEAD: ContextVar[list[str] | None] = ContextVar("ahead", default=None)  # the list that `compiling_ahead` yields
 _STARTED: ContextVar[float] = ContextVar("started", default=0.0)
 
 
 @contextlib.contextmanager
 def compiling_ahead() -> Iterator[list[str]]:
-    """Mark compilations as expected: log them at level INFO, and append one line for each to the yielded list.
+    """Mark compilations as expected: log each at level INFO, and append one line for each to the yielded list.
 
-    Outside this context, each compilation is logged as a WARNING, because a request waits for it.
+    Outside this context, each compilation is logged as a WARNING, because a request waits for the compilation.
     """
     lines: list[str] = []
     token = _AHEAD.set(lines)
@@ -32,7 +32,10 @@ def compiling_ahead() -> Iterator[list[str]]:
 
 
 def install() -> None:
-    """Add hooks to Triton that log compilations and loads from its disk cache; existing hooks are still called."""
+    """Add hooks to Triton that log each compilation and each load of a compiled kernel from Triton's disk cache.
+
+    Hooks that were installed before are still called.
+    """
     runtime = knobs.runtime
     runtime.jit_cache_hook = _chained(_before, runtime.jit_cache_hook)
     runtime.jit_post_compile_hook = _chained(_after, runtime.jit_post_compile_hook)
@@ -70,11 +73,13 @@ def _after(*, fn, **_: Any) -> None:
 def describe(name: str, signature: Mapping[str, Any], constants: Mapping) -> str:
     """Return a description of a kernel: its name, the dtypes of its data and its upper-case constants.
 
+    A record is a named tuple. The upper-case fields of a constant record are listed like upper-case constants.
+
     Args:
         name: name of the kernel's function.
         signature: mapping from parameter name to Triton type; the type of a record is a tuple of types.
-        constants: mapping from the path of a parameter, which starts with its position, to its value. The fields of a
-            record count as constants of their own.
+        constants: mapping from a tuple of integers to a value. The tuple (i,) stands for parameter i; a longer tuple,
+            which starts with i too, stands for a field of parameter i.
     """
     parameters = list(signature)
     types = dict.fromkeys(kind.lstrip("*") for kind in _types_in(signature.values()) if kind.startswith(("*fp", "*bf")))

@@ -1,4 +1,4 @@
-"""Facts of a device that launches depend on, read once per device."""
+"""Properties of a device that launches depend on; the properties of each device are read once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class DeviceFacts(NamedTuple):
-    """Facts of a GPU, or of Triton's interpreter.
+    """Properties of a GPU, or of Triton's interpreter.
 
     Attributes:
         processors: number of multiprocessors (SMs).
@@ -31,18 +31,24 @@ class DeviceFacts(NamedTuple):
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel can start before the preceding one has ended, and then wait for it."""
+        """Whether a kernel can start before the preceding kernel has ended, and then wait for the preceding kernel."""
         return self.capability >= (9, 0) and not self.interpreted
 
     @property
     def following(self) -> dict[str, bool]:
-        """Launch options of a kernel that starts early and waits for the preceding one if its DEPENDENT is True."""
+        """Launch options that let a kernel start before the preceding kernel has ended, if the GPU supports this.
+
+        A kernel with DEPENDENT=True waits for the preceding kernel before it reads data.
+        """
         return {"DEPENDENT": True, "launch_pdl": True} if self.has_dependent_launch else {"DEPENDENT": False}
 
 
 @functools.cache
 def device_facts(device: torch.device) -> DeviceFacts:
-    """Return the facts of a device; the interpreter is described as a small Hopper GPU and so takes its branches."""
+    """Return the properties of a device.
+
+    The interpreter is described as a small Hopper GPU, so that kernels take the branches for Hopper in the interpreter.
+    """
     if device.type != "cuda":
         return DeviceFacts(processors=4, capability=(9, 0), shared=232448, interpreted=True)
     found = torch.cuda.get_device_properties(device)

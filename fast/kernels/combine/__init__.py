@@ -1,4 +1,4 @@
-"""Combine partial outputs: the last launch of a decode that splits requests, in the Triton and the Hopper backend."""
+"""Combine of partial outputs: the last launch of a decode that splits requests ("triton" and "hopper" use it)."""
 
 from .launch import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
 

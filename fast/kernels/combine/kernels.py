@@ -1,20 +1,21 @@
-"""Combine the partial outputs of a decode: add up the splits of each row and write the row's output and LSE.
+"""Combine kernels of a decode: they add up the splits of each row and write the row's output and LSE.
 
 The partial output of a row is the sum of exp2(score - largest) * value over the keys of one split, in float32 and not
 normalised. The partial LSE consists of two numbers: `largest`, in base 2, and the sum of exp2(score - largest).
-`largest` is the largest score of the split, or a number a little below it.
+`largest` is the reference score of the row: the number that is subtracted from all its scores before exp2. The
+reference score is the largest score, or a number a little below the largest score.
 
 | how requests are split | layout of partial outputs | layout of partial LSEs |
 |---|---|---|
 | into the same number of splits | [splits, T, N, Lkv] | [2, splits, T, N] |
 | by a schedule | [partial indices, rows of a request, Lkv] | [2, partial indices, rows of a request] |
-| by their own length (batch-invariant) | the same | the same, followed by [B, 2] int32 |
+| by their own length (batch-invariant) | as with a schedule | as with a schedule, followed by [B, 2] int32 |
 
-With a schedule, the partial indices of request b begin at `split_offsets[b]`. With requests split by their own length,
-every request has the same number n of partial indices, and split s of request b has the index b * n + s. One exception
-saves memory traffic: a program that has the first split of a request adds the splits that follow, as long as they are
-its own, and writes their sum at the first index. The [B, 2] integers are, for each request, the number of splits in
-this sum and the number of all splits.
+With a schedule, the partial indices of request b begin at `split_offsets[b]`. Where requests are split by their own
+length, every request has the same number n of partial indices, and split s of request b has the index b * n + s. One
+exception saves memory traffic: a program that attends the first split of a request and further splits directly behind
+it writes one sum of all these splits, at the first index of the request. The [B, 2] integers are, for each request, the
+number of splits in this sum and the number of all splits.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LN_2 = tl.constexpr(math.log(2))
-REFERENCE_GROWTH = tl.constexpr(64.0)  # the reference follows a score that is 2^64 times larger; float32 ends at 2^128
+# If exp2 of a new score is more than 2^64 times exp2 of the reference score, the new score becomes the reference score.
+# The limit is safe, because float32 ends at 2^128.
+REFERENCE_GROWTH = tl.constexpr(64.0)
 
 
 class Partials(NamedTuple):
-    """Pointers to partial outputs and partial LSEs; the fields are values inside a kernel, without a Python type.
+    """Pointers to partial outputs and partial LSEs.
+
+    The fields are values inside a kernel, which no Python type describes.
 
     Attributes:
         out: pointer to all partial outputs.
-        lse: pointer to all partial LSEs: first `largest` of all rows, then the sums of all rows.
+        lse: pointer to all partial LSEs: first `largest` of all rows, then the sum of each row.
         indices: number of partial indices.
         rows: number of rows at each partial index.
     """
@@ -50,10 +55,10 @@ class RowState(NamedTuple):
     """State of the online softmax of ROWS rows over some keys.
 
     Attributes:
-        largest: [ROWS], the reference of the exponents, in base 2 (about the largest score).
+        largest: [ROWS], reference score of each row, in base 2.
         total: [ROWS], sum of exp2(score - largest).
-        weighted: [ROWS, columns], sum of exp2(score - largest) * value. The name `values` is taken: Triton's tuples
-            have an attribute `values`.
+        weighted: [ROWS, columns], sum of exp2(score - largest) * value. A field cannot be called `values`, because
+            Triton's tuples have an attribute of this name.
     """
 
     largest: Any
@@ -109,7 +114,7 @@ def _combine_partials(
         held = used[:, None] & real[None, :]
         split_largest = tl.load(partials.lse + row, mask=held, other=float("-inf"))
         split_total = tl.load(partials.lse + partials.indices.to(tl.int64) * partials.rows + row, mask=held, other=0.0)
-        # splits without keys were written as zeros, so these loads need not wait for the weights
+        # The decode wrote zeros for splits without keys, so these loads can be issued before the weights are known.
         offsets = (row * LATENT)[:, :, None] + columns[None, None, :]
         split_values = tl.load(
             partials.out + offsets, mask=held[:, :, None] & (columns < LATENT)[None, None, :], other=0.0
@@ -126,7 +131,10 @@ def _combine_partials(
 @triton.jit
 @no_type_check
 def load_partial(partials, index, held, partial_row, columns, LATENT: tl.constexpr):
-    """Load the state of ROWS rows at one partial index; rows where `held` is False get the state without keys."""
+    """Load the state of ROWS rows at one partial index.
+
+    A row where `held` is False gets the state of a row without keys.
+    """
     row = index.to(tl.int64) * partials.rows + partial_row
     largest = tl.load(partials.lse + row, mask=held, other=float("-inf"))
     total = tl.load(partials.lse + partials.indices.to(tl.int64) * partials.rows + row, mask=held, other=0.0)
@@ -138,13 +146,13 @@ def load_partial(partials, index, held, partial_row, columns, LATENT: tl.constex
 @triton.jit
 @no_type_check
 def add_partial(before, split):
-    """Combine two states of the same rows, keeping the reference `largest` of the first one where possible.
+    """Return the combined state of two states of the same rows: the state `before` and the state `split`.
 
-    The reference changes only where the second one exceeds it by more than REFERENCE_GROWTH. So, in a long chain of
-    splits, each step depends on the step before by an addition only.
+    A row keeps the reference score of `before`, unless the reference score of `split` is larger by more than
+    REFERENCE_GROWTH. In a long chain of splits, a step that keeps the reference scores only adds to the step before.
 
-    The `fma` calls make sure that each new product is rounded before it is added, so the compiler cannot fuse product
-    and sum in another way. Every program that combines splits one after another then gets the same bits.
+    The `fma` calls fix the rounding: each new product is rounded before it is added, and the compiler cannot fuse the
+    product and the sum. Every program that combines splits one after another therefore gets the same bits.
     """
     grown = split.largest > before.largest + REFERENCE_GROWTH
     reference = tl.where(grown, split.largest, before.largest)
@@ -159,13 +167,13 @@ def add_partial(before, split):
 @triton.jit
 @no_type_check
 def _add_rounded(before, split, shift, one, held):
-    """Do the same as `add_partial`, with the same bits, for rows whose reference does not change.
+    """Return the same bits as `add_partial`, for rows whose reference score does not change.
 
     Args:
         before: state of the earlier splits.
         split: state of one split.
-        shift: the reference of `before`, or 0 for a row without keys so far.
-        one: 1.0, computed at run time: with a constant, the compiler would fuse the product into the sum.
+        shift: [ROWS], reference score of `before`, or 0 for a row without keys so far.
+        one: 1.0, computed at run time. With a constant, the compiler would fuse the product and the sum.
         held: rows that have this split; the other rows keep their state.
     """
     new = tl.exp2(split.largest - shift)
@@ -185,7 +193,8 @@ def _rows_of_request(
     query_end = tl.minimum(tl.load(query_start_loc + request + 1), num_tokens)
     row = row_tile * ROWS + tl.arange(0, ROWS)
     token = query_start + row // HEADS
-    return Rows(row, token, (row < request_rows) & (token < query_end))  # not by rows: a bad query_end could overflow
+    # compare tokens with `query_end`: the number of rows of an invalid `query_end` could overflow
+    return Rows(row, token, (row < request_rows) & (token < query_end))
 
 
 @triton.jit
@@ -193,8 +202,8 @@ def _rows_of_request(
 def _write_rows(
     state, token, head, real, columns, column_tile, num_tokens, out, lse, HEADS: tl.constexpr, LATENT: tl.constexpr
 ):
-    """Write COLUMNS columns of the output of ROWS rows; programs of the first columns also write the LSE."""
-    divisor = tl.where(state.total == 0, 1.0, state.total)  # row without keys: values 0, largest -inf
+    """Write COLUMNS columns of the output of ROWS rows; the program of the first columns also writes the LSE."""
+    divisor = tl.where(state.total == 0, 1.0, state.total)  # a row without keys has weighted 0 and largest -inf
     offsets = (token.to(tl.int64) * HEADS + head) * LATENT
     combined = (state.weighted * (1.0 / divisor)[:, None]).to(out.dtype.element_ty)
     held = real[:, None] & (columns < LATENT)[None, :]
@@ -211,7 +220,7 @@ def _combine_splits_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine ROWS rows of the batch and COLUMNS columns, where every request has the same number of splits."""
+    """Combine COLUMNS columns of ROWS rows of the batch, where every request has the same number of splits."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -234,9 +243,10 @@ def _combine_scheduled_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine ROWS rows of a request and COLUMNS columns, as a schedule split the request.
+    """Combine COLUMNS columns of ROWS rows of a request that a schedule has split.
 
-    A request with one split is already written. For a request without keys, write output 0 and LSE -inf.
+    The decode kernel has already written the output of a request with one split. For a request without keys, this
+    kernel writes output 0 and LSE -inf.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -268,11 +278,11 @@ def _combine_invariant_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     SCHEDULED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine ROWS rows of a request and COLUMNS columns, where requests are split by their own length.
+    """Combine COLUMNS columns of ROWS rows of a request that is split by its own length.
 
-    Start with the state at the request's first partial index, and add the splits that it does not contain, in their
-    order. With AHEAD, load partial outputs before the number of splits is known; the loads then do not wait for each
-    other, which is faster for a single request.
+    The program starts with the state at the request's first partial index. To this state it adds, in order, the splits
+    that the state does not contain. With AHEAD, the program loads partial outputs before the number of splits is known.
+    The loads then do not wait for each other, which is faster for a single request.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -297,12 +307,12 @@ def _combine_invariant_kernel(
         partials = Partials(partial_out, partial_lse, num_partials, request_rows)
         state = load_partial(partials, first_partial, readable, rows.number, columns, LATENT)
         if has_splits:
-            one = tl.where(num_requests > 0, 1.0, 0.0)  # 1.0 that the compiler cannot know, for `_add_rounded`
+            one = tl.where(num_requests > 0, 1.0, 0.0)  # for `_add_rounded`: the compiler cannot know that this is 1.0
             first, end = (request * 0 + 1, request_partials) if AHEAD else (combined, splits)
             more = (first > 0) if AHEAD else (first < splits)
             while more:
-                # Issue all loads before the first split is added. Each field of the loaded states has a tuple of its
-                # own, because a tuple of records would lose the field names in Triton 3.6.
+                # Issue all loads before the first split is added. Each field of the loaded states is kept in a separate
+                # tuple, because a tuple of records would lose the field names in Triton 3.6.
                 largests, totals, weighteds = (), (), ()
                 for offset in tl.static_range(SPLITS):
                     index, held = first_partial + first + offset, readable & (first + offset < end)
@@ -320,7 +330,7 @@ def _combine_invariant_kernel(
                         is_split = (first + offset >= combined) & (first + offset < splits)
                         split_state = RowState(largests[offset], totals[offset], weighteds[offset])
                         state = _add_rounded(state, split_state, shift, one, rows.real & is_split)
-                else:  # a reference changes, which is rare: this loop need not be fast
+                else:  # a reference score changes, which is rare: this loop need not be fast
                     for split in range(tl.maximum(first, combined), tl.minimum(first + SPLITS, splits)):
                         one_split = load_partial(
                             partials, first_partial + split, rows.real, rows.number, columns, LATENT

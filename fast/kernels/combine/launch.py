@@ -1,4 +1,4 @@
-"""Launch the combine kernel for a decode, and compute bounds that the decode kernels need too."""
+"""Launcher of the combine kernels, and upper bounds of keys and rows that the decode launchers use too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from reference.interfaces import DECODE_TILE
 from ..device import device_facts
 from .kernels import CombineTile, _combine_invariant_kernel, _combine_scheduled_kernel, _combine_splits_kernel
 
-MANY_SPLITS = 16  # more splits of a row than this, on average, are many
-MANY_HEADS = 64  # this number of heads or more are many
-MANY_ROWS = 128  # this number of rows of one request or more are many: larger tiles still give enough programs
+# "Many splits": more than MANY_SPLITS splits of a row, on average. "Many heads": MANY_HEADS or more. "Many rows":
+# MANY_ROWS or more rows of one request, which give enough programs even with larger tiles.
+MANY_SPLITS = 16
+MANY_HEADS = 64
+MANY_ROWS = 128
 FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few heads, many heads)
 FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits, or a schedule with many splits
 FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
@@ -32,8 +34,8 @@ class SplitDecode(NamedTuple):
     Attributes:
         out: [T, N, Lkv], complete for rows with one split.
         lse: [N, T], complete for rows with one split.
-        partial_out: flat, float32; partial outputs of all other rows. It has no element if there are none.
-        partial_lse: flat, float32; partial LSEs of all other rows.
+        partial_out: flat, float32; partial outputs of rows with several splits; no elements if no row has several.
+        partial_lse: flat, float32; partial LSEs of rows with several splits.
     """
 
     out: Tensor
@@ -53,20 +55,20 @@ def combine_partial_outputs(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there are none.
+    """Combine the partial outputs of a decode into `out` and `lse`; do nothing if there is no partial output.
 
     `fast.kernels.combine.kernels` defines the layout of the partial outputs.
 
     Args:
-        partial_out: partial outputs, flat; without elements if there are none. The Hopper decode stores private values
-            behind them, which are not read here.
+        partial_out: flat, float32; no elements if there is no partial output. Behind the partial outputs, the Hopper
+            decode stores values of its own, which this function does not read.
         partial_lse: partial LSEs, flat; where requests are split by their own length, [B, 2] int32 follow.
         query_start_loc: [B + 1], first query token of each request.
         max_query_len: upper bound of the query tokens of a request; it gives the rows of a request.
         tile_ranges: [programs, 5] of a schedule, or None.
         split_offsets: [B + 1] of that schedule, or None.
-        batch_invariant: True if requests were split by their own length. If False and without a schedule, all requests
-            were split into the same number of splits.
+        batch_invariant: True if requests were split by their own length. If it is False and there is no schedule, all
+            requests have the same number of splits.
         out: [T, N, Lkv], contiguous, written in place.
         lse: [N, T], contiguous, written in place.
     """
@@ -92,7 +94,7 @@ def combine_partial_outputs(
     partials = partial_out.numel() // (request_rows * latent)
     if batch_invariant:
         partials = (partial_lse.numel() - 2 * requests) // (2 * request_rows)
-        if tile_ranges is None and partials <= requests:  # each request had one program, which wrote the output
+        if tile_ranges is None and partials <= requests:  # one program attended each request and wrote its output
             return
         tile = FOR_PLANNED_INVARIANT
         if requests == 1:
@@ -123,7 +125,7 @@ def combine_partial_outputs(
 
 
 def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
-    """Choose the tile sizes for requests with the same number of splits."""
+    """Return the tile sizes for requests that all have the same number of splits."""
     if splits <= MANY_SPLITS:
         return FOR_FEW_SPLITS[heads >= MANY_HEADS]
     if requests > 1:
@@ -132,15 +134,21 @@ def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
 
 
 def rows_of_a_request(tokens: int, heads: int, max_query_len: int) -> int:
-    """Return an upper bound of the rows of a request, from sizes that the host knows."""
+    """Return an upper bound of the rows of a request; it is computed from sizes that the host knows."""
     return max(1, min(max_query_len, tokens)) * heads
 
 
 def readable_keys(max_seq_len: int, table_width: int, block_size: int) -> int:
-    """Return an upper bound of the keys of a request, from sizes that the host knows; plus a tile, it fits 32 bits."""
+    """Return an upper bound of the keys of a request; it is computed from sizes that the host knows.
+
+    The upper bound plus one tile of keys fits into 32 bits.
+    """
     return min(max_seq_len, table_width * block_size, 2**31 - 2 * DECODE_TILE)
 
 
 def whole_tiles(keys: int) -> int:
-    """Round keys up to a multiple of a tile: choices cached by this number are then made once per tile of growth."""
+    """Return a number of keys, rounded up to a multiple of a tile.
+
+    Caches whose key is the rounded number get one new entry per 64 keys by which a request grows.
+    """
     return -(-keys // DECODE_TILE) * DECODE_TILE

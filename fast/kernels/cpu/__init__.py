@@ -1,4 +1,4 @@
-"""Backend "cpu": vectorised PyTorch, which loops over requests and blocks of keys but not over tokens or heads."""
+"""Backend "cpu": vectorised PyTorch code. It loops over requests and blocks of keys, not over tokens or heads."""
 
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, rope_norm_and_cache, swap_blocks

@@ -1,4 +1,7 @@
-"""Varlen attention in blocks of queries and keys; scores and per-head keys of one block exist at a time."""
+"""Attention of packed requests of different lengths, one block of queries and keys at a time.
+
+To save memory, scores and per-head keys exist only for the current block.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def flash_attn_varlen(
         max_seqlen_q: not used by this backend.
         max_seqlen_k: not used by this backend.
         softmax_scale: factor of the scores.
-        causal: apply a causal mask in which the last query sees the last key.
+        causal: True applies a causal mask, in which the last query of a request sees its last key.
         out_dtype: dtype of the output.
 
     Returns:
@@ -54,7 +57,7 @@ def flash_attn_varlen(
         key_start, key_end = k_offsets[request], k_offsets[request + 1]
         for start in range(q_offsets[request], q_offsets[request + 1], QUERY_BLOCK):
             rows = slice(start, min(start + QUERY_BLOCK, q_offsets[request + 1]))
-            # index in k_nope of the last key that the block's first query sees; each later query sees one more
+            # index in k_nope of the last key that the block's first query sees; each later query sees one more key
             last_seen = key_end - 1 - (q_offsets[request + 1] - 1 - start) if causal else key_end - 1
             row_count = rows.stop - rows.start
             softmax = OnlineSoftmax((heads, row_count), v.shape[2], wide, q.device)
@@ -62,7 +65,7 @@ def flash_attn_varlen(
             for first in range(key_start, seen_end, KEY_BLOCK):
                 keys = slice(first, min(first + KEY_BLOCK, seen_end))
                 k = k_nope[keys].to(wide).transpose(0, 1)  # [N, keys, P]
-                if k_pe is not None:  # one product with the whole key is faster than two with its parts
+                if k_pe is not None:  # one product with the whole key is faster than one product with each of its parts
                     k = torch.cat((k, k_pe[keys].to(wide).expand(heads, -1, -1)), dim=-1)
                 scores = torch.empty(heads, row_count, k.shape[1], dtype=wide, device=q.device)
                 scores.baddbmm_(by_head[:, rows], k.transpose(1, 2), beta=0, alpha=softmax_scale)

@@ -1,4 +1,4 @@
-"""Write, gather and copy the paged latent cache, by index operations of PyTorch."""
+"""Functions that write, gather and copy entries of the paged latent cache, with index operations of PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ CHUNK_TOKENS = 4096  # tokens gathered at a time
 
 
 def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write latents [T, Lkv] and keys [T, R] into the slots `slot_mapping` [>= T]; skip slot -1."""
+    """Write latents [T, Lkv] and keys [T, R] into the cache; `slot_mapping` [>= T] has a slot per token, or -1.
+
+    A token with slot -1 is not written.
+    """
     block_size, latent = kv_cache.shape[1], kv_c_normed.shape[1]
     slots = slot_mapping[: kv_c_normed.shape[0]]
     kept = slots >= 0
@@ -35,10 +38,10 @@ def rope_norm_and_cache(
     magnitude: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q_pe and k_pe, RMS-norm the latent and write both to the cache; tokens past `slot_mapping` are skipped.
+    """Rotate q_pe and k_pe, RMS-norm the latents, and write latents and rotated keys into the cache.
 
-    Return the rotated q_pe, the normed latents and the rotated k_pe. See the launcher in `fast.kernels.triton.rope` for
-    the arguments.
+    A token past the end of `slot_mapping` is not written. Return the rotated q_pe, the normed latents and the rotated
+    k_pe. See the launcher in `fast.kernels.triton.rope` for the arguments.
     """
     q_pe, k_pe = apply_rope(positions, q_pe, k_pe, frequencies, magnitude, interleaved)
     kv_c_normed = torch.nn.functional.rms_norm(kv_c, norm_weight.shape, norm_weight, eps)
@@ -55,7 +58,7 @@ def gather_and_maybe_dequant_cache(
     See `reference.gather_and_maybe_dequant_cache` for the arguments.
     """
     block_size, width = kv_cache.shape[1:]
-    for first in range(0, out.shape[0], CHUNK_TOKENS):  # the index tensors stay small for any context
+    for first in range(0, out.shape[0], CHUNK_TOKENS):  # in chunks, so that the index tensors stay small
         tokens = torch.arange(first, min(first + CHUNK_TOKENS, out.shape[0]), device=out.device)
         request = torch.searchsorted(cu_seq_lens[1:].long(), tokens, right=True)
         position = tokens - cu_seq_lens[request] + starts[request]
@@ -69,13 +72,13 @@ def gather_and_maybe_dequant_cache(
 
 
 def copy_blocks(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
-    """Copy blocks (source, target) within each cache."""
+    """Copy blocks within each cache, as the (source, target) pairs of `block_mapping` say."""
     source, target = block_mapping.unbind(1)
     for kv_cache in kv_caches:
         kv_cache[target] = kv_cache[source]
 
 
 def swap_blocks(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Copy blocks (source, target) from one cache to another."""
+    """Copy blocks from one cache to another, as the (source, target) pairs of `block_mapping` say."""
     read, written = block_mapping.unbind(1)
     target[written] = source[read].to(target.device)

@@ -1,4 +1,7 @@
-"""Context parallelism in PyTorch: reorder gathered cache entries, sort heads by owner rank, merge states."""
+"""Context parallelism in PyTorch: functions that reorder gathered cache entries, sort heads by owner rank, and merge.
+
+The owner rank of a head is the rank that keeps the head's merged output.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ def reorg_kvcache(
     """Copy the cache entries of all ranks, [D, padded, Lkv + R], to `out` [num_tokens, Lkv + R] in token order.
 
     Args:
-        gathered: [D, padded, Lkv + R], rank-local tokens of each rank, one request after another.
+        gathered: [D, padded, Lkv + R], entries of the rank-local tokens of each rank, one request after another.
         cu_seq_lens: [B + 1], first row of each request in `out`.
         local_cu_seq_lens: [D, B + 1], first row of each request among the rank-local tokens.
         interleave: consecutive tokens that one rank owns.
         out: written in place.
     """
     size, padded, width = gathered.shape
-    for first in range(0, out.shape[0], CHUNK_TOKENS):  # the index tensors stay small for any context
+    for first in range(0, out.shape[0], CHUNK_TOKENS):  # in chunks, so that the index tensors stay small
         tokens = torch.arange(first, min(first + CHUNK_TOKENS, out.shape[0]), device=out.device)
         request = torch.searchsorted(cu_seq_lens[1:].long(), tokens, right=True)
         position = tokens - cu_seq_lens[request]
@@ -37,7 +40,7 @@ def reorg_kvcache(
 
 def merge_weights(lses: Tensor) -> tuple[Tensor, Tensor]:
     """Return the softmax weight of each rank's state [D, N, T] and the merged LSE [N, T], from the LSEs [D, N, T]."""
-    # compute weights from differences to the largest LSE: exp(lse - total) would magnify the rounding of the total
+    # compute weights relative to the largest LSE: exp(lse - merged LSE) would magnify the rounding of the merged LSE
     largest = lses.amax(0)
     shift = largest.masked_fill(largest == -torch.inf, 0)
     weights = torch.exp(lses - shift)
@@ -76,7 +79,7 @@ def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -
 
 
 def merge_packed_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
-    """Merge the states of all ranks into out [T, N / D, Dv] and lse [N / D, T]; `pack_attn_state` wrote the rows."""
+    """Merge the states of all ranks, as `pack_attn_state` wrote them, into out [T, N / D, Dv] and lse [N / D, T]."""
     size = message.shape[0]
     tokens, own, value = out.shape
     if lse.numel() == 0:

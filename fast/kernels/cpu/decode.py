@@ -1,4 +1,4 @@
-"""Absorbed decode: for each request, multiply the queries of all heads with one chunk of cache entries at a time."""
+"""Absorbed decode: it multiplies the queries of all heads of a request by one chunk of cache entries at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from reference.interfaces import NEUTRAL_COSTS, InvariantSplitRule, ScheduleCost
 
 from .softmax import OnlineSoftmax
 
-# Bytes of a chunk. Two products read it, so it should fit the last-level cache; larger chunks need fewer iterations.
+# Bytes of a chunk. Two products read each chunk, so a chunk should fit into the last-level cache of the CPU. Larger
+# chunks need fewer iterations.
 CHUNK_BYTES = 4 << 20
 
 
@@ -32,7 +33,8 @@ def mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention of the query tokens of each request over its cached latents.
 
-    Requests are attended one by one and not split, so a schedule has no effect and every result is batch-invariant.
+    This backend attends one request after another and splits no request. A schedule therefore has no effect, and every
+    result is batch-invariant.
 
     Args:
         ql_nope: [T, N, Lkv], absorbed queries.
@@ -76,7 +78,7 @@ def mla_decode(
         for first in range(0, longest, chunk_blocks * block_size):
             count = min(chunk_blocks * block_size, longest - first)
             entries = reader.read(blocks[first // block_size :], count)
-            # entries as the first operand: BLAS is 1.5 x as fast for this shape as for queries x entries^T
+            # `entries` is the first operand, because BLAS takes 1.5 x as long for the product queries x entries^T
             scores = torch.mm(entries, queries).T.contiguous().mul_(softmax_scale)  # [Sq N, count]
             if shortest < first + count:
                 keys = torch.arange(first, first + count, device=q.device)
@@ -98,22 +100,22 @@ def decode_programs(
     block_size: int,
     query_len: int,
 ) -> int:
-    """Return 1: this backend splits no request, so a schedule has one program."""
+    """Return 1, the number of programs of a schedule: this backend splits no request."""
     return 1
 
 
 def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
-    """Return neutral costs: this backend splits no request, so schedules do not change its time."""
+    """Return neutral costs: this backend splits no request, so a schedule does not change the time of a decode."""
     return NEUTRAL_COSTS
 
 
 class _BlockReader:
-    """Read consecutive blocks of a request in the wide dtype.
+    """Reader of consecutive blocks of a request, in the wide dtype (the dtype of the sums).
 
-    Blocks that are adjacent in the cache, and already have the wide dtype, are read in place. Others are copied into a
-    buffer that all reads share.
+    Blocks that are adjacent in the cache, and already have the wide dtype, are read in place. Other blocks are copied
+    into a buffer that all reads share.
     """
 
     def __init__(self, kv_cache: Tensor, chunk_blocks: int, wide: torch.dtype):
@@ -121,7 +123,7 @@ class _BlockReader:
         self.buffer = self.wide_buffer = None
 
     def read(self, blocks: Tensor, count: int) -> Tensor:
-        """Return the first `count` entries [count, Lkv + R] of the blocks; they are valid until the next call."""
+        """Return the first `count` entries of the blocks, [count, Lkv + R]; the tensor is valid until the next call."""
         block_size, width = self.kv_cache.shape[1:]
         blocks = blocks[: -(-count // block_size)]
         first, used = int(blocks[0]), blocks.shape[0]

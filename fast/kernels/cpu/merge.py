@@ -1,4 +1,4 @@
-"""Merge two attention states over disjoint keys."""
+"""Merge of two attention states over disjoint keys, in PyTorch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def merge_attn_states(
     prefix_weight, suffix_weight = torch.sigmoid(difference).T[..., None], torch.sigmoid(-difference).T[..., None]
     out = (prefix_out * prefix_weight).add_(suffix_out * suffix_weight).to(prefix_out.dtype)
     lse = torch.logaddexp(prefix_lse, suffix_lse)
-    # Where one state has no keys, return the other state bit by bit. The formulas above would change -0.0 to 0.0 and
-    # round the LSE.
+    # Where one state has no keys, return the exact bits of the other state. The formulas above would change -0.0 to 0.0
+    # and round the LSE.
     keep_prefix = (suffix_lse == -torch.inf) & (prefix_lse < torch.inf)
     keep_suffix = (prefix_lse == -torch.inf) & (suffix_lse < torch.inf)
     invalid = torch.maximum(prefix_lse, suffix_lse) == torch.inf

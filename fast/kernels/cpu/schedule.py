@@ -1,4 +1,4 @@
-"""Plan the decode schedule by binary search.
+"""Planning of the decode schedule, by binary search.
 
 Imagine all requests laid end to end on a line. The length of a request on this line is its number of tiles plus its
 costs. The line is divided into segments of equal length, one for each program.
@@ -15,7 +15,7 @@ from reference.interfaces import DECODE_TILE, InvariantSplitRule
 
 
 class _ProgramRanges(NamedTuple):
-    """The columns of `DecodeSchedule.tile_ranges`, in its order; each is [programs]."""
+    """The columns of `DecodeSchedule.tile_ranges`, in the order of the tensor; each column is [programs]."""
 
     first_request: Tensor
     last_request: Tensor
@@ -25,7 +25,7 @@ class _ProgramRanges(NamedTuple):
 
 
 class _ProgramCut(NamedTuple):
-    """How the line of all requests is cut for the programs.
+    """Division of the line of all requests into segments, one for each program.
 
     Attributes:
         works: [programs], whether a program has tiles; the range of a program without tiles has no meaning.
@@ -50,11 +50,12 @@ def plan_decode(
 
     Args:
         seq_lens: [B], keys of each request.
-        num_programs: programs that the decode is cut for.
-        request_cost: cost of a request besides its tiles, in tiles.
-        split_cost: cost of a split of a batch-invariant schedule, in tiles; at most `request_cost` is counted.
-        invariant_split_rule: how a batch-invariant schedule splits a request.
-        batch_invariant: split each request by its own length alone.
+        num_programs: number of programs that share the tiles of the decode.
+        request_cost: cost of a request in addition to its tiles, in tiles.
+        split_cost: cost of a split of a batch-invariant schedule, in tiles. A value above `request_cost` is lowered to
+            `request_cost`.
+        invariant_split_rule: rule by which a batch-invariant schedule splits a request.
+        batch_invariant: True splits each request by its own length only.
     """
     requests = seq_lens.shape[0]
     tiles = (seq_lens.long() + (DECODE_TILE - 1)) // DECODE_TILE
@@ -74,9 +75,9 @@ def plan_decode(
 
 
 def _cut_by_program(tiles: Tensor, num_programs: int, request_cost: int) -> _ProgramCut:
-    """Cut the line into segments of equal length, one for each program; a cut may fall inside a request."""
+    """Divide the line into segments of equal length, one for each program; a segment may end inside a request."""
     ends = torch.where(tiles > 0, tiles + request_cost, 0).cumsum(0)
-    # where the first tile of each request starts on the line; a request without keys has the start of the next one
+    # where the first tile of each request starts on the line; a request without keys gets the value of the next request
     first_tile_at = ends - tiles
     first_tile_at += (tiles == 0) * request_cost
     total = int(ends[-1])
@@ -97,7 +98,7 @@ def _cut_by_program(tiles: Tensor, num_programs: int, request_cost: int) -> _Pro
 def _cut_by_length(
     tiles: Tensor, num_programs: int, request_cost: int, split_cost: int, split_rule: InvariantSplitRule
 ) -> _ProgramCut:
-    """Split each request by its own length alone; a program takes the splits that start in its segment of the line."""
+    """Split each request by its own length only; a program takes the splits that start in its segment of the line."""
     grown = ((tiles + (split_rule.small_splits - 1)) // split_rule.small_splits).clamp_(
         split_rule.small_tiles, split_rule.large_tiles
     )
@@ -113,7 +114,7 @@ def _cut_by_length(
     request = torch.searchsorted(ends, bounds, right=True).clamp_(max=last_request)
     stride = split_tiles[request] + split_cost
     split_number = ((bounds - starts[request] + stride - 1) // stride).clamp_(min=0)
-    # for each bound, the number (among the splits of all requests) of the first split that starts there or later
+    # for each segment boundary, the number of splits of all requests that start before the boundary
     first_splits = split_starts[request] + torch.minimum(split_number, splits[request])
     low, high = first_splits[:-1], first_splits[1:]
     first = torch.searchsorted(split_ends, low, right=True).clamp_(max=last_request)

@@ -1,4 +1,4 @@
-"""Online softmax (arXiv 1805.02867): attention over blocks of keys, one after another, in float32 or float64."""
+"""Online softmax (arXiv 1805.02867): attention over one block of keys after another, in float32 or float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class OnlineSoftmax:
-    """Largest score, sum of exponentials and weighted values of query rows, over the keys added so far.
+    """Softmax state of query rows over the keys added so far: largest score, sum of exponentials, weighted values.
 
     Args:
         shape: shape of the batch of rows, such as (N, Sq).
@@ -24,7 +24,7 @@ class OnlineSoftmax:
         """Add a block of n keys.
 
         Args:
-            scores: [*shape, n], -inf where masked; overwritten.
+            scores: [*shape, n], -inf where masked; this call overwrites the tensor.
             values: [*shape[:-1], n, value_dim].
         """
         largest = scores.amax(-1)

@@ -1,6 +1,6 @@
-"""Kernels in Gluon for Hopper GPUs (sm_90a): they use TMA (bulk copies), mbarriers and warp-group products.
+"""Kernels in Gluon for Hopper GPUs (sm_90a). They use TMA (bulk copies), mbarriers and warp-group products.
 
-`common` has the functions that several kernels use. Each op has its own package; so far there is `mla_decode`.
+The package `common` has the functions that several kernels use. `mla_decode` is the only op with kernels here.
 """
 
 from .. import compile_log

@@ -1,4 +1,4 @@
-"""Backend "triton": kernels in portable Triton, and their launchers, for every GPU that Triton supports."""
+"""Backend "triton": Triton kernels and their launchers, for every GPU that Triton supports."""
 
 from .. import compile_log
 from .attention import flash_attn_varlen

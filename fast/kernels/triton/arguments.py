@@ -1,9 +1,13 @@
-"""Groups of arguments, in the order of the parameters of the portable decode kernels.
+"""Groups of arguments, in the order of the parameters of the decode kernels of the backend "triton".
 
-Triton limits what a kernel can take as a record. Its launcher finds no tensor descriptor inside a record. It also
-compiles a variant of the kernel for each field that is 1, a multiple of 16 or an aligned pointer, because
-`do_not_specialize` does not reach the fields of a record. Parameters that must not give further variants are
-therefore no fields of a record: sizes of the batch and of the cache, numbers of splits, and pointers of any alignment.
+A record is a named tuple that a kernel takes as one parameter. Triton limits what a record can hold:
+
+- Triton's launcher does not find a tensor descriptor inside a record.
+- `do_not_specialize` has no effect on the fields of a record. Triton compiles a variant of the kernel for each field
+  that is 1, a multiple of 16 or an aligned pointer.
+
+Arguments that must not cause further variants are therefore separate parameters: sizes of the batch and of the cache,
+numbers of splits, and pointers of any alignment.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class DecodeSources(NamedTuple):
-    """Queries and the cache. The kernels take this record as one parameter."""
+    """Queries and the cache, in one record."""
 
     ql_nope: Tensor
     q_pe: Tensor
@@ -23,7 +27,11 @@ class DecodeSources(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """Queries, cache and batch; the two descriptors of the cache are None where TMA cannot read it."""
+    """Queries, cache and the tensors that describe the batch, as separate parameters.
+
+    `latent_pages` and `rope_pages` are descriptors of the cache for TMA (the GPU's bulk copy engine). They are None
+    where TMA cannot read the cache.
+    """
 
     sources: DecodeSources
     latent_pages: TensorDescriptor | None
@@ -35,7 +43,7 @@ class DecodeInputs(NamedTuple):
 
 
 class DecodeOutputs(NamedTuple):
-    """Outputs and partial outputs of a scheduled decode. The kernel takes this record as one parameter."""
+    """Outputs and partial outputs of a scheduled decode, in one record."""
 
     out: Tensor
     lse: Tensor
@@ -44,7 +52,7 @@ class DecodeOutputs(NamedTuple):
 
 
 class SourceStrides(NamedTuple):
-    """Strides of queries and cache, in elements. The kernels take this record as one parameter."""
+    """Strides of queries and cache, in elements, in one record."""
 
     latent_token: int
     latent_head: int
@@ -58,7 +66,7 @@ class SourceStrides(NamedTuple):
 
 
 class DecodeStrides(NamedTuple):
-    """Strides, in elements, of queries, cache and block table."""
+    """Strides of queries, cache and block table, in elements, as separate parameters."""
 
     sources: SourceStrides
     table_row: int

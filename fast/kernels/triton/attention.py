@@ -1,10 +1,11 @@
-"""Varlen flash attention (arXiv 2307.08691) for any GPU: one program for each tile of queries of one head.
+"""Flash attention (arXiv 2307.08691) over packed requests of different lengths, for any GPU.
 
-A score tile is the sum of up to three products, because Triton's tiles have a power of two of columns:
+One program attends a tile of queries of one head. A score tile is the sum of up to three products, because the number
+of columns of a Triton tile is a power of two:
 
-- the first columns of the head's own key (`k_nope`),
-- its remaining columns, where its width is not a power of two (192 = 128 + 64),
-- the rope part of the key (`k_pe`), which all heads share.
+- the product with the first columns of the head's own key (`k_nope`);
+- if the width of `k_nope` is not a power of two (192 = 128 + 64), the product with its remaining columns;
+- the product with the rope part of the key (`k_pe`), which all heads share.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from reference.interfaces import UnsupportedConfiguration
 from ..device import DeviceFacts, device_facts
 
 LOG2_E = 1.4426950408889634
-SMALLEST_DOT = 16  # least columns of a `tl.dot` operand; narrower ones are padded with zeros in registers
+SMALLEST_DOT = 16  # fewest columns of a `tl.dot` operand; a narrower operand is padded with zeros in registers
 
 
 class Strides(NamedTuple):
-    """Strides of queries, keys and values, in elements; `k_pe` has no head."""
+    """Strides of queries, keys and values, in elements; `k_pe` has no stride of heads, because all heads share it."""
 
     q_token: Any
     q_head: Any
@@ -42,18 +43,18 @@ class Strides(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What the kernel is compiled for.
+    """Compile-time constants of the kernel.
 
     Attributes:
-        P: columns of the head's own part of a key, or of the whole key where no part is shared.
-        R: columns of the key's part that all heads share; 0 without one.
+        P: columns of `k_nope`: the head's own part of a key, or the whole key if the heads share no part.
+        R: columns of `k_pe`, the part of the key that all heads share; 0 if there is no such part.
         V: columns of a value.
-        FIRST: columns of the first part of P, a power of two.
-        SECOND: columns of the second part of P, a power of two; 0 where the first part holds all.
-        ROPE: R rounded up to a power of two; 0 without that part.
+        FIRST: columns of the first part of `k_nope`, a power of two.
+        SECOND: columns of the second part of `k_nope`, a power of two; 0 if the first part has all columns.
+        ROPE: R rounded up to a power of two; 0 if R is 0.
         VALUE: V rounded up to a power of two.
         BLOCK_N: keys of a tile.
-        USE_TMA: TMA, the GPU's copy engine, loads keys and values.
+        USE_TMA: True if TMA, the GPU's bulk copy engine, loads keys and values.
     """
 
     P: Any
@@ -70,7 +71,7 @@ class Constants(NamedTuple):
 @triton.jit
 @no_type_check
 def _offset(cu_seqlens, request, limit):
-    """Return where a request begins, clamped to [0, limit]: no offset value leads outside the tensors."""
+    """Return where a request begins, clamped to [0, limit] so that no offset leads outside the tensors."""
     return tl.minimum(tl.maximum(tl.load(cu_seqlens + request), 0), limit)
 
 
@@ -79,9 +80,9 @@ def _offset(cu_seqlens, request, limit):
 def _find_request(cu_seqlens_q, num_requests, num_tokens, tile, BLOCK_M: tl.constexpr):
     """Return the request that a tile belongs to, and the number of the tile within this request.
 
-    The first tile of request b has the number cu_seqlens_q[b] // BLOCK_M + b. So every request has as many tiles as it
-    needs, or one more. These numbers increase strictly, so a bisection finds the last request that starts at or before
-    the tile.
+    The first tile of request b has the number cu_seqlens_q[b] // BLOCK_M + b. Every request thus has as many tiles as
+    its queries fill, or one more. The numbers increase strictly with b, so a bisection finds the last request whose
+    first tile has a number of at most `tile`.
     """
     low = 0
     high = num_requests - 1
@@ -102,10 +103,10 @@ def _load_keys(
     BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, SHARED: tl.constexpr, MASKED: tl.constexpr,
     VALUES: tl.constexpr = False,
 ):  # fmt: skip
-    """Load a tile [BLOCK_N, COLUMNS] of keys or values from packed row `row` and column FROM; columns past WIDTH are 0.
+    """Load a tile [BLOCK_N, COLUMNS] of keys or values, from row `row` and column FROM on; columns past WIDTH become 0.
 
     With MASKED, rows from `key_end` on may belong to another request. In a tile of keys these rows may hold anything,
-    because their scores are masked. In a tile of VALUES they are set to 0, because 0 x NaN is NaN.
+    because their scores are masked. In a tile of VALUES these rows are set to 0, because 0 x NaN is NaN.
     """
     rows = row + tl.arange(0, BLOCK_N)
     if USE_TMA:
@@ -145,7 +146,10 @@ def _attend_keys(
     state, q_first, q_second, q_pe, k_nope, k_rest, k_pe, v, head, last_seen, first, end,
     key_start, key_end, scale, strides, c, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend the keys [first, end) of a request, BLOCK_N at a time; MASKED where some row must not see some key."""
+    """Attend the keys [first, end) of a request, BLOCK_N at a time.
+
+    MASKED is True if some row must not see some of these keys.
+    """
     values, total, largest = state.weighted, state.total, state.largest
     for start in tl.range(first, end, c.BLOCK_N):
         row = key_start + start
@@ -164,7 +168,7 @@ def _attend_keys(
             visible = start + tl.arange(0, c.BLOCK_N)[None, :] <= last_seen[:, None]
             scores = tl.where(visible, scores * scale, -float("inf"))
             new_largest = tl.maximum(largest, tl.max(scores, 1))
-            # a row without keys so far: exp2(-inf - 0) = 0, not NaN
+            # for a row without keys so far, exp2(-inf - 0) is 0 and not NaN
             shift = tl.where(new_largest == -float("inf"), 0.0, new_largest)
             weights = tl.math.exp2(scores - shift[:, None])
         else:
@@ -181,7 +185,7 @@ def _attend_keys(
     return SoftmaxState(values, total, largest)
 
 
-# one compilation serves both masks and all lengths
+# no specialisation: the same compiled kernel is used with and without a causal mask, and for all lengths
 @triton.jit(
     do_not_specialize=["num_tokens", "num_keys", "num_requests", "num_tiles", "causal"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"],
@@ -194,12 +198,14 @@ def _flash_attn_varlen_kernel(
 ):  # fmt: skip
     """Attend one tile of BLOCK_M queries of one request and one head.
 
-    All programs together do 2 Sq S N (P + R + V) floating-point operations for a request, half of that where causal.
+    All programs together do 2 Sq S N (P + R + V) floating-point operations for a request; with a causal mask and
+    Sq = S, about half of them.
 
     The head is the slow axis of the grid, so programs that run at the same time read the keys of one or two heads from
-    the L2 cache. Tiles are taken from the last to the first, because in a causal request the last tile sees most keys.
+    the L2 cache. The tiles of a head start in reverse order, because with a causal mask the last tile of a request sees
+    the most keys.
     """
-    # 1. the head, request and rows of this program
+    # 1. find the head, the request and the rows of this program
     program = tl.program_id(0)
     head = program // num_tiles
     request, tile = _find_request(
@@ -215,7 +221,7 @@ def _flash_attn_varlen_kernel(
     if (first_row >= query_len) | (tile < 0):
         return
 
-    # 2. the queries, not scaled: the products then read them from shared memory as they were loaded
+    # 2. load the queries. They are not scaled, so the products can read them from shared memory as they were loaded.
     rows = first_row + tl.arange(0, BLOCK_M)
     inside = (rows < query_len)[:, None]
     q_rows = q + head.to(tl.int64) * strides.q_head + (query_start + rows)[:, None].to(tl.int64) * strides.q_token
@@ -231,14 +237,14 @@ def _flash_attn_varlen_kernel(
         q_pe = tl.load(q_rows + (c.P + columns) * strides.q_column, mask=inside & (columns < c.R), other=0.0)
     scale = softmax_scale * LOG2_E
 
-    # 3. the keys: first the blocks of which every row sees every key, then the blocks on the diagonal or at the end
+    # 3. attend the keys: first the tiles in which every row sees every key, then the tiles that need a mask
     seen = key_len - causal * query_len  # row i sees key seen + i and all keys before it
     last_seen = tl.minimum(seen + rows, key_len - 1)
     whole = tl.maximum(tl.minimum(seen + first_row + 1, key_len), 0) // c.BLOCK_N * c.BLOCK_N
     end = tl.minimum(seen + first_row + BLOCK_M, key_len)
-    if softmax_scale < 0:  # unmasked blocks take the maximum before they scale; this needs a scale that keeps the order
+    if softmax_scale < 0:  # the code without a mask scales the largest score, which a negative scale makes the smallest
         whole = 0
-    VALUE: tl.constexpr = c.VALUE  # `tl.zeros` takes no field of a record in its shape
+    VALUE: tl.constexpr = c.VALUE  # `tl.zeros` accepts no field of a named tuple in its shape
     state = SoftmaxState(
         tl.zeros([BLOCK_M, VALUE], tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
@@ -266,9 +272,9 @@ def _flash_attn_varlen_kernel(
 
 
 def _powers_of_two(width: int) -> tuple[int, int]:
-    """Return one or two powers of two that cover a width with the least padding; the second is 0 where one suffices.
+    """Return two powers of two that cover a width with the least padding; the second is 0 if the first one suffices.
 
-    128 -> (128, 0), 192 -> (128, 64), 12 -> (16, 0).
+    Examples: 128 -> (128, 0), 192 -> (128, 64), 12 -> (16, 0).
     """
     whole = max(triton.next_power_of_2(width), SMALLEST_DOT)
     first = whole // 2
@@ -281,7 +287,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         block_m: queries of the program.
-        block_n: keys in each step of its loop.
+        block_n: keys of a tile.
         num_warps: warps of the program.
         num_stages: pipeline stages of the key and value tiles.
     """
@@ -292,7 +298,7 @@ class Blocks(NamedTuple):
     num_stages: int
 
 
-# fastest first; a launch takes the first one whose tiles fit into shared memory
+# launch shapes, the fastest first; a launch takes the first shape whose tiles fit into shared memory
 HOPPER_BLOCKS = (
     Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 2)
 )  # fmt: skip
@@ -304,7 +310,13 @@ INTERPRETER_BLOCKS = Blocks(32, 32, 1, 1)
 
 
 def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width: int) -> Blocks:
-    """Return the first launch shape that fits the shared memory, for a dtype, a device and padded key and value widths.
+    """Return the first launch shape whose tiles fit into the shared memory of a device.
+
+    Args:
+        dtype: dtype of queries, keys and values.
+        device: properties of the device.
+        key_width: padded columns of a key.
+        value_width: padded columns of a value.
 
     Raises:
         UnsupportedConfiguration: no launch shape fits.
@@ -325,14 +337,17 @@ def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width
 
 
 def _describable(x: Tensor) -> bool:
-    """Whether TMA (the GPU's bulk copy engine) can read x: 16-byte aligned start and strides, contiguous columns."""
+    """Return whether TMA (the GPU's bulk copy engine) can read x.
+
+    TMA needs an address and strides that are multiples of 16 bytes, and contiguous columns.
+    """
     steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
     own = all(stride > 0 for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
     return x.numel() > 0 and x.stride(-1) == 1 and own and all(step % 16 == 0 for step in steps)
 
 
 def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return a TMA descriptor that loads [rows, columns], of one head of x [S, N, columns] or of x [S, columns]."""
+    """Return a TMA descriptor that loads [rows, columns] from one head of x [S, N, columns], or from x [S, columns]."""
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *[1] * (x.dim() - 2), columns])
 
 
@@ -361,14 +376,14 @@ def flash_attn_varlen(
         max_seqlen_q: not used by this backend.
         max_seqlen_k: not used by this backend.
         softmax_scale: factor of the scores.
-        causal: apply a causal mask in which the last query sees the last key.
+        causal: True applies a causal mask, in which the last query of a request sees its last key.
         out_dtype: dtype of the output.
 
     Returns:
         out [T, N, V] and lse [N, T].
 
     Raises:
-        UnsupportedConfiguration: no launch shape fits the device's shared memory, for heads of this width.
+        UnsupportedConfiguration: with heads of this width, no launch shape fits into the device's shared memory.
     """
     tokens, heads, _ = q.shape
     keys, _, nope = k_nope.shape
@@ -378,7 +393,7 @@ def flash_attn_varlen(
     if tokens == 0 or heads == 0 or requests <= 0:
         return out, lse
     rope = 0 if k_pe is None else k_pe.shape[1]
-    shared = k_pe if rope else k_nope[:, 0]  # without a rope part, any tensor of two dims
+    shared = k_pe if rope else k_nope[:, 0]  # without a rope part, any tensor of two dims will do
     first, second = _powers_of_two(nope)
     rope_columns = max(triton.next_power_of_2(rope), SMALLEST_DOT) if rope else 0
     value_columns = max(triton.next_power_of_2(value), SMALLEST_DOT)

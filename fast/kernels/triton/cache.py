@@ -1,10 +1,11 @@
-"""Write, gather and copy the paged latent cache; each kernel copies cache entries, 16 bytes per memory access.
+"""Kernels that write, gather and copy entries of the paged latent cache, 16 bytes per memory access.
 
 - Elements are copied as integers of the same width, which keeps NaN payloads and signs of zero. Only a gather into
-  another dtype reads them as numbers.
-- No value in a block table, block mapping or slot mapping makes a kernel access memory outside its tensors. A row with
-  such a value is skipped, and no error is raised.
-- Triton does not specialise the kernels on sizes that change from step to step, so one compilation serves a cache.
+  another dtype reads the elements as numbers.
+- A number in a block table, block mapping or slot mapping may lie outside the cache. A kernel then skips the row; it
+  accesses no memory outside its tensors and raises no error.
+- Triton does not specialise the kernels on sizes that change from step to step, so each kernel is compiled once for a
+  cache.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 
 
 def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write latents [T, Lkv] and keys [T, R] into the slots `slot_mapping` [>= T]; skip slots outside the cache."""
+    """Write latents [T, Lkv] and keys [T, R] into the cache; `slot_mapping` [>= T] has the slot of each token.
+
+    A token whose slot lies outside the cache, such as -1, is not written.
+    """
     tokens, latent = kv_c_normed.shape
     num_blocks, block_size, width = kv_cache.shape
     if tokens == 0 or num_blocks == 0 or width == 0:
@@ -52,7 +56,7 @@ def gather_and_maybe_dequant_cache(
     requests, columns = block_table.shape
     if out.numel() == 0:
         return
-    # where the dtypes differ, the tensors keep them: the kernel's store then converts the values
+    # if the dtypes differ, the kernel gets the tensors in their own dtypes, and its store converts the values
     cache, target = as_integers(kv_cache, out) if kv_cache.dtype == out.dtype else (kv_cache, out)
     rows = rows_per_program(width * cache.element_size())
     with torch.cuda.device_of(cache):
@@ -65,21 +69,21 @@ def gather_and_maybe_dequant_cache(
 
 
 def copy_blocks(kv_caches: list[Tensor], block_mapping: Tensor) -> None:
-    """Copy blocks (source, target) within each cache, with one launch per cache; out-of-range pairs are skipped.
+    """Copy blocks within each cache, as the (source, target) pairs of `block_mapping` say; one launch per cache.
 
-    The order of the pairs is undefined. If a block is both source and target, or the target of two pairs, each of its
-    bytes may come from either copy.
+    A pair with a block outside the cache is skipped. The order of the pairs is undefined: if a block is both source and
+    target, or the target of two pairs, each byte of the block may come from either copy.
     """
     for kv_cache in kv_caches:
         _copy_pairs(kv_cache, kv_cache, block_mapping)
 
 
 def swap_blocks(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Copy blocks (source, target) from one cache to another; out-of-range pairs are skipped.
+    """Copy blocks from one cache to another, as the (source, target) pairs of `block_mapping` say.
 
-    On one device this is one launch, and the order of the pairs is undefined as in `copy_blocks`. Between two devices
-    PyTorch gathers, copies and scatters, with one buffer on each device. The host reads the pairs in this case, so it
-    waits for the device.
+    A pair with a block outside its cache is skipped. If both caches are on one device, there is one launch, and the
+    order of the pairs is undefined as in `copy_blocks`. Between two devices PyTorch gathers, copies and scatters, with
+    one buffer on each device. The host then reads the pairs, and waits for the device that has them.
     """
     if source.device == target.device:
         return _copy_pairs(source, target, block_mapping)
@@ -95,18 +99,21 @@ def as_integers(*tensors: Tensor) -> list[Tensor]:
 
 
 def rows_per_program(row_bytes: int) -> int:
-    """Return the number of rows that a program copies: a power of two, so that they have about TILE_BYTES bytes."""
+    """Return the number of rows that a program copies: a power of two that gives about TILE_BYTES bytes."""
     return max(1, min(MAX_ROWS, TILE_BYTES // triton.next_power_of_2(row_bytes)))
 
 
 def tiles_of(width: int) -> dict[str, int]:
-    """Return the constants that cut a row into two powers of two, 576 = 512 + 64; a tile of 1024 would waste lanes."""
+    """Return the constants that divide the columns of a row into two tiles, such as 576 = 512 + 64.
+
+    The number of columns of a tile must be a power of two. One tile of 1024 columns would leave many threads idle.
+    """
     head = triton.next_power_of_2(width + 1) // 2
     return {"WIDTH": width, "HEAD": head, "TAIL": triton.next_power_of_2(width - head)}
 
 
 def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
-    """Copy whole blocks between caches of one device; the mapping may be on the host."""
+    """Copy whole blocks between caches of one device; `block_mapping` may be on the host."""
     source_blocks, block_size, width = source.shape
     if block_mapping.shape[0] == 0 or source.numel() == 0 or target.numel() == 0:
         return
@@ -124,7 +131,7 @@ def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
 @triton.jit
 @no_type_check
 def row_pointers(base, rows, row_stride, column_stride, FIRST: tl.constexpr, TILE: tl.constexpr):
-    """Return pointers [ROWS, TILE] to the columns from FIRST on, of rows at `rows` * `row_stride` (64-bit offsets)."""
+    """Return pointers [ROWS, TILE] to TILE columns from FIRST on, of rows with the 64-bit offsets rows * row_stride."""
     columns = FIRST + tl.arange(0, TILE).to(tl.int64)
     return base + (rows * row_stride)[:, None] + columns[None, :] * column_stride
 
@@ -139,7 +146,7 @@ def slot_offsets(slots, block_stride, entry_stride, BLOCK_SIZE: tl.constexpr):
 @triton.jit
 @no_type_check
 def write_entries(entries, kv_cache, entry_rows, written, column_stride, FIRST: tl.constexpr, SIZE: tl.constexpr):
-    """Store `entries` [ROWS, TILE] in columns [FIRST, FIRST + SIZE) of the cache entries where `written` is true."""
+    """Store `entries` [ROWS, TILE] in columns [FIRST, FIRST + SIZE) of the cache entries whose `written` is true."""
     columns = tl.arange(0, entries.shape[1])
     targets = row_pointers(kv_cache, entry_rows, 1, column_stride, FIRST, entries.shape[1])
     tl.store(targets, entries, written[:, None] & (columns < SIZE)[None, :])
@@ -159,7 +166,7 @@ def _write_kernel(
     slots = tl.load(slot_mapping + tokens * slot_stride, inside, -1)
     written = (slots >= 0) & (slots // BLOCK_SIZE < num_blocks)
     entry_rows = slot_offsets(slots, block_stride, entry_stride, BLOCK_SIZE)
-    # load skipped tokens too: the loads then need not wait for the slots
+    # load the tokens that are not written too, so that these loads need not wait for the slots
     read = inside[:, None] & (tl.arange(0, LATENT_TILE) < LATENT)[None, :]
     latents = tl.load(row_pointers(kv_c, tokens, kv_c_row, kv_c_column, 0, LATENT_TILE), read)
     if ROPE > 0:
@@ -197,7 +204,7 @@ def _gather_kernel(
     """Copy the cache entries of ROWS packed tokens to `out`."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = tokens < num_tokens
-    # bisection for the request of each token: count the requests whose tokens end at or before it
+    # find the request of each token by bisection: count the requests whose last token comes before this token
     request = tl.zeros([ROWS], tl.int64)
     upper = request + num_requests
     for _ in range(search_steps):

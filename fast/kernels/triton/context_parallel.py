@@ -1,4 +1,7 @@
-"""Kernels of context parallelism: reorder gathered cache entries, sort heads by owner rank, merge attention states."""
+"""Kernels of context parallelism: they reorder gathered cache entries, sort heads by owner rank, and merge states.
+
+The owner rank of a head is the rank that keeps the head's merged output.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from .cache import WARPS, as_integers, copy_rows, rows_per_program, tiles_of
 
-TILE_ELEMENTS = 4096  # elements of an output that a program works on
+TILE_ELEMENTS = 4096  # elements of an output that one program processes
 
 
 def reorg_kvcache(
@@ -22,7 +25,7 @@ def reorg_kvcache(
     A row of `out` becomes 0 where the offsets decrease or point outside `gathered`.
 
     Args:
-        gathered: [D, padded, Lkv + R], rank-local tokens of each rank, one request after another.
+        gathered: [D, padded, Lkv + R], entries of the rank-local tokens of each rank, one request after another.
         cu_seq_lens: [B + 1], first row of each request in `out`.
         local_cu_seq_lens: [D, B + 1], first row of each request among the rank-local tokens.
         interleave: consecutive tokens that one rank owns.
@@ -56,7 +59,7 @@ def _reorg_kernel(
     """Copy the cache entries of ROWS tokens from the rank that owns each token."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32-bit: token numbers and offsets are below 2^31
     written = tokens < num_tokens
-    # bisection for the request of each token: count the requests whose tokens end at or before it
+    # find the request of each token by bisection: count the requests whose last token comes before this token
     request = tl.zeros([ROWS], tl.int32)
     upper = request + num_requests
     for _ in range(search_steps):
@@ -110,8 +113,8 @@ def pack_attn_state(out: Tensor, lse: Tensor, message: Tensor, lse_bytes: int) -
 def _sort_by_owner(out, lses, outs_by_owner, lses_by_owner, size, lse_owner_stride, out_owner_stride, rank) -> None:
     """Launch the kernel that sorts out [T, N, Dv] by owner rank, as [D, T, N / D, Dv].
 
-    With a `rank`, the outputs are multiplied by that rank's softmax weights, and the merged LSE of its own heads is
-    written. With None, outputs and LSE are copied.
+    If `rank` is a number, the kernel multiplies the outputs by the softmax weights of this rank, and writes the merged
+    LSE of the heads that this rank owns. If `rank` is None, the kernel copies outputs and LSE.
     """
     tokens, heads, value = out.shape
     value_tile = triton.next_power_of_2(value)
@@ -134,7 +137,7 @@ def _sort_by_owner_kernel(
     token_stride, head_stride, column_stride, lse_owner_stride, out_owner_stride,
     SIZE: tl.constexpr, SCALED: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write ROWS rows (token, head) of `out` to their owner rank's place; if SCALED, multiply by softmax weights."""
+    """Write ROWS rows (token, head) of `out`, sorted by owner rank; if SCALED, multiply the rows by softmax weights."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # the head varies fastest, as in memory
     token, head = row // num_heads, row % num_heads
     inside = token < num_tokens
@@ -167,7 +170,7 @@ def _sort_by_owner_kernel(
 
 
 def merge_packed_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: Tensor) -> None:
-    """Merge the states of all ranks into out [T, N / D, Dv] and lse [N / D, T]; `pack_attn_state` wrote the rows."""
+    """Merge the states of all ranks, as `pack_attn_state` wrote them, into out [T, N / D, Dv] and lse [N / D, T]."""
     tokens, own, value = out.shape
     if lse.numel() == 0:
         return
@@ -202,7 +205,7 @@ def _merge_packed_kernel(
     for rank in tl.static_range(SIZE):
         rank_lse = tl.load(lses + rank * lse_rank_stride.to(tl.int64) + lse_row, inside, 0.0)
         largest = tl.maximum(largest, rank_lse, propagate_nan=tl.PropagateNan.ALL)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)  # no rank has a key: exp(-inf - 0) = 0, not NaN
+    shift = tl.where(largest == float("-inf"), 0.0, largest)  # if no rank has a key, exp(-inf - 0) is 0 and not NaN
     total = tl.zeros([ROWS], lse.dtype.element_ty)
     merged = tl.zeros([ROWS, VALUE_TILE], lse.dtype.element_ty)
     for rank in tl.static_range(SIZE):

@@ -1,7 +1,7 @@
 """Absorbed decode that reads the paged cache in place: several programs attend one request (flash-decoding).
 
-The kernel of this module gives every request the same number of splits. The kernel of `scheduled_decode` follows a
-schedule, or splits each request by its own length. `fast.kernels.combine` then adds the partial outputs.
+The kernel of this module gives every request the same number of splits. The kernel of `scheduled_decode` follows
+a schedule, or splits each request by its own length. `fast.kernels.combine` then adds the partial outputs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles
 from .scheduled_decode import launch_scheduled
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-PROGRAM_COST = 256  # cost of a program besides its keys (start, queries, output), in the time of one key
+PROGRAM_COST = 256  # cost of a program in addition to its keys (start, queries, output); unit: time of one key
 ROWS_COMBINED_PER_KEY = 64  # rows of partial outputs that the combine kernel adds in the time of one key
-FLOAT32_SUM_COLUMNS = 16  # columns of a float32 product that are added one after another
+FLOAT32_SUM_COLUMNS = 16  # columns of one of the sums of a float32 product (`SUM_COLUMNS` of `decode_tiles`)
 # A wave is the set of programs that run on the GPU at once. Each wave adds this fraction of the decode's time, because
 # programs start and write partial outputs.
 WAVE_COST = 0.35
@@ -57,9 +57,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """Attend one split of one request, for ROWS of the request's rows.
 
-    Where each request has one split (SPLIT is False), write out [T, N, Lkv] and lse [N, T]. Where it has several, write
-    partial outputs and partial LSEs in float32 (`fast.kernels.combine.kernels` defines them): `out` is
-    [splits, T, N, Lkv] and `lse` is [2, splits, T, N].
+    If each request has one split (SPLIT is False), write out [T, N, Lkv] and lse [N, T]. If each request has several
+    splits, write partial outputs and partial LSEs in float32: `out` is [splits, T, N, Lkv] and `lse` is
+    [2, splits, T, N]. `fast.kernels.combine.kernels` defines these values.
     """
     program = tl.program_id(0)
     row_block, split = program % row_blocks, program // row_blocks % num_splits
@@ -80,7 +80,7 @@ def _decode_kernel(
         length = tl.maximum(0, tl.minimum(tl.load(seq_lens + request), max_keys))
         visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), length)
         key_end = tl.maximum(tl.max(visible, 0), 0)
-        # number of tiles of which every row sees every key
+        # number of tiles in which every row sees every key
         full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE
         tiles = tl.cdiv(key_end, c.TILE)
         split_tiles = tl.cdiv(tiles, num_splits)
@@ -101,12 +101,12 @@ def _decode_kernel(
 
         columns = tl.arange(0, c.LATENT_PAD)
         split_row = split.to(tl.int64) * num_tokens * HEADS
-        if SPLIT:  # two numbers, not one log-sum-exp: the combine's exp would magnify the rounding of a log-sum-exp
+        if SPLIT:  # two numbers and not one LSE, because the exp of the combine kernel would magnify the LSE's rounding
             partial_row = lse + split_row + token.to(tl.int64) * HEADS + head
             tl.store(partial_row, state.largest, mask=real)
             tl.store(partial_row + num_splits.to(tl.int64) * num_tokens * HEADS, state.total, mask=real)
         else:
-            divisor = tl.where(state.total == 0, 1.0, state.total)  # row without keys: values 0, largest -inf
+            divisor = tl.where(state.total == 0, 1.0, state.total)  # a row without keys has weighted 0, largest -inf
             weighted = weighted / divisor[:, None]
             lse_row = lse + head.to(tl.int64) * num_tokens + token
             tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
@@ -149,17 +149,17 @@ def mla_decode(
         max_seq_len: upper bound of the keys of a request; it sets the number of splits and the size of buffers.
         softmax_scale: factor of the scores.
         out_dtype: dtype of the output.
-        tile_ranges: [programs, 5] of a schedule. None: every request has the same number of splits, which suits
-            the longest request.
+        tile_ranges: [programs, 5] of a schedule, or None. Without a schedule and without `batch_invariant`, every
+            request gets the same number of splits, which is chosen for the upper bound `max_seq_len`.
         split_offsets: [B + 1] of that schedule, or None.
-        batch_invariant: split each request by its own length alone.
-        split_rule: how a batch-invariant decode splits a request.
+        batch_invariant: True splits each request by its own length only.
+        split_rule: rule by which a batch-invariant decode splits a request.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: another dtype.
+        ValueError: a dtype that is not float32, bfloat16 or float16.
         UnsupportedConfiguration: no tile of the cache fits into the device's shared memory.
     """
     found = decode_splits(
@@ -177,7 +177,7 @@ def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
 ) -> SplitDecode:  # fmt: skip
-    """Run `mla_decode` without its combine kernel; return what that kernel reads and writes."""
+    """Run `mla_decode` without its combine kernel; return the tensors that the combine kernel reads and writes."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
     check(out_dtype in DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     tokens, heads, latent = ql_nope.shape
@@ -195,7 +195,7 @@ def decode_splits(
     latent_pad = max(16, triton.next_power_of_2(latent))
     rope_pad = max(16, triton.next_power_of_2(rope))
     facts = device_facts(ql_nope.device)
-    # batch-invariant: the query lengths of other requests must not change the tile sizes
+    # with batch invariance, the query lengths of other requests must not change the tile sizes
     shape_rows = heads if batch_invariant else request_rows
     shape = launch_shape(
         shape_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, kv_cache.element_size(), facts.capability,
@@ -259,8 +259,8 @@ def decode_programs(
 ) -> int:
     """Return how many programs a schedule should have on this device.
 
-    The kernel launches one Triton program for each scheduled program and row block. The returned number minimises an
-    estimate of the decode's time: more programs fill the last wave better, and each further wave costs `WAVE_COST`.
+    The grid has one Triton program for each scheduled program and row block. The returned number minimises an estimate
+    of the decode's time: more programs fill the last wave better, and each further wave costs `WAVE_COST`.
     """
     facts = device_facts(device)
     width = max(16, triton.next_power_of_2(kv_lora_rank)) + max(16, triton.next_power_of_2(qk_rope_head_dim))
@@ -281,7 +281,7 @@ def decode_programs(
 def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
-    """Return the costs from which schedules are planned; they depend on the number of heads only."""
+    """Return the costs from which schedules are planned; the costs depend only on the number of heads."""
     return measured_schedule_costs(num_heads)
 
 
@@ -295,10 +295,10 @@ def launch_shape(
     capability: tuple[int, int],
     shared: int,
 ) -> dict[str, int]:
-    """Return the launch constants ROWS, TILE, num_warps and num_stages: the first choice that fits shared memory.
+    """Return the constants ROWS, TILE, num_warps and num_stages: the first choice that fits into shared memory.
 
     Args:
-        request_rows: most rows of a request.
+        request_rows: upper bound of the rows of a request.
         block_size: tokens of a cache block.
         width: columns of a cache entry, padded.
         dtype: dtype of the queries and of the softmax probabilities.
@@ -309,12 +309,12 @@ def launch_shape(
     Raises:
         UnsupportedConfiguration: no choice fits.
     """
-    # (rows, tile, warps, stages), the preferred one first
+    # each shape is (rows, tile, warps, stages); the preferred shape comes first
     if dtype == torch.float32:  # no matrix unit computes IEEE float32 products
         shapes = ((16, 16, 4, 2), (16, 16, 4, 1))
-    elif request_rows <= 16:  # limited by memory reads: small tiles, more stages, two programs for each SM
+    elif request_rows <= 16:  # memory reads limit the speed: small tiles, more stages, two programs for each SM
         shapes = ((16, 32, 4, 3), (16, 32, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1))
-    else:  # on Hopper 64 rows, even if half are padding rows: Hopper's products read both operands from shared memory
+    else:  # on Hopper 64 rows, even if half of them are padding rows: the products then read shared memory directly
         shapes = ((32, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 1))
         if capability[0] == 9:
             shapes = ((64, 32 if block_size == 32 else 64, 8, 2), *shapes)
@@ -329,7 +329,9 @@ def launch_shape(
 
 @functools.lru_cache(maxsize=4096)
 def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
-    """Return the number of splits of each request with the lowest estimated time; of equal times, the fewest splits.
+    """Return the number of splits of each request that has the lowest estimated time.
+
+    Of several numbers with the same time, return the smallest.
 
     Args:
         programs: number of programs if each request had one split.
@@ -349,8 +351,8 @@ def _num_splits(programs: int, rows: int, keys: int, processors: int) -> int:
 def _page_descriptors(kv_cache: Tensor, latent: int, rope: int, tile: int) -> tuple[object | None, object | None]:
     """Return descriptors of the latent and the rope part of a cache for TMA (the GPU's bulk copy engine).
 
-    Both are None where TMA cannot read this cache: before Hopper, or with a layout that TMA does not support. The
-    second is also None where there is no rope part.
+    Both descriptors are None if TMA cannot read this cache: on a GPU before Hopper, or with a layout that TMA does not
+    support. The descriptor of the rope part is also None if there is no rope part.
     """
     device, size = kv_cache.device, kv_cache.element_size()
     block_size = kv_cache.shape[1]

@@ -1,7 +1,8 @@
-"""The main loop of both portable decode kernels: load the queries of some rows and attend tiles of keys.
+"""The main loop of both decode kernels of the backend "triton": load the queries of some rows, attend tiles of keys.
 
-A row is one head of one query token; a program works on ROWS rows of one request. A tile of the cache is loaded once:
-it holds the keys, and its latent part holds the values too. The softmax is an online softmax (arXiv 1805.02867).
+A row is one head of one query token; a program processes ROWS rows of one request. A program loads each tile of the
+cache once: the tile holds the keys, and its latent part is also the values. The softmax is an online softmax (arXiv
+1805.02867).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ LN_2 = tl.constexpr(math.log(2))
 
 
 class Constants(NamedTuple):
-    """Compile-time constants of a kernel, which takes this record as one `constexpr`.
+    """Compile-time constants of a kernel, which takes this named tuple as one `constexpr`.
 
-    Fields of the other records of this module are values inside a kernel; no Python type describes them, so they are
-    annotated with `Any`.
+    The fields of the other named tuples of this module are values inside a kernel. No Python type describes such
+    values, so the fields are annotated with `Any`.
 
     Attributes:
         LATENT: Lkv.
@@ -31,7 +32,7 @@ class Constants(NamedTuple):
         LATENT_PAD: Lkv, padded to a power of two.
         ROPE_PAD: R, padded to a power of two.
         SUM_COLUMNS: columns of each partial sum of a float32 product (`_products`); 0 for other products.
-        PAGED_COPY: True where TMA (the GPU's bulk copy engine) loads the tiles.
+        PAGED_COPY: True if TMA (the GPU's bulk copy engine) loads the tiles.
     """
 
     LATENT: Any
@@ -45,7 +46,7 @@ class Constants(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Pointers to the latent and the rope part of all queries, and their strides in elements."""
+    """Pointers to the latent and the rope part of all queries, and the strides of both parts in elements."""
 
     ql_nope: Any
     q_pe: Any
@@ -58,7 +59,7 @@ class Queries(NamedTuple):
 
 
 class RowQueries(NamedTuple):
-    """Queries of ROWS rows: `latent` [ROWS, LATENT_PAD], `rope` [ROWS, ROPE_PAD]; where R is 0, `rope` is `latent`."""
+    """Queries of ROWS rows: `latent` [ROWS, LATENT_PAD] and `rope` [ROWS, ROPE_PAD]. If R is 0, `rope` is `latent`."""
 
     latent: Any
     rope: Any
@@ -92,9 +93,9 @@ class RowKeys(NamedTuple):
     Attributes:
         visible: [ROWS], number of keys that each row sees.
         end: index behind the last key that any row sees.
-        full_tiles: number of tiles of which every row sees every key.
+        full_tiles: number of tiles in which every row sees every key.
         table_row: pointer to the request's row of the block table.
-        table_stride: elements from one entry of that row to the next.
+        table_stride: elements from one entry of the request's row to the next entry.
     """
 
     visible: Any
@@ -105,7 +106,7 @@ class RowKeys(NamedTuple):
 
 
 class SoftmaxStep(NamedTuple):
-    """The online softmax after a tile, without its weighted values.
+    """State of the online softmax after a tile, without the weighted values.
 
     Attributes:
         largest: [ROWS], largest score so far, in base 2.
@@ -126,7 +127,7 @@ def _softmax_step(scores, seen, state, dtype: tl.constexpr):
     """Return the `SoftmaxStep` after a tile with these scores [ROWS, TILE]; `probabilities` have the given dtype."""
     scores = tl.where(seen, scores, float("-inf"))
     largest = tl.maximum(state.largest, tl.max(scores, 1))
-    shift = tl.where(largest == float("-inf"), 0.0, largest)  # no key so far: exp2(-inf - 0) = 0, not NaN
+    shift = tl.where(largest == float("-inf"), 0.0, largest)  # without a key so far, exp2(-inf - 0) is 0
     weights = tl.exp2(scores - shift[:, None])
     decay = tl.exp2(state.largest - shift)
     return SoftmaxStep(largest, decay, state.total * decay + tl.sum(weights, 1), weights.to(dtype))
@@ -137,8 +138,8 @@ def _softmax_step(scores, seen, state, dtype: tl.constexpr):
 def _products(q, k, SUM_COLUMNS: tl.constexpr):
     """Return the scores [ROWS, TILE] of q [ROWS, D] and k [TILE, D].
 
-    If SUM_COLUMNS is not 0, add up so many columns at a time and then add these partial sums. Compared with one sum
-    over all D columns, this reduces the float32 rounding error, which grows with the number of terms of a sum.
+    If SUM_COLUMNS is not 0, compute one sum for every SUM_COLUMNS columns, and then add these sums. This reduces the
+    rounding error, because the error of a float32 sum grows with the number of its terms.
     """
     if SUM_COLUMNS == 0:
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -153,10 +154,13 @@ def _products(q, k, SUM_COLUMNS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: tl.constexpr):
-    """Return the state of the rows after one more tile; a PARTIAL tile has keys that not every row sees."""
+    """Return the state of the rows after one more tile.
+
+    PARTIAL is True if some row must not see some key of the tile.
+    """
     ONE_WARPGROUP_ROWS: tl.constexpr = queries.latent.shape[0] == 64
     keys = tile * c.TILE + tl.arange(0, c.TILE)
-    if c.BLOCK_SIZE % c.TILE == 0:  # one block holds the tile; the tile's first key exists, so its table entry does
+    if c.BLOCK_SIZE % c.TILE == 0:  # one block holds the tile; its table entry exists, because the first key exists
         block = tl.load(row_keys.table_row + (tile * c.TILE // c.BLOCK_SIZE) * row_keys.table_stride)
     else:
         block = tl.load(
@@ -169,7 +173,7 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
         if PARTIAL:  # cache slots past the last key may hold NaN, and 0 * NaN is NaN
             latent = tl.where(held[:, None], latent, 0.0)
     else:
-        # 64-bit offsets [TILE]; the mask leaves out slots past the last key and blocks outside the cache
+        # 64-bit offsets [TILE]; `held` masks slots past the last key and blocks outside the cache
         entries = block.to(tl.int64) * cache.block_stride + (keys % c.BLOCK_SIZE).to(tl.int64) * cache.entry_stride
         columns = tl.arange(0, c.LATENT_PAD)
         pointers = cache.entries + entries[:, None] + columns[None, :].to(tl.int64) * cache.element_stride
@@ -203,9 +207,9 @@ def _attend_tile(state, queries, row_keys, tile, cache, scale_log2, c, PARTIAL: 
     if PARTIAL:
         seen = seen & (keys[None, :] < row_keys.visible[:, None])
     if ONE_WARPGROUP_ROWS:
-        # Where one product feeds another, the compiler divides only the rows among the warps; two warp groups on 64
-        # rows would then compute the same scores twice. A branch between the two products hides that one feeds the
-        # other. This branch is always taken.
+        # If the compiler sees that the result of the first product is an operand of the second, it divides only the
+        # rows among the warps. With 64 rows, two warp groups would then compute the same scores twice. A branch between
+        # the two products hides the dependence from the compiler. The branch is always taken.
         step = SoftmaxStep(state.largest, state.largest, state.total, tl.zeros(scores.shape, latent.dtype))
         if tile >= 0:
             step = _softmax_step(scores, seen, state, latent.dtype)
@@ -253,11 +257,11 @@ def attend_tiles(queries, row_keys, first_tile, last_tile, cache, scale_log2, c)
         first_tile: first tile to attend.
         last_tile: index behind the last tile to attend.
         cache: the paged cache.
-        scale_log2: factor of the scores, divided by ln 2 so that exp2 replaces exp.
+        scale_log2: softmax scale divided by ln 2, because the kernel uses exp2 in place of exp.
         c: compile-time constants of the kernel.
     """
     ROWS: tl.constexpr = queries.latent.shape[0]
-    LATENT_PAD: tl.constexpr = c.LATENT_PAD  # `tl.zeros` takes no field of a record in its shape
+    LATENT_PAD: tl.constexpr = c.LATENT_PAD  # `tl.zeros` accepts no field of a named tuple in its shape
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     state = RowState(largest, total, tl.zeros([ROWS, LATENT_PAD], tl.float32))

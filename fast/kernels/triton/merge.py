@@ -1,4 +1,4 @@
-"""Merge two attention states over disjoint keys, in one launch that reads each output once."""
+"""Merge of two attention states over disjoint keys, in one launch that reads each output once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE_ELEMENTS = 2048  # elements of each of the two outputs that a program works on
+TILE_ELEMENTS = 2048  # elements of each of the two outputs that one program processes
 TOKENS = 8  # tokens of a program: their float32 LSEs of one head fill a 32-byte sector
 
 
@@ -65,8 +65,8 @@ def _merge_kernel(
     invalid = (a == infinity) | (b == infinity) | (a != a) | (b != b)
     merged = tl.where(invalid[:, None], float("nan"), merged).to(out.dtype.element_ty)
     merged_lse = tl.where(invalid, float("nan"), merged_lse)
-    # Where one state has no keys, return the other state bit by bit. The formulas above would change -0.0 to 0.0 and
-    # round the LSE.
+    # Where one state has no keys, return the exact bits of the other state. The formulas above would change -0.0 to 0.0
+    # and round the LSE.
     keep_a = (b == -infinity) & (a < infinity)
     keep_b = (a == -infinity) & (b < infinity)
     merged = tl.where(keep_b[:, None], b_out, tl.where(keep_a[:, None], a_out, merged))

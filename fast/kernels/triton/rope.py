@@ -1,7 +1,7 @@
-"""Rotary embedding of queries and shared keys: alone, or fused with the latent's RMS norm and the cache write.
+"""Rotary embedding of queries and shared keys; a fused kernel also norms the latents and writes the cache.
 
-Each token has 1 + head_tiles programs. Program 0 works on the key (and the cache entry); each of the others rotates the
-queries of HEADS heads.
+Each token has 1 + head_tiles programs. Program 0 processes the key (and the cache entry); each other program rotates
+the queries of HEADS heads.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class TokenStrides(NamedTuple):
 def apply_rope(
     positions: Tensor, q_pe: Tensor, k_pe: Tensor, frequencies: Tensor, magnitude: float, interleaved: bool
 ) -> tuple[Tensor, Tensor]:
-    """Rotate q_pe [T, N, R] and k_pe [T, R] by positions [T] * frequencies [R/2]; return new contiguous tensors."""
+    """Return q_pe [T, N, R] and k_pe [T, R], rotated by the angles positions [T] * frequencies [R/2]; contiguous."""
     q_out = torch.empty_like(q_pe, memory_format=torch.contiguous_format)
     k_out = torch.empty_like(k_pe, memory_format=torch.contiguous_format)
     tokens, heads, rope = q_pe.shape
@@ -93,7 +93,7 @@ def rope_norm_and_cache(
     magnitude: float,
     interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotate q_pe and k_pe, RMS-norm the latent and write latent and key into the cache, in one launch.
+    """Rotate q_pe and k_pe, RMS-norm the latents, and write latents and rotated keys into the cache, in one launch.
 
     Args:
         positions: [T], position of each token in its request.
@@ -101,8 +101,8 @@ def rope_norm_and_cache(
         kv_c: [T, Lkv], latents before the norm.
         k_pe: [T, R], rope part of the shared keys.
         kv_cache: [num_blocks, block_size, Lkv + R], written in place.
-        slot_mapping: [slots], slot of each token. A token without a slot here, or with a slot outside the cache such as
-            -1, is not written.
+        slot_mapping: [slots], slot of each token. A token past the end of this tensor is not written. A token with a
+            slot outside the cache, such as -1, is not written either.
         norm_weight: [Lkv], weight of the RMS norm.
         eps: epsilon of the RMS norm.
         frequencies: [R/2] float32.
@@ -110,8 +110,8 @@ def rope_norm_and_cache(
         interleaved: rotate the pairs (0, 1), (2, 3), .. if True, and (0, R/2), (1, R/2 + 1), .. if False.
 
     Returns:
-        Rotated q_pe [T, N, R], normed latents [T, Lkv], rotated k_pe [T, R]. All are contiguous; the last two have the
-        same bits as the cache.
+        Rotated q_pe [T, N, R], normed latents [T, Lkv] and rotated k_pe [T, R], all contiguous. Latents and k_pe have
+        the same bits as the cache.
     """
     q_out, normed, k_out = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_pe, kv_c, k_pe))
     tokens, heads, rope = q_pe.shape
@@ -135,7 +135,10 @@ def rope_norm_and_cache(
 
 
 def _head_tiles(heads: int, rope: int) -> tuple[int, int]:
-    """Return the heads of a query program, and the query programs of a token (0 where R is 0)."""
+    """Return two numbers: the heads that one query program rotates, and the query programs of a token.
+
+    Without a rope part (R = 0), a token has 0 query programs.
+    """
     tile = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // triton.next_power_of_2(max(1, rope))))
     return tile, triton.cdiv(heads, tile) if rope else 0
 
@@ -144,7 +147,7 @@ def _head_tiles(heads: int, rope: int) -> tuple[int, int]:
 @no_type_check
 def _cos_sin(positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS: tl.constexpr,
              ROPE: tl.constexpr):  # fmt: skip
-    """Return cosines and sines [1, PAIRS] of one token's angles; the angles are float32 as in the reference."""
+    """Return cosines and sines [1, PAIRS] of one token's angles; the angles are float32, as in package `reference`."""
     pair = tl.arange(0, PAIRS)
     frequency = tl.load(frequencies + pair * frequency_stride, pair < ROPE // 2, 0.0)
     angle = tl.load(positions + token * position_stride).to(tl.float32) * frequency
@@ -165,9 +168,9 @@ def _rotate(
     source, source_row, source_column, target, target_row, target_column, first, num_rows, cos, sin,
     ROWS: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate rows [first, first + ROWS) of one token's [num_rows, ROPE]; rows from num_rows on are skipped."""
+    """Rotate the rows [first, first + ROWS) of one token, which has [num_rows, ROPE]; skip rows from num_rows on."""
     row = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
-    if INTERLEAVED:  # load and store whole rows, so that accesses stay wide; registers separate the pairs
+    if INTERLEAVED:  # load and store whole rows in wide accesses, and separate the pairs in registers
         column = tl.arange(0, 2 * PAIRS)[None, :].to(tl.int64)
         held = (row < num_rows) & (column < ROPE)
         x = tl.load(source + row * source_row + column * source_column, held, 0.0)
@@ -193,7 +196,7 @@ def _rope_kernel(
     position_stride, q_token, q_head, q_column, k_token, k_column, frequency_stride,
     ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the shared key of one token, or the queries of HEADS of its heads."""
+    """Rotate the shared key of one token, or the queries of HEADS heads of one token."""
     token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
     cos, sin = _cos_sin(positions, frequencies, token, magnitude, position_stride, frequency_stride, PAIRS, ROPE)
     if number == 0:  # the shared key is one row
@@ -216,7 +219,7 @@ def _rope_norm_cache_kernel(
     BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, LATENT_TILE: tl.constexpr,
     ROPE: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Write the cache entry of one token, or rotate the queries of HEADS of its heads."""
+    """Write the cache entry of one token, or rotate the queries of HEADS heads of one token."""
     token, number = tl.program_id(0).to(tl.int64) // token_programs, tl.program_id(0) % token_programs
     if number == 0:  # the cache entry: latent and shared key
         slot = tl.load(slot_mapping + token * strides.slot, token < num_slots, -1)
@@ -237,7 +240,7 @@ def _rope_norm_cache_kernel(
             _rotate(
                 key, 0, strides.k_column, outputs.k_pe + token * ROPE, 0, 1, 0, 1, cos, sin, 1, ROPE, PAIRS, INTERLEAVED
             )
-            _rotate(  # rotate again, into the cache; num_rows is 0 where the slot is out of range
+            _rotate(  # rotate again, into the cache; `num_rows` is 0, and nothing is written, for an invalid slot
                 key, 0, strides.k_column, entry + LATENT * strides.element, 0, strides.element, 0,
                 written.to(tl.int32), cos, sin, 1, ROPE, PAIRS, INTERLEAVED,
             )  # fmt: skip

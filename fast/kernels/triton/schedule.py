@@ -1,9 +1,11 @@
-"""Plan the decode schedule on the GPU, in one launch that reads no value back: it can be part of a captured graph.
+"""Planning of the decode schedule on the GPU, in one launch.
+
+The host reads no value back, so a captured CUDA graph can contain this launch.
 
 Imagine all requests laid end to end on a line. The length of a request on this line is its number of tiles plus
 `request_cost`; a batch-invariant schedule adds `split_cost` for each split after the first. The line is divided into
 segments of equal length, one for each program of the decode. Each program of the kernels below finds where the segments
-of a few programs of the decode begin and end. It sums over CHUNK requests at a time; it does not visit them one by one.
+of a few programs of the decode begin and end. The kernels process CHUNK requests at a time, not one by one.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from reference.interfaces import DECODE_TILE, InvariantSplitRule
 from ..device import device_facts
 
 PROGRAMS = 4  # programs of the decode whose ranges one program of these kernels computes
-SHAPES = ((256, 1), (1024, 4))  # (requests summed at a time, warps): for up to 256 requests, and for more
+SHAPES = ((256, 1), (1024, 4))  # (CHUNK, warps): for up to 256 requests, and for more requests
 
 
 class SplitRule(NamedTuple):
-    """The four numbers of `InvariantSplitRule`, as values inside a kernel."""
+    """The four numbers of `InvariantSplitRule`, as values inside a kernel: how a request is split by its own length."""
 
     small_tiles: Any
     small_splits: Any
@@ -54,10 +56,10 @@ class SegmentBounds(NamedTuple):
 
     Attributes:
         first_request: request in which the segment begins.
-        first_start: where that request starts on the line.
+        first_start: where `first_request` starts on the line.
         last_request: request in which the segment ends.
-        last_start: where that request starts on the line.
-        last_end: where that request ends on the line.
+        last_start: where `last_request` starts on the line.
+        last_end: where `last_request` ends on the line.
     """
 
     first_request: Any
@@ -71,9 +73,9 @@ class LineSums(NamedTuple):
     """Sums over the chunks of requests that were added so far.
 
     Attributes:
-        before: length of these requests on the line.
-        splits_before: number of their splits.
-        bounds: `SegmentBounds`, found among these requests.
+        before: sum of the lengths of these requests on the line.
+        splits_before: number of splits of these requests.
+        bounds: `SegmentBounds`, as far as these requests determine them.
     """
 
     before: Any
@@ -84,7 +86,7 @@ class LineSums(NamedTuple):
 @triton.jit
 @no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
 def invariant_split_tiles(tiles, rule):
-    """Return the tiles of one split, for requests of `tiles` tiles (`reference.interfaces.invariant_split_tiles`)."""
+    """Return the number of tiles of one split; see `reference.interfaces.invariant_split_tiles` for the rule."""
     size = (tiles + rule.small_splits - 1) // rule.small_splits
     size = tl.maximum(tl.minimum(size, rule.large_tiles), rule.small_tiles)
     size = tl.maximum(size, (tiles + rule.max_splits - 1) // rule.max_splits)
@@ -95,9 +97,10 @@ def invariant_split_tiles(tiles, rule):
 @no_type_check
 def _chunk_tiles(seq_lens, first, num_requests, request_cost, split_cost, rule, CHUNK: tl.constexpr,
                  TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr):  # fmt: skip
-    """Return the `RequestTiles` of CHUNK requests, from request `first` on; requests past the last one have no tiles.
+    """Return the `RequestTiles` of CHUNK requests, from request `first` on.
 
-    On the line, a request with tiles has `request_cost` besides its tiles, and `split_cost` for each split.
+    A request number past the last request gets no tiles. The length of a request on the line is its number of tiles,
+    plus `request_cost` if it has tiles, plus `split_cost` for each split.
     """
     request = first + tl.arange(0, CHUNK)
     lens = tl.load(seq_lens + request, mask=request < num_requests, other=0)
@@ -119,15 +122,15 @@ def _add_chunk(tiles, length, before, splits_before, first, num_requests, low, h
     Args:
         tiles: [CHUNK], tiles of each request.
         length: [CHUNK], length of each request on the line.
-        before: length of the earlier requests on the line.
+        before: sum of the lengths of the earlier requests on the line.
         splits_before: number of splits of the earlier requests.
         first: number of the first request of the chunk.
         num_requests: number of requests.
         low: [PROGRAMS], where each program's segment begins.
-        high: [PROGRAMS], where it ends.
+        high: [PROGRAMS], where each program's segment ends.
         segment: length of a segment.
-        request_cost: cost of a request besides its tiles.
-        bounds: `SegmentBounds`, found among the earlier requests.
+        request_cost: cost of a request in addition to its tiles.
+        bounds: `SegmentBounds`, as far as the earlier requests determine them.
         split_offsets: [B + 1] of the schedule; program 0 writes it.
         CHUNK: number of requests.
 
@@ -161,7 +164,7 @@ def _plan_decode_kernel(
     seq_lens, tile_ranges, split_offsets, num_requests, num_programs, request_cost,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Plan a schedule that is not batch-invariant: a request is cut wherever a segment of the line ends."""
+    """Plan a schedule that is not batch-invariant: a request is split wherever a segment of the line ends."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -223,7 +226,7 @@ def _plan_invariant_kernel(
 ):  # fmt: skip
     """Plan a batch-invariant schedule.
 
-    Each request is split by its own length alone. A program takes the splits that start in its segment of the line.
+    Each request is split by its own length only. A program takes the splits that start in its segment of the line.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -231,14 +234,14 @@ def _plan_invariant_kernel(
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     first_cost = request_cost - split_cost
     program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
-    end = CHUNK if ONE_CHUNK else num_requests  # with a constant end, the compiler loads and counts one chunk once
+    end = CHUNK if ONE_CHUNK else num_requests  # with a constant end, the three loops load one chunk only once
     total = tl.zeros([], tl.int32)
     for first in range(0, end, CHUNK):
         counts = _chunk_tiles(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
         total += tl.sum(counts.length)
     segment = tl.maximum((total + num_programs - 1) // num_programs, 1)
     low = program * segment
-    # low_split: number of splits that start before the program's segment; high_split: before the next segment
+    # low_split, high_split: number of splits that start before the program's segment, and before the next segment
     low_split = tl.zeros([PROGRAMS], tl.int32)
     high_split = tl.zeros([PROGRAMS], tl.int32)
     before, splits_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -312,11 +315,12 @@ def plan_decode(
 
     Args:
         seq_lens: [B], keys of each request.
-        num_programs: programs that the decode is cut for.
-        request_cost: cost of a request besides its tiles, in tiles.
-        split_cost: cost of a split of a batch-invariant schedule, in tiles; at most `request_cost` is counted.
-        invariant_split_rule: how a batch-invariant schedule splits a request.
-        batch_invariant: split each request by its own length alone.
+        num_programs: number of programs that share the tiles of the decode.
+        request_cost: cost of a request in addition to its tiles, in tiles.
+        split_cost: cost of a split of a batch-invariant schedule, in tiles. A value above `request_cost` is lowered to
+            `request_cost`.
+        invariant_split_rule: rule by which a batch-invariant schedule splits a request.
+        batch_invariant: True splits each request by its own length only.
     """
     requests = seq_lens.shape[0]
     tile_ranges = torch.empty(num_programs, 5, dtype=torch.int32, device=seq_lens.device)

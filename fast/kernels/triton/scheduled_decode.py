@@ -1,7 +1,8 @@
 """Absorbed decode that follows a schedule: each program attends a range of tiles, one request after another.
 
-Where one program attends all tiles of a request, it writes the output. Where several programs do, they write partial
-outputs in float32 for `fast.kernels.combine`. The same kernel serves a batch-invariant decode without a schedule.
+A program that attends all tiles of a request writes the output. If several programs attend a request, they write
+partial outputs in float32, and `fast.kernels.combine` adds the partial outputs. A batch-invariant decode without a
+schedule uses the same kernel.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ def _scheduled_decode_kernel(
     HEADS: tl.constexpr, ROWS: tl.constexpr, SCHEDULE_TILE: tl.constexpr, BY_LENGTH: tl.constexpr,
     SCHEDULED: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Attend the tile range of one scheduled program, for ROWS rows of each request; write outputs or partial outputs.
+    """Attend the tile range of one program, for ROWS rows of each request; write outputs or partial outputs.
 
     With BY_LENGTH, each request is split by its own length. Without a schedule (SCHEDULED is False), the splits of each
     request are spread over `programs_per_request` programs.
     """
-    # 1. the range of this program: first request, first tile and first split; last request and last tile
+    # 1. find the tile range of this program: first request, tile and split; last request and tile
     program, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
     first_tile = 0
@@ -100,7 +101,7 @@ def _scheduled_decode_kernel(
             )  # fmt: skip
             visible = tl.minimum(tl.load(visible_lens + token, mask=real, other=0), readable)
             key_end = tl.maximum(tl.max(visible, 0), 0)
-            # number of tiles of which every row sees every key
+            # number of tiles in which every row sees every key
             full_tiles = tl.maximum(tl.min(tl.where(real, visible, key_end), 0), 0) // c.TILE
             table_row = block_table + request.to(tl.int64) * table_row_stride
             state = attend_tiles(
@@ -114,8 +115,8 @@ def _scheduled_decode_kernel(
                 c,
             )  # fmt: skip
             if BY_LENGTH:
-                # A program that has the first split of a request combines the splits that follow, as long as they are
-                # its own. It keeps their sum at the first partial index of the request.
+                # A program that attends the first split of a request adds the splits that it attends next to the first
+                # split. The program keeps the sum at the first partial index of the request.
                 index = request * (num_partials // num_requests) + tl.where(has_first_split, 0, split)
                 whole = has_first_split & (split + 1 >= splits)
                 if has_first_split & (split > 0):
@@ -133,10 +134,10 @@ def _scheduled_decode_kernel(
             else:
                 first_split = tl.load(split_offsets + request)
                 whole = tl.load(split_offsets + request + 1) - first_split <= 1
-                # clamp: tensors that `plan_decode` did not make may hold any numbers
+                # clamp the index, because a schedule that `plan_decode` did not make may hold any numbers
                 index = tl.minimum(tl.maximum(first_split + split, 0), num_partials - 1)
             if whole:
-                divisor = tl.where(state.total == 0, 1.0, state.total)  # row without keys: values 0, largest -inf
+                divisor = tl.where(state.total == 0, 1.0, state.total)  # without keys: weighted 0, largest -inf
                 weighted = state.weighted * (1.0 / divisor)[:, None]
                 lse_row = outputs.lse + head.to(tl.int64) * num_tokens + token
                 tl.store(lse_row, (state.largest + tl.log2(divisor)) * LN_2, mask=real)
@@ -171,9 +172,9 @@ def _scheduled_decode_kernel(
 @triton.jit
 @no_type_check
 def _split_by_length(length, readable, rule, TILE: tl.constexpr):
-    """Return the tiles of one split and the number of splits of a request that is split by its own length.
+    """Return two numbers for a request that is split by its own length: the tiles of one split, and the splits.
 
-    The tiles of a split follow from `length`; only the `readable` keys are counted in the number of splits. A request
+    The number of tiles of a split is computed from `length`, the number of splits from the `readable` keys. A request
     without keys has one split.
     """
     split_tiles = invariant_split_tiles(_tiles(length, TILE), rule)
@@ -183,7 +184,7 @@ def _split_by_length(length, readable, rule, TILE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _tiles(length, TILE: tl.constexpr):
-    """Return cdiv(length, TILE) without overflow for lengths near 2^31, as the schedule counts tiles."""
+    """Return cdiv(length, TILE), as the schedule counts tiles; a length near 2^31 causes no overflow."""
     return (tl.maximum(length, 1) - 1) // TILE + (length > 0).to(tl.int32)
 
 
@@ -203,7 +204,9 @@ def launch_scheduled(
     max_keys: int,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of this module: write `out` and `lse` of rows with one split, partial outputs of all others.
+    """Launch the kernel of this module.
+
+    The kernel writes `out` and `lse` of rows with one split, and partial outputs of all other rows.
 
     Args:
         inputs: tensors and descriptors in the order of the kernel's parameters.
@@ -211,13 +214,14 @@ def launch_scheduled(
         constants: compile-time constants of the kernel: dims and launch shape.
         tile_ranges: [programs, 5] of the schedule, or None without a schedule.
         split_offsets: [B + 1] of the schedule, or None without a schedule.
-        batch_invariant: split each request by its own length alone.
-        split_rule: how a batch-invariant decode splits a request.
+        batch_invariant: True splits each request by its own length only.
+        split_rule: rule by which a batch-invariant decode splits a request.
         out: [T, N, Lkv], contiguous.
         lse: [N, T], contiguous.
-        request_rows: most rows of a request.
+        request_rows: upper bound of the rows of a request.
         row_blocks: number of row blocks of a request.
-        programs_per_request: without a schedule, number of programs over which the splits of a request are spread.
+        programs_per_request: number of programs over which the splits of a request are spread; used only without a
+            schedule.
         max_keys: upper bound of the keys of a request.
         softmax_scale: factor of the scores.
 
@@ -227,7 +231,7 @@ def launch_scheduled(
     tokens, _, latent = out.shape
     requests, scheduled = inputs.block_table.shape[0], tile_ranges is not None
     programs = tile_ranges.shape[0] if scheduled else requests * programs_per_request
-    # at most one split for each request, and one more for each program
+    # a schedule makes at most one split for each request, and one more split for each program
     num_partials, progress = requests + programs, 0
     if batch_invariant:
         most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), split_rule)

@@ -1,4 +1,4 @@
-"""Arrive at an mbarrier once for a whole warp group, after all its warps have finished with the shared data."""
+"""Arrival at an mbarrier, once for a whole warp group, after all its warps have finished with the shared data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_versions import partition_barrier
 
-# True only under racecheck (`tests/sanitizers.py`): racecheck treats only the memory accesses of an arriving thread as
-# ordered, even if the other threads met it at a barrier before. Tests set it before Triton hashes any kernel, because
-# the key of a compiled kernel depends on it.
+# True only under racecheck (`tests/sanitizers.py`). Racecheck takes only the memory accesses of the arriving thread for
+# ordered, even if a barrier has ordered the accesses of the other threads. Tests set this constant before Triton hashes
+# any kernel, because the cache key of a compiled kernel depends on the constant.
 EVERY_THREAD_ARRIVES = gl.constexpr(False)
 
 
@@ -22,8 +22,9 @@ EVERY_THREAD_ARRIVES = gl.constexpr(False)
 def arrive(bar, pred=True):
     """Arrive at `bar` once for the warp group, after all its warps have reached this call; return nothing.
 
-    Triton inserts a barrier of the warps after their last access to shared memory, which may be before a fence that
-    each thread executes. A caller that fences therefore calls `partition_barrier` between the fence and `arrive`.
+    Triton inserts a barrier of the warps after their last access to shared memory. If each thread executes a fence,
+    this barrier may come before the fence. A caller with a fence therefore calls `partition_barrier` between the fence
+    and `arrive`.
 
     Args:
         bar: the mbarrier.
@@ -31,6 +32,6 @@ def arrive(bar, pred=True):
     """
     if EVERY_THREAD_ARRIVES:
         if pred:
-            async_copy.mbarrier_arrive(bar)  # adds one expected arrival per thread, and performs it
+            async_copy.mbarrier_arrive(bar)  # raises the expected arrivals by one per thread; every thread arrives
         partition_barrier()
     mbarrier.arrive(bar, pred=pred)

@@ -21,7 +21,7 @@ LAUNCH = {"num_warps": 4, "launch_pdl": True}  # launch options of kernels that 
 @gluon.jit
 @no_type_check
 def launch_next():
-    """Allow the next kernel of the stream to begin before this one ends."""
+    """Allow the next kernel of the stream to begin before this kernel ends."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1
     )
@@ -30,13 +30,16 @@ def launch_next():
 @gluon.jit
 @no_type_check
 def await_previous():
-    """Wait until the previous kernel of the stream has finished; only then may this one read its outputs."""
+    """Wait until the previous kernel of the stream has finished; only then may this kernel read the earlier outputs."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
 def follow_kernel():
-    """Allow the next kernel to begin, then wait for the previous one; the code after this call may read its outputs."""
+    """Allow the next kernel to begin, then wait for the previous kernel.
+
+    The code after this call may read the outputs of the previous kernel.
+    """
     launch_next()
     await_previous()

@@ -1,4 +1,7 @@
-"""Epilogue functions of all main loops and of phase 2: write the output and LSE of rows, or their partial output."""
+"""Epilogue functions of all main loops and of phase 2: they write the output and LSE of rows, or their partial output.
+
+A reference score is the number that is subtracted from the scores of a row before exp2: about the largest score.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from .records import CombineWeights, PartialRows
 
 LN_2 = gl.constexpr(math.log(2))
 NORMAL = gl.constexpr("")  # eviction policy of outputs: the default
-STAYS = gl.constexpr("evict_last")  # eviction policy of partial outputs: keep them in the L2, they are read again soon
+STAYS = gl.constexpr("evict_last")  # eviction policy of partial outputs: kept in the L2, because they are read again
 LEAST = gl.constexpr(-3.4028234663852886e38)  # initial largest score; finite, because inf - inf would be NaN
 
 
@@ -24,8 +27,8 @@ class StoredColumns(NamedTuple):
     Attributes:
         base: pointer to the whole tensor.
         rows: offset of each row, in elements; broadcasts to the shape of the values.
-        columns: offset of each column, in elements; broadcasts too.
-        real: False for padding rows, which are not stored; broadcasts too.
+        columns: offset of each column, in elements; broadcasts to the shape of the values.
+        real: False for padding rows, which are not stored; broadcasts to the shape of the values.
     """
 
     base: Any
@@ -37,7 +40,10 @@ class StoredColumns(NamedTuple):
 @gluon.jit
 @no_type_check
 def shift_of(largest, scale_log2):
-    """Return what to subtract from scaled scores; 0 for a row that saw no key, since scaled LEAST may be infinite."""
+    """Return the number to subtract from each row's scaled scores.
+
+    For a row that saw no key this number is 0, because `LEAST * scale_log2` may be infinite.
+    """
     return gl.where(largest == LEAST, 0.0, largest * scale_log2)
 
 
@@ -65,7 +71,7 @@ def lse_in_base_two(state, divisor, scale_log2):
 @gluon.jit
 @no_type_check
 def write_lse(log, state, rows, written, block, outputs):
-    """Write the LSE of rows (natural log); -inf for a row that saw no key. Return nothing.
+    """Write the LSE of rows as a natural logarithm, and -inf for a row that saw no key; return nothing.
 
     Args:
         log: LSE in base 2 (`lse_in_base_two`).
@@ -86,7 +92,7 @@ def out_columns(values, first_column, rows, block, outputs, LATENT: gl.constexpr
 
     Args:
         values: tensor to store; only its shape and layout are read.
-        first_column: latent column of its first column.
+        first_column: latent column of the first column of `values`.
         rows: `Rows`, in the layout of `values` without the column axis.
         block: `RowBlock`.
         outputs: `Outputs`.
@@ -133,9 +139,9 @@ def write_partial_largest(state, scale_log2, rows, written, outputs):
 @gluon.jit
 @no_type_check
 def write_partial_total(state, rows, written, plan, outputs):
-    """Write the sums of weights of the `written` rows of a partial output; return nothing.
+    """Write the sum of weights of each of the `written` rows of a partial output; return nothing.
 
-    The sums are stored behind the largest scores of all partial outputs.
+    These sums are stored behind the largest scores of all partial outputs.
     """
     totals = outputs.partial_lse + plan.num_partials.to(gl.int64) * rows.index_rows
     gl.store(totals + rows.partial_row, state.total, mask=written)
@@ -144,7 +150,10 @@ def write_partial_total(state, rows, written, plan, outputs):
 @gluon.jit
 @no_type_check
 def kept_in_memory(ctx, LATENT: gl.constexpr):
-    """Return the pointer to the memory in which programs keep values between splits: behind all partial outputs."""
+    """Return the pointer to the memory in which programs keep values between splits.
+
+    This memory lies behind all partial outputs.
+    """
     return ctx.outputs.partial_out + ctx.plan.num_partials.to(gl.int64) * ctx.sizes.request_rows * LATENT
 
 
@@ -171,10 +180,14 @@ def partial_rows(partial, block, ROWS: gl.constexpr, LAYOUT: gl.constexpr, OF_RE
 @gluon.jit
 @no_type_check
 def combine_weights(before, largest):
-    """Return the `CombineWeights` that add a state with the largest scores `largest` to one with `before`.
+    """Return the `CombineWeights` of two states of the same rows: an earlier state and a later state.
 
-    Both are in base 2. The steps are those of `add_partial` in `fast.kernels.combine`, so a decode kernel and the
-    combine kernel compute the same bits.
+    The operations are the same as in `add_partial` of `fast.kernels.combine`, so a decode kernel and the combine kernel
+    compute the same bits.
+
+    Args:
+        before: reference scores of the earlier state, in base 2.
+        largest: reference scores of the later state, in base 2.
     """
     grown = largest > before + REFERENCE_GROWTH
     reference = gl.where(grown, largest, before)

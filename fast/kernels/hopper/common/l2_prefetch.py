@@ -1,11 +1,13 @@
-"""Prefetch a program's first queries and first tile into the L2 cache while the previous kernel may still run.
+"""Prefetch of a program's first queries and first tile into the L2 cache, while the previous kernel may still run.
 
-The previous kernel may still write the queries, the cache, the lengths and the block table. This is safe:
+The previous kernel may still write the queries, the cache, the lengths and the block table. The prefetch is safe for
+three reasons:
 
 - A prefetch into the L2 changes no output, because the previous kernel's writes go to the L2 too.
-- Lengths and block numbers that are read here may be outdated. They only choose addresses to prefetch, and they are
+- The lengths and block numbers that are read here may be outdated. They only choose addresses to prefetch, and they are
   clamped or masked first.
-- They are loaded with `.cg`, which bypasses the L1: an outdated value must not stay there for the loads that follow.
+- Lengths and block numbers are loaded with `.cg`, which bypasses the L1. No outdated value stays in the L1, from which
+  later loads would read it.
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def prefetch_first_item(
 ):  # fmt: skip
     """Prefetch the program's first 64 rows of queries and first 64 keys into the L2; return nothing.
 
-    The first work item of program i is assumed to be row block i % row_blocks of request i // row_blocks, with all its
-    tiles: there is no schedule and no split.
+    This function is for decodes without a schedule and without splits. The first work item of program i is then row
+    block i % row_blocks of request i // row_blocks, with all tiles of the request.
 
     Args:
         inputs: `Inputs`.

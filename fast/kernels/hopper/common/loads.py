@@ -1,6 +1,6 @@
-"""Load the operands of a work item: rows of queries and tiles of the cache; find which keys each row sees.
+"""Loads of the operands of a work item: rows of queries, tiles of the cache, and the number of keys that each row sees.
 
-Tiles are loaded with TMA, the GPU's bulk copy engine. It copies boxes: 3-D regions of the cache whose shape is
+Tiles are loaded with TMA, the GPU's bulk copy engine. TMA copies boxes: 3-D regions of the cache whose shape is
 fixed by a descriptor.
 """
 
@@ -42,7 +42,7 @@ def prefetch_queries(
     """Issue the loads of a work item's queries into shared memory; return nothing.
 
     The copies are asynchronous and use no registers, so the warp group continues. `async_copy.wait_group` waits for
-    them. Padding rows become zeros.
+    the copies. Padding rows become zeros.
 
     Args:
         item: `WorkItem`.
@@ -97,8 +97,8 @@ def visible_keys(
 ):  # fmt: skip
     """Return how many keys each row of a work item sees, and the numbers of the item's first cache blocks.
 
-    A padding row sees all readable keys: it then never forces a tile to be masked. There is one cache block number per
-    thread of the consumer; `visibility_of` checks them and loads the rest.
+    A padding row gets the number of all readable keys, so that no tile is masked because of a padding row. Each thread
+    of the consumer gets one cache block number; `visibility_of` checks these numbers and loads the remaining numbers.
     """
     rows = rows_at(row_block_of(item, sizes, HEADS), ROWS, LAYOUT)
     visible = gl.where(rows.real, gl.load(inputs.visible_lens + rows.token, mask=rows.real, other=0), item.length)
@@ -111,7 +111,7 @@ def visible_keys(
 @gluon.jit
 @no_type_check
 def _load_block_numbers(start, blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Return one entry of the block table per thread, from entry `start` on; 0 behind the last entry."""
+    """Return one entry of the block table per thread, from entry `start` on; a thread behind the last entry gets 0."""
     entry = start + gl.arange(0, 32 * NUM_WARPS, gl.BlockedLayout([1], [32], [NUM_WARPS], [0]))
     last = ceil_div(blocks.end_key, BLOCK_SIZE)
     return gl.load(blocks.entries + entry.to(gl.int64) * blocks.stride, mask=entry < last, other=0)
@@ -122,7 +122,7 @@ def _load_block_numbers(start, blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.c
 def visibility_of(
     item, visible, first_blocks, table_row, sizes, strides, BLOCK_SIZE: gl.constexpr, BOUNDED: gl.constexpr
 ):
-    """Return the `Visibility` of a work item: which keys its rows see, and from which tile on scores must be masked.
+    """Return the `Visibility` of a work item: the keys that its rows see, and the first tile whose scores need a mask.
 
     Args:
         item: `WorkItem`.
@@ -132,7 +132,7 @@ def visibility_of(
         sizes: `Sizes`.
         strides: `Strides`.
         BLOCK_SIZE: tokens of a cache block.
-        BOUNDED: limit `first_masked` to the end of the work item.
+        BOUNDED: True limits `first_masked` to the end of the work item.
     """
     first_masked = gl.maximum(gl.min(visible, 0), 0) // TILE  # number of tiles that every row sees completely
     blocks = BlockTableRow(table_row, strides.table_entry, gl.minimum(item.stop * TILE, item.length))
@@ -147,7 +147,7 @@ def visibility_of(
 @gluon.jit
 @no_type_check
 def _all_in_cache(first_blocks, begin, blocks, num_blocks, BLOCK_SIZE: gl.constexpr, NUM_WARPS: gl.constexpr):
-    """Return whether all cache blocks of a work item lie in the cache; `first_blocks` are those already loaded."""
+    """Return whether all cache blocks of a work item lie in the cache; `first_blocks` are already loaded."""
     SPAN: gl.constexpr = 32 * NUM_WARPS
     in_cache = ((first_blocks >= 0) & (first_blocks < num_blocks)).to(gl.int32)
     for start in range(begin * TILE // BLOCK_SIZE + SPAN, ceil_div(blocks.end_key, BLOCK_SIZE), SPAN):
@@ -159,7 +159,10 @@ def _all_in_cache(first_blocks, begin, blocks, num_blocks, BLOCK_SIZE: gl.conste
 @gluon.jit
 @no_type_check
 def cache_block_of(key, blocks, BLOCK_SIZE: gl.constexpr):
-    """Return the number of the cache block that has a key; -1 from `end_key` on, for which TMA writes zeros."""
+    """Return the number of the cache block that has a key, or -1 for a key from `end_key` on.
+
+    TMA writes zeros for block number -1.
+    """
     cache_block = gl.to_tensor(-1)
     if (key >= 0) & (key < blocks.end_key):  # key is negative if an invalid plan overflows int32
         cache_block = gl.load(blocks.entries + gl.to_tensor(key // BLOCK_SIZE).to(gl.int64) * blocks.stride)
@@ -174,17 +177,18 @@ def load_columns(
 ):  # fmt: skip
     """Issue the TMA loads of some columns of a tile into shared memory; return nothing.
 
-    A box holds the keys of one cache block, or 64 of them. Keys without a cache block become zeros. The buffers have
-    all boxes of the first columns, then all boxes of the next ones: the layout in which the matrix unit reads a tile.
+    A box holds all keys of one cache block, or 64 keys of a larger block. Keys without a cache block become zeros. The
+    buffers have all boxes of the first columns, then all boxes of the next columns, because the matrix unit reads a
+    tile in this layout.
 
     Args:
         tile: index of the tile.
         cache_block: cache block of the tile's first key.
-        blocks: `BlockTableRow`, for the other cache blocks of the tile.
+        blocks: `BlockTableRow`, from which the further cache blocks of the tile are read.
         descriptor: TMA descriptor of the cache.
         buffers: shared memory, one box per index.
         first_buffer: index of the tile's first box.
-        full: mbarrier that counts the bytes as they arrive.
+        full: mbarrier that counts the bytes that TMA has written.
         BLOCK_SIZE: tokens of a cache block.
         first_column: first column of the cache to load.
         COLUMNS: number of columns to load.
@@ -208,7 +212,7 @@ def load_columns(
 def zero_from(columns, first_row):
     """Overwrite the rows from `first_row` on of 64 columns in shared memory with zeros; return nothing.
 
-    These rows are keys behind the end of the request. Their bytes in the cache may be NaN, and a weight of 0 times NaN
+    These rows are keys behind the end of the request. Their values in the cache may be NaN, and a weight of 0 times NaN
     would be NaN.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

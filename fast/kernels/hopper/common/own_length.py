@@ -1,7 +1,7 @@
-"""Split a request by its own length (batch invariance).
+"""Functions that split a request by its own length (batch invariance).
 
-The splits of a request depend on no other request and not on the number of programs. The order of its sums, and so
-every bit of its output, is then the same in every batch.
+The splits of a request depend neither on other requests nor on the number of programs. The sums of a request are
+therefore computed in the same order, and give the same bits, in every batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def ceil_div(a, b):
 @gluon.jit
 @no_type_check
 def planned_tiles(length):
-    """Return the number of tiles of a request, as `plan_decode` counts them; no int32 length overflows."""
+    """Return the number of tiles of a request, as `plan_decode` counts tiles; no int32 length causes an overflow."""
     return (gl.maximum(length, 1) - 1) // TILE + (length > 0).to(gl.int32)
 
 
@@ -41,9 +41,9 @@ def invariant_split_tiles(tiles, rule):
 @gluon.jit
 @no_type_check
 def own_splits(lens, plan):
-    """Return two numbers: the tiles of a split of the request, and its splits.
+    """Return two numbers: the tiles of one split of a request, and the splits of the request.
 
-    Keys beyond `max_keys` belong to no split. A request without keys has one split, without tiles.
+    Keys beyond `max_keys` belong to no split. A request without keys has one split without tiles.
     """
     split_tiles = invariant_split_tiles(planned_tiles(lens.length), plan.rule)
     return split_tiles, gl.maximum(ceil_div(planned_tiles(lens.readable), split_tiles), 1)
@@ -58,16 +58,16 @@ def record_progress(request, row_block, begin, end, exists, split_tiles, splits,
 
     | splits of the work item | partial index |
     |---|---|
-    | all splits of the request | -1: its program writes the output itself |
-    | the first split, but not all | the first index of the request |
-    | others | the index of its first split |
+    | all splits of the request | -1: the program writes the output |
+    | the first split of the request, but not all splits | the first index of the request |
+    | only later splits | the index of the first split of the work item |
 
     Args:
         request: index of the request.
         row_block: index of the row block in the request.
         begin: first tile of the work item.
-        end: end of its tiles, exclusive.
-        exists: True if there is such a work item, and this program has to record its counts.
+        end: end of the work item's tiles, exclusive.
+        exists: True if the work item exists and this program has to record its counts.
         split_tiles: tiles of a split.
         splits: splits of the request.
         plan: `SplitPlan`.

@@ -1,8 +1,10 @@
-"""Records that functions of the Hopper kernels pass to each other.
+"""Records (named tuples) that functions of the Hopper kernels pass to each other.
 
 A record costs nothing at run time: the compiler sees only its fields, and generates the same PTX as for separate
 variables. The fields are values inside a kernel (pointers, scalars, tensors, shared memory), which no Python type
-describes. Triton's own tuples have an attribute `values`, so no field may have that name.
+describes. No field is called `values`, because Triton's tuples have an attribute of this name.
+
+A reference score is the number that is subtracted from the scores of a row before exp2: about the largest score.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from triton import constexpr_function
 
 
 class Inputs(NamedTuple):
-    """Pointers to the queries and to the lists that describe the batch; shapes as in `mla_decode`."""
+    """Pointers to the queries and to the tensors that describe the batch; `mla_decode` documents their shapes."""
 
     ql_nope: Any
     q_pe: Any
@@ -24,7 +26,7 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the batch, and the factor for its scores.
+    """Sizes of the batch, and the factor of the scores.
 
     Attributes:
         num_tokens: T, packed query tokens.
@@ -33,7 +35,7 @@ class Sizes(NamedTuple):
         max_keys: upper bound of the keys of a request.
         row_blocks: number of row blocks of a request.
         request_rows: upper bound of the rows of a request.
-        scale_log2: softmax scale divided by ln 2; scores times this factor are exponents of 2.
+        scale_log2: softmax scale divided by ln 2, because the kernels use exp2 in place of exp.
     """
 
     num_tokens: Any
@@ -57,7 +59,7 @@ class Strides(NamedTuple):
 
 
 class SplitRule(NamedTuple):
-    """Fields of `reference.interfaces.InvariantSplitRule`: the rule that splits a request by its own length."""
+    """The four numbers of `reference.interfaces.InvariantSplitRule`: how a request is split by its own length."""
 
     small_tiles: Any
     small_splits: Any
@@ -69,14 +71,14 @@ class SplitPlan(NamedTuple):
     """How requests are split over programs.
 
     Attributes:
-        tile_ranges: pointer to the [programs, 5] of a schedule; None in a kernel that knows no schedule.
-        split_offsets: pointer to the [B + 1] of a schedule; None likewise.
+        tile_ranges: pointer to the tile ranges [programs, 5] of a schedule; None in a kernel without schedules.
+        split_offsets: pointer to the split offsets [B + 1] of a schedule; None in a kernel without schedules.
         num_splits: without a schedule, number of work items per (request, row block) pair. A work item is one split,
-            or several consecutive splits where requests are split by their own length. In the kernel of two phases, the
-            upper bound of the splits of a request.
+            or several consecutive splits where requests are split by their own length. In the kernel of two phases,
+            this field is the upper bound of the splits of a request.
         num_partials: number of partial indices.
         progress: pointer to [B, 2] int32: combined splits and all splits of each request (`fast.kernels.combine`).
-        rule: `SplitRule` of requests that are split by their own length.
+        rule: `SplitRule`; used where requests are split by their own length.
     """
 
     tile_ranges: Any
@@ -88,9 +90,9 @@ class SplitPlan(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Pointers to outputs and partial outputs, and the TMA descriptor of `out` (None: plain stores write outputs).
+    """Pointers to outputs and partial outputs, and `out_rows`, a TMA descriptor of `out`.
 
-    TMA is the GPU's bulk copy engine.
+    TMA is the GPU's bulk copy engine. If `out_rows` is None, plain stores write the output.
     """
 
     out: Any
@@ -113,7 +115,7 @@ class Constants(NamedTuple):
         BY_LENGTH: True if requests are split by their own length.
         SCHEDULED: True if a schedule assigns work to programs.
         SPLIT: True if every request has the same number of splits, more than one.
-        SLICES: number of programs that process the same tiles, each for its own columns of the output.
+        SLICES: number of programs that process the same tiles; each program computes other columns of the output.
     """
 
     CONSUMER: Any
@@ -130,12 +132,12 @@ class Constants(NamedTuple):
 
 @constexpr_function
 def of_consumer(c, index):
-    """Return the constants of another consumer of the same kernel."""
+    """Return the constants `c` with CONSUMER = `index`, for another consumer of the same kernel."""
     return c._replace(CONSUMER=index)
 
 
 class Context(NamedTuple):
-    """Arguments that the functions of a consumer share: kernel arguments, shared memory and barriers."""
+    """Arguments that all functions of a consumer take: kernel arguments, shared memory and barriers."""
 
     inputs: Any
     plan: Any
@@ -153,7 +155,7 @@ class WorkPosition(NamedTuple):
         candidate: with a schedule, index of a request; otherwise, index of a (request, split, row block) triple.
         first_tile: with a schedule, tile of the request at which the program begins.
         split: with a schedule, split of the request at which the program begins.
-        more: True if `candidate` is not yet behind the program's last candidate.
+        more: True if the program still has candidates: `candidate` is not behind the last candidate.
     """
 
     candidate: Any
@@ -169,7 +171,7 @@ class RequestLens(NamedTuple):
         query_start: first query token.
         query_end: end of the query tokens, exclusive.
         length: keys of the request.
-        readable: `length`, or `max_keys` if that is less.
+        readable: the smaller of `length` and `max_keys`.
     """
 
     query_start: Any
@@ -181,17 +183,17 @@ class RequestLens(NamedTuple):
 class WorkItem(NamedTuple):
     """Consecutive tiles of one request and row block that a program processes next.
 
-    The end of a program's work is marked by an item with request -1 and zeros in the other fields.
+    After the last work item of a program comes an item with request -1 and zeros in the other fields.
 
     Attributes:
         request: index of the request, or -1.
         row_block: index of the row block in the request.
         query_start: first query token of the request.
-        query_end: end of its query tokens, exclusive.
+        query_end: end of the request's query tokens, exclusive.
         length: readable keys of the request.
         begin: first tile.
         stop: end of the tiles, exclusive.
-        partial: partial index of the item's first split, or -1 if the program writes the output of the rows itself.
+        partial: partial index of the item's first split, or -1 if the program writes the output of the rows.
         split_tiles: tiles of a split; read only where requests are split by their own length.
     """
 
@@ -221,7 +223,7 @@ class BlockTableRow(NamedTuple):
 
 
 class CandidateItem(NamedTuple):
-    """A work item whose rows are not checked yet, and whether the schedule or the split rule gives it any tiles."""
+    """A work item whose rows are not checked yet; `exists` is False if no schedule or split rule gives it tiles."""
 
     item: Any
     exists: Any
@@ -269,7 +271,7 @@ class PartialRows(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Pointers to the queries, the shared memory that they are copied to, and their strides."""
+    """Pointers to the queries, the shared memory to which the queries are copied, and the strides of the queries."""
 
     ql_nope: Any
     q_pe: Any
@@ -285,12 +287,12 @@ class Visibility(NamedTuple):
         visible: number of keys that each row sees.
         length: readable keys of the request.
         table_row: pointer to the request's row of the block table.
-        table_stride: stride of the entries in that row.
+        table_stride: stride of the entries in the request's row.
         num_blocks: number of blocks in the cache.
-        checked_keys: the mask looks up the blocks of keys below this bound, because some of these blocks may lie
-            outside the cache; 0 if all blocks of the work item lie in the cache.
-        first_masked: first tile whose scores must be masked, because some row does not see all its keys or because
-            some blocks may lie outside the cache.
+        checked_keys: number of keys whose blocks the mask looks up, because some of these blocks may lie outside the
+            cache; 0 if all blocks of the work item lie in the cache.
+        first_masked: first tile whose scores must be masked: some row does not see all keys of the tile, or some block
+            may lie outside the cache.
     """
 
     visible: Any
@@ -306,7 +308,7 @@ class RowState(NamedTuple):
     """Softmax state of some rows over some keys.
 
     Attributes:
-        largest: largest score of each row, or the reference that replaces it (`tile_scores.reference_of`).
+        largest: reference score of each row: the largest score, or the number that `tile_scores.reference_of` chose.
         total: sum of the softmax weights of each row, relative to `largest`.
         weighted: sum of the values times these weights; not divided by `total` yet.
     """
@@ -317,7 +319,7 @@ class RowState(NamedTuple):
 
 
 class HalfState(NamedTuple):
-    """`RowState` for one half of the latent columns; `left` and `right` are two quarters of `weighted`."""
+    """`RowState` for one half of the latent columns; `left` and `right` are the two quarters of this half."""
 
     largest: Any
     total: Any
@@ -326,7 +328,7 @@ class HalfState(NamedTuple):
 
 
 class CombineWeights(NamedTuple):
-    """Factors that combine two states: the new reference in base 2, and the factors of the old and the new state."""
+    """Reference scores of two combined states, in base 2, and the factors of the old and of the new state."""
 
     reference: Any
     old: Any

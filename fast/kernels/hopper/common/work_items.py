@@ -1,13 +1,13 @@
-"""Find the work items of a program: which tiles of which request it processes, one item after the other.
+"""Functions that find the work items of a program: the tiles of one request that the program processes next.
 
-The producer finds each work item and writes it to shared memory (`write_item`). The consumers read it from there
-(`read_item`).
+The producer finds each work item and writes it to shared memory (`write_item`). The consumers read the work item from
+shared memory (`read_item`).
 
-If a request is split by its own length, a work item is one or more consecutive splits of it:
+If a request is split by its own length, a work item is one or more consecutive splits of the request:
 
-- The work item has the request's first split: its program combines all splits of the item in order.
-- The work item begins at a later split: each of its splits becomes a partial output of its own. The combine kernel
-  adds them in order.
+- If the work item has the request's first split, the program combines all splits of the item in order.
+- If the work item begins at a later split, each split of the item becomes a separate partial output. The combine kernel
+  adds these partial outputs in order.
 
 Splits are thus always added from the first to the last, and the number of programs does not change any bit.
 """
@@ -32,9 +32,9 @@ ITEM_FIELDS = gl.constexpr(9)  # fields of a `WorkItem`
 def first_position(plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
     """Return the `WorkPosition` at which a program begins.
 
-    With a schedule, a program's candidates are consecutive requests. Without one, every request has the same number of
-    work items per row block, a candidate is a (request, split, row block) triple, and the programs take the candidates
-    in turn: program i begins with candidate i // SLICES.
+    With a schedule, a program's candidates are consecutive requests. Without a schedule, every request has the same
+    number of work items per row block, and a candidate is a (request, split, row block) triple. Program i begins with
+    candidate i // SLICES and advances by the number of programs divided by SLICES.
     """
     candidate = gl.program_id(0) // SLICES
     first_tile, split = candidate * 0, candidate * 0
@@ -49,9 +49,9 @@ def first_position(plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _last_candidate(plan, sizes, SCHEDULED: gl.constexpr):
-    """Return the last candidate of this program (with a schedule) or of the whole grid (without).
+    """Return the last candidate: of this program with a schedule, of the whole grid without a schedule.
 
-    Reloaded for every work item: keeping it would cost a register.
+    The number is reloaded for every work item, because keeping it would cost a register.
     """
     if SCHEDULED:
         row = plan.tile_ranges + gl.program_id(0) // sizes.row_blocks * 5
@@ -86,7 +86,8 @@ def lens_of(request, inputs, sizes):
 def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr):
     """Return the `CandidateItem` at a position; `seek_item` checks whether it has rows.
 
-    A work item may exist without tiles: its request has no keys, or fewer tiles than splits. It then writes zeros.
+    A work item may exist without tiles: its request has no keys, or fewer tiles than splits. The program then writes
+    zeros for this work item.
 
     Args:
         position: `WorkPosition`.
@@ -126,7 +127,7 @@ def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: 
         begin = position.first_tile
         end = _planned_end(position.candidate, lens.length, plan, sizes)
         exists = begin < end
-        # the programs on both sides of a boundary round it in the same way
+        # the programs before and behind a boundary round the boundary in the same way
         begin = begin // EVEN_TILES * EVEN_TILES
         end = gl.where(end < planned_tiles(lens.length), end // EVEN_TILES * EVEN_TILES, end)
     else:
@@ -143,12 +144,12 @@ def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: 
 @gluon.jit
 @no_type_check
 def _partial_index(request, split, plan, SCHEDULED: gl.constexpr):
-    """Return the partial index of a work item; -1 if its request has one split, so that it writes the output."""
+    """Return the partial index of a work item; -1 if the request has one split and the program writes the output."""
     if SCHEDULED:
         first_split = gl.load(plan.split_offsets + request)
         partial = first_split + split
         splits = gl.load(plan.split_offsets + request + 1) - first_split
-        # an invalid schedule may hold any numbers: stay inside the partial outputs
+        # clamp the index to the partial outputs, because an invalid schedule may hold any numbers
         partial = gl.where(splits <= 1, -1, gl.minimum(gl.maximum(partial, 0), plan.num_partials - 1))
     else:
         partial = gl.where(plan.num_splits <= 1, -1, split)
@@ -174,7 +175,7 @@ def seek_item(
     position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, ROWS: gl.constexpr, HEADS: gl.constexpr,
     BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
-    """Return the first work item at or after a position, and its position: `(position, item)`.
+    """Return `(position, item)`: the first work item at or after a position, with the position of this work item.
 
     A candidate is a work item if it exists (`item_at`) and its row block has a query token. If no work item is left,
     the item has request -1 and zeros, and `position.more` is false.
@@ -191,7 +192,7 @@ def seek_item(
         SCHEDULED: see `item_at`.
         SLICES: number of programs that process the same tiles.
     """
-    none = position.candidate * 0  # zeros: with no query tokens and no tiles, nothing is loaded for this item
+    none = position.candidate * 0  # zeros: without query tokens and tiles, nothing is loaded for this item
     item = WorkItem(none - 1, none, none, none, none, none, none, none, none)
     searching = position.more
     while searching:
@@ -213,7 +214,10 @@ def seek_item(
 @gluon.jit
 @no_type_check
 def write_item(items, number, item, item_written):
-    """Write work item `number` to shared memory and arrive at `item_written`; return nothing (producer)."""
+    """Write work item `number` to shared memory and arrive at `item_written`; return nothing.
+
+    The producer calls this function.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     for i in gl.static_range(ITEM_FIELDS):
         items.index(number % ITEMS_HELD * ITEM_FIELDS + i).store(gl.full([1], item[i], gl.int32, layout))
@@ -223,7 +227,10 @@ def write_item(items, number, item, item_written):
 @gluon.jit
 @no_type_check
 def read_item(items, number):
-    """Return work item `number` from shared memory (consumers, after they have waited for `item_written`)."""
+    """Return work item `number` from shared memory.
+
+    The consumers call this function after they have waited for `item_written`.
+    """
     return WorkItem(
         _field(items, number, 0), _field(items, number, 1), _field(items, number, 2), _field(items, number, 3),
         _field(items, number, 4), _field(items, number, 5), _field(items, number, 6), _field(items, number, 7),

@@ -1,4 +1,4 @@
-"""The work loop of a consumer: it processes work item after work item, and is the same for every main loop.
+"""The work loop of a consumer: it processes one work item after another. All main loops use the same work loop.
 
 A main loop consists of seven functions, which a consumer passes to `run_work_items`:
 
@@ -6,15 +6,15 @@ A main loop consists of seven functions, which a consumer passes to `run_work_it
 |---|---|
 | `prefetch_next(item, wanted, ctx, c)` | If `wanted`, issue the loads of the item's queries. |
 | `attend(begin, stop, end, visibility, ctx, counters, c)` | Attend tiles [begin, stop); return state, counters. |
-| `with_kept(state, kept_values, ctx, counters, c)` | Combine it with the kept state; return state and counters. |
+| `with_kept(state, kept_values, ctx, counters, c)` | Combine the kept state with `state`; return state, counters. |
 | `keep(state, kept_values, ctx, c)` | Keep a state for the next split of the work item. |
 | `to_base_two(state, scale_log2)` | Return the state with its largest scores in base 2. |
 | `write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST)` | Write a partial output. |
 | `write_whole(state, block, scale_log2, following, wanted, ctx, c)` | Write outputs; prefetch the next queries. |
 
 `ctx` is a `Context`: its `shared` has `items` and `queries`, and its `bars` have `item_written` and `item_begun`.
-`c` is a `Constants`. From `counters`, such as the number of tiles processed so far, the main loop computes the phases
-of its barriers.
+`c` is a `Constants`. `counters` are numbers of the main loop, such as the number of tiles processed so far; the main
+loop computes the phases of its barriers from them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def run_work_items(
         ctx: `Context`.
         c: `Constants`.
         ROW: layout of a tensor with one value per row.
-        SEVERAL: True if several consumers each load some columns of the queries; every consumer then waits for all.
+        SEVERAL: True if there are several consumers. Each consumer then loads some columns of the queries, and waits
+            until all consumers have loaded theirs.
     """
     sizes, items, bars = ctx.sizes, ctx.shared.items, ctx.bars
     number = 0
@@ -68,14 +69,14 @@ def run_work_items(
         visibility = visibility_of(item, visible, blocks, table_row, sizes, ctx.strides, c.BLOCK_SIZE, SEVERAL)
         async_copy.wait_group(0)
         fence_async_shared()
-        partition_barrier()  # every thread has fenced before one of them arrives
+        partition_barrier()  # every thread has executed the fence before one thread arrives
         arrive(bars.item_begun)
         if SEVERAL:
             mbarrier.wait(bars.item_begun, number & 1)
 
         if c.BY_LENGTH:
-            # One split after the other. The state of a split is kept and combined with the next split, or it becomes a
-            # partial output (`work_items`).
+            # Attend one split after another. The state of a split is kept and combined with the next split, or the
+            # state becomes a partial output (`work_items`).
             split_begin, split_stop = begin, gl.minimum(begin + item.split_tiles, stop)
             running = split_begin >= 0
             while running:
@@ -90,7 +91,7 @@ def run_work_items(
                         state, counters = with_kept(state, kept_values, ctx, counters, c)
                 if not running:
                     mbarrier.wait(bars.item_written, (number + 1) & 1)
-                # reloaded: keeping the item through a split would cost registers
+                # reload the item, because keeping it in registers during a split would be expensive
                 current = read_item(items, number)
                 # The next item is in shared memory only after the last split. Until then `following` is the current
                 # item, and `wanted` is false.
@@ -102,8 +103,8 @@ def run_work_items(
                 elif running | (partial >= 0):
                     if not SEVERAL:
                         prefetch_next(following, wanted, ctx, c)
-                    # splits combined from the request's first one on: first index of the request; otherwise: index of
-                    # this split
+                    # The sum of splits from the request's first split on is stored at the first index of the request.
+                    # Any other split is stored at its own index.
                     partial += gl.where(begin == 0, 0, (split_begin - begin) // current.split_tiles)
                     write_partial(state, block, partial, 1.0, ctx, c, True)
                 elif SEVERAL:

@@ -1,9 +1,13 @@
-"""Groups of kernel arguments. Their fields have the order in which the decode kernels take them.
+"""Groups of kernel arguments, in the order of the parameters of the decode kernels.
 
-Triton limits what a kernel can take as a record. Its launcher finds no tensor descriptor inside a record. It also
-compiles a variant of the kernel for each field that is 1, a multiple of 16 or an aligned pointer, because
-`do_not_specialize` does not reach the fields of a record. Parameters that must not give further variants are
-therefore no fields of a record: sizes of the batch and of the cache, numbers of splits, and pointers of any alignment.
+A record is a named tuple that a kernel takes as one parameter. Triton limits what a record can hold:
+
+- Triton's launcher does not find a tensor descriptor inside a record.
+- `do_not_specialize` has no effect on the fields of a record. Triton compiles a variant of the kernel for each field
+  that is 1, a multiple of 16 or an aligned pointer.
+
+Arguments that must not cause further variants are therefore separate parameters: sizes of the batch and of the cache,
+numbers of splits, and pointers of any alignment.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class LaunchInputs(NamedTuple):
-    """Queries, TMA descriptors of the cache, and the lists that describe the batch; shapes as in `mla_decode`.
+    """Queries, TMA descriptors of the cache, and the tensors that describe the batch, as separate parameters.
 
-    TMA is the GPU's bulk copy engine. A descriptor fixes the tensor and the shape of the box that one copy moves.
+    `mla_decode` documents the shapes. TMA is the GPU's bulk copy engine. A descriptor fixes the tensor and the shape of
+    the box that one copy moves.
     """
 
     ql_nope: Tensor
@@ -31,10 +36,7 @@ class LaunchInputs(NamedTuple):
 
 
 class LaunchOutputs(NamedTuple):
-    """Tensors that a decode writes; shapes as in `fast.kernels.combine.SplitDecode`.
-
-    The kernels take this record as one parameter.
-    """
+    """Tensors that a decode writes, in one record; `fast.kernels.combine.SplitDecode` documents the shapes."""
 
     out: Tensor
     lse: Tensor
@@ -73,7 +75,7 @@ class RowSizes(NamedTuple):
 
 
 class QueryStrides(NamedTuple):
-    """Strides of `ql_nope` and `q_pe`, in elements. The kernels take this record as one parameter."""
+    """Strides of `ql_nope` and `q_pe`, in elements, in one record."""
 
     latent_token: int
     latent_head: int

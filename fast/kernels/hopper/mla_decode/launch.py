@@ -1,4 +1,4 @@
-"""Launch the absorbed decode on Hopper.
+"""Launcher of the absorbed decode on Hopper.
 
 `select` chooses the kernel:
 
@@ -44,7 +44,7 @@ from .two_phases.launch import launch_two_phases
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
-LEAST_SCALE = 1e-30  # replaces a scale of 0: masked scores are -inf, and -inf * 0 would be NaN
+LEAST_SCALE = 1e-30  # used in place of a scale of 0: masked scores are -inf, and -inf * 0 would be NaN
 
 
 def mla_decode(
@@ -69,28 +69,29 @@ def mla_decode(
     See `reference.mla_decode` for the definition.
 
     Args:
-        ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv 256 or 512.
-        q_pe: [T, N, R]; R 0, 32 or 64.
-        kv_cache: [num_blocks, block_size, Lkv + R], rows are a multiple of 16 bytes; block size 16, 32, 64 or 128.
+        ql_nope: [T, N, Lkv], bfloat16 or float16; Lkv is 256 or 512.
+        q_pe: [T, N, R]; R is 0, 32 or 64.
+        kv_cache: [num_blocks, block_size, Lkv + R]. Rows are a multiple of 16 bytes; the block size is 16, 32, 64 or
+            128.
         block_table: [B, W]; tokens of a block number outside the cache are masked.
-        seq_lens: [B], clamped to [0, min(max_seq_len, W * block_size)].
-        query_start_loc: [B + 1].
-        visible_lens: [T].
+        seq_lens: [B], keys of each request, clamped to [0, min(max_seq_len, W * block_size)].
+        query_start_loc: [B + 1], first query token of each request.
+        visible_lens: [T], number of keys that each query token sees.
         max_query_len: upper bound of the query tokens of a request; it sizes the grid.
-        max_seq_len: upper bound of the keys of a request; it decides the number of splits and the size of buffers.
+        max_seq_len: upper bound of the keys of a request; it sets the number of splits and the size of buffers.
         softmax_scale: factor of the scores.
         out_dtype: dtype of `out`.
-        tile_ranges: [programs, 5] of a schedule, or None. With None every request is spread over the same number of
-            programs, chosen for the longest request.
+        tile_ranges: [programs, 5] of a schedule, or None. Without a schedule, every request is spread over the same
+            number of programs, which is chosen for the upper bound `max_seq_len`.
         split_offsets: [B + 1] of that schedule, or None.
-        batch_invariant: split every request by its own length, so that its bits do not depend on the batch.
-        split_rule: rule of these splits; used only if `batch_invariant` is true.
+        batch_invariant: True splits every request by its own length, so that its bits do not depend on the batch.
+        split_rule: rule by which a batch-invariant decode splits a request; used only if `batch_invariant` is true.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: a dtype that is not listed above; a cache whose address is not a multiple of 16 bytes.
+        ValueError: a dtype is not listed above, or the address of the cache is not a multiple of 16 bytes.
     """
     split_decode = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
@@ -107,7 +108,7 @@ def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
 ) -> SplitDecode:  # fmt: skip
-    """Do everything that `mla_decode` does except the combine; return outputs and partial outputs."""
+    """Run `mla_decode` without its combine kernel; return outputs and partial outputs."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
     check(out_dtype in OUT_DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
     check(kv_cache.data_ptr() % 16 == 0, "kv_cache", "aligned to 16 bytes", f"address {kv_cache.data_ptr():#x}")
@@ -176,7 +177,7 @@ def decode_splits(
         elif program_rows < MANY_ROWS:
             _row_blocks_16_32_kernel[(assigned.programs,)](*arguments, c=constants, **LAUNCH)
         else:
-            # TMA boxes need row blocks whose 64 rows have one token
+            # TMA can write a row block as one box only if all 64 rows belong to one token
             in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants.SPLIT
             out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
@@ -188,8 +189,8 @@ def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
     """Return queries [T, N, columns] whose rows begin at multiples of 16 bytes, and the strides of tokens and heads.
 
     The kernels copy 16 bytes at a time. Triton compiles such copies only for strides that are multiples of 16 elements.
-    The queries are cloned if a stride is not such a multiple, if their address is not a multiple of 16 bytes, or if a
-    row is not contiguous.
+    The queries are cloned in three cases: a stride is not a multiple of 16 elements, the address is not a multiple of
+    16 bytes, or a row is not contiguous.
     """
     strides = [stride if size > 1 else 0 for size, stride in zip(queries.shape, queries.stride(), strict=True)]
     if queries.numel() and (queries.stride(2) != 1 or queries.data_ptr() % 16 or any(s % 16 for s in strides[:2])):
@@ -227,7 +228,8 @@ def decode_programs(
 ) -> int:
     """Return how many programs a schedule needs to fill a device.
 
-    A schedule program is launched once per row block, and a multiprocessor runs one launched program.
+    The grid has one launched program for each scheduled program and row block, and a multiprocessor runs one launched
+    program at a time.
     """
     rows = num_heads * query_len
     return max(1, device_facts(device).processors // triton.cdiv(rows, rows_of_a_program(rows)))
@@ -236,5 +238,5 @@ def decode_programs(
 def schedule_costs(
     device: torch.device, dtype: torch.dtype, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int
 ) -> ScheduleCosts:
-    """Return the measured costs from which a schedule is computed; they depend only on the number of heads."""
+    """Return the measured costs from which a schedule is planned; the costs depend only on the number of heads."""
     return measured_schedule_costs(num_heads)

@@ -1,4 +1,4 @@
-"""Choose the kernel of a decode and the rows of its row blocks, and assign requests to programs."""
+"""Choice of the kernel of a decode and of the rows of its row blocks; assignment of requests to programs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .two_phases.column_blocks import COLUMN_BLOCKS
 
 FEW_ROWS = (16, 32)  # rows of a row block of `row_blocks_16_32`
 MANY_ROWS = ROWS.value  # rows of a row block of `row_blocks_64`: 64
-WIDE_LATENT = 512  # Lkv for which several programs may compute one split if multiprocessors would be idle
-SLICES = 2  # programs that may compute one split, each its own slice of the output columns
-FEW_TILES = 4  # fewest tiles per program for which smaller row blocks are tried (`_rows_where_alone`)
+WIDE_LATENT = 512  # Lkv for which several programs may compute one split, if multiprocessors would be idle otherwise
+SLICES = 2  # programs that may compute one split; each program computes other output columns
+FEW_TILES = 4  # tiles per program with which `_rows_where_alone` counts the programs of a single request
 
 
 class Assignment(NamedTuple):
@@ -31,8 +31,8 @@ class Assignment(NamedTuple):
         partial_rows: number of rows of all partial outputs.
         most_splits: upper bound of the splits of a request, if requests are split by their own length and a program
             combines the splits of its work item; otherwise 0.
-        slices: number of programs that process the same tiles, each for its own columns of the output.
-        pairs: pairs of tiles of a request, if the decode takes two phases; otherwise 0.
+        slices: number of programs that process the same tiles; each program computes other columns of the output.
+        pairs: upper bound of the pairs of tiles of a request, if the decode has two phases; otherwise 0.
 
     | requests | `num_splits` |
     |---|---|
@@ -52,10 +52,11 @@ class Assignment(NamedTuple):
 
 
 def assign_planned(ranges: int, requests: int, request_rows: int, row_blocks: int, most_splits: int) -> Assignment:
-    """Assign requests as a schedule does; each of its programs leaves at most one request unfinished.
+    """Return the `Assignment` of a decode with a schedule.
 
-    `most_splits` is the upper bound of the splits of a request that is split by its own length; 0 if the schedule
-    splits requests at any tile.
+    `most_splits` is the upper bound of the splits of a request that is split by its own length, or 0 if the schedule
+    splits requests at any tile. In the second case each program leaves at most one request unfinished, so there are at
+    most `requests + ranges` splits.
     """
     num_partials = requests * most_splits if most_splits > 0 else requests + ranges
     return Assignment(ranges * row_blocks, 1, num_partials, num_partials * request_rows, most_splits)
@@ -71,7 +72,10 @@ def assign_by_length(
     processors: int,
     split_rule: InvariantSplitRule,
 ) -> Assignment:
-    """Assign requests that are split by their own length; the longest request decides the number of programs."""
+    """Return the `Assignment` of requests that are split by their own length, without a schedule.
+
+    The upper bound of the keys of a request sets the number of programs.
+    """
     items = requests * triton.cdiv(request_rows, program_rows)
     most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), split_rule)
     pairs = triton.cdiv(keys, 2 * DECODE_TILE)
@@ -95,14 +99,17 @@ def assign_by_length(
 def assign_evenly(
     requests: int, rows: int, program_rows: int, row_blocks: int, keys: int, processors: int
 ) -> Assignment:
-    """Assign every request to the same number of programs; the longest request decides this number."""
+    """Return the `Assignment` that gives every request the same number of splits.
+
+    The upper bound of the keys of a request sets this number.
+    """
     num_splits = best_num_splits(requests * row_blocks, rows, whole_tiles(keys), program_rows, row_blocks, processors)
     programs = min(processors, requests * num_splits * row_blocks)
     return Assignment(programs, num_splits, num_splits, num_splits * rows if num_splits > 1 else 0)
 
 
 def _scored_at_once(score_blocks: int, processors: int) -> bool:
-    """Return whether every score block gets a program of its own; only then does a decode take two phases."""
+    """Return whether there is a program for every score block; a decode in two phases needs this."""
     return 0 < score_blocks <= processors
 
 
@@ -121,7 +128,7 @@ def choose_program_rows(
 
 
 def kept_values_of(program_rows: int, latent: int) -> int:
-    """Return how many values a program keeps in global memory between splits: those without room in shared memory."""
+    """Return how many values a program keeps in global memory between splits, because shared memory is too small."""
     values = program_rows * latent
     if program_rows == MANY_ROWS:
         return values
@@ -134,14 +141,15 @@ def rows_of_a_program(rows: int) -> int:
 
 
 def _rows_where_alone(program_rows: int, requests: int, request_rows: int, keys: int, processors: int) -> int:
-    """Return the number of rows of a row block where every request has the same number of splits.
+    """Return the number of rows of a row block, if every request has the same number of splits.
 
     A single request may be too short to fill the device, even with FEW_TILES tiles per program. Smaller row blocks then
-    give more programs, if all of them still run at once. `fast.warmup` launches one request of every length, because
-    the kernel depends on the length here.
+    give more programs. They are chosen if all these programs run at once. The kernel thus depends on the length of the
+    request, so `fast.warmup` launches one request of every length.
 
     Args:
-        program_rows: rows of a row block if there are several requests, or if smaller row blocks do not fit.
+        program_rows: rows of a row block if there are several requests, or if smaller row blocks give too many
+            programs.
         requests: number of requests.
         request_rows: upper bound of the rows of a request.
         keys: upper bound of the keys of a request.

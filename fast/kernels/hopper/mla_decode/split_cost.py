@@ -1,6 +1,6 @@
-"""Choose the number of splits from costs that were measured on an H200.
+"""Choice of the number of splits, from costs that were measured on an H200.
 
-The costs describe one chip, so they are stored with its kernels.
+The costs describe one kind of GPU, so they are stored next to the kernels for this GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class LoopCost(NamedTuple):
 
     Attributes:
         tile_ns: nanoseconds that one program takes for a tile of 64 keys.
-        least_tiles: a work item with fewer tiles takes as long as one with this number.
+        least_tiles: a work item with fewer tiles takes as long as a work item with `least_tiles` tiles.
         item_ns: nanoseconds that a work item takes in addition to its tiles.
     """
 
@@ -37,16 +37,16 @@ COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5  # nanoseconds of a combine, and of each
 
 @functools.lru_cache(maxsize=4096)
 def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blocks: int, processors: int) -> int:
-    """Return the number of splits of each request: the cheapest one, and the fewest splits among equally cheap ones.
+    """Return the number of splits of each request that has the lowest cost; of equal costs, the smallest number.
 
-    The costs follow from upper bounds that the host knows; no length is read back from the device.
+    The costs are computed from upper bounds that the host knows; no length is read back from the device.
 
     Args:
         items: number of (request, row block) pairs; each has one work item per split.
         rows: number of rows of all requests.
         keys: upper bound of the keys of a request.
         program_rows: rows of a row block.
-        row_blocks: row blocks of a request; their programs read the same tiles.
+        row_blocks: row blocks of a request. All row blocks of a request read the same tiles.
         processors: multiprocessors of the device.
     """
     tiles = max(1, triton.cdiv(keys, DECODE_TILE))
@@ -68,7 +68,9 @@ def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blo
 def best_num_programs(
     items: int, rows: int, keys: int, heads: int, program_rows: int, processors: int, split_rule: InvariantSplitRule
 ) -> int:
-    """Return over how many programs to spread the splits of a request that is split by its own length: the cheapest.
+    """Return the number of programs that has the lowest cost for a request that is split by its own length.
+
+    The splits of the request are spread over these programs.
 
     Args:
         items: number of (request, row block) pairs.

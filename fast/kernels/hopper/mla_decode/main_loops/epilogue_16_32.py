@@ -1,4 +1,4 @@
-"""Epilogue of `row_blocks_16_32`: write outputs, write a partial output, or keep a state for the next split."""
+"""Epilogue of `row_blocks_16_32`: functions that write outputs or partial outputs, or keep a state between splits."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ class Kept(NamedTuple):
 
     Attributes:
         row_values: [2, ROWS]: largest scores and sums of weights.
-        weighted: weighted sums of all latents, or of the first half of them; the other half is in global memory.
-        stored: the barrier at which the consumer arrives when that half is written.
+        weighted: weighted sums of all latents, or of the first half of the latents. The second half is then in global
+            memory.
+        stored: barrier at which the consumer arrives when it has written the second half to global memory.
     """
 
     row_values: Any
@@ -79,7 +80,7 @@ class Bars(NamedTuple):
 @gluon.jit
 @no_type_check
 def prefetch_next(item, wanted, ctx, c):
-    """Issue the loads of a work item's queries if `wanted`."""
+    """If `wanted`, issue the loads of a work item's queries."""
     if wanted:
         prefetch_queries(item, ctx.shared.queries, ctx.sizes, c.ROWS, c.HEADS, 0, c.LATENT, c.ROPE)
 
@@ -135,7 +136,10 @@ def to_base_two(state, scale_log2):
 @gluon.jit
 @no_type_check
 def _pointers_of_half(kept_values, half):
-    """Return pointers to the kept half in global memory; squares of 8 by 8 values match the layout of the threads."""
+    """Return pointers to the kept half in global memory.
+
+    The half is stored in squares of 8 by 8 values, which match the layout of the values over the threads.
+    """
     LATENTS: gl.constexpr = half.shape[0]
     ROWS: gl.constexpr = half.shape[1]
     LAYOUT: gl.constexpr = half.type.layout
@@ -148,7 +152,7 @@ def _pointers_of_half(kept_values, half):
 @gluon.jit
 @no_type_check
 def _halves(weighted):
-    """Return both halves of the latents, without moving a value to another thread."""
+    """Return the first and the second half of the latents, without moving a value to another thread."""
     LATENT: gl.constexpr = weighted.shape[0]
     ROWS: gl.constexpr = weighted.shape[1]
     return gl.split(gl.permute(gl.reshape(weighted, [2, LATENT // 2, ROWS]), [1, 2, 0]))
@@ -157,9 +161,10 @@ def _halves(weighted):
 @gluon.jit
 @no_type_check
 def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, LATENT: gl.constexpr):
-    """Load the half of the kept state that is in global memory into the next stage of the ring, as if it were a tile.
+    """Issue the loads of the kept half in global memory into the next stage of the ring, in place of a tile.
 
-    The producer calls it, so the values are in shared memory when the consumer has processed the tiles before.
+    The producer calls this function ahead of time: when the consumer has processed the earlier tiles, the values are in
+    shared memory.
     """
     CHUNK: gl.constexpr = 1024  # elements of a copy
     NUMBER: gl.constexpr = ROWS * LATENT // 2 // CHUNK
@@ -174,7 +179,8 @@ def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, L
     pointers = kept_values + gl.program_id(0).to(gl.int64) * (NUMBER * CHUNK)
     for chunk in range(NUMBER):
         async_copy.async_copy_global_to_shared(tile.index(chunk), pointers + chunk * CHUNK + element)
-    # each thread adds an arrival that happens after its copies; the counted arrival follows
+    # Each thread raises the expected arrivals by one, and arrives after its copies. The second call is the arrival that
+    # `mbarrier.init` counted.
     async_copy.mbarrier_arrive(bars.full.index(stage))
     mbarrier.arrive(bars.full.index(stage))
 
@@ -182,7 +188,7 @@ def prefetch_kept(kept_values, shared, bars, step, number, ROWS: gl.constexpr, L
 @gluon.jit
 @no_type_check
 def _take_kept(half, shared, bars, step):
-    """Return the values that `prefetch_kept` loaded, in the layout of `half`, and release their stage."""
+    """Return the values that `prefetch_kept` loaded, in the layout of `half`, and release the stage of these values."""
     LATENTS: gl.constexpr = half.shape[0]
     ROWS: gl.constexpr = half.shape[1]
     HALF: gl.constexpr = half.type.layout
@@ -196,7 +202,7 @@ def _take_kept(half, shared, bars, step):
     mbarrier.wait(bars.full.index(stage), (step // STAGES) & 1)
     before = gl.reshape(gl.permute(tile.load(SQUARES), [1, 0, 2]), [LATENTS, ROWS])
     fence_async_shared()  # TMA (the GPU's bulk copy engine) writes the next tile there
-    partition_barrier()  # every thread has fenced before one of them arrives
+    partition_barrier()  # every thread has executed the fence before one thread arrives
     arrive(bars.empty.index(stage))
     return gl.convert_layout(before, HALF)
 
@@ -204,7 +210,10 @@ def _take_kept(half, shared, bars, step):
 @gluon.jit
 @no_type_check
 def with_kept(state, kept_values, ctx, counters, c):
-    """Combine the kept state with this one; return the state, and the steps: one more if a stage held the kept half."""
+    """Combine the kept state with `state`; return the combined state and the number of used stages of the ring.
+
+    The number grows by one if the kept half passed through a stage.
+    """
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
     kept, step = ctx.shared.kept, counters
     ROW: gl.constexpr = gl.SliceLayout(0, TRANSPOSED)
@@ -229,7 +238,10 @@ def with_kept(state, kept_values, ctx, counters, c):
 @gluon.jit
 @no_type_check
 def keep(state, kept_values, ctx, c):
-    """Keep a state for the next split of the work item; half of it in global memory if it exceeds SHARED_VALUES."""
+    """Keep a state for the next split of the work item.
+
+    If the state has more than SHARED_VALUES values, half of the values go to global memory.
+    """
     kept = ctx.shared.kept
     kept.row_values.index(0).store(state.largest)
     kept.row_values.index(1).store(state.total)

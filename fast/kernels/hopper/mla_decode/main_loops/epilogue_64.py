@@ -1,4 +1,4 @@
-"""Epilogue of `row_blocks_64`: write outputs, write a partial output, or keep a state for the next split."""
+"""Epilogue of `row_blocks_64`: functions that write outputs or partial outputs, or keep a state between splits."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def prefetch_next(item, wanted, ctx, c):
 def _send_rows(left, right, block, out_rows, q_latent, CONSUMER: gl.constexpr):
     """Write this consumer's half of the output columns with TMA (bulk copies); all 64 rows have one token.
 
-    The values go through the shared memory of the queries, which are no longer needed; each consumer uses the half
-    that it loaded itself. No row is a padding row: the first row of a work item is real (`seek_item`), and the others
-    have the same token.
+    The values go through the shared memory of the queries, which are no longer needed; each consumer uses the half of
+    this memory that it filled with queries. No row is a padding row: the first row of a work item is real
+    (`seek_item`), and all rows have the same token.
     """
     first_row = block.query_start * block.num_heads + block.number * ROWS
     WIDTH: gl.constexpr = left.shape[1]
@@ -73,7 +73,7 @@ def _send_rows(left, right, block, out_rows, q_latent, CONSUMER: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _lines_of(left, right, q_latent, CONSUMER: gl.constexpr, WIDE: gl.constexpr):
-    """Return both quarters in the layout WIDE, so that stores fill whole cache lines.
+    """Return both quarters in the layout WIDE, in which stores fill whole cache lines.
 
     The values go through the shared memory of the queries, which are no longer needed.
     """
@@ -130,7 +130,10 @@ def write_whole(state, block, scale_log2, following, wanted, ctx, c):
 @gluon.jit
 @no_type_check
 def write_partial(state, block, partial, scale_log2, ctx, c, OF_REQUEST: gl.constexpr):
-    """Write this consumer's half of a partial output, and the largest scores (first consumer) or the sums (second)."""
+    """Write this consumer's half of a partial output.
+
+    The first consumer also writes the largest scores, and the second consumer the sums of weights.
+    """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     HALF: gl.constexpr = c.LATENT // 2
@@ -174,7 +177,7 @@ def _kept_pointers(kept_values, CONSUMER: gl.constexpr, LATENT: gl.constexpr, VA
 @gluon.jit
 @no_type_check
 def with_kept(state, kept_values, ctx, counters, c):
-    """Combine the state that this consumer kept with the given one; return it, and the counters unchanged."""
+    """Return the state that this consumer kept, combined with `state`, and the unchanged counters."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)

@@ -1,11 +1,12 @@
 """Decode of row blocks of 16 and 32 rows, with transposed products.
 
-The left operand of a product on Hopper's matrix unit has 64 rows. 16 or 32 rows of queries would leave most of them
-empty, at the cost of a full product. So the products are transposed: scores are [keys, rows], outputs [latents, rows],
-and the 64 rows are keys or latents.
+The left operand of a product on Hopper's matrix unit has 64 rows. With 16 or 32 query rows, half of the operand or more
+would be empty, and the product would take as long as with 64 query rows. The products are therefore transposed: scores
+are [keys, rows], outputs are [latents, rows], and the left operand has 64 keys or 64 latents.
 
 A producer (one warp) loads tiles into a ring of two stages with TMA, the GPU's bulk copy engine. One consumer (four
-warps) multiplies. The bandwidth of reading the cache limits the speed. README.md shows how the two hand over a tile.
+warps) multiplies. The bandwidth of reading the cache limits the speed. README.md shows how a tile passes from the
+producer to the consumer.
 """
 
 from __future__ import annotations
@@ -62,15 +63,16 @@ LONG = gl.constexpr(16)  # a program with this many tiles or more in its first w
 @gluon.jit
 @no_type_check
 def attend_tiles(begin, stop, end, visibility, ctx, step, c):
-    """Attend the tiles [begin, stop) of a work item: scores, softmax, weighted sum of the values.
+    """Attend the tiles [begin, stop) of a work item: compute scores, softmax and the weighted sum of the values.
 
     Args:
         begin: first tile.
         stop: end of the tiles, exclusive.
-        end: end of the work item's tiles, exclusive; keys behind it are masked.
+        end: end of the work item's tiles, exclusive; keys behind these tiles are masked.
         visibility: `Visibility`.
         ctx: `Context`.
-        step: stages of the ring used before, by tiles and by kept states; it gives the next stage and its phase.
+        step: number of stages of the ring that tiles and kept states have used so far; it determines the next stage and
+            the phase of this stage.
         c: `Constants`.
 
     Returns:
@@ -96,7 +98,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
     for tile in range(begin, stop):
         stage = step % STAGES
         phase = (step // STAGES) & 1
-        zero = step >> 30  # always 0; a literal 0 would let the compiler keep the queries' addresses in registers
+        zero = step >> 30  # always 0; with a literal 0, the compiler would keep the queries' addresses in registers
         k_tile = k_latent.index(stage * BUFFERS)._reinterpret(dtype, [TILE, LATENT], TILE_SHARED)
         values = warpgroup_mma_wait(0, deps=[values])
         arrive(empty.index((step + STAGES - 1) % STAGES), pred=tile > begin)
@@ -141,7 +143,7 @@ def attend_tiles(begin, stop, end, visibility, ctx, step, c):
 def _consume(ctx, c):
     """Run the consumer: attend all work items of the program."""
     TRANSPOSED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.ROWS, 16])
-    step = 0  # stages of the ring used so far
+    step = 0  # number of stages of the ring that were used so far
     run_work_items(
         prefetch_next, attend_tiles, with_kept, keep, write_partial, write_whole, to_base_two, step, ctx, c,
         gl.SliceLayout(0, TRANSPOSED), False,
@@ -173,8 +175,8 @@ def _produce(ctx, latent_tma, rope_tma, c):
         if KEEPS:
             split_tiles = item.split_tiles
             combine_at = gl.where((begin == 0) & (stop > split_tiles), gl.minimum(2 * split_tiles, stop), 0)
-        # All programs load their first tiles at the same time, which delays the queries. Only one tile is loaded before
-        # the queries.
+        # All programs load their first tiles at the same time, which delays the queries. A program with a long first
+        # item therefore loads only one tile before the queries.
         queries_first = (number == 0) & (stop - begin >= LONG)
         for tile in range(begin, stop):
             stage = step % STAGES
@@ -211,7 +213,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         position, item = seek_item(
             position, ctx.plan, ctx.inputs, sizes, 1, c.ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, 1
         )
-        mbarrier.wait(bars.item_begun, number & 1)  # the consumer no longer reads the item before this one
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumer no longer reads the previous item
         number += 1
         write_item(shared.items, number, item, bars.item_written)
 
@@ -235,7 +237,7 @@ def _row_blocks_16_32_kernel(
 ):  # fmt: skip
     """Write the outputs and partial outputs of all work items, for row blocks of `c.ROWS` rows.
 
-    `fast.kernels.combine` adds the partial outputs. For the arguments see `arguments.py`.
+    `fast.kernels.combine` adds the partial outputs. `arguments.py` describes the arguments.
     """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
@@ -256,7 +258,7 @@ def _row_blocks_16_32_kernel(
     row_values, weighted, stored = weights, weights, weights
     if c.BY_LENGTH:
         row_values = gl.allocate_shared_memory(gl.float32, [2, c.ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        # all latents, or half of them; the layout gives 8 latents by 8 rows different banks
+        # all latents, or half of them; in this layout, 8 latents by 8 rows lie in different banks of shared memory
         SHARED_LATENTS: gl.constexpr = c.LATENT if c.ROWS * c.LATENT <= SHARED_VALUES else c.LATENT // 2
         weighted = gl.allocate_shared_memory(
             gl.float32, [SHARED_LATENTS, c.ROWS], gl.SwizzledSharedLayout(8, 32 // c.ROWS, c.ROWS // 8, [1, 0])

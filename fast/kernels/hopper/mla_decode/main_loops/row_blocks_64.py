@@ -1,12 +1,14 @@
 """Decode of row blocks of 64 rows: two consumers process the tiles in pairs (`tile_pairs`).
 
-Both consumers work on the same 64 rows. Each accumulates one half of the latent columns of the output. A producer (one
-warp) loads the tiles with TMA, the GPU's bulk copy engine. Shared memory has room for two tiles, not for three. So each
-tile is loaded in quarters of its latent columns, and each quarter has its own barriers: a quarter of the next tile is
-loaded as soon as the same quarter of this tile is released. README.md shows the timeline and the barriers.
+Both consumers process the same 64 rows. Each consumer accumulates one half of the latent columns of the output. A
+producer (one warp) loads the tiles with TMA, the GPU's bulk copy engine. Shared memory has room for two tiles, not for
+three. Each tile is therefore loaded in quarters of its latent columns, and each quarter has its own barriers: a quarter
+of the next tile is loaded as soon as the same quarter of this tile is released. README.md shows the timeline and the
+barriers.
 
-If multiprocessors would be idle, two programs score the same tiles (SLICES = 2). Each program then multiplies only its
-own slice, one half, of every quarter. "Half" and "quarter" of the output then mean the program's slice of them.
+If multiprocessors would be idle otherwise, two programs score the same tiles (SLICES = 2). Each program then multiplies
+only one slice of every quarter: one half of its columns. In that case "half" and "quarter" of the output mean only the
+columns of the program's slices.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ LONG = gl.constexpr(8)  # a program with this many tiles or more in its first wo
 @gluon.jit
 @no_type_check
 def _consume(ctx, c):
-    """Run one of two consumers: score tile c.CONSUMER of each pair, accumulate half c.CONSUMER of the columns."""
+    """Run one of two consumers: score tile c.CONSUMER of each pair, and accumulate half c.CONSUMER of the columns."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     counters = PairCounters(0, 0)
     run_work_items(
@@ -48,7 +50,7 @@ def _consume(ctx, c):
 def _load_quarter(
     tile, cache_block, blocks, latent_tma, rope_tma, ctx, phase, TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr, c
 ):
-    """Wait until the buffer of a quarter is released, then load the quarter that is scored as number NUMBER."""
+    """Wait until the buffer of quarter NUMBER of a tile is released, then issue the loads of this quarter."""
     shared, bars = ctx.shared, ctx.bars
     mbarrier.wait(bars.empty.index(4 * TILE_INDEX + (2 * TILE_INDEX + NUMBER) % 4), phase)
     load_quarter(
@@ -76,9 +78,9 @@ def _produce(ctx, latent_tma, rope_tma, c):
             cache_block_of(begin * TILE, blocks, c.BLOCK_SIZE),
             cache_block_of((begin + 1) * TILE, blocks, c.BLOCK_SIZE),
         )
-        # All programs load their first tiles at the same time, which delays the queries. Where several row blocks
-        # read the same tiles, the queries are loaded before the first tile; otherwise before the second one. With
-        # slices there are too few programs for such a delay.
+        # All programs load their first tiles at the same time, which delays the queries. If several row blocks read the
+        # same tiles, the queries are loaded before the first tile; otherwise they are loaded before the second tile.
+        # With slices there are too few programs for such a delay.
         queries_first = (c.SLICES == 1) & (number == 0) & (stop - begin >= LONG)
         if queries_first & (sizes.row_blocks > 1):
             mbarrier.wait(bars.item_begun, 0)
@@ -110,7 +112,7 @@ def _produce(ctx, latent_tma, rope_tma, c):
         position, item = seek_item(
             position, ctx.plan, ctx.inputs, sizes, 2, ROWS, c.HEADS, c.BY_LENGTH, c.SCHEDULED, c.SLICES
         )
-        mbarrier.wait(bars.item_begun, number & 1)  # the consumers no longer read the item before this one
+        mbarrier.wait(bars.item_begun, number & 1)  # the consumers no longer read the previous item
         number += 1
         write_item(items, number, item, bars.item_written)
 
@@ -136,8 +138,8 @@ def _row_blocks_64_kernel(
 ):  # fmt: skip
     """Write the outputs and partial outputs of all work items, for row blocks of 64 rows.
 
-    `fast.kernels.combine` adds the partial outputs. For the arguments see `arguments.py`. `out_rows` is the TMA
-    descriptor that writes outputs, which needs row blocks of one token; None: plain stores write them.
+    `fast.kernels.combine` adds the partial outputs. `arguments.py` describes the arguments. `out_rows` is the TMA
+    descriptor that writes outputs; it needs row blocks of one token. If `out_rows` is None, plain stores write outputs.
     """
     dtype: gl.constexpr = latent_tma.dtype
     BOX_KEYS: gl.constexpr = latent_tma.block_shape[1]
@@ -148,7 +150,7 @@ def _row_blocks_64_kernel(
     boxes: gl.constexpr = 2 * (TILE // BOX_KEYS) * (c.LATENT // BOX_COLUMNS)
     latents = gl.allocate_shared_memory(dtype, [boxes, 1, BOX_KEYS, BOX_COLUMNS], latent_tma.layout)
     q_latent = gl.allocate_shared_memory(dtype, [1, ROWS, c.LATENT], TILE_SHARED)
-    # for each tile: the rope part of its keys, later its probabilities
+    # for each tile: first the rope part of its keys, later its probabilities
     rope_tiles = gl.allocate_shared_memory(dtype, [2, TILE, 64], TILE_SHARED)
     q_rope = q_latent
     if c.ROPE > 0:

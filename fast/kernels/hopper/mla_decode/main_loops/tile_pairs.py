@@ -1,16 +1,20 @@
-"""Attend pairs of tiles in two consumers: scores, softmax and weighted sums of 64 rows.
+"""Main loop for pairs of tiles in two consumers: scores, softmax and weighted sums of 64 rows.
 
 | | first consumer | second consumer |
 |---|---|---|
 | scores and softmax | tile 0 of the pair, all 64 rows | tile 1 of the pair, all 64 rows |
 | weighted sum of the values of both tiles | quarters 0 and 1 of the latent columns | quarters 2 and 3 |
 
-Each consumer needs the probabilities of both tiles, so each writes its own to shared memory for the other one. While
-one consumer computes its softmax, the products of the other one run on the matrix unit; FlashMLA calls this order
-"seesaw". In the names below, P0 and P1 are the probabilities of tiles 0 and 1, and V0 and V1 their latents.
+Each consumer needs the probabilities of both tiles, so each consumer writes the probabilities of its tile to shared
+memory for the other consumer. While one consumer computes its softmax, the products of the other consumer run on the
+matrix unit; FlashMLA calls this order "seesaw". In the names below, P0 and P1 are the probabilities of tiles 0 and 1,
+and V0 and V1 are the latents of these tiles.
 
-VALUES is the layout of a quarter of the output. Its width says how much of a quarter the program multiplies: the whole
-quarter, or one slice (`row_blocks_64`).
+The reference score of a row is the number that is subtracted from the row's scores before exp2
+(`tile_scores.reference_of`).
+
+VALUES is the layout of a quarter of the output. Its width is the number of columns of a quarter that the program
+multiplies: all columns, or the columns of one slice (`row_blocks_64`).
 """
 
 from __future__ import annotations
@@ -41,9 +45,9 @@ class Shared(NamedTuple):
     Attributes:
         queries: `Queries`.
         latents: latents of two tiles, in quarters.
-        rope_tiles: for each of the two tiles, the rope part of its keys, later its probabilities.
-        row_values: [4, ROWS]: references after tile 0 and tile 1, sums of weights of both consumers.
-        kept: [4, ROWS]: largest score and sum that each consumer keeps between splits.
+        rope_tiles: for each of the two tiles, first the rope part of its keys, later its probabilities.
+        row_values: [4, ROWS]: reference scores after tile 0 and tile 1, sums of weights of both consumers.
+        kept: [4, ROWS]: for each consumer, the largest scores and the sums of weights that it keeps between splits.
         items: work items.
     """
 
@@ -71,7 +75,7 @@ class PairCounters(NamedTuple):
 
     Attributes:
         pairs: pairs of tiles processed so far.
-        sums: exchanges of sums so far: one per split, or one per work item.
+        sums: exchanges of sums between the consumers so far: one for each call of `attend_pairs`.
     """
 
     pairs: Any
@@ -90,7 +94,7 @@ def slice_of_program(SLICES: gl.constexpr):
 def _multiplied(
     latents, TILE_INDEX: gl.constexpr, QUARTER: gl.constexpr, zero, WIDTH: gl.constexpr, VALUES: gl.constexpr
 ):
-    """Return the latents of a tile's quarter that this program multiplies: the whole quarter or one slice of it."""
+    """Return the latents of a tile's quarter that this program multiplies: all columns, or the columns of one slice."""
     SPAN: gl.constexpr = VALUES.instr_shape[1]
     SLICES: gl.constexpr = WIDTH // SPAN
     if SLICES == 1:
@@ -105,7 +109,7 @@ def _multiplied(
 @gluon.jit
 @no_type_check
 def scaled(left, right, factor, VALUES: gl.constexpr):
-    """Return both quarters of the weighted sums, each row multiplied by its factor."""
+    """Return both quarters of the weighted sums, with each row multiplied by the factor of this row."""
     factor = gl.convert_layout(factor, gl.SliceLayout(1, VALUES))[:, None]
     return left * factor, right * factor
 
@@ -113,9 +117,9 @@ def scaled(left, right, factor, VALUES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _all_rows(row_values, TILE_INDEX: gl.constexpr):
-    """Return the references of all rows after one tile, with a copy in every warp.
+    """Return the reference scores of all rows after one tile, with a copy in every warp.
 
-    All warps then take the same branch in `_rescaled`, without a barrier.
+    With these copies, all warps take the same branch in `_rescaled` without a barrier.
     """
     return row_values.index(TILE_INDEX).load(gl.BlockedLayout([2], [32], [4], [0]))
 
@@ -123,16 +127,16 @@ def _all_rows(row_values, TILE_INDEX: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _rescaled(left, right, old_references, new_references, before, after, scale_log2, VALUES: gl.constexpr):
-    """Return the weighted sums relative to new references; unchanged if no reference has changed.
+    """Return the weighted sums relative to new reference scores; skip the rescaling if no reference score has changed.
 
     Args:
         left: the consumer's first quarter of the weighted sums.
-        right: the consumer's second quarter.
-        old_references: old references of all rows, in every warp.
-        new_references: new references of all rows, in every warp.
-        before: old references of the thread's own rows.
-        after: new references of the thread's own rows.
-        scale_log2: factor of scores, in base 2.
+        right: the consumer's second quarter of the weighted sums.
+        old_references: old reference scores of all rows, in every warp.
+        new_references: new reference scores of all rows, in every warp.
+        before: old reference scores of the thread's own rows.
+        after: new reference scores of the thread's own rows.
+        scale_log2: softmax scale divided by ln 2.
         VALUES: layout of a quarter of the output, or of a slice of it.
     """
     if gl.max((old_references != new_references).to(gl.int32), 0) > 0:
@@ -162,8 +166,8 @@ def _attend_pair_in_first(
 ):  # fmt: skip
     """Attend a pair of tiles in the first consumer: first P0 V0, then P1 V1.
 
-    P0 comes from registers, P1 from shared memory. Return the state. The second product still runs; the
-    caller waits for it.
+    P0 comes from registers, P1 from shared memory. Return the state. The product P1 V1 may still run, so the caller
+    waits until this product has finished.
     """
     largest, total, left, right = state.largest, state.total, state.left, state.right
     latents, rope_tiles = buffers
@@ -182,7 +186,8 @@ def _attend_pair_in_first(
     rope_tiles.index(zero).store(rounded)
     row_values.index(0).store(first_reference)
     fence_async_shared()
-    old_references = _all_rows(row_values, 1)  # those after the previous pair; the first pair rescales zeros
+    # reference scores after the previous pair; in the first pair they are stale, but the sums that they rescale are 0
+    old_references = _all_rows(row_values, 1)
     arrive(ready.index(0))
     decay = gl.exp2((largest - first_reference) * scale_log2)
     new_references = _all_rows(row_values, 0)
@@ -285,7 +290,7 @@ def _attend_pairs_in_first(
     full, empty = bars.full, bars.empty
     state = _nothing_seen(SCORES, VALUES)
     if begin < stop:
-        # always 0; with a literal 0 the compiler would keep the addresses of all buffers for all products, and spill
+        # always 0; with a literal 0, the compiler would keep the addresses of all buffers in registers and spill some
         zero = pair >> 30
         scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
         for number in gl.static_range(4):
@@ -302,7 +307,7 @@ def _attend_pairs_in_first(
             left = warpgroup_mma_wait(1, deps=[state.left])
             arrive(empty.index(4))
             pair += 1
-            more = first + 2 < stop  # after the last pair the products are discarded
+            more = first + 2 < stop  # if false, the next products are discarded
             scores = gl.zeros([ROWS, TILE], gl.float32, SCORES)
             scores = score_quarter(scores, buffers, q_latent, q_rope, full, zero, pair & 1, more, 0, 0, LATENT, ROPE)
             right = warpgroup_mma_wait(1, deps=[state.right])
@@ -371,7 +376,7 @@ def _nothing_seen(SCORES: gl.constexpr, VALUES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def attend_pairs(begin, stop, end, visibility, ctx, counters, c):
-    """Attend the tiles [begin, stop), in pairs, in the consumer c.CONSUMER.
+    """Attend the tiles [begin, stop) in pairs, in consumer c.CONSUMER.
 
     Args:
         begin: first tile.
@@ -383,7 +388,7 @@ def attend_pairs(begin, stop, end, visibility, ctx, counters, c):
         c: `Constants`.
 
     Returns:
-        `HalfState` of both tiles of all pairs, with the sums of both consumers added, and the new `PairCounters`.
+        `HalfState` over all keys of these tiles, with the sums of both consumers added, and the new `PairCounters`.
     """
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     VALUES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.LATENT // 4 // c.SLICES, 16])
@@ -391,7 +396,7 @@ def attend_pairs(begin, stop, end, visibility, ctx, counters, c):
     shared, bars, scale_log2, first_masked = ctx.shared, ctx.bars, ctx.sizes.scale_log2, visibility.first_masked
     q_latent, q_rope, row_values = shared.queries.q_latent, shared.queries.q_rope, shared.row_values
     buffers = (shared.latents, shared.rope_tiles)
-    # first tile of the first pair that has a masked tile
+    # first tile of the first pair that needs a mask
     masked_begin = begin + gl.maximum(gl.minimum(first_masked, stop) - begin, 0) // 2 * 2
     if CONSUMER == 0:
         state, pair = _attend_pairs_in_first(

@@ -1,8 +1,10 @@
-"""Scores of one tile of 64 keys for 64 rows: loads, products, mask and softmax reference.
+"""Scores of one tile of 64 keys for 64 rows: loads, products, mask and reference scores.
 
-A tile is loaded and multiplied in four quarters of its latent columns. The rope part comes with the last quarter. The
-two tiles of a pair have TILE_INDEX 0 and 1. Tile 0 takes its quarters in the order 0, 1, 2, 3, and tile 1 in the order
-2, 3, 0, 1; NUMBER is the position in this order.
+The reference score of a row is the number that is subtracted from the row's scores before exp2.
+
+A tile is loaded and multiplied in four quarters of its latent columns. The rope part is loaded and multiplied together
+with the last quarter. The two tiles of a pair have TILE_INDEX 0 and 1. The order of the quarters is 0, 1, 2, 3 for tile
+0, and 2, 3, 0, 1 for tile 1; NUMBER is the position of a quarter in this order.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ def load_quarter(
     tile, cache_block, blocks, latent_tma, rope_tma, buffers, full,
     TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr, LATENT: gl.constexpr, ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Issue the TMA (bulk copy) loads of a tile's quarter number NUMBER, and set the bytes that its barrier expects."""
+    """Issue the TMA (bulk copy) loads of quarter NUMBER of a tile; set the bytes that the quarter's barrier expects."""
     latents, rope_tiles = buffers
     WIDTH: gl.constexpr = LATENT // 4
     BUFFERS: gl.constexpr = latents.shape[0] // 8
     QUARTER: gl.constexpr = (2 * TILE_INDEX + NUMBER) % 4
-    # The buffer of the rope part later holds the probabilities of this tile, which the other consumer multiplies. That
-    # consumer releases quarter number 3 last, so the buffer is free when this quarter may be loaded again.
+    # The buffer of the rope part later holds the probabilities of this tile, which the other consumer multiplies. The
+    # other consumer releases quarter NUMBER 3 last, so the buffer is free when quarter NUMBER 3 may be loaded again.
     ROPE_COLUMNS: gl.constexpr = ROPE if NUMBER == 3 else 0
     BYTES: gl.constexpr = TILE * (WIDTH + ROPE_COLUMNS) * (latents.dtype.primitive_bitwidth // 8)
     bar = full.index(4 * TILE_INDEX + QUARTER)
@@ -56,9 +58,9 @@ def score_quarter(
     scores, buffers, q_latent, q_rope, full, zero, phase, expected, TILE_INDEX: gl.constexpr, NUMBER: gl.constexpr,
     LATENT: gl.constexpr, ROPE: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of a tile's quarter number NUMBER to the scores; with number 3 also those of the rope part.
+    """Return the scores after the products of quarter NUMBER of a tile; NUMBER 3 also adds the rope part.
 
-    If `expected` is false, nothing is being loaded, and this function does not wait: it multiplies whatever the buffer
+    If `expected` is false, no load is under way, and this function does not wait. It multiplies whatever the buffer
     holds, and the caller discards the product.
     """
     latents, rope_tiles = buffers
@@ -104,9 +106,10 @@ def masked(scores, tile, end, visibility, LAYOUT: gl.constexpr, BLOCK_SIZE: gl.c
 @gluon.jit
 @no_type_check
 def reference_of(before, largest, scale_log2):
-    """Return the softmax reference of each row: the score that is subtracted from its scores.
+    """Return the reference score of each row.
 
-    The reference stays at `before` until the largest score gives a weight above 2^8; then it becomes that score.
-    Weights up to 2^8 cost no accuracy in the float32 sums, and with most tiles no row needs to be rescaled.
+    The reference score stays at `before` unless the largest score would get a weight above 2^8; then the largest score
+    becomes the reference score. Weights up to 2^8 cost no accuracy in the float32 sums, and most tiles then need no
+    rescaling of the sums.
     """
     return gl.where((largest - before) * scale_log2 > MOST_GROWTH, largest, before)

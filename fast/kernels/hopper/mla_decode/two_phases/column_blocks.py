@@ -1,7 +1,10 @@
 """Phase 2 of a decode in two phases: programs multiply the probabilities of a split by its values, in order.
 
 The unit of work is a column block: a split, a row block of 64 rows, and an eighth of the latent columns. With eight
-column blocks per split, several programs compute one split. Each adds the pairs of tiles from the first to the last.
+column blocks per split, several programs compute one split. Each program adds the pairs of tiles from the first to the
+last.
+
+The reference score of a row is the number that is subtracted from the row's scores before exp2. Phase 1 writes it.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ from ..main_loops.tile_scores import ROWS
 from .score_blocks import NOT_WRITTEN, ROW_VALUES, ColumnBlock, fence_async_global
 
 COLUMN_BLOCKS = gl.constexpr(8)  # column blocks of the latent columns
-STAGES = gl.constexpr(8)  # stages of the ring of values: one pair of tiles each
-PROBABILITY_STAGES = gl.constexpr(4)  # stages of the ring of probabilities and row values: one pair each
+STAGES = gl.constexpr(8)  # stages of the ring of values; each stage holds one pair of tiles
+PROBABILITY_STAGES = gl.constexpr(4)  # stages of the ring of probabilities and row values; each stage holds one pair
 LANES = gl.constexpr(32)  # flags that are read at a time
 
 
@@ -60,7 +63,7 @@ def num_column_blocks(sizes, splits_bound):
 def seek_column_block(number, plan, inputs, sizes, splits_bound, HEADS: gl.constexpr):
     """Return the program's first existing `ColumnBlock` at or after a number.
 
-    Its number is at least `num_column_blocks` if the program has none left.
+    If the program has no column block left, the number of the returned column block is at least `num_column_blocks`.
     """
     row_blocks = sizes.row_blocks
     none = number * 0
@@ -90,7 +93,7 @@ def seek_column_block(number, plan, inputs, sizes, splits_bound, HEADS: gl.const
 def first_column_block():
     """Return the number of the program's first column block.
 
-    Programs with high numbers get the first ones: they may have no score block in phase 1, and are then free earlier.
+    Programs with high numbers get the first column blocks: a program without a score block in phase 1 is free earlier.
     """
     return gl.num_programs(0) - 1 - gl.program_id(0)
 
@@ -117,7 +120,7 @@ def _cache_blocks_of_column_block(block, block_table, strides, BLOCK_SIZE: gl.co
 @gluon.jit
 @no_type_check
 def _await_stage(empty, step):
-    """Wait until the consumer has released the stage of pair `step`: it has multiplied pair `step - STAGES`."""
+    """Wait until the stage of pair `step` is released: the consumer has multiplied pair `step - STAGES`."""
     mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
 
 
@@ -145,7 +148,10 @@ def _load_pair(
 @gluon.jit
 @no_type_check
 def _pairs_scored(flags, first_score_block, pair, count, row_blocks):
-    """Read LANES flags from a pair on, in one warp; return the first pair whose probabilities are not written yet."""
+    """Read the flags of LANES pairs from `pair` on, in one warp.
+
+    Return the first pair whose probabilities are not written yet.
+    """
     lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [1], [0]))
     pointers = (flags + first_score_block + gl.minimum(pair + lane, count - 1) * row_blocks).to(gl.int64)
     flag = gl.inline_asm_elementwise(
@@ -167,7 +173,8 @@ def _load_phase_one(score_block, row_values, probability_pairs, shared, full, st
     ELEMENTS: gl.constexpr = 2 * ROWS * TILE
     BYTES: gl.constexpr = ELEMENTS * (shared.probability_stages.dtype.primitive_bitwidth // 8)
     bar = full.index(stage)
-    # Each thread adds an arrival that happens after its copies. All of them are added before `expect` arrives.
+    # Each thread raises the expected arrivals by one, and arrives after its copies. All threads have raised the number
+    # before `expect` arrives.
     async_copy.mbarrier_arrive(bar)
     partition_barrier()
     mbarrier.expect(bar, BYTES)
@@ -184,8 +191,8 @@ def load_column_blocks(
 ):  # fmt: skip
     """Issue the loads of the operands of all the program's column blocks: values, probabilities and row values.
 
-    They begin after the barrier `scored`, because they overwrite the shared memory of phase 1. The values are loaded
-    ahead of the probabilities, which other programs may not have written yet.
+    The loads begin after the barrier `scored`, because they overwrite the shared memory of phase 1. The values are
+    loaded ahead of the probabilities, because other programs may not have written the probabilities yet.
     """
     block_table, row_blocks, tiles = inputs.block_table, sizes.row_blocks, shared.tiles
     column_blocks = num_column_blocks(sizes, splits_bound)
@@ -198,8 +205,8 @@ def load_column_blocks(
         begin = block.begin
         count = ceil_div(block.stop - begin, 2)
         first_score_block = (block.request * pairs + begin // 2) * row_blocks + block.row_block
-        # The first column block fills all stages at once. A later one fills only half of them before its first
-        # probabilities are loaded, because the other half is released with the last pairs of the previous column block.
+        # The first column block fills all stages at once. A later column block fills only half of the stages before its
+        # first probabilities are loaded, because the last pairs of the previous column block release the other half.
         ahead = gl.where(step == 0, STAGES, STAGES - PROBABILITY_STAGES)
         for i in gl.static_range(STAGES):
             if (i < ahead) & (i < count):
@@ -212,8 +219,8 @@ def load_column_blocks(
         while pair < count:
             while scored_pairs <= pair:
                 scored_pairs = _pairs_scored(flags, first_score_block, pair, count, row_blocks)
-            # The stage of pair `later` is released together with the probabilities' stage: by the consumer, when it has
-            # multiplied pair - PROBABILITY_STAGES.
+            # The consumer releases the stage of pair `later` and the probabilities' stage together, when it has
+            # multiplied the pair with the number `pair - PROBABILITY_STAGES`.
             later = pair + STAGES - PROBABILITY_STAGES
             _await_stage(bars.stage_empty, step + later)
             _load_phase_one(
@@ -235,7 +242,10 @@ def load_column_blocks(
 @gluon.jit
 @no_type_check
 def _row_values(row_value_stages, stage, WHICH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return one row value of a pair; WHICH is 0 or 1: reference after tile 0 or 1; 2 or 3: sum of tile 0 or 1."""
+    """Return one of the four row values of a pair.
+
+    WHICH = 0 or 1 is the reference score after tile 0 or 1; WHICH = 2 or 3 is the sum of weights of tile 0 or 1.
+    """
     each = row_value_stages._reinterpret(
         gl.float32, [4 * PROBABILITY_STAGES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -256,7 +266,10 @@ def _zero_unowned(values, first_row, WIDTH: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _rescaled(values, moved, before, after, scale_log2):
-    """Return the weighted sums relative to new references; unchanged if no reference has changed (`moved`)."""
+    """Return the weighted sums relative to new reference scores.
+
+    `moved` is False if no reference score has changed; the sums then need no rescaling.
+    """
     if moved:
         values = values * gl.exp2((before - after) * scale_log2)[:, None]
     return values
@@ -265,7 +278,7 @@ def _rescaled(values, moved, before, after, scale_log2):
 @gluon.jit
 @no_type_check
 def _write_partial(state, block, partial, plan, outputs, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Write a column block of a partial output; the first column block also writes the partial LSE."""
+    """Write a column block of a partial output and, for the first column block, the partial LSE."""
     rows = partial_rows(partial, block, ROWS, gl.SliceLayout(1, VALUES), True)
     written = rows.real & (first_column == 0)
     write_partial_largest(state, 1.0, rows, written, outputs)
@@ -277,10 +290,10 @@ def _write_partial(state, block, partial, plan, outputs, first_column, LATENT: g
 @gluon.jit
 @no_type_check
 def _write_whole(state, block, outputs, first_column, LATENT: gl.constexpr, VALUES: gl.constexpr):
-    """Write a column block of the output of a request with one split; the first column block also writes the LSE."""
+    """Write a column block of the output of a request with one split and, for the first column block, the LSE."""
     rows = rows_at(block, ROWS, gl.SliceLayout(1, VALUES))
     divisor = divisor_of(state)
-    # `one` is 1.0, but the compiler must not know it: it would fuse the product inside `largest` into this sum
+    # `one` is 1.0, but unknown to the compiler, which would otherwise fuse the product inside `largest` into this sum
     one = gl.full([ROWS], gl.where(block.num_tokens > 0, 1.0, 0.0), gl.float32, state.largest.type.layout)
     log = gl.fma(state.largest, one, gl.log2(divisor))
     write_lse(log, state, rows, rows.real & (first_column == 0), block, outputs)
@@ -311,7 +324,7 @@ def multiply_column_blocks(
         length, begin = block.length, block.begin
         count = ceil_div(block.stop - begin, 2)
         largest = gl.full([ROWS], LEAST, gl.float32, ROW)
-        # references of all rows, with a copy in every warp: all warps take the same branch in `_rescaled`
+        # reference scores of all rows, with a copy in every warp, so that all warps take the same branch in `_rescaled`
         all_before = gl.full([ROWS], LEAST, gl.float32, ALL)
         first_total = gl.zeros([ROWS], gl.float32, ROW)
         second_total = gl.zeros([ROWS], gl.float32, ROW)
@@ -350,7 +363,7 @@ def multiply_column_blocks(
             largest = second_reference
             values = warpgroup_mma(probabilities.slice(ROWS, ROWS), second, values, is_async=True)
             values = warpgroup_mma_wait(0, deps=[values])
-            partition_barrier()  # every warp has read and multiplied before one of them arrives
+            partition_barrier()  # every warp has read and multiplied before one warp arrives
             arrive(bars.stage_empty.index(stage))
             step += 1
 

@@ -1,4 +1,4 @@
-"""The two kernels of a decode in two phases: the first one clears words, the second one computes both phases."""
+"""The two kernels of a decode in two phases: the first kernel clears words, the second kernel computes both phases."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _clear_kernel(words, num_words):
 def _consume(
     inputs, plan, words, phase_one, outputs, sizes, strides, shared, bars, pairs, splits_bound, c,
 ):  # fmt: skip
-    """Run the consumer: the products of both phases."""
+    """Run the consumer: compute the products of both phases."""
     item, has_block = score_block_of_program(plan, inputs, sizes, pairs, c.HEADS)
     if has_block:
         prefetch_queries(item, shared.queries, sizes, ROWS, c.HEADS, 0, c.LATENT, c.ROPE)
@@ -75,7 +75,7 @@ def _produce(
     inputs, plan, words, row_values, sizes, strides, latent_tma, rope_tma, value_tma, probability_pairs, shared,
     bars, pairs, splits_bound, c,
 ):  # fmt: skip
-    """Run the producer (one warp): the loads of both phases."""
+    """Run the producer (one warp): issue the loads of both phases."""
     flags = flags_behind(words, sizes, pairs)
     load_score_block(
         plan, inputs, latent_tma, rope_tma, sizes, strides, (shared.latents, shared.rope_tiles), bars.full, pairs,
@@ -104,9 +104,10 @@ def _two_phases_kernel(
 ):  # fmt: skip
     """Compute at most one score block, then column blocks, for requests that are split by their own length.
 
-    If a request has several splits, each becomes a partial output for `fast.kernels.combine`. The launch guarantees:
+    If a request has several splits, each split becomes a partial output for `fast.kernels.combine`. The launch
+    guarantees:
 
-    - All programs run at the same time, and there is at least one per score block.
+    - All programs run at the same time, and there is at least one program for each score block.
     - All `words` are NOT_WRITTEN.
     - No request has more than `splits_bound` splits or more than `pairs` pairs of tiles.
     """

@@ -1,4 +1,4 @@
-"""Allocate the buffers of a decode in two phases, and launch its two kernels."""
+"""Launcher of a decode in two phases: it allocates the buffers and launches the two kernels."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def launch_two_phases(
     """Launch the two phases as one cooperative kernel, in which all programs run at the same time.
 
     Args:
-        inputs: queries, descriptors of the cache, and lists.
+        inputs: queries, descriptors of the cache, and the tensors that describe the batch.
         outputs: outputs and partial outputs.
         sizes: sizes of the batch.
         row_sizes: numbers of rows and partial outputs.
-        numbers: rule of splits, scale and strides.
+        numbers: the numbers of the split rule, scale and strides.
         constants: compile-time constants of the kernel.
-        programs: number of programs; all must run at the same time, and every score block needs one.
+        programs: number of programs: at least the number of score blocks, and so few that all run at the same time.
         pairs: upper bound of the pairs of tiles of a request.
         splits_bound: upper bound of the splits of a request.
     """

@@ -1,10 +1,13 @@
 """Phase 1 of a decode in two phases: each program computes the probabilities of one score block.
 
-A score block is a pair of tiles of a request and a row block of 64 rows. Its probabilities are relative to a softmax
-reference, which depends on the largest scores of all earlier tiles of the split (`tile_scores.reference_of`). So each
-program publishes the largest scores of its two tiles in global memory, and waits for those of the earlier pairs.
+A score block is a pair of tiles of a request and a row block of 64 rows. Its probabilities are relative to the
+reference score of each row: the number that is subtracted from the row's scores before exp2. The reference score
+depends on the largest scores of all earlier tiles of the split (`tile_scores.reference_of`). Each program therefore
+publishes the largest scores of its two tiles in global memory, and waits until the largest scores of the earlier pairs
+are published.
 
-They are published as 32-bit words, which are NOT_WRITTEN at first: a word with any other value has been written.
+Largest scores are published as 32-bit words. A word is NOT_WRITTEN at first; a word with any other value has been
+written.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ BEFORE = gl.constexpr(8)  # earlier pairs whose largest scores are loaded at a t
 NOT_WRITTEN = gl.constexpr(-1)  # sentinel for "not written yet": no published score and no flag has these bits
 CANONICAL_NAN = gl.constexpr(0x7FFFFFFF)  # published instead of a NaN whose bits are NOT_WRITTEN
 SCORE_WORDS = gl.constexpr(2 * ROWS.value)  # words of a score block: the largest score of each row in both tiles
-# float32 values of a score block: for each row, the references after both tiles and the sums of both tiles
+# float32 values of a score block: for each row, the reference scores after both tiles and the sums of both tiles
 ROW_VALUES = gl.constexpr(4 * ROWS.value)
 
 
@@ -38,7 +41,8 @@ class PhaseOne(NamedTuple):
     """Pointers to the values in global memory that phase 1 writes for phase 2.
 
     Attributes:
-        row_values: [score blocks, 4, ROWS] float32: references after tile 0 and 1, sums of weights of tile 0 and 1.
+        row_values: [score blocks, 4, ROWS] float32: reference scores after tiles 0 and 1, sums of weights of tiles 0
+            and 1.
         probabilities: [score blocks, 2, ROWS, TILE], in the dtype of the cache.
     """
 
@@ -54,7 +58,7 @@ class ColumnBlock(NamedTuple):
         request: index of the request.
         row_block: index of the row block in the request.
         query_start: first query token of the request.
-        query_end: end of its query tokens, exclusive.
+        query_end: end of the request's query tokens, exclusive.
         length: readable keys of the request.
         begin: first tile of the split.
         stop: end of the split's tiles, exclusive.
@@ -121,7 +125,10 @@ def flags_behind(words, sizes, pairs):
 @gluon.jit
 @no_type_check
 def score_block_of_program(plan, inputs, sizes, pairs, HEADS: gl.constexpr):
-    """Return the score block with the program's number as a `WorkItem`, and whether the program has one."""
+    """Return the program's score block as a `WorkItem`, and whether the score block exists.
+
+    Program i computes score block i.
+    """
     score_block = gl.program_id(0)
     row_blocks = sizes.row_blocks
     request = gl.minimum(score_block // row_blocks // pairs, sizes.num_requests - 1)
@@ -140,7 +147,10 @@ def score_block_of_program(plan, inputs, sizes, pairs, HEADS: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _first_cache_blocks(block_table, sizes, strides, pairs, BLOCK_SIZE: gl.constexpr):
-    """Return the cache blocks of the first keys of both tiles; loaded before it is known whether the keys exist."""
+    """Return the cache blocks of the first keys of both tiles.
+
+    The block numbers are loaded before it is known whether the keys exist.
+    """
     score_block, max_keys, row_blocks = gl.program_id(0), sizes.max_keys, sizes.row_blocks
     request, key = score_block // row_blocks // pairs, score_block // row_blocks % pairs * (2 * TILE)
     table_row = block_table + gl.minimum(request, sizes.num_requests - 1).to(gl.int64) * strides.table_row
@@ -173,7 +183,7 @@ def load_score_block(
 @gluon.jit
 @no_type_check
 def _publish_largest_scores(words, score_block, TILE_INDEX: gl.constexpr, largest):
-    """Publish a tile's largest scores: write one word per row; its value is then no longer NOT_WRITTEN."""
+    """Publish a tile's largest scores: write one word per row. A written word never has the value NOT_WRITTEN."""
     row = gl.arange(0, ROWS, largest.type.layout)
     bits = largest.to(gl.int32, bitcast=True)
     bits = gl.where(bits == NOT_WRITTEN, CANONICAL_NAN, bits)
@@ -183,10 +193,10 @@ def _publish_largest_scores(words, score_block, TILE_INDEX: gl.constexpr, larges
 @gluon.jit
 @no_type_check
 def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constexpr):
-    """Return the published largest scores of BEFORE pairs, from the pair that is `back` pairs before this one on.
+    """Return the published largest scores of BEFORE pairs; the first of them is `back` pairs before the program's pair.
 
-    The result is a tuple of two tensors [ROWS] of float bits per pair: those of -inf for a pair that is not before this
-    one, NOT_WRITTEN for a pair that is not published yet.
+    The result is a tuple with two tensors [ROWS] of 32-bit words per pair. A pair that does not come before the
+    program's pair gets the bits of -inf. The words of a pair that is not published yet are NOT_WRITTEN.
     """
     row = gl.arange(0, ROWS, ALL)
     loaded = ()
@@ -202,7 +212,7 @@ def _largest_scores_before(words, score_block, back, row_blocks, ALL: gl.constex
 @gluon.jit
 @no_type_check
 def _not_written(loaded):
-    """Return whether any word is not written yet; every warp checks all words, so the warps need no barrier."""
+    """Return whether any word is NOT_WRITTEN; every warp checks all words, so the warps need no barrier."""
     waiting = loaded[0] == NOT_WRITTEN
     for i in gl.static_range(1, 2 * BEFORE):
         waiting = waiting | (loaded[i] == NOT_WRITTEN)
@@ -212,7 +222,7 @@ def _not_written(loaded):
 @gluon.jit
 @no_type_check
 def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl.constexpr):
-    """Wait until the `count` earlier pairs of the split are published; return the rows' references after them."""
+    """Wait until the `count` earlier pairs of the split are published; return the reference scores after them."""
     reference = gl.full([ROWS], LEAST, gl.float32, ALL)
     for first in range(0, count, BEFORE):
         loaded = _largest_scores_before(words, score_block, count - first, row_blocks, ALL)
@@ -226,16 +236,16 @@ def _reference_before(words, score_block, count, row_blocks, scale_log2, ALL: gl
 @gluon.jit
 @no_type_check
 def fence_async_global():
-    """Order this thread's earlier accesses to global memory before later reads of TMA (the bulk copy engine)."""
+    """Order this thread's earlier accesses to global memory before later reads by TMA (the bulk copy engine)."""
     gl.inline_asm_elementwise("fence.proxy.async.global; // dummy $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 @no_type_check
 def _write_tile(scores, reference, phase_one, score_block, scale_log2, TILE_INDEX: gl.constexpr, SCORES: gl.constexpr):
-    """Write a tile's probabilities, the sum of each row, and the reference of each row to global memory."""
+    """Write a tile's probabilities, the sum of each row, and the reference score of each row to global memory."""
     row_values, probabilities = phase_one.row_values, phase_one.probabilities
-    # each of the four threads of a row stores eight consecutive keys, twice: few stores, each of whole sectors
+    # each of the four threads of a row stores eight consecutive keys twice, so that a store fills whole sectors
     LINES: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
         [64, 64],
@@ -293,7 +303,7 @@ def compute_score_block(
     second = warpgroup_mma_wait(0, deps=[second])
     if begin + 1 >= visibility.first_masked:
         second = masked(second, begin + 1, stop, visibility, SCORES, BLOCK_SIZE)
-    partition_barrier()  # the products of every warp are complete before one of them arrives
+    partition_barrier()  # the products of all warps are complete before one warp arrives
     arrive(bars.scored)
     second_largest = gl.max(second, 1)
     _publish_largest_scores(words, score_block, 1, second_largest)
@@ -305,5 +315,5 @@ def compute_score_block(
     _write_tile(first, first_reference, phase_one, score_block, scale_log2, 0, SCORES)
     _write_tile(second, second_reference, phase_one, score_block, scale_log2, 1, SCORES)
     fence_async_global()
-    partition_barrier()  # every thread has written and fenced before one of them sets the flag
+    partition_barrier()  # every thread has written and executed the fence before one thread sets the flag
     gl.atomic_xchg(flags + score_block, 0, sem="release", scope="gpu")
