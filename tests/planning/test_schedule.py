@@ -232,7 +232,7 @@ def test_splits_cost_a_part_of_a_request(heads, each, sizes, ops):
     (128, 17, 16), (128, 128, 16), (128, 200, 26), (128, 256, 32), (128, 1024, 32), (128, 2048, 32), (17, 4096, 64),
     (1, 3, 4), (16, 128, 4), (16, 200, 8), (16, 512, 16), (16, 2048, 16), (16, 4096, 32), (16, 4097, 34),
 ])  # fmt: skip
-def test_batch_invariant_cut(heads, tiles, size):
+def test_batch_invariant_split_rule(heads, tiles, size):
     assert invariant_split_tiles(tiles, measured_schedule_costs(heads).split_rule) == size
 
 
