@@ -63,8 +63,8 @@ class Call:
     Attributes:
         name: name in the report, such as "mla_decode" or "DecodeGraph.run".
         function: the function, class or bound method.
-        arguments: arguments by name, also the arguments that the function writes.
-        hidden: annotations, by argument, for arguments that the signature does not annotate.
+        arguments: all arguments by name, those included that the function writes.
+        hidden: annotations by argument name; they replace or complete the annotations of the signature.
         runs: False for a slow call, which is made only with arguments that must give an error.
     """
 
@@ -79,7 +79,10 @@ class Call:
 
 
 def valid_calls(ops: ModuleType) -> list[Call]:
-    """Return one call that succeeds for every public function, class and method, with new arguments."""
+    """Return a list with one successful call of each public function, class and method.
+
+    All arguments are newly made.
+    """
     torch.manual_seed(0)
     is_fast = ops.__name__ == "fast"
     backend = {"backend": "cpu"} if is_fast else {}
@@ -441,7 +444,7 @@ def annotations_of(call: Call) -> dict[str, str]:
 
 
 def report(ops: ModuleType) -> dict[str, Any]:
-    """Make every call of a package with every malformed value (`report_of`)."""
+    """Make every call of a package with every malformed value, and return the result of `report_of`."""
     return report_of(valid_calls(ops), lambda: valid_calls(ops))
 
 
@@ -455,10 +458,11 @@ def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) ->
     Returns:
         A dictionary with three entries:
 
-        - "failed": mapping from the name of a call in `made` that did not succeed to its error
+        - "failed": for each call in `made` that raised an error, a mapping from the name of the call to the error
         - "arguments": mapping from the name of a call to the names of its arguments
-        - "calls": for each malformed call a row of call name, path, name of the value, whether the value has the right
-          type, type of the error, message, and whether a tensor was written before the error
+        - "calls": one row for each malformed call. A row has the name of the call, the path of the replaced argument or
+          field, the name of the malformed value, whether this value has the right type, the type of the error, the
+          message of the error, and whether a tensor was written before the error
     """
     failed, rows = {}, []
     arguments = {call.name: list(call.arguments) for call in made}

@@ -174,7 +174,7 @@ class OpSupport:
         if request.lse and not self.lse:
             found.append("returns no LSE")
         if not self.graph.covers(request.graph):
-            found.append(f"serves CUDA graphs of kind '{self.graph.value}', got kind '{request.graph.value}'")
+            found.append(f"has graph support '{self.graph.value}', got a call that needs '{request.graph.value}'")
         return found
 
 

@@ -1,4 +1,6 @@
-"""Deadline that ends a process whose step waits for a dead rank; without a deadline, the process would wait forever.
+"""Deadline that ends a process whose step waits for a dead rank.
+
+The two libraries for exchanges differ:
 
 - Over gloo, an exchange with a dead rank raises an error in the waiting process; nothing else is needed.
 - Over NCCL, a launch returns before the exchange ends, and the host sees no error until a result is read. PyTorch's
@@ -25,7 +27,8 @@ EXIT_STATUS = 70  # EX_SOFTWARE of sysexits.h
 TIMEOUT_FRACTION = 0.9
 
 logger = logging.getLogger(__name__)
-logger.addHandler(logging.NullHandler())  # `_end` always writes its line to stderr
+# `_end` writes its line to stderr itself. Without a handler, logging would write the line to stderr a second time.
+logger.addHandler(logging.NullHandler())
 
 
 @contextlib.contextmanager
@@ -58,7 +61,8 @@ def deadline(context_parallel: ContextParallel | None, request_ids: Sequence[int
 
 def _end(groups, seconds: float, request_ids: tuple[int, ...]) -> None:
     waiting = "; ".join(
-        f"{group.name}: rank {group.rank} among ranks {list(group.members)} waits in or before {group.last_operation}"
+        f"{group.name}: rank {group.rank} among ranks {list(group.members)} waits; "
+        f"it started {group.last_operation} last"
         for group in groups
     )
     line = (

@@ -60,7 +60,7 @@ class Comparison:
         self.rows: list[Parity] = []
 
     def within_budget(self, op: str, call: Callable[..., Any], *arguments: Any, parts: tuple[str, ...] = ()) -> None:
-        """Compare the result of `call(package, *arguments)` with its error budget.
+        """Compare the error of `call(ops, *arguments)` with its budget.
 
         The result is a tensor, a state, or a tuple whose elements have the names `parts`.
         """
@@ -75,7 +75,10 @@ class Comparison:
             self.rows.append(compare(op, value, low, gold))
 
     def exact(self, op: str, call: Callable[..., Any], *arguments: Any) -> None:
-        """Compare the result of `call(package, *arguments)`, a tensor or a plan; all elements must be equal."""
+        """Compare `call(ops, *arguments)` with `call(oracle, *arguments)`; all elements must be equal.
+
+        The results are tensors or plans.
+        """
         value, expected = (flatten(call(module, *arguments)) for module in (self.ops, self.oracle))
         if value.shape != expected.shape:
             self.rows.append(Parity(op, math.inf, math.inf, 0.0, 0.0, same_infinities=False))
@@ -138,7 +141,11 @@ class Batch:
         return torch.tensor([sum(lens[:i]) for i in range(len(lens) + 1)], dtype=torch.int32)
 
     def rows_of_last(self, query_lens: list[int]) -> Tensor:
-        """Return the indices in the stream of the last `query_lens` tokens of each request."""
+        """Return where the last tokens of each request lie in the stream of tokens.
+
+        Args:
+            query_lens: number of tokens to return for each request.
+        """
         ends = [start + length for start, length in zip(self.starts, self.lens, strict=True)]
         rows = [row for end, count in zip(ends, query_lens, strict=True) for row in range(end - count, end)]
         return torch.tensor(rows, device=self.positions.device)
@@ -261,7 +268,7 @@ def projections(
 
 
 def caches(compared: Comparison, kv_c_normed: Tensor, k_pe: Tensor, batch: Batch) -> Tensor:
-    """Compare cache writes, gathers and copies bit by bit; return a cache of all tokens, with NaN in unowned slots."""
+    """Compare cache writes, gathers and copies bit by bit; return a cache of all tokens; other slots are NaN."""
     head_size = kv_c_normed.shape[1] + k_pe.shape[1]
     slots = batch.common(compared.oracle, batch.lens).slot_mapping
     empty = kv_c_normed.new_full((batch.num_blocks, batch.block_size, head_size), math.nan)

@@ -75,7 +75,7 @@ class MLAMetadataBuilder:
         num_programs: number of programs of a schedule. The lengths of a decode also decide whether the decode gets a
             schedule (`choose_schedule`); the plan's `schedule_choice` reports the decision. The value is one of these:
 
-            - None: the number of programs that the device runs at the same time (`decode_programs`);
+            - None: the result of `decode_programs`, the number of programs that the device runs at the same time;
             - 0: no decode gets a schedule;
             - a positive int: this number, for decodes whose queries are not longer than `reorder_batch_threshold`; a
               decode with a longer query gets no schedule;
@@ -91,9 +91,9 @@ class MLAMetadataBuilder:
         schedule_costs: costs from which schedules are computed; None takes the costs of the device (`schedule_costs`).
         cache_format: format of the cache; it affects `choose_path`, the cascade, the number of programs and the costs.
         dtype: dtype of queries and keys; it affects the same choices as `cache_format`. A plan is valid for any dtype.
-        backend: backend of `decode_programs`, `schedule_costs` and `plan_decode`: a name (for those of the three ops
-            that the backend declares), a mapping from op to backend name, or None to choose by capability
-            (`fast.backends`).
+        backend: backend of the ops `decode_programs`, `schedule_costs` and `plan_decode`. A name holds for each of
+            these ops that the named backend declares; a mapping gives the backend name of each op. For all other ops,
+            and with None, the backend is chosen by capability (`fast.backends`).
 
     Raises:
         ValueError: a number is below its minimum; TP does not divide the number of heads; `batch_invariant` is used
@@ -261,8 +261,7 @@ class MLAMetadataBuilder:
 
         Raises:
             ValueError: the batch does not have the captured shape, or has a request with more keys than the captured
-                plan allows. The
-                error is raised before anything is written.
+                plan allows. The error is raised before anything is written.
         """
         check_type("captured", captured, MLAMetadata)
         check_type("captured.decode", captured.decode, DecodeMetadata)

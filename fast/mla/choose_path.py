@@ -91,7 +91,8 @@ def choose_paths(
     Args:
         query_lens: [B], new tokens of each request, on the CPU.
         context_lens: [B], context tokens of each request, on the CPU.
-        decode_threshold: longest query that always takes the absorbed path; 0 leaves every request to `choose_path`.
+        decode_threshold: a request with at most this number of new tokens takes the absorbed path, whatever
+            `choose_path` returns for it. With 0, `choose_path` decides for every request.
         config: config of the layer; with None, only the threshold decides.
         costs: costs for `choose_path`; None takes the defaults of `PathCosts`.
         query_len_support: query lengths that the decode kernel supports.

@@ -52,8 +52,7 @@ def dcp_gather_context(
         chunk: the chunk to gather.
         context_parallel: the groups of ranks.
         cache_format: format of the cache.
-        out_dtype: dtype of the result and of the exchange; None takes the dtype of the
-            cache.
+        out_dtype: dtype of the result and of the exchange; None takes the dtype of the cache.
         workspace: tensor [at least (D + 1) padded_tokens, Lkv + R] in `out_dtype` for the entries that this rank sends
             and receives; None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).

@@ -227,8 +227,7 @@ class MLAAttention(nn.Module):
             [T, H]; the output of a padding row is `o_proj` of zeros.
 
         Raises:
-            ValueError: the arguments do not match. The error is raised before anything is written to the
-                cache.
+            ValueError: the arguments do not match. The error is raised before anything is written to the cache.
         """
         weight = self.kv_a_layernorm.weight
         check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)

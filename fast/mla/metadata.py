@@ -85,7 +85,8 @@ def build_mla_metadata(
         common: batch of the step.
         block_size: tokens per block.
         workspace_tokens: upper bound of the context tokens that are expanded at once.
-        decode_threshold: longest query that always decodes (`reorder_batch_threshold`).
+        decode_threshold: a request with at most this number of query tokens may take the absorbed path, whatever
+            `choose_path` returns for it (`reorder_batch_threshold`).
         config: config of the layer, for `choose_path` and for the schedule. With None, only the threshold decides the
             paths, and the plan has no schedule.
         costs: costs for `choose_path`; None takes the defaults of `PathCosts`.
@@ -94,18 +95,19 @@ def build_mla_metadata(
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. With
             `ownership`, `common` has the lengths of the whole sequences and the slots of this rank
             (`dcp_slot_mapping`). The lengths of the whole sequences decide the paths.
-        num_programs: number of programs of the schedule; 0 makes no schedule. None takes the number of the device
-            (`decode_programs`) if `config` is given, otherwise 0. The lengths of the decode also decide whether the
-            decode gets a schedule (`choose_schedule`); the plan's `schedule_choice` reports the decision.
+        num_programs: number of programs of the schedule; 0 makes no schedule. If `config` is given, None takes the
+            number of programs that the device runs at the same time (`decode_programs`); otherwise None means 0. The
+            lengths of the decode also decide whether the decode gets a schedule (`choose_schedule`); the plan's
+            `schedule_choice` reports the decision.
         schedule_costs: costs from which the schedule is computed; None takes the costs of the device
             (`schedule_costs`).
         cache_format: format of the cache; it affects `choose_path`, the number of programs and the costs.
         dtype: dtype of queries and keys; it affects the same choices as `cache_format`. A plan is valid for any dtype.
         staging: pinned memory through which plans are copied to a GPU; None takes pinned memory from PyTorch's
             allocator each time.
-        backend: backend of `decode_programs`, `schedule_costs` and `plan_decode`: a name (for those of the three ops
-            that the backend declares), a mapping from op to backend name, or None to choose by capability
-            (`fast.backends`).
+        backend: backend of the ops `decode_programs`, `schedule_costs` and `plan_decode`. A name holds for each of
+            these ops that the named backend declares; a mapping gives the backend name of each op. For all other ops,
+            and with None, the backend is chosen by capability (`fast.backends`).
 
     Returns:
         The plan, with its tensors on the device of `common`; a `ContextParallelMetadata` if `ownership` is given.
@@ -128,7 +130,7 @@ def build_mla_metadata(
     if num_programs is not None:
         check_int("num_programs", num_programs, 0, "an int >= 0 or None")
     check_config(config, optional=True)
-    check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
+    check(config is not None or not num_programs, "config", "an MLAConfig if num_programs is above 0", None)
     check_costs(costs)
     check_schedule_costs(schedule_costs, "schedule_costs")
     check_flag("require_order", require_order)
@@ -288,7 +290,8 @@ def _check_order(common, query_lens, decodes, decode_threshold, query_len_suppor
     absorbed &= behind > 0  # a request without new tokens takes neither path
     if bool(absorbed.any()):
         late = decodes + int(absorbed.int().argmax())
-        check(False, "common", f"absorbed requests before the expanded one at request {decodes}", f"one at {late}")
+        check(False, "common", f"every absorbed request before the first expanded request, number {decodes}",
+              f"the absorbed request {late} behind it")  # fmt: skip
 
 
 def _longest(query_lens: Tensor) -> int:

@@ -34,7 +34,7 @@ _OTHER_ATTENTION: Mapping[str, tuple[str, ...]] = {
         "cross_attention_hidden_size", "cross_attention_frequency", "cross_layer_interval",
     ),
     "layers without rope are": ("mla_use_nope", "use_mla_nope", "no_rope"),
-    "rope by layer is": ("layer_rope_theta", "rope_scaling_layers"),
+    "rope parameters that differ between layers are": ("layer_rope_theta", "rope_scaling_layers"),
     "attention sinks are": (
         "attention_sinks", "use_attention_sinks", "add_full_attention_sink_bias", "add_swa_attention_sink_bias",
     ),
@@ -64,9 +64,10 @@ _SWITCHES: Mapping[str, tuple[str, ...]] = {
 
 
 def _asks(value: object) -> bool:
-    """Return whether the value of a field enables a feature: it is not None, False, 0 or empty.
+    """Return whether the value of a field enables a feature.
 
-    An object of any other type, such as a tensor, enables the feature.
+    None, False, 0 and an empty string, list, tuple, set or dict do not enable a feature. Any other value does, for
+    example a tensor.
     """
     if value is None or isinstance(value, bool | int | float | str | list | tuple | set | Mapping):
         return bool(value)
@@ -74,10 +75,10 @@ def _asks(value: object) -> bool:
 
 
 def _list_of(config: Any, path: str, name: str, reasons: list[str]) -> list[Any]:
-    """Return a field that has one element for each layer.
+    """Return the elements of a field that has one element for each layer.
 
-    The result is empty if the field enables nothing. If the field is not a list, the result is empty too, and a reason
-    is added to `reasons`.
+    The result is empty if the field is missing or enables no feature (`_asks`). If the field enables a feature and is
+    neither a list nor a tuple, the result is empty as well, and a reason is added to `reasons`.
     """
     value = getattr(config, name, None)
     if isinstance(value, list | tuple):
@@ -139,7 +140,10 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
     reasons = []
 
     def number(name: str, default: float | None, *, beside: bool = False) -> Any:
-        """Return a parameter of the rope. With `beside`, fall back to the config's own field of this name."""
+        """Return the rope parameter `name`, or `default` if the parameter is missing.
+
+        With `beside`, a parameter that `config.{field}` lacks is read from `config.{name}`.
+        """
         at, value = f"config.{field}[{name!r}]", parameters.get(name)
         if beside and value is None:
             at, value = f"config.{name}", getattr(config, name, None)
@@ -158,7 +162,7 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
     if model_type == "deepseek_v2":
         interleaved = True  # this model always rotates neighbouring elements, and its config has no such field
     if not isinstance(interleaved, bool):
-        got = f"nothing from {model_type!r}" if interleaved is None else short_text(interleaved)
+        got = f"no value for model type {model_type!r}" if interleaved is None else short_text(interleaved)
         reasons.append(f"config.rope_interleave: expected True or False, got {got}")
     if kind not in ("default", "yarn"):
         got = short_text(kind)
@@ -171,7 +175,8 @@ def _rope_from_hf(config: Any, model_type: str) -> RopeConfig:
     if kind == "yarn" and not original:
         reasons.append(f"config.{field}: YaRN needs original_max_position_embeddings, got none")
     if nested := [str(name) for name, value in parameters.items() if isinstance(value, Mapping)]:
-        reasons.append(f"config.{field}: rope by layer type is not implemented, got {', '.join(nested)}")
+        reasons.append(f"config.{field}: rope parameters that differ between layers are not implemented, "
+                       f"got {', '.join(nested)}")  # fmt: skip
     reasons += [
         f"config.{field}: {name} is not implemented, got {short_text(parameters[name])}"
         for name in ("llama_4_scaling_beta", "mrope_section")

@@ -82,7 +82,8 @@ def build_mla_metadata(
         common: the batch.
         block_size: tokens per block.
         workspace_tokens: largest number of context tokens that are expanded at once.
-        decode_threshold: length of the longest query that always decodes (`reorder_batch_threshold`).
+        decode_threshold: a request with at most this number of query tokens may take the absorbed path, whatever
+            `choose_path` returns for it (`reorder_batch_threshold`).
         config: config of the layer, for `choose_path` and for a schedule. With None, the threshold alone determines the
             paths, and the plan has no schedule.
         costs: costs passed to `choose_path`.
@@ -116,7 +117,7 @@ def build_mla_metadata(
     if num_programs is not None:
         check_int("num_programs", num_programs, 0, "an int >= 0 or None")
     check_config(config, optional=True)
-    check(config is not None or not num_programs, "config", "an MLAConfig beside num_programs", None)
+    check(config is not None or not num_programs, "config", "an MLAConfig if num_programs is above 0", None)
     check_costs(costs)
     check_schedule_costs(schedule_costs, "schedule_costs")
     check_format(cache_format)
@@ -151,7 +152,8 @@ def build_mla_metadata(
         decodes = [*absorbed, False].index(False)
     late = [request for request in range(decodes, len(query_lens)) if absorbed[request] and query_lens[request] > 0]
     if require_order and late:
-        check(False, "common", f"absorbed requests before the expanded one at request {decodes}", f"one at {late[0]}")
+        check(False, "common", f"every absorbed request before the first expanded request, number {decodes}",
+              f"the absorbed request {late[0]} behind it")  # fmt: skip
     check_no_prefill_padding(common, decodes)
     decode_tokens, device = starts[decodes], common.block_table.device
 

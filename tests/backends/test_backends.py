@@ -101,7 +101,7 @@ def test_every_op_has_a_cpu_kernel():
         (dict(mask="visible_lens"), "narrow: applies the masks causal, got visible_lens"),
         (dict(batch_invariant=True), "narrow: is not batch-invariant"),
         (dict(cache_in_words=False), "narrow: needs a cache of whole, aligned 16-byte words, with at least one block"),
-        (dict(graph=GraphSupport.ANY), "narrow: serves CUDA graphs of kind 'one', got kind 'any'"),
+        (dict(graph=GraphSupport.ANY), "narrow: has graph support 'one', got a call that needs 'any'"),
         (dict(cache_format=CacheFormat("other")), "narrow: reads caches in compute_dtype, got other"),
     ],
 )

@@ -226,7 +226,7 @@ def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():
         assert captured.decode.graph is GraphSupport.ONE_QUERY_LEN
         fast.mla_decode(q, k_pe, cache, replace(plan, graph=captured.decode.graph), scale)
         assert not launched
-        with pytest.raises(UnsupportedConfiguration, match="eager: serves CUDA graphs of kind 'none'"):
+        with pytest.raises(UnsupportedConfiguration, match="eager: has graph support 'none'"):
             fast.mla_decode(q, k_pe, cache, replace(plan, graph=captured.decode.graph), scale, backend="eager")
     finally:
         backends.unregister("eager")

@@ -47,7 +47,7 @@ def stored(request, monkeypatch):
 
 
 def pieces(dtype, block_size=4):
-    """Return a paged cache with NaN in unowned slots, and arguments that gather token ranges of three requests."""
+    """Return a paged cache, arguments that gather token ranges of three requests, and the gathered rows."""
     batch = make_batch([0, 0, 0], [33, 5, 16], block_size)
     entries = make_entries(batch, DIRECT.head_size, dtype)
     cache = make_cache(batch, entries, DIRECT.head_size, dtype)
@@ -84,7 +84,7 @@ def test_gather_keeps_the_dtype_of_the_cache(ops):
 
 @pytest.mark.parametrize("wrong", [torch.int32, torch.uint8, "float32", 4])
 def test_gather_refuses_other_dtypes(ops, wrong, plain_errors):
-    """If `out_dtype` is no dtype of a gather, both packages raise an error of one line."""
+    """If a gather cannot return `out_dtype`, both packages raise an error of one line."""
     cache, arguments, _ = pieces(torch.float32)
     with pytest.raises(ValueError, match=rf"^out_dtype: expected one of torch.float32, .*, got {wrong}$"):
         ops.gather_and_maybe_dequant_cache(cache, *arguments, out_dtype=wrong)
@@ -103,9 +103,9 @@ def test_gather_of_a_stored_format(ops, stored, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.bfloat16])
 def test_a_stored_format_needs_a_dtype_of_its_queries(ops, stored, out_dtype):
-    """A stored format needs an `out_dtype` among its query dtypes.
+    """A gather from a stored format raises an error if `out_dtype` is not one of the format's query dtypes.
 
-    None is an error, because None means the storage dtype, in which nothing can be computed.
+    None raises an error too: the format has a storage dtype of its own, so `out_dtype` has no default.
     """
     cache, arguments, _ = pieces(torch.float16)
     message = f"^out_dtype: expected one of torch.float32, torch.float64, got {out_dtype}$"

@@ -12,13 +12,13 @@ from reference.interfaces import ContextChunk, TokenOwnership
 from ..support.context_parallel import gathered_chunk
 from ..support.factories import assert_same_bits, integers, offsets
 
-LENS = (2500, 0, 3001, 1, 3900, 64)  # one request contains token 4096 of the batch, and another request token 8192
+LENS = (2500, 0, 3001, 1, 3900, 64)  # tokens 4096 and 8192 of the batch lie in two different requests
 
 
 @pytest.mark.parametrize("rows", ["dense", "with gaps"])
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 16), (3, 5), (8, 1)])
 def test_reorg_of_several_thousand_tokens(ops, size, interleave, rows):
-    """`reorg_kvcache` puts more than 8192 tokens into order, bit by bit.
+    """`reorg_kvcache` puts more than 8192 tokens into order and changes no bit of a token.
 
     The test fails if the kernel reads or writes the second 4096 tokens at a wrong position.
     """

@@ -1,4 +1,4 @@
-"""Tests of the Triton kernels before and after exchanges of ranks: reordered context and merged states."""
+"""Tests of the Triton kernels that prepare data for exchanges between ranks, or process received data."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_infinite_lse_is_nan(merge, bad):
 @pytest.mark.parametrize("merge", ["ag_rs", "a2a"])
 @pytest.mark.parametrize(("size", "total"), [(4, 4), (2, 4)])
 def test_layers(size, total, merge, dtype):
-    """The steps of a layer on simulated ranks of one GPU are within the budget of `reference` on simulated ranks."""
+    """The outputs of a layer on simulated ranks of one GPU are within the budget, which comes from `reference`."""
     steps = Steps(STEPS, 16, 4 * 16 * size * 4, 2)
 
     def served(ops, dtype, device):

@@ -201,7 +201,7 @@ def test_bounds_of_a_plan(ops, plain_errors):
 
 def test_num_programs_needs_a_config(ops, plain_errors):
     common = batch_of(RAGGED)
-    with pytest.raises(ValueError, match="^config: expected an MLAConfig beside num_programs, got None$"):
+    with pytest.raises(ValueError, match="^config: expected an MLAConfig if num_programs is above 0, got None$"):
         ops.build_mla_metadata(common, 64, 4096, num_programs=4)
     for number in (-1, 2.5, "4"):
         with pytest.raises(ValueError, match="^num_programs: expected an int >= 0 or None, got"):

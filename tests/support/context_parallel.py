@@ -33,7 +33,7 @@ def of_rank(common, block_size, ownership):
 def gathered_chunk(entries, starts, size, interleave, padded):
     """Return the all-gathered rows of a chunk, [D, padded, width].
 
-    The rows of a rank are the tokens of `[start, S)` of each request that the rank owns. Further rows of a rank are
+    The rows of a rank are, for each request, the tokens of `[start, S)` that this rank owns. Further rows of a rank are
     NaN.
     """
     gathered = torch.full((size, padded, entries[0].shape[1]), torch.nan, dtype=entries[0].dtype)
@@ -52,8 +52,8 @@ def gathered_chunk(entries, starts, size, interleave, padded):
 def rank_states(size, tokens, heads, value, dtype):
     """Return a random state for each rank.
 
-    Random rows have no keys on a rank. The rows of head 0 have no keys on the last rank. The row of head 1 and token 2
-    has no keys on any rank.
+    On each rank, rows that are chosen at random have no keys. The rows of head 0 have no keys on the last rank. The row
+    of head 1 and token 2 has no keys on any rank.
     """
     lse_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     states = []

@@ -54,7 +54,8 @@ def scalars() -> dict[str, Any]:
 def tensors(like: Tensor) -> dict[str, Tensor]:
     """Return tensors that differ from a good tensor in dtype, number of dimensions, layout or device.
 
-    The keys name the tensors in the report.
+    The keys name the tensors in the report. "A tensor of the other kind" has integers in place of floating-point
+    numbers, or the reverse.
     """
     floating = like.is_floating_point()
     made = {
@@ -81,7 +82,10 @@ def tensors(like: Tensor) -> dict[str, Tensor]:
 
 
 def admits(annotation: str, value: Any) -> bool:
-    """Return whether a value has the type of an annotation; a call may accept or refuse such a value."""
+    """Return whether a value has the type of an annotation.
+
+    A call may accept a value of the right type or raise an error. It must raise an error for any other value.
+    """
     annotation = annotation.replace("BackendChoice", "str | Mapping[str, str] | None")
     for part in re.split(r"\s*\|\s*(?![^\[]*\])", annotation):
         kind = part.split("[")[0].strip()
@@ -125,7 +129,7 @@ def malformed(annotation: str, good: Any) -> Iterator[tuple[str, str, Any, bool]
             for path, label, value, well in malformed(str(field.type), held):
                 try:
                     changed = dataclasses.replace(good, **{field.name: value})
-                except (ValueError, TypeError):  # `valid_calls` has calls of the constructors of such records
+                except (ValueError, TypeError):  # calls of the constructor itself test this error
                     continue
                 yield f".{field.name}{path}", label, changed, well
     elif isinstance(good, list | tuple) and good and isinstance(good[0], Tensor):

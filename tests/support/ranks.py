@@ -1,6 +1,6 @@
 """Tasks for ranks that share heads and sequences; simulated ranks and real processes run the same tasks.
 
-All inputs and weights are drawn from a seed, so that a rank needs only its groups to compute its own heads and tokens.
+A task gets no tensors from its caller: it draws all inputs and weights from a seed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,10 @@ def serve(
     seed: int = 0,
     device: str = "cpu",
 ) -> list[Tensor]:
-    """Run a layer over the steps and return its output in each step, [T, H]; unowned slots of its cache are NaN."""
+    """Run a layer over the steps and return the output of the layer in each step, [T, H].
+
+    Slots of the cache to which this rank writes no token contain NaN.
+    """
     cp = context_parallel
     ownership = None if cp is None else cp.ownership
     size, rank, interleave = (1, 0, 1) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
@@ -249,8 +252,9 @@ def replay_decodes(
     """Run three decode steps of a layer eagerly and by graph replay.
 
     Returns:
-        A list with the eager and the replayed output of each step, [T, H], and the number of different amounts of
-        reserved GPU memory after the steps; 1 means that no replay reserved memory.
+        A list with the eager and the replayed output of each step, [T, H], and a count. The amount of reserved GPU
+        memory is read after each step, and the count is the number of distinct amounts. A count of 1 means that no step
+        changed the amount.
     """
     import fast
 
@@ -302,9 +306,10 @@ def serve_for_ever(size: int, device: str, dtype: torch.dtype) -> None:
 
 
 def disagree(facts: dict[str, list]) -> None:
-    """Call `verify_group` with facts that differ between ranks.
+    """Call `verify_group` with groups or arguments that differ between ranks.
 
-    `facts` maps the name of a fact to its value on each rank. The facts size, interleave and merge change the groups.
+    `facts` maps a name to a list with one value for each rank. The values of "size", "interleave" and "merge" change
+    the groups of a rank. All other values are arguments of `verify_group`.
     """
     import fast
 
@@ -317,7 +322,7 @@ def disagree(facts: dict[str, list]) -> None:
 
 
 def groups_of_a_mesh() -> tuple[int, int, tuple[int, ...]]:
-    """Make groups from a device mesh; return the group size, a sum over the group, and its members."""
+    """Make groups from a device mesh; return the size of a group, the sum of its ranks, and its members."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("others", "context"))

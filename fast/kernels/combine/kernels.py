@@ -9,10 +9,10 @@ reference score is the largest score, or a number a little below the largest sco
 |---|---|---|
 | into the same number of splits | [splits, T, N, Lkv] | [2, splits, T, N] |
 | by a schedule | [partial indices, rows of a request, Lkv] | [2, partial indices, rows of a request] |
-| by their own length (batch-invariant) | as with a schedule | as with a schedule, followed by [B, 2] int32 |
+| by the length of the request alone | as with a schedule | as with a schedule, followed by [B, 2] int32 |
 
-With a schedule, the partial indices of request b begin at `split_offsets[b]`. Where requests are split by their own
-length, every request has the same number n of partial indices, and split s of request b has the index b * n + s. One
+With a schedule, the partial indices of request b begin at `split_offsets[b]`. In a batch-invariant decode, every
+request has the same number n of partial indices, and split s of request b has the index b * n + s. One
 exception saves memory traffic: a program that attends the first split of a request and further splits directly behind
 it writes one sum of all these splits, at the first index of the request. The [B, 2] integers are, for each request, the
 number of splits in this sum and the number of all splits.
@@ -278,7 +278,7 @@ def _combine_invariant_kernel(
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
     SCHEDULED: tl.constexpr, AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine COLUMNS columns of ROWS rows of a request that is split by its own length.
+    """Combine COLUMNS columns of ROWS rows of a request of a batch-invariant decode.
 
     The program starts with the state at the request's first partial index. To this state it adds, in order, the splits
     that the state does not contain. With AHEAD, the program loads partial outputs before the number of splits is known.

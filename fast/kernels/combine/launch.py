@@ -22,7 +22,7 @@ FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few 
 FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits, or a schedule with many splits
 FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
 FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
-# requests that are split by their own length
+# batch-invariant decodes
 FOR_ONE_INVARIANT = (CombineTile(1, 32, 32, 1), CombineTile(1, 64, 16, 1))  # one request: (few rows, many rows)
 FOR_INVARIANT = (CombineTile(1, 128, 16, 1), CombineTile(1, 512, 4, 2))  # several requests: (few heads, many heads)
 FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)  # with a schedule, few requests have partial outputs
@@ -62,13 +62,13 @@ def combine_partial_outputs(
     Args:
         partial_out: flat, float32; no elements if there is no partial output. Behind the partial outputs, the Hopper
             decode stores values of its own, which this function does not read.
-        partial_lse: partial LSEs, flat; where requests are split by their own length, [B, 2] int32 follow.
+        partial_lse: partial LSEs, flat; in a batch-invariant decode, [B, 2] int32 follow.
         query_start_loc: [B + 1], first query token of each request.
         max_query_len: upper bound of the query tokens of a request; it gives the rows of a request.
         tile_ranges: [programs, 5] of a schedule, or None.
         split_offsets: [B + 1] of that schedule, or None.
-        batch_invariant: True if requests were split by their own length. If it is False and there is no schedule, all
-            requests have the same number of splits.
+        batch_invariant: True if the splits of each request depend on its length alone. If it is False and there is no
+            schedule, all requests have the same number of splits.
         out: [T, N, Lkv], contiguous, written in place.
         lse: [N, T], contiguous, written in place.
     """

@@ -55,7 +55,7 @@ def plan_decode(
         split_cost: cost of a split of a batch-invariant schedule, in tiles. A value above `request_cost` is lowered to
             `request_cost`.
         invariant_split_rule: rule by which a batch-invariant schedule splits a request.
-        batch_invariant: True splits each request by its own length only.
+        batch_invariant: if True, the splits of each request depend on its length alone.
     """
     requests = seq_lens.shape[0]
     tiles = (seq_lens.long() + (DECODE_TILE - 1)) // DECODE_TILE
@@ -98,7 +98,10 @@ def _cut_by_program(tiles: Tensor, num_programs: int, request_cost: int) -> _Pro
 def _cut_by_length(
     tiles: Tensor, num_programs: int, request_cost: int, split_cost: int, split_rule: InvariantSplitRule
 ) -> _ProgramCut:
-    """Split each request by its own length only; a program takes the splits that start in its segment of the line."""
+    """Compute the splits of each request from its length alone, and assign the splits to programs.
+
+    A program takes the splits that start in its segment of the line.
+    """
     grown = ((tiles + (split_rule.small_splits - 1)) // split_rule.small_splits).clamp_(
         split_rule.small_tiles, split_rule.large_tiles
     )

@@ -1,7 +1,8 @@
 """Absorbed decode that reads the paged cache in place: several programs attend one request (flash-decoding).
 
 The kernel of this module gives every request the same number of splits. The kernel of `scheduled_decode` follows
-a schedule, or splits each request by its own length. `fast.kernels.combine` then adds the partial outputs.
+a schedule, or computes the splits of each request from its length alone. `fast.kernels.combine` then adds the partial
+outputs.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def mla_decode(
         tile_ranges: [programs, 5] of a schedule, or None. Without a schedule and without `batch_invariant`, every
             request gets the same number of splits, which is chosen for the upper bound `max_seq_len`.
         split_offsets: [B + 1] of that schedule, or None.
-        batch_invariant: True splits each request by its own length only.
+        batch_invariant: if True, the splits of each request depend on its length alone.
         split_rule: rule by which a batch-invariant decode splits a request.
 
     Returns:

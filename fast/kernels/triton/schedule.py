@@ -27,7 +27,7 @@ SHAPES = ((256, 1), (1024, 4))  # (CHUNK, warps): for up to 256 requests, and fo
 
 
 class SplitRule(NamedTuple):
-    """The four numbers of `InvariantSplitRule`, as values inside a kernel: how a request is split by its own length."""
+    """The four numbers of `InvariantSplitRule`, which size the splits of a request, as values inside a kernel."""
 
     small_tiles: Any
     small_splits: Any
@@ -226,7 +226,8 @@ def _plan_invariant_kernel(
 ):  # fmt: skip
     """Plan a batch-invariant schedule.
 
-    Each request is split by its own length only. A program takes the splits that start in its segment of the line.
+    The splits of each request depend on its length alone. A program takes the splits that start in its segment of the
+    line.
     """
     if DEPENDENT:
         gdc_launch_dependents()
@@ -320,7 +321,7 @@ def plan_decode(
         split_cost: cost of a split of a batch-invariant schedule, in tiles. A value above `request_cost` is lowered to
             `request_cost`.
         invariant_split_rule: rule by which a batch-invariant schedule splits a request.
-        batch_invariant: True splits each request by its own length only.
+        batch_invariant: if True, the splits of each request depend on its length alone.
     """
     requests = seq_lens.shape[0]
     tile_ranges = torch.empty(num_programs, 5, dtype=torch.int32, device=seq_lens.device)

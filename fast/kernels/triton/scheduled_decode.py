@@ -44,8 +44,8 @@ def _scheduled_decode_kernel(
 ):  # fmt: skip
     """Attend the tile range of one program, for ROWS rows of each request; write outputs or partial outputs.
 
-    With BY_LENGTH, each request is split by its own length. Without a schedule (SCHEDULED is False), the splits of each
-    request are spread over `programs_per_request` programs.
+    With BY_LENGTH, the splits of each request depend on its length alone. Without a schedule (SCHEDULED is False), the
+    splits of each request are spread over `programs_per_request` programs.
     """
     # 1. find the tile range of this program: first request, tile and split; last request and tile
     program, row_block = tl.program_id(0) // row_blocks, tl.program_id(0) % row_blocks
@@ -172,7 +172,7 @@ def _scheduled_decode_kernel(
 @triton.jit
 @no_type_check
 def _split_by_length(length, readable, rule, TILE: tl.constexpr):
-    """Return two numbers for a request that is split by its own length: the tiles of one split, and the splits.
+    """Return two numbers for a request of a batch-invariant decode: the tiles of one split, and the splits.
 
     The number of tiles of a split is computed from `length`, the number of splits from the `readable` keys. A request
     without keys has one split.
@@ -214,7 +214,7 @@ def launch_scheduled(
         constants: compile-time constants of the kernel: dims and launch shape.
         tile_ranges: [programs, 5] of the schedule, or None without a schedule.
         split_offsets: [B + 1] of the schedule, or None without a schedule.
-        batch_invariant: True splits each request by its own length only.
+        batch_invariant: if True, the splits of each request depend on its length alone.
         split_rule: rule by which a batch-invariant decode splits a request.
         out: [T, N, Lkv], contiguous.
         lse: [N, T], contiguous.

@@ -1,4 +1,4 @@
-"""Functions that split a request by its own length (batch invariance).
+"""Functions that compute the splits of a request from the length of this request alone (batch-invariant decode).
 
 The splits of a request depend neither on other requests nor on the number of programs. The sums of a request are
 therefore computed in the same order, and give the same bits, in every batch.

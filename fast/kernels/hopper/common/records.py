@@ -59,7 +59,7 @@ class Strides(NamedTuple):
 
 
 class SplitRule(NamedTuple):
-    """The four numbers of `reference.interfaces.InvariantSplitRule`: how a request is split by its own length."""
+    """The four numbers of `reference.interfaces.InvariantSplitRule`, for the splits of a batch-invariant decode."""
 
     small_tiles: Any
     small_splits: Any
@@ -73,12 +73,13 @@ class SplitPlan(NamedTuple):
     Attributes:
         tile_ranges: pointer to the tile ranges [programs, 5] of a schedule; None in a kernel without schedules.
         split_offsets: pointer to the split offsets [B + 1] of a schedule; None in a kernel without schedules.
-        num_splits: without a schedule, number of work items per (request, row block) pair. A work item is one split,
-            or several consecutive splits where requests are split by their own length. In the kernel of two phases,
-            this field is the upper bound of the splits of a request.
+        num_splits: without a schedule, number of work items per (request, row block) pair. A work item is one split;
+            in a batch-invariant decode it may be several consecutive splits. In the kernel of
+            `mla_decode/two_phases`, this field is the upper bound of the splits of a request.
         num_partials: number of partial indices.
-        progress: pointer to [B, 2] int32: combined splits and all splits of each request (`fast.kernels.combine`).
-        rule: `SplitRule`; used where requests are split by their own length.
+        progress: pointer to [B, 2] int32: for each request, the number of splits that the decode kernel has already
+            combined, and the number of all splits (`fast.kernels.combine`).
+        rule: `SplitRule`; only a batch-invariant decode uses it.
     """
 
     tile_ranges: Any
@@ -112,7 +113,7 @@ class Constants(NamedTuple):
         LATENT: Lkv.
         ROPE: R.
         BLOCK_SIZE: tokens of a cache block.
-        BY_LENGTH: True if requests are split by their own length.
+        BY_LENGTH: True if the decode is batch-invariant: the splits of a request depend on its length alone.
         SCHEDULED: True if a schedule assigns work to programs.
         SPLIT: True if every request has the same number of splits, more than one.
         SLICES: number of programs that process the same tiles; each program computes other columns of the output.
@@ -149,7 +150,10 @@ class Context(NamedTuple):
 
 
 class WorkPosition(NamedTuple):
-    """Position of a program among its candidates; `seek_item` returns the first candidate that is a work item.
+    """Position of a program among its candidates.
+
+    The candidates of a program are the work items that it may have to process, in order. Some candidates have no tiles
+    or no query token; `seek_item` skips these and returns the next work item.
 
     Attributes:
         candidate: with a schedule, index of a request; otherwise, index of a (request, split, row block) triple.
@@ -194,7 +198,7 @@ class WorkItem(NamedTuple):
         begin: first tile.
         stop: end of the tiles, exclusive.
         partial: partial index of the item's first split, or -1 if the program writes the output of the rows.
-        split_tiles: tiles of a split; read only where requests are split by their own length.
+        split_tiles: tiles of a split. Only a batch-invariant decode reads this field.
     """
 
     request: Any
@@ -223,7 +227,10 @@ class BlockTableRow(NamedTuple):
 
 
 class CandidateItem(NamedTuple):
-    """A work item whose rows are not checked yet; `exists` is False if no schedule or split rule gives it tiles."""
+    """A candidate, as a `WorkItem` whose rows are not checked yet, and `exists`, whether the candidate is a work item.
+
+    `exists` is False if the request is negative, or if the schedule or the split rule assigns no tiles to the program.
+    """
 
     item: Any
     exists: Any
@@ -261,7 +268,7 @@ class PartialRows(NamedTuple):
 
     Attributes:
         partial_row: index of each row among the rows of all partial outputs.
-        index_rows: rows that one partial index has.
+        index_rows: number of rows that are stored at one partial index.
         real: False for padding rows.
     """
 
@@ -319,7 +326,11 @@ class RowState(NamedTuple):
 
 
 class HalfState(NamedTuple):
-    """`RowState` for one half of the latent columns; `left` and `right` are the two quarters of this half."""
+    """Like `RowState`, for one half of the latent columns.
+
+    `left` and `right` are the weighted sums of the first and of the second part of this half. Each part is a quarter of
+    all latent columns.
+    """
 
     largest: Any
     total: Any

@@ -3,7 +3,7 @@
 The producer finds each work item and writes it to shared memory (`write_item`). The consumers read the work item from
 shared memory (`read_item`).
 
-If a request is split by its own length, a work item is one or more consecutive splits of the request:
+In a batch-invariant decode, a work item is one or more consecutive splits of a request:
 
 - If the work item has the request's first split, the program combines all splits of the item in order.
 - If the work item begins at a later split, each split of the item becomes a separate partial output. The combine kernel
@@ -49,9 +49,10 @@ def first_position(plan, sizes, SCHEDULED: gl.constexpr, SLICES: gl.constexpr):
 @gluon.jit
 @no_type_check
 def _last_candidate(plan, sizes, SCHEDULED: gl.constexpr):
-    """Return the last candidate: of this program with a schedule, of the whole grid without a schedule.
+    """Return the number of the last candidate.
 
-    The number is reloaded for every work item, because keeping it would cost a register.
+    With a schedule, this is the last candidate of this program; without a schedule, it is the last candidate of the
+    whole grid. The number is reloaded for every work item, because keeping the number would cost a register.
     """
     if SCHEDULED:
         row = plan.tile_ranges + gl.program_id(0) // sizes.row_blocks * 5
@@ -84,7 +85,7 @@ def lens_of(request, inputs, sizes):
 @gluon.jit
 @no_type_check
 def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: gl.constexpr, SCHEDULED: gl.constexpr):
-    """Return the `CandidateItem` at a position; `seek_item` checks whether it has rows.
+    """Return the `CandidateItem` at a position; `seek_item` checks whether the candidate has rows.
 
     A work item may exist without tiles: its request has no keys, or fewer tiles than splits. The program then writes
     zeros for this work item.
@@ -95,7 +96,7 @@ def item_at(position, plan, inputs, sizes, EVEN_TILES: gl.constexpr, BY_LENGTH: 
         inputs: `Inputs`, for the lengths of requests.
         sizes: `Sizes`.
         EVEN_TILES: splits begin at multiples of this number of tiles; unused where BY_LENGTH is true.
-        BY_LENGTH: True if requests are split by their own length.
+        BY_LENGTH: True if the decode is batch-invariant: the splits of a request depend on its length alone.
         SCHEDULED: True if a schedule assigns tiles to programs.
     """
     split = position.split

@@ -6,7 +6,7 @@
 |---|---|
 | row blocks of 16 or 32 rows | `main_loops/row_blocks_16_32.py` |
 | row blocks of 64 rows | `main_loops/row_blocks_64.py` |
-| row blocks of 64 rows, few requests that are split by their own length | `two_phases` |
+| row blocks of 64 rows, batch-invariant, few short requests | `two_phases` |
 
 `fast.kernels.combine` then adds the partial outputs.
 """
@@ -84,7 +84,8 @@ def mla_decode(
         tile_ranges: [programs, 5] of a schedule, or None. Without a schedule, every request is spread over the same
             number of programs, which is chosen for the upper bound `max_seq_len`.
         split_offsets: [B + 1] of that schedule, or None.
-        batch_invariant: True splits every request by its own length, so that its bits do not depend on the batch.
+        batch_invariant: if True, the splits of a request depend on its length alone, so its bits do not depend on the
+            batch.
         split_rule: rule by which a batch-invariant decode splits a request; used only if `batch_invariant` is true.
 
     Returns:

@@ -29,8 +29,8 @@ class Assignment(NamedTuple):
         num_splits: see the table.
         num_partials: number of partial indices.
         partial_rows: number of rows of all partial outputs.
-        most_splits: upper bound of the splits of a request, if requests are split by their own length and a program
-            combines the splits of its work item; otherwise 0.
+        most_splits: upper bound of the splits of a request, if the decode is batch-invariant and a program combines the
+            splits of its work item; otherwise 0.
         slices: number of programs that process the same tiles; each program computes other columns of the output.
         pairs: upper bound of the pairs of tiles of a request, if the decode has two phases; otherwise 0.
 
@@ -38,8 +38,8 @@ class Assignment(NamedTuple):
     |---|---|
     | assigned by a schedule | 1, unused |
     | split into the same number of splits | splits of each request |
-    | split by their own length, one phase | number of programs over which the splits of a request are spread |
-    | split by their own length, two phases | upper bound of the splits of a request |
+    | in a batch-invariant decode of one phase | number of programs over which the splits of a request are spread |
+    | in a batch-invariant decode of two phases | upper bound of the splits of a request |
     """
 
     programs: int
@@ -54,9 +54,9 @@ class Assignment(NamedTuple):
 def assign_planned(ranges: int, requests: int, request_rows: int, row_blocks: int, most_splits: int) -> Assignment:
     """Return the `Assignment` of a decode with a schedule.
 
-    `most_splits` is the upper bound of the splits of a request that is split by its own length, or 0 if the schedule
-    splits requests at any tile. In the second case each program leaves at most one request unfinished, so there are at
-    most `requests + ranges` splits.
+    In a batch-invariant decode, `most_splits` is the upper bound of the splits of a request. Otherwise `most_splits` is
+    0, and the schedule splits requests at any tile. Each program then leaves at most one request unfinished, so there
+    are at most `requests + ranges` splits.
     """
     num_partials = requests * most_splits if most_splits > 0 else requests + ranges
     return Assignment(ranges * row_blocks, 1, num_partials, num_partials * request_rows, most_splits)
@@ -72,7 +72,7 @@ def assign_by_length(
     processors: int,
     split_rule: InvariantSplitRule,
 ) -> Assignment:
-    """Return the `Assignment` of requests that are split by their own length, without a schedule.
+    """Return the `Assignment` of a batch-invariant decode without a schedule.
 
     The upper bound of the keys of a request sets the number of programs.
     """

@@ -30,14 +30,17 @@ class LoopCost(NamedTuple):
     item_ns: int
 
 
-FEW_ROWS_COST, MANY_ROWS_COST = LoopCost(1500, 1, 5000), LoopCost(2000, 4, 6500)  # row blocks of 16 and 32; of 64
+# row blocks of up to 32 rows, and row blocks of 64 rows
+FEW_ROWS_COST, MANY_ROWS_COST = LoopCost(1500, 1, 5000), LoopCost(2000, 4, 6500)
 MEMORY_TILE_NS = 17  # nanoseconds that the whole device takes to read the bytes of one tile
-COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5  # nanoseconds of a combine, and of each row of a split in it
+COMBINE_NS, COMBINED_ROW_NS = 3000, 1.5  # nanoseconds of a combine kernel, and of each row of each split
 
 
 @functools.lru_cache(maxsize=4096)
 def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blocks: int, processors: int) -> int:
-    """Return the number of splits of each request that has the lowest cost; of equal costs, the smallest number.
+    """Return how many splits each request gets: the number with the lowest cost.
+
+    If several numbers have the lowest cost, the function returns the smallest of these numbers.
 
     The costs are computed from upper bounds that the host knows; no length is read back from the device.
 
@@ -68,9 +71,9 @@ def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blo
 def best_num_programs(
     items: int, rows: int, keys: int, heads: int, program_rows: int, processors: int, split_rule: InvariantSplitRule
 ) -> int:
-    """Return the number of programs that has the lowest cost for a request that is split by its own length.
+    """Return how many programs attend each (request, row block) pair of a batch-invariant decode, at the lowest cost.
 
-    The splits of the request are spread over these programs.
+    The splits of a pair are spread over these programs.
 
     Args:
         items: number of (request, row block) pairs.
@@ -79,7 +82,7 @@ def best_num_programs(
         heads: N.
         program_rows: rows of a row block.
         processors: multiprocessors of the device.
-        split_rule: rule that splits a request by its own length.
+        split_rule: rule that gives the tiles of a split from the length of a request.
     """
     tiles = max(1, triton.cdiv(keys, DECODE_TILE))
     split_tiles = invariant_split_tiles(tiles, split_rule)

@@ -102,7 +102,7 @@ def _two_phases_kernel(
     small_tiles, small_splits, large_tiles, max_splits, scale_log2,
     query_strides, table_row_stride, table_stride, c: gl.constexpr,
 ):  # fmt: skip
-    """Compute at most one score block, then column blocks, for requests that are split by their own length.
+    """Compute at most one score block, then column blocks, of a batch-invariant decode.
 
     If a request has several splits, each split becomes a partial output for `fast.kernels.combine`. The launch
     guarantees:
