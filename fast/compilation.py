@@ -64,7 +64,7 @@ def warmup(
         device: device of the layer.
         dtype: dtype of the layer.
         block_size: tokens of a cache block.
-        decode_threshold: longest query that always decodes, as in `build_mla_metadata`.
+        decode_threshold: number of query tokens up to which a request decodes, as in `build_mla_metadata`.
         batch_invariant: whether the decodes of the layer are batch-invariant.
         context_parallel: groups of ranks that share heads and sequences, or None. The processes exchange no data: each
             process simulates all ranks (`simulate`), so each process can call `warmup` alone.

@@ -12,7 +12,7 @@ SECONDS_BETWEEN = 2.0  # longer than the clean-up that the first interrupt start
 
 @contextlib.contextmanager
 def repeated_interrupts(seconds: float = SECONDS_BETWEEN) -> Iterator[None]:
-    """Raise KeyboardInterrupt repeatedly, from the first Ctrl-C until the block ends.
+    """Raise KeyboardInterrupt repeatedly, from the first Ctrl-C until the `with` block ends.
 
     Python discards an exception that is raised inside a finaliser or a weak reference's callback. A KeyboardInterrupt
     that is raised there is lost, and the program goes on. Therefore the first SIGINT starts a timer, and each signal of

@@ -59,7 +59,7 @@ def serve_in_parallel(args: argparse.Namespace, ops: ModuleType, oracle: ModuleT
         if device != "cpu":
             os._exit(status)  # a normal exit would destroy the communicator, which may wait for lost ranks
         return status
-    dist.destroy_process_group()  # not after a failure: the call may wait for lost ranks
+    dist.destroy_process_group()  # after a failure this call could wait for lost ranks
     if job.context_parallel.tp_group.rank > 0:
         return 0
     alone = alone_tokens(job)

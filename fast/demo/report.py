@@ -218,7 +218,7 @@ def draw_parity(axes: Any, parity: list[dict[str, Any]]) -> None:
 
 
 def budget_ratio(error: float, budget: float) -> float:
-    """Return error / budget; for a budget of 0, return 0.0 if the error is 0 and otherwise 10.0, off the picture."""
+    """Return error / budget; for a budget of 0, return 0.0 if the error is 0, otherwise 10.0 (outside the axis)."""
     if budget > 0:
         return error / budget
     return 0.0 if error == 0 else 10.0

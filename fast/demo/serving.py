@@ -84,7 +84,7 @@ class ServingLoop:
             decode.
         workspace_tokens: context tokens that are expanded at once; at least one `context_unit`, which is one block if
             one rank serves.
-        decode_threshold: longest query that always takes the absorbed path.
+        decode_threshold: number of query tokens up to which a request takes the absorbed path, whatever `choose_path` returns.
         eos: token or tokens that end a request, or None.
         block_order: order in which blocks are first used; None means the ascending order.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
@@ -329,7 +329,7 @@ class ServingLoop:
             count = min(request.num_pending, budget)
             needed = self._blocks_for(request, count)
             while needed > self.allocator.num_free and request in self.running:
-                victim = self.running[-1]  # this request or a younger request; neither is in the plan yet
+                victim = self.running[-1]  # `request`, or a younger request; the plan has neither of them yet
                 preempted.append(victim.request_id)
                 self._preempt(victim)
             if request not in self.running:

@@ -107,10 +107,10 @@ def chunked_prefill_workspace_size(
 
 
 def reorder_batch_threshold(query_len_support: QueryLenSupport, num_speculative_tokens: int = 0) -> int:
-    """Return the length of the longest query that always decodes.
+    """Return the number of query tokens up to which a request may decode, whatever `choose_path` returns for it.
 
-    This length is one token plus the drafted tokens. With SINGLE_ONLY (the decode kernel supports single tokens only)
-    the length is one token.
+    This number is 1 plus the number of drafted tokens. With SINGLE_ONLY (the decode kernel supports single tokens only)
+    the number is 1.
 
     Args:
         query_len_support: query lengths that the decode kernel supports. With SINGLE_ONLY, requests with drafted tokens

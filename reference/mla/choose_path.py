@@ -123,8 +123,8 @@ def choose_paths(
     Args:
         query_lens: [B], new tokens of each request, on the CPU.
         context_lens: [B], cached tokens of each request, on the CPU.
-        decode_threshold: length of the longest query that always decodes. With 0, `choose_path` decides for every
-            request.
+        decode_threshold: a request with at most this number of new tokens takes the absorbed path, whatever
+            `choose_path` returns for it. With 0, `choose_path` decides for every request.
         config: config passed to `choose_path`; None disables the choice, and the threshold alone decides.
         costs: costs passed to `choose_path`.
         query_len_support: query lengths that the decode kernel supports.

@@ -151,7 +151,7 @@ def test_allocate(ops):
 
 
 def test_offsets_beyond_32_bit(ops):
-    """Cache ops are right where the element offset of a slot exceeds 2^31 (pitfall 8).
+    """Cache ops give right results if the element offset of a slot exceeds 2^31 (pitfall 8).
 
     The ops access few blocks, so the test needs memory for few blocks only.
     """

@@ -252,7 +252,7 @@ def test_nothing_to_move():
 
 @gpu_only
 def test_offsets_beyond_32_bit():
-    """The kernels are right where element offsets of the cache or of states exceed 2^31 (pitfall 8)."""
+    """The kernels give right results if element offsets of the cache or of states exceed 2^31 (pitfall 8)."""
     width, block_size, num_blocks = 576, 64, 2**16
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
@@ -280,7 +280,7 @@ def test_offsets_beyond_32_bit():
     )
     assert_same_bits(entries.view(-1, width)[last - 64], torch.cat((normed, key), -1)[0])
     del entries
-    huge = torch.zeros(2**17 + 1, 129, 128, dtype=torch.bfloat16, device=DEVICE)  # a strided out past 2^31 elements
+    huge = torch.zeros(2**17 + 1, 129, 128, dtype=torch.bfloat16, device=DEVICE)  # offsets exceed 2^31
     a, b = huge[:, :128], huge[:, 1:]
     assert a.stride(0) * (a.shape[0] - 1) > 2**31
     a[-1], b[-1, -1] = noise(128, 128), noise(128)

@@ -93,7 +93,7 @@ def test_ranks_that_disagree(facts, message):
     ids=["block-size", "eos", "tokens", "refused-by-one"],
 )
 def test_loops_that_disagree(options, message):
-    """Serving loops compare the options of all ranks before a step, and before any check that one rank alone fails."""
+    """Serving loops compare the options of all ranks before a step, and before a check that only one rank fails."""
     for outcome in run_ranks(2, disagree_in_a_loop, 2, options):
         assert outcome.error.startswith(f"ValueError: {message}") and outcome.seconds < 10, outcome
 
@@ -298,7 +298,7 @@ def test_nccl_rank_that_dies(kill):
 
 
 def test_served_alone():
-    """Every request of the loop generates more than three different tokens, so no test compares degenerate texts."""
+    """Every request of the loop generates more than three different tokens, so texts are not equal by chance."""
     with torch.device("cpu"):
         requests = make_loop(fast, RANK_CONFIG, None, "cpu", torch.float64).run()
     assert all(len(set(request.generated_ids)) > 3 for request in requests)

@@ -18,7 +18,10 @@ SCALE = 0.13
 
 
 def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512, 64), block_size=64):
-    """Return ql_nope, q_pe, cache and plan on the CPU; unowned cache bytes are NaN, block-table tails GARBAGE."""
+    """Return ql_nope, q_pe, cache and plan on the CPU.
+
+    Cache slots that no request owns are NaN. Entries of the block table after a request's last block are GARBAGE.
+    """
     latent, rope = widths
     batch = make_batch(query_lens, seq_lens, block_size)
     cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype)
@@ -117,7 +120,7 @@ def verdict(value, ql, q_pe, cache, plan):
 
 
 def schedule_of(plan, heads, programs, batch_invariant=False, request_cost=5):
-    """Return the reference's schedule with the costs of the GPU kernels; for 0 programs a schedule without a plan."""
+    """Return the reference's schedule with the costs of the GPU kernels; with 0 programs, it assigns no tiles."""
     costs = replace(measured_schedule_costs(heads), request_cost=request_cost)
     if programs == 0:
         return DecodeSchedule(batch_invariant=batch_invariant, split_rule=costs.split_rule)

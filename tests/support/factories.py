@@ -1,4 +1,4 @@
-"""Random inputs that are never degenerate, and oracles: slow, simple computations of the expected results.
+"""Random inputs, and oracles: slow, simple computations of the expected results.
 
 The oracles compute indices in another way than both packages do. In a cache, every element of a slot that no request
 owns is NaN. In a block table, every entry past a request's last block is GARBAGE.

@@ -58,7 +58,7 @@ CONTEXT_PARALLEL = Judge(
     ),
     "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
 )
-# The tests of the slot mapping of one rank, and of ranks that share a sequence.
+# These tests cover the slot mapping of one rank, and the slot mappings of ranks that share a sequence.
 SLOT_MAPPING = Judge((*BATCH.modules, "planning/test_rank_slots"))
 OWNERSHIP = Judge(
     ("interfaces/test_interfaces", "planning/test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection

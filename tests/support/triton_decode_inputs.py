@@ -13,7 +13,7 @@ import torch
 from . import decode_inputs
 from .triton_mode import INTERPRETED, ON_GPU
 
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter's bfloat16 products are garbage
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU  # the interpreter computes wrong bfloat16 products
 NARROW = {"narrow rope": (32, 8), "narrow": (8, 16)}
 WIDTHS = {"V3": (512, 64), "256+32": (256, 32), "no rope": (512, 0), "odd": (40, 24), **NARROW} if ON_GPU else {
     "64+16": (64, 16), "32+32": (32, 32), "no rope": (32, 0), "odd": (24, 8), **NARROW
