@@ -97,7 +97,7 @@ def check_start(args: argparse.Namespace) -> str:
     local = int(os.environ["LOCAL_RANK"])
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    check(args.device in ("cpu", "cuda"), "--device", "cpu or cuda beside --context-parallel", args.device)
+    check(args.device in ("cpu", "cuda"), "--device", "cpu or cuda, because --context-parallel is given", args.device)
     if args.device == "cpu":
         return "cpu"
     check(local < torch.cuda.device_count(), "--device", f"a GPU for each of {world} processes",

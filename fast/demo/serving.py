@@ -84,7 +84,8 @@ class ServingLoop:
             decode.
         workspace_tokens: context tokens that are expanded at once; at least one `context_unit`, which is one block if
             one rank serves.
-        decode_threshold: number of query tokens up to which a request takes the absorbed path, whatever `choose_path` returns.
+        decode_threshold: number of query tokens up to which a request takes the absorbed path, whatever `choose_path`
+            returns.
         eos: token or tokens that end a request, or None.
         block_order: order in which blocks are first used; None means the ascending order.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
@@ -313,9 +314,7 @@ class ServingLoop:
         )
 
     def _refuse_where_lost(self) -> None:
-        check(
-            self._lost is None, "ServingLoop", "ranks that stand at the same step", f"a step that failed ({self._lost})"
-        )
+        check(self._lost is None, "ServingLoop", "ranks at the same step", f"a step that failed ({self._lost})")
 
     def _schedule(self) -> _Schedule:
         """Choose the requests and tokens of a step, and take blocks for them."""

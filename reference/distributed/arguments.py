@@ -32,7 +32,7 @@ def check_output_projection(o_proj: object, context_parallel: ContextParallel | 
     """
     check_groups(context_parallel)
     skipped = getattr(o_proj, "skip_bias_add", False) and getattr(o_proj, "bias", None) is not None
-    check(not skipped, "o_proj", "a module that adds its own bias", "one with skip_bias_add and a bias")
+    check(not skipped, "o_proj", "a module that adds its own bias", "a module with skip_bias_add and a bias")
     summed = context_parallel is not None and context_parallel.tp_group.size > 1
     check(not summed or getattr(o_proj, "bias", None) is None, "o_proj",
           "no bias if ranks share the heads (each rank would add the bias)", "a bias")  # fmt: skip

@@ -185,7 +185,7 @@ def linear_output(argument: str, output: object) -> Tensor:
 
 def check_readable(argument: str, tensor: Tensor) -> None:
     """Check that a tensor is not on the device "meta", so that its values can be read."""
-    check(not tensor.is_meta, argument, "a tensor with values", "one on device meta")
+    check(not tensor.is_meta, argument, "a tensor with values", "a tensor on device meta")
 
 
 def check_not_negative(argument: str, lengths: Tensor) -> None:

@@ -75,7 +75,7 @@ def check_norm(argument: str, norm: object, width: int) -> None:
     check(weight is not None, argument, "a module with a weight", type(norm).__name__)
     check_tensor(f"{argument}.weight", weight, (width,))
     hooked = norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__
-    check(not hooked, argument, "a module without hooks", "one with a forward hook")
+    check(not hooked, argument, "a module without hooks", "a module with a forward hook")
 
 
 def latent_norm_eps(kv_a_layernorm: object, q_a_layernorm: object | None) -> float:
@@ -154,7 +154,7 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
     for chunk in prefill.context_chunks:
         check(chunk.num_tokens <= workspace_tokens, "metadata.workspace_tokens",
               f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens",
-              f"one of {chunk.num_tokens} in a plan for {metadata.workspace_tokens}")  # fmt: skip
+              f"a chunk of {chunk.num_tokens} in a plan for {metadata.workspace_tokens}")  # fmt: skip
     if device.type != "cpu" or torch.compiler.is_compiling():
         return
     num_blocks, block_size, _ = kv_cache.shape

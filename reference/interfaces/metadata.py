@@ -158,7 +158,7 @@ class CommonAttentionMetadata:
             written = (slot_mapping[num_tokens:] != -1).nonzero()
             if written.numel():
                 token = num_tokens + int(written[0])
-                check(False, "slot_mapping", f"-1 past the {num_tokens} tokens", f"{slot_mapping[token]} at {token}")
+                check(False, "slot_mapping", f"-1 after {num_tokens} tokens", f"{slot_mapping[token]} at index {token}")
         return cls(
             seq_lens=seq_lens_cpu.to(device, non_blocking=True),
             query_start_loc=query_start_loc_cpu.to(device, non_blocking=True),

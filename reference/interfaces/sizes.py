@@ -161,7 +161,7 @@ def infer_global_hyperparameters(layers: Mapping[str, Any]) -> GlobalHyperparame
     found = {}
     for name, layer in layers.items():
         config = layer if isinstance(layer, MLAConfig) else getattr(layer, "config", None)
-        check(isinstance(config, MLAConfig), "layers", f"an MLAConfig or a layer with one at {name!r}",
+        check(isinstance(config, MLAConfig), "layers", f"an MLAConfig, or a layer with a config, at {name!r}",
               type(layer).__name__)  # fmt: skip
         found[name] = GlobalHyperparameters(*(getattr(config, f.name) for f in fields(GlobalHyperparameters)))
     first, *others = found

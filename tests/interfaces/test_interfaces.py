@@ -478,7 +478,7 @@ def test_global_hyperparameters():
             reference.infer_global_hyperparameters(same | {"x": MLAConfig.from_preset("deepseek-v3", **other)})
     with pytest.raises(ValueError, match="^layers: expected at least one layer, got none$"):
         reference.infer_global_hyperparameters({})
-    with pytest.raises(ValueError, match="^layers: expected an MLAConfig or a layer with one at 'y', got int$"):
+    with pytest.raises(ValueError, match="^layers: expected an MLAConfig, or a layer with a config, at 'y', got int$"):
         reference.infer_global_hyperparameters({"y": 3})
 
 

@@ -223,7 +223,7 @@ def test_slots_past_the_tokens(plain_errors):
     table = torch.zeros(1, 1, dtype=torch.int32)
     slots = torch.tensor([3, -1, 5])
     if slots.device.type == "cpu":
-        with pytest.raises(ValueError, match="^slot_mapping: expected -1 past the 1 tokens, got 5 at 2$"):
+        with pytest.raises(ValueError, match="^slot_mapping: expected -1 after 1 tokens, got 5 at index 2$"):
             CommonAttentionMetadata.make(offsets([1]).cpu(), integers(4).cpu(), table, slots)
 
 

@@ -169,7 +169,7 @@ def test_layer_refuses_a_bias_beside_the_product(ops, name, plain_errors):
     modules = modules_of(weights, PairLinear)
     modules[name] = PairLinear(weights[name], torch.ones(len(weights[name])), skip_bias_add=True)
     called = {"kv_b_proj": "linear"}.get(name, name)
-    got = "one with skip_bias_add and a bias" if name == "o_proj" else "a bias beside the product"
+    got = "a module with skip_bias_add and a bias" if name == "o_proj" else "a bias beside the product"
     with pytest.raises(ValueError, match=f"^{called}: expected .*bias, got {got}$"):
         ops.MLAAttention(config, **modules).project(torch.randn(2, config.hidden_size), torch.arange(2))
 

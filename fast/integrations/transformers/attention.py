@@ -368,7 +368,8 @@ def use_mla(
         workspace_tokens: context tokens that a prefill expands at once; None takes
             `ops.chunked_prefill_workspace_size`, but no more than the limit of the layers. The workspace must have
             at least one block.
-        decode_threshold: number of query tokens up to which a request takes the absorbed path, whatever `choose_path` returns.
+        decode_threshold: number of query tokens up to which a request takes the absorbed path, whatever `choose_path`
+            returns.
         costs: costs from which `ops.choose_path` chooses the path of longer queries; None takes the defaults of
             `PathCosts`.
         context_parallel: groups of the ranks that share heads and sequences. Every rank has the whole model, and

@@ -74,12 +74,12 @@ class SplitPlan(NamedTuple):
         tile_ranges: pointer to the tile ranges [programs, 5] of a schedule; None in a kernel without schedules.
         split_offsets: pointer to the split offsets [B + 1] of a schedule; None in a kernel without schedules.
         num_splits: without a schedule, number of work items per (request, row block) pair. A work item is one split;
-            in a batch-invariant decode it may be several consecutive splits. In the kernel of
+            in a batch-invariant decode, a work item may also be several consecutive splits. In the kernel of
             `mla_decode/two_phases`, this field is the upper bound of the splits of a request.
         num_partials: number of partial indices.
         progress: pointer to [B, 2] int32: for each request, the number of splits that the decode kernel has already
             combined, and the number of all splits (`fast.kernels.combine`).
-        rule: `SplitRule`; only a batch-invariant decode uses it.
+        rule: `SplitRule`; only a batch-invariant decode uses the rule.
     """
 
     tile_ranges: Any
@@ -152,8 +152,8 @@ class Context(NamedTuple):
 class WorkPosition(NamedTuple):
     """Position of a program among its candidates.
 
-    The candidates of a program are the work items that it may have to process, in order. Some candidates have no tiles
-    or no query token; `seek_item` skips these and returns the next work item.
+    The candidates of a program are the work items that the program may have to process, in order. A candidate without
+    tiles or without a query token is no work item; `seek_item` skips such candidates.
 
     Attributes:
         candidate: with a schedule, index of a request; otherwise, index of a (request, split, row block) triple.
@@ -229,7 +229,7 @@ class BlockTableRow(NamedTuple):
 class CandidateItem(NamedTuple):
     """A candidate, as a `WorkItem` whose rows are not checked yet, and `exists`, whether the candidate is a work item.
 
-    `exists` is False if the request is negative, or if the schedule or the split rule assigns no tiles to the program.
+    `exists` is False if the request has a negative index, or if the program gets no tiles of the request.
     """
 
     item: Any
