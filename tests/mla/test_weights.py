@@ -266,5 +266,6 @@ def test_layer_refuses_a_hooked_norm(ops, plain_errors):
     weights = make_weights(config, torch.float32)
     modules = {name: linear(w) if w.dim() == 2 else norm(w) for name, w in weights.items()}
     modules["kv_a_layernorm"].register_forward_hook(lambda module, inputs, output: output)
-    with pytest.raises(ValueError, match="^kv_a_layernorm: expected a module without hooks, got a module with a forward hook$"):
+    wanted = "^kv_a_layernorm: expected a module without hooks, got a module with a forward hook$"
+    with pytest.raises(ValueError, match=wanted):
         ops.MLAAttention(config, **modules)
