@@ -161,7 +161,10 @@ def run(args: argparse.Namespace, ops: ModuleType, oracle: ModuleType) -> int:
     started = time.perf_counter()
     for option in ("interleave", "merge"):
         if getattr(args, option) is not None:
-            print(f"error: --{option}: expected only beside --context-parallel, got alone", file=sys.stderr)
+            print(
+                f"error: --{option}: expected together with --context-parallel, got the option without it",
+                file=sys.stderr,
+            )
             return 2
     try:
         check_outputs(args)

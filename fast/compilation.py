@@ -122,7 +122,7 @@ def _launch_all(
     layer = MLAAttention(config, **projections, context_parallel=ranks, cache_format=cache_format, backend=backend)
     size = 1 if ownership is None else ownership.size
     decoded = DecodeLayer(dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format)
-    costs = decoded.programs_and_costs(1, 0, None, True, backend).costs
+    costs = decoded.programs_and_costs(1, 0, None, backend, batch_invariant=True).costs
 
     def step(
         query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold, scheduled: bool = True
@@ -135,7 +135,9 @@ def _launch_all(
         positions = torch.zeros(tokens, dtype=torch.int64, device=device)
         layer(hidden_states, positions, kv_cache, plan)
         if plan.num_decodes and scheduled:
-            programs = decoded.programs_and_costs(max(query_lens), None, costs, False, backend).num_programs
+            programs = decoded.programs_and_costs(
+                max(query_lens), None, costs, backend, batch_invariant=False
+            ).num_programs
             few_and_many = (1, 16) if len(query_lens) == 1 else ()  # 16: partial outputs to combine
             for count in {programs, *few_and_many} - {0}:
                 schedule = plan_decode(plan.decode.seq_lens, count, costs, batch_invariant, backend=backend)

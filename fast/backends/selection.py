@@ -179,17 +179,8 @@ def state_request(op: str, out: torch.Tensor, graph: GraphSupport = GraphSupport
         out: [T, N, Dv], output of a state.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
     """
-    return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), graph=check_graph(graph))
-
-
-def check_graph(graph: GraphSupport) -> GraphSupport:
-    """Return the argument `graph=` of an op after a check of the argument's type.
-
-    Raises:
-        TypeError: `graph` is not a `GraphSupport`.
-    """
     check_type("graph", graph, GraphSupport)
-    return graph
+    return KernelRequest(op, out.device, out.dtype, (("head_dim", out.shape[2]),), graph=graph)
 
 
 def cache_request(
@@ -213,10 +204,11 @@ def cache_request(
         out_dtype: dtype of the output; None for an op whose callers cannot choose the dtype.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
     """
+    check_type("graph", graph, GraphSupport)
     widths = (("head_dim", kv_cache.shape[2]),) if head_dims is None else head_dims
     return KernelRequest(
         op, kv_cache.device, kv_cache.dtype if dtype is None else dtype, widths, block_size=kv_cache.shape[1],
-        out_dtype=out_dtype, cache_format=cache_format, graph=check_graph(graph),
+        out_dtype=out_dtype, cache_format=cache_format, graph=graph,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ from .captured import plan_captured_decodes
 from .cascade import use_cascade_attention
 from .choose_path import choose_paths
 from .device_choices import DecodeLayer, ProgramsAndCosts
-from .metadata import PLANNING_OPS, _decode_lens_here, _with_schedule, build_mla_metadata
+from .metadata import PLANNING_OPS, _rank_local_decode_lens, _with_schedule, build_mla_metadata
 from .staging import StagingBuffer
 
 
@@ -201,7 +201,7 @@ class MLAMetadataBuilder:
                 cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
                 return dataclasses.replace(metadata, cascade=cascade)
         programs, costs = self._programs_and_costs(metadata.decode.max_query_len, common.block_table.device)
-        lens = _decode_lens_here(common, metadata.num_decodes, self.ownership)
+        lens = _rank_local_decode_lens(common, metadata.num_decodes, self.ownership)
         return _with_schedule(metadata, lens, programs, costs, self.batch_invariant, self.backend)
 
     def _programs_and_costs(self, query_len: int, device: torch.device) -> ProgramsAndCosts:
@@ -213,7 +213,9 @@ class MLAMetadataBuilder:
         elif programs is not None and query_len > self.reorder_batch_threshold:
             programs = 0
         layer = DecodeLayer(self._decode_config, device, self.dtype, self.block_size, self.cache_format)
-        return layer.programs_and_costs(query_len, programs, self.schedule_costs, self.batch_invariant, self.backend)
+        return layer.programs_and_costs(
+            query_len, programs, self.schedule_costs, self.backend, batch_invariant=self.batch_invariant
+        )
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
         """Return the plan of a captured batch, for any lengths up to `max_model_len` and the width of the block table.
@@ -279,7 +281,7 @@ class MLAMetadataBuilder:
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
         self._check_sizes(common)
         bound = captured.decode.max_seq_len
-        longest = int(_decode_lens_here(common, common.num_reqs, self.ownership).max())
+        longest = int(_rank_local_decode_lens(common, common.num_reqs, self.ownership).max())
         check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
         plan = self._plan_captured(common)
         check_captured(captured, plan)

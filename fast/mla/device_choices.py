@@ -42,8 +42,9 @@ class DecodeLayer(NamedTuple):
         query_len: int,
         num_programs: int | None,
         costs: ScheduleCosts | None,
-        batch_invariant: bool,
         backend: BackendChoice,
+        *,
+        batch_invariant: bool,
     ) -> ProgramsAndCosts:
         """Return the given number of programs and the given costs; replace None by the value of the device.
 

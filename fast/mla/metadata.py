@@ -230,12 +230,14 @@ def build_mla_metadata(
         return metadata
     query_len = metadata.decode.max_query_len
     layer = DecodeLayer(config, common.block_table.device, dtype, block_size, cache_format)
-    num_programs, costs = layer.programs_and_costs(query_len, num_programs, schedule_costs, False, backend)
-    lens = _decode_lens_here(common, decodes, ownership)
+    num_programs, costs = layer.programs_and_costs(
+        query_len, num_programs, schedule_costs, backend, batch_invariant=False
+    )
+    lens = _rank_local_decode_lens(common, decodes, ownership)
     return _with_schedule(metadata, lens, num_programs, costs, backend=backend)
 
 
-def _decode_lens_here(
+def _rank_local_decode_lens(
     common: CommonAttentionMetadata, num_decodes: int, ownership: TokenOwnership | None
 ) -> Int32[Tensor, " decodes"]:
     """Return the number of rank-local keys of each decode, on the CPU."""

@@ -43,7 +43,7 @@ def plan_decode(
     num_programs: int,
     request_cost: int,
     split_cost: int,
-    invariant_split_rule: InvariantSplitRule,
+    split_rule: InvariantSplitRule,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the tile ranges [programs, 5] and the split offsets [B + 1] of a `DecodeSchedule`, both int32.
@@ -54,7 +54,7 @@ def plan_decode(
         request_cost: cost of a request in addition to its tiles, in tiles.
         split_cost: cost of a split of a batch-invariant schedule, in tiles. A value above `request_cost` is lowered to
             `request_cost`.
-        invariant_split_rule: rule by which a batch-invariant schedule splits a request.
+        split_rule: rule by which a batch-invariant schedule splits a request.
         batch_invariant: if True, the splits of each request depend on its length alone.
     """
     requests = seq_lens.shape[0]
@@ -63,9 +63,7 @@ def plan_decode(
     splits = tiles
     if requests > 0:
         if batch_invariant:
-            found = _cut_by_length(
-                tiles, num_programs, request_cost, min(request_cost, split_cost), invariant_split_rule
-            )
+            found = _cut_by_length(tiles, num_programs, request_cost, min(request_cost, split_cost), split_rule)
         else:
             found = _cut_by_program(tiles, num_programs, request_cost)
         ranges = torch.where(found.works[:, None], torch.stack(found.ranges, 1), ranges)

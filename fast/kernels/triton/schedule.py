@@ -306,7 +306,7 @@ def plan_decode(
     num_programs: int,
     request_cost: int,
     split_cost: int,
-    invariant_split_rule: InvariantSplitRule,
+    split_rule: InvariantSplitRule,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the tile ranges [programs, 5] and the split offsets [B + 1] of a `DecodeSchedule`, both int32.
@@ -320,7 +320,7 @@ def plan_decode(
         request_cost: cost of a request in addition to its tiles, in tiles.
         split_cost: cost of a split of a batch-invariant schedule, in tiles. A value above `request_cost` is lowered to
             `request_cost`.
-        invariant_split_rule: rule by which a batch-invariant schedule splits a request.
+        split_rule: rule by which a batch-invariant schedule splits a request.
         batch_invariant: if True, the splits of each request depend on its length alone.
     """
     requests = seq_lens.shape[0]
@@ -330,7 +330,7 @@ def plan_decode(
     chunk, warps = SHAPES[requests > SHAPES[0][0]]
     if batch_invariant:
         kernel = _plan_invariant_kernel
-        own = (min(request_cost, split_cost), *invariant_split_rule.numbers)
+        own = (min(request_cost, split_cost), *split_rule.numbers)
         warps = 4  # the kernel counts the splits of every request for every program, with many divisions
     following = device_facts(seq_lens.device).following
     with torch.cuda.device_of(seq_lens):

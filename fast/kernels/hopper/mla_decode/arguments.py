@@ -1,13 +1,7 @@
 """Groups of kernel arguments, in the order of the parameters of the decode kernels.
 
-A record is a named tuple that a kernel takes as one parameter. Triton limits what a record can hold:
-
-- Triton's launcher does not find a tensor descriptor inside a record.
-- `do_not_specialize` has no effect on the fields of a record. Triton compiles a variant of the kernel for each field
-  that is 1, a multiple of 16 or an aligned pointer.
-
-Arguments that must not cause further variants are therefore separate parameters: sizes of the batch and of the cache,
-numbers of splits, and pointers of any alignment.
+A record is a named tuple that a kernel takes as one parameter. `fast.kernels.triton.arguments` says
+which parameters cannot be fields of a record.
 """
 
 from __future__ import annotations
