@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import sys
 import zlib
 
 if importlib.util.find_spec("beartype") is not None:
@@ -114,6 +115,13 @@ def pytest_runtest_call(item):
         if item.config.getoption("--device") == "cpu" or "float64" not in str(error):
             raise
         pytest.skip("fast serves float64 on a CPU only")
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_calls():
+    """Forget the calls of earlier tests, so that this test's first call of each kind is checked in full."""
+    if "fast.backends.registry" in sys.modules:
+        sys.modules["fast.backends.registry"]._changed()
 
 
 @pytest.fixture(autouse=True)

@@ -34,21 +34,28 @@ def merge_attn_states(
         ValueError: shapes, dtypes or devices do not match.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_merge(prefix, suffix)
-    request = backends.state_request("merge_attn_states", prefix.out, graph)
-    chosen = backends.select(request, backend)
-    out, lse = torch.ops.mla_twins.merge_attn_states(prefix.out, prefix.lse, suffix.out, suffix.lse, chosen.name)
+    signature = _MERGES.signature(prefix, suffix, graph, backend)
+    chosen = _MERGES.backend_of(signature)
+    if chosen is None:
+        check_merge(prefix, suffix)
+        request = backends.state_request("merge_attn_states", prefix.out, graph)
+        chosen = backends.select(request, backend).name
+    out, lse = _MERGES.run(signature, chosen, prefix.out, prefix.lse, suffix.out, suffix.lse)
     return AttentionState(out, lse)
 
 
-@torch.library.custom_op(
+def _launch_merge(prefix_out, prefix_lse, suffix_out, suffix_lse, backend):
+    return backends.kernel(backend, "merge_attn_states")(prefix_out, prefix_lse, suffix_out, suffix_lse)
+
+
+_merge_attn_states = torch.library.custom_op(
     "mla_twins::merge_attn_states",
+    _launch_merge,
     mutates_args=(),
     schema="(Tensor prefix_out, Tensor prefix_lse, Tensor suffix_out, Tensor suffix_lse, str backend)"
     " -> (Tensor, Tensor)",
 )
-def _merge_attn_states(prefix_out, prefix_lse, suffix_out, suffix_lse, backend):
-    return backends.kernel(backend, "merge_attn_states")(prefix_out, prefix_lse, suffix_out, suffix_lse)
+_MERGES = backends.CheckedCalls(torch.ops.mla_twins.merge_attn_states, _launch_merge)
 
 
 @_merge_attn_states.register_fake

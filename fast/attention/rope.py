@@ -128,51 +128,72 @@ def apply_rope(
         ValueError: shapes, dtypes or devices do not match.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_tensor("q_pe", q_pe, ("T", "N", "R"))
-    check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
-    frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
-    widths = (("qk_rope_head_dim", q_pe.shape[2]),)
-    check_type("graph", graph, GraphSupport)
-    request = backends.KernelRequest("apply_rope", q_pe.device, q_pe.dtype, widths, graph=graph)
-    chosen = backends.select(request, backend)
-    return torch.ops.mla_twins.apply_rope(positions, q_pe, k_pe, frequencies, magnitude, rope.interleaved, chosen.name)
+    signature = _ROTATIONS.signature(positions, q_pe, k_pe, rope, frequencies, graph, backend)
+    chosen = _ROTATIONS.backend_of(signature)
+    if chosen is None:
+        check_tensor("q_pe", q_pe, ("T", "N", "R"))
+        check_tensor("k_pe", k_pe, (q_pe.shape[0], q_pe.shape[2]), (q_pe.dtype,), q_pe.device)
+        check_angles(positions, q_pe, rope, frequencies)
+        widths = (("qk_rope_head_dim", q_pe.shape[2]),)
+        check_type("graph", graph, GraphSupport)
+        request = backends.KernelRequest("apply_rope", q_pe.device, q_pe.dtype, widths, graph=graph)
+        chosen = backends.select(request, backend).name
+    frequencies, magnitude = angles_of(q_pe, rope, frequencies)
+    return _ROTATIONS.run(signature, chosen, positions, q_pe, k_pe, frequencies, magnitude, rope.interleaved)
 
 
-def angles_of(
+def check_angles(
     positions: Int[Tensor, " T"], q_pe: Float[Tensor, "T N R"], rope: RopeConfig, frequencies: Tensor | None
-) -> tuple[Float[Tensor, " R/2"], float]:
-    """Return the rotary frequencies on the device of `q_pe`, and YaRN's magnitude factor.
+) -> None:
+    """Check the arguments that determine the angles of a rotation; read no values.
 
     Args:
-        positions: [T]; only its shape, dtype and device are checked.
+        positions: [T].
         q_pe: [T, N, R].
         rope: rotary parameters.
-        frequencies: frequencies that are checked and returned; None computes the frequencies.
-
-    Returns:
-        Frequencies [R/2], float64 if `q_pe` is float64 and float32 otherwise; YaRN's magnitude factor, 1.0 without
-            YaRN.
+        frequencies: [R/2], or None.
 
     Raises:
         ValueError: `positions` or `frequencies` has a wrong shape, dtype or device, or R is odd.
     """
     check_tensor("positions", positions, (q_pe.shape[0],), (torch.int64, torch.int32), q_pe.device)
     check_type("rope", rope, RopeConfig)
-    wide = wide_dtype(q_pe.dtype)
+    check(q_pe.shape[-1] % 2 == 0, "dim", "an even number", q_pe.shape[-1])
+    if frequencies is not None:
+        check_tensor("frequencies", frequencies, (q_pe.shape[-1] // 2,), (wide_dtype(q_pe.dtype),), q_pe.device)
+
+
+def angles_of(
+    q_pe: Float[Tensor, "T N R"], rope: RopeConfig, frequencies: Tensor | None
+) -> tuple[Float[Tensor, " R/2"], float]:
+    """Return the rotary frequencies on the device of `q_pe`, and YaRN's magnitude factor.
+
+    Args:
+        q_pe: [T, N, R].
+        rope: rotary parameters.
+        frequencies: frequencies that are returned; None computes the frequencies.
+
+    Returns:
+        Frequencies [R/2], float64 if `q_pe` is float64 and float32 otherwise; YaRN's magnitude factor, 1.0 without
+            YaRN.
+    """
     if frequencies is None:
-        frequencies = rotary_frequencies(rope, q_pe.shape[-1], wide).to(q_pe.device)
-    check_tensor("frequencies", frequencies, (q_pe.shape[-1] // 2,), (wide,), q_pe.device)
+        frequencies = rotary_frequencies(rope, q_pe.shape[-1], wide_dtype(q_pe.dtype)).to(q_pe.device)
     return frequencies, 1.0 if rope.yarn is None else rope.yarn.cos_sin_scale
 
 
-@torch.library.custom_op(
+def _launch_rotation(positions, q_pe, k_pe, frequencies, magnitude, interleaved, backend):
+    return backends.kernel(backend, "apply_rope")(positions, q_pe, k_pe, frequencies, magnitude, interleaved)
+
+
+_apply_rope = torch.library.custom_op(
     "mla_twins::apply_rope",
+    _launch_rotation,
     mutates_args=(),
     schema="(Tensor positions, Tensor q_pe, Tensor k_pe, Tensor frequencies, float magnitude, bool interleaved,"
     " str backend) -> (Tensor, Tensor)",
 )
-def _apply_rope(positions, q_pe, k_pe, frequencies, magnitude, interleaved, backend):
-    return backends.kernel(backend, "apply_rope")(positions, q_pe, k_pe, frequencies, magnitude, interleaved)
+_ROTATIONS = backends.CheckedCalls(torch.ops.mla_twins.apply_rope, _launch_rotation)
 
 
 @_apply_rope.register_fake

@@ -26,9 +26,11 @@ A mapping that binds one op of such a group also binds the other ops of the grou
 with two different names in one group raises ValueError.
 """
 
+from .checked_calls import CheckedCalls, check_every_call
 from .explanation import explain, layer_requests
 from .own import DECODES, MESSAGES, register_own
 from .registry import Backend, KernelRequest, OpSupport, kernel, on_change, register, registered, unregister
+from .repeated_launches import launch
 from .selection import (
     BackendChoice,
     BoundOps,
@@ -48,15 +50,18 @@ __all__ = [
     "Backend",
     "BackendChoice",
     "BoundOps",
+    "CheckedCalls",
     "KernelRequest",
     "OpSupport",
     "bind",
     "cache_in_words",
     "cache_request",
+    "check_every_call",
     "copy_request",
     "decode_request",
     "explain",
     "kernel",
+    "launch",
     "layer_requests",
     "on_change",
     "query_lens_of",

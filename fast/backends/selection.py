@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -73,6 +74,11 @@ def select(request: KernelRequest, backend: BackendChoice = None) -> Backend:
 
 class BoundOps(dict):
     """A mapping from op to name that `bind` has checked, so that an op need not check the mapping again."""
+
+    @functools.cached_property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """The pairs (op, name), sorted; they identify the mapping in a signature (`fast.backends.checked_calls`)."""
+        return tuple(sorted(self.items()))
 
 
 def bind(backend: BackendChoice, ops: Iterable[str] | None = None) -> BoundOps | None:

@@ -89,24 +89,31 @@ def concat_and_cache_mla(
             is raised before anything is written.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
-    widths = (("kv_lora_rank", kv_c_normed.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
-    request = backends.cache_request(
-        "concat_and_cache_mla", kv_cache, widths, cache_format, kv_c_normed.dtype, graph=graph
-    )
-    chosen = backends.select(request, backend).name
-    torch.ops.mla_twins.concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, chosen)
+    signature = _WRITES.signature(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format, graph, backend)
+    chosen = _WRITES.backend_of(signature)
+    if chosen is None:
+        check_cache_write(kv_c_normed, k_pe, kv_cache, slot_mapping, cache_format)
+        widths = (("kv_lora_rank", kv_c_normed.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
+        request = backends.cache_request(
+            "concat_and_cache_mla", kv_cache, widths, cache_format, kv_c_normed.dtype, graph=graph
+        )
+        chosen = backends.select(request, backend).name
+    _WRITES.run(signature, chosen, kv_c_normed, k_pe, kv_cache, slot_mapping)
 
 
-@torch.library.custom_op(
-    "mla_twins::concat_and_cache_mla",
-    mutates_args=("kv_cache",),
-    schema="(Tensor kv_c_normed, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str backend) -> ()",
-)
-def _concat_and_cache_mla(kv_c_normed, k_pe, kv_cache, slot_mapping, backend):
+def _launch_write(kv_c_normed, k_pe, kv_cache, slot_mapping, backend):
     if kv_cache.device.type == "cpu":
         check_slots(slot_mapping[: kv_c_normed.shape[0]], kv_cache.shape[0] * kv_cache.shape[1])
     backends.kernel(backend, "concat_and_cache_mla")(kv_c_normed, k_pe, kv_cache, slot_mapping)
+
+
+_concat_and_cache_mla = torch.library.custom_op(
+    "mla_twins::concat_and_cache_mla",
+    _launch_write,
+    mutates_args=("kv_cache",),
+    schema="(Tensor kv_c_normed, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str backend) -> ()",
+)
+_WRITES = backends.CheckedCalls(torch.ops.mla_twins.concat_and_cache_mla, _launch_write, mutates=2)
 
 
 @_concat_and_cache_mla.register_fake

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+_SAME_DEVICE = contextlib.nullcontext()
 
 
 class DeviceFacts(NamedTuple):
@@ -54,3 +58,11 @@ def device_facts(device: torch.device) -> DeviceFacts:
     found = torch.cuda.get_device_properties(device)
     capability = (found.major, found.minor) if torch.version.hip is None else (0, 0)  # an MI300 reports (9, 4)
     return DeviceFacts(found.multi_processor_count, capability, found.shared_memory_per_block_optin)
+
+
+def device_of(tensor: Tensor) -> contextlib.AbstractContextManager:
+    """Return `torch.cuda.device_of(tensor)`, or an empty context if the tensor is on the current device already."""
+    index = tensor.get_device()
+    if index < 0 or index == torch.cuda.current_device():
+        return _SAME_DEVICE
+    return torch.cuda.device_of(tensor)

@@ -18,7 +18,7 @@ from reference.interfaces import (
 )
 
 from .. import backends
-from ..attention.rope import angles_of
+from ..attention.rope import angles_of, check_angles
 from ..backends import BackendChoice
 
 
@@ -66,39 +66,49 @@ def rope_norm_and_cache(
             is raised before anything is written.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_tensor("kv_c", kv_c, ("T", "Lkv"))
-    tokens, latent = kv_c.shape
-    check_tensor("q_pe", q_pe, (tokens, "N", "R"), (kv_c.dtype,), kv_c.device)
-    check_tensor("k_pe", k_pe, (tokens, q_pe.shape[2]), (kv_c.dtype,), kv_c.device)
-    check_formatted_cache(kv_cache, cache_format, latent, k_pe.shape[1], kv_c.dtype, kv_c.device)
-    check_tensor("slot_mapping", slot_mapping, ("slots",), (torch.int64,), kv_c.device)
-    check_tensor("norm_weight", norm_weight, (latent,), device=kv_c.device)
-    check_number("eps", eps, 0)
-    frequencies, magnitude = angles_of(positions, q_pe, rope, frequencies)
-    widths = (("kv_lora_rank", kv_c.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
-    request = backends.cache_request("rope_norm_and_cache", kv_cache, widths, cache_format, kv_c.dtype, graph=graph)
-    chosen = backends.select(request, backend).name
-    return torch.ops.mla_twins.rope_norm_and_cache(
-        positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight.to(kv_c.dtype), eps, frequencies, magnitude,
-        rope.interleaved, chosen,
+    signature = _WRITES.signature(
+        positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, rope, cache_format, frequencies, graph,
+        backend,
+    )  # fmt: skip
+    chosen = _WRITES.backend_of(signature)
+    if chosen is None:
+        check_tensor("kv_c", kv_c, ("T", "Lkv"))
+        tokens, latent = kv_c.shape
+        check_tensor("q_pe", q_pe, (tokens, "N", "R"), (kv_c.dtype,), kv_c.device)
+        check_tensor("k_pe", k_pe, (tokens, q_pe.shape[2]), (kv_c.dtype,), kv_c.device)
+        check_formatted_cache(kv_cache, cache_format, latent, k_pe.shape[1], kv_c.dtype, kv_c.device)
+        check_tensor("slot_mapping", slot_mapping, ("slots",), (torch.int64,), kv_c.device)
+        check_tensor("norm_weight", norm_weight, (latent,), device=kv_c.device)
+        check_number("eps", eps, 0)
+        check_angles(positions, q_pe, rope, frequencies)
+        widths = (("kv_lora_rank", kv_c.shape[1]), ("qk_rope_head_dim", k_pe.shape[1]))
+        request = backends.cache_request("rope_norm_and_cache", kv_cache, widths, cache_format, kv_c.dtype, graph=graph)
+        chosen = backends.select(request, backend).name
+    frequencies, magnitude = angles_of(q_pe, rope, frequencies)
+    return _WRITES.run(
+        signature, chosen, positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight.to(kv_c.dtype), eps,
+        frequencies, magnitude, rope.interleaved,
     )  # fmt: skip
 
 
-@torch.library.custom_op(
-    "mla_twins::rope_norm_and_cache",
-    mutates_args=("kv_cache",),
-    schema="(Tensor positions, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping,"
-    " Tensor norm_weight, float eps, Tensor frequencies, float magnitude, bool interleaved, str backend)"
-    " -> (Tensor, Tensor, Tensor)",
-)
-def _rope_norm_and_cache(
-    positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude, interleaved, backend
-):
+def _launch_write(positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude,
+                  interleaved, backend):  # fmt: skip
     if kv_cache.device.type == "cpu":
         check_slots(slot_mapping[: kv_c.shape[0]], kv_cache.shape[0] * kv_cache.shape[1])
     return backends.kernel(backend, "rope_norm_and_cache")(
         positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies, magnitude, interleaved
     )
+
+
+_rope_norm_and_cache = torch.library.custom_op(
+    "mla_twins::rope_norm_and_cache",
+    _launch_write,
+    mutates_args=("kv_cache",),
+    schema="(Tensor positions, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping,"
+    " Tensor norm_weight, float eps, Tensor frequencies, float magnitude, bool interleaved, str backend)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+_WRITES = backends.CheckedCalls(torch.ops.mla_twins.rope_norm_and_cache, _launch_write, mutates=4)
 
 
 @_rope_norm_and_cache.register_fake

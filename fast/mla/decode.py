@@ -146,37 +146,37 @@ def mla_decode(
             block is outside the cache.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
-    check_number("softmax_scale", softmax_scale)
-    out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
-    check_dtype("out_dtype", out_dtype)
-    query_lens = backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len)
-    batch_invariant = schedule is not None and schedule.batch_invariant
-    request = backends.decode_request(
-        ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens,
-        backends.cache_in_words(kv_cache), out_dtype=out_dtype, cache_format=cache_format,
-        batch_invariant=batch_invariant, graph=metadata.graph,
-    )  # fmt: skip
-    split_rule = NEUTRAL_SPLIT_RULE if schedule is None else schedule.split_rule
-    out, lse = torch.ops.mla_twins.mla_decode(
-        ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-        metadata.visible_lens, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype,
-        None if schedule is None else schedule.tile_ranges, None if schedule is None else schedule.split_offsets,
-        batch_invariant, list(split_rule.numbers), backends.select(request, backend).name,
+    signature = _DECODES.signature(
+        ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format, backend
+    )
+    chosen = _DECODES.backend_of(signature)
+    if chosen is None:
+        check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
+        check_number("softmax_scale", softmax_scale)
+        if out_dtype is not None:
+            check_dtype("out_dtype", out_dtype)
+        request = backends.decode_request(
+            ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1],
+            backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len),
+            backends.cache_in_words(kv_cache), out_dtype=ql_nope.dtype if out_dtype is None else out_dtype,
+            cache_format=cache_format, batch_invariant=schedule is not None and schedule.batch_invariant,
+            graph=metadata.graph,
+        )  # fmt: skip
+        chosen = backends.select(request, backend).name
+    tile_ranges, split_offsets, batch_invariant, split_rule = None, None, False, NEUTRAL_SPLIT_RULE
+    if schedule is not None:
+        tile_ranges, split_offsets = schedule.tile_ranges, schedule.split_offsets
+        batch_invariant, split_rule = schedule.batch_invariant, schedule.split_rule
+    out, lse = _DECODES.run(
+        signature, chosen, ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
+        metadata.visible_lens, metadata.max_query_len, metadata.max_seq_len, softmax_scale,
+        ql_nope.dtype if out_dtype is None else out_dtype, tile_ranges, split_offsets, batch_invariant,
+        list(split_rule.numbers),
     )  # fmt: skip
     return AttentionState(out, lse)
 
 
-@torch.library.custom_op(
-    "mla_twins::mla_decode",
-    mutates_args=(),
-    schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
-    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
-    " float softmax_scale, ScalarType out_dtype,"
-    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule, str backend)"
-    " -> (Tensor, Tensor)",
-)
-def _mla_decode(
+def _launch_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend,
 ):  # fmt: skip
@@ -189,6 +189,19 @@ def _mla_decode(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
         softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
     )  # fmt: skip
+
+
+_mla_decode = torch.library.custom_op(
+    "mla_twins::mla_decode",
+    _launch_decode,
+    mutates_args=(),
+    schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
+    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
+    " float softmax_scale, ScalarType out_dtype,"
+    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule, str backend)"
+    " -> (Tensor, Tensor)",
+)
+_DECODES = backends.CheckedCalls(torch.ops.mla_twins.mla_decode, _launch_decode)
 
 
 @_mla_decode.register_fake

@@ -55,36 +55,38 @@ def plan_decode(
             0.)
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
-    check_int("num_programs", num_programs, 1, "at least 1")
-    check_flag("batch_invariant", batch_invariant)
     costs = check_schedule_costs(costs)
-    check_type("graph", graph, GraphSupport)
-    request = backends.KernelRequest("plan_decode", seq_lens.device, batch_invariant=batch_invariant, graph=graph)
-    chosen = backends.select(request, backend)
-    tile_ranges, split_offsets = torch.ops.mla_twins.plan_decode(
-        seq_lens,
-        num_programs,
-        costs.request_cost,
-        costs.split_cost,
-        list(costs.split_rule.numbers),
-        batch_invariant,
-        chosen.name,
-    )
+    signature = _PLANS.signature(seq_lens, num_programs, costs, batch_invariant, graph, backend)
+    chosen = _PLANS.backend_of(signature)
+    if chosen is None:
+        check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
+        check_int("num_programs", num_programs, 1, "at least 1")
+        check_flag("batch_invariant", batch_invariant)
+        check_type("graph", graph, GraphSupport)
+        request = backends.KernelRequest("plan_decode", seq_lens.device, batch_invariant=batch_invariant, graph=graph)
+        chosen = backends.select(request, backend).name
+    tile_ranges, split_offsets = _PLANS.run(
+        signature, chosen, seq_lens, num_programs, costs.request_cost, costs.split_cost,
+        list(costs.split_rule.numbers), batch_invariant,
+    )  # fmt: skip
     return DecodeSchedule(tile_ranges, split_offsets, batch_invariant, costs.split_rule)
 
 
-@torch.library.custom_op(
-    "mla_twins::plan_decode",
-    mutates_args=(),
-    schema="(Tensor seq_lens, SymInt num_programs, SymInt request_cost, SymInt split_cost, SymInt[] split_rule,"
-    " bool batch_invariant, str backend) -> (Tensor, Tensor)",
-)
-def _plan_decode(seq_lens, num_programs, request_cost, split_cost, split_rule, batch_invariant, backend):
+def _launch_plan(seq_lens, num_programs, request_cost, split_cost, split_rule, batch_invariant, backend):
     if seq_lens.device.type == "cpu":
         check_not_negative("seq_lens", seq_lens)
     launch = backends.kernel(backend, "plan_decode")
     return launch(seq_lens, num_programs, request_cost, split_cost, invariant_split_rule(*split_rule), batch_invariant)
+
+
+_plan_decode = torch.library.custom_op(
+    "mla_twins::plan_decode",
+    _launch_plan,
+    mutates_args=(),
+    schema="(Tensor seq_lens, SymInt num_programs, SymInt request_cost, SymInt split_cost, SymInt[] split_rule,"
+    " bool batch_invariant, str backend) -> (Tensor, Tensor)",
+)
+_PLANS = backends.CheckedCalls(torch.ops.mla_twins.plan_decode, _launch_plan)
 
 
 @_plan_decode.register_fake

@@ -13,6 +13,7 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
     registry = sys.modules["fast.backends.registry"]
     monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
+    registry._changed()  # forget the calls that earlier backends served; the fixture of each test forgets them again
     plans = sys.modules["fast.mla.device_choices"]  # this module caches choices: remove the caches until the test ends
     for kept in ("_of_device", "_programs_of_device", "_costs_of_device"):
         function = getattr(plans, kept)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-import triton
 from torch import Tensor
 
 from reference.interfaces import DECODE_TILE
 
-from ..device import device_facts
+from ...backends import launch
+from ..device import device_facts, device_of
+from ..integers import cdiv, next_power_of_2
 from .kernels import CombineTile, _combine_invariant_kernel, _combine_scheduled_kernel, _combine_splits_kernel
 
 # "Many splits": more than MANY_SPLITS splits of a row, on average. "Many heads": MANY_HEADS or more. "Many rows":
@@ -78,14 +78,15 @@ def combine_partial_outputs(
     requests = query_start_loc.shape[0] - 1
     following = device_facts(out.device).following
     written = {"HEADS": heads, "LATENT": latent}
-    whole = triton.next_power_of_2(latent)
+    whole = next_power_of_2(latent)
     # a decode with few rows has many splits for each row: small tiles then give enough programs to fill the GPU
     if tile_ranges is None and not batch_invariant:
         splits = partial_out.numel() // out.numel()
         tile = _tile_for(splits, tokens * heads, heads, requests)
         columns = min(tile.columns, whole)
-        with torch.cuda.device_of(out):
-            _combine_splits_kernel[(triton.cdiv(tokens * heads, tile.rows) * triton.cdiv(latent, columns),)](
+        with device_of(out):
+            launch(
+                _combine_splits_kernel, (cdiv(tokens * heads, tile.rows) * cdiv(latent, columns),),
                 partial_out, partial_lse, out, lse, tokens, splits,
                 COLUMNS=columns, ROWS=tile.rows, SPLITS=tile.splits, num_warps=tile.warps, **written, **following,
             )  # fmt: skip
@@ -105,20 +106,22 @@ def combine_partial_outputs(
         many = tile_ranges.shape[0] > MANY_SPLITS * requests
         tile = FOR_MANY_SPLITS if many else FOR_FEW_SPLITS[heads >= MANY_HEADS]
     columns = min(tile.columns, whole)
-    row_tiles = triton.cdiv(request_rows, tile.rows)
-    grid = (requests * row_tiles * triton.cdiv(latent, columns),)
+    row_tiles = cdiv(request_rows, tile.rows)
+    grid = (requests * row_tiles * cdiv(latent, columns),)
     tiles = {"COLUMNS": columns, "ROWS": tile.rows, "SPLITS": tile.splits, "num_warps": tile.warps}
     query_start_loc = query_start_loc.contiguous()
     offsets = query_start_loc if split_offsets is None else split_offsets.contiguous()
-    with torch.cuda.device_of(out):
+    with device_of(out):
         if batch_invariant:
-            _combine_invariant_kernel[grid](
+            launch(
+                _combine_invariant_kernel, grid,
                 offsets, query_start_loc, partial_out, partial_lse, out, lse, tokens, request_rows, partials, requests,
                 row_tiles, SCHEDULED=tile_ranges is not None, AHEAD=requests == 1 and tile_ranges is None, **tiles,
                 **written, **following,
             )  # fmt: skip
         else:
-            _combine_scheduled_kernel[grid](
+            launch(
+                _combine_scheduled_kernel, grid,
                 offsets, query_start_loc, partial_out, partial_lse, out, lse, tokens, request_rows, partials, row_tiles,
                 **tiles, **written, **following,
             )  # fmt: skip

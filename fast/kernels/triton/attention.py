@@ -20,7 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from reference.interfaces import UnsupportedConfiguration
 
-from ..device import DeviceFacts, device_facts
+from ...backends import launch
+from ..device import DeviceFacts, device_facts, device_of
+from ..integers import next_power_of_2
 
 LOG2_E = 1.4426950408889634
 SMALLEST_DOT = 16  # fewest columns of a `tl.dot` operand; a narrower operand is padded with zeros in registers
@@ -276,9 +278,9 @@ def _powers_of_two(width: int) -> tuple[int, int]:
 
     Examples: 128 -> (128, 0), 192 -> (128, 64), 12 -> (16, 0).
     """
-    whole = max(triton.next_power_of_2(width), SMALLEST_DOT)
+    whole = max(next_power_of_2(width), SMALLEST_DOT)
     first = whole // 2
-    second = max(triton.next_power_of_2(width - first), SMALLEST_DOT)
+    second = max(next_power_of_2(width - first), SMALLEST_DOT)
     return (first, second) if first >= SMALLEST_DOT and first + second < whole else (whole, 0)
 
 
@@ -395,8 +397,8 @@ def flash_attn_varlen(
     rope = 0 if k_pe is None else k_pe.shape[1]
     shared = k_pe if rope else k_nope[:, 0]  # without a rope part, any tensor of two dims will do
     first, second = _powers_of_two(nope)
-    rope_columns = max(triton.next_power_of_2(rope), SMALLEST_DOT) if rope else 0
-    value_columns = max(triton.next_power_of_2(value), SMALLEST_DOT)
+    rope_columns = max(next_power_of_2(rope), SMALLEST_DOT) if rope else 0
+    value_columns = max(next_power_of_2(value), SMALLEST_DOT)
     device = device_facts(q.device)
     blocks = _blocks(q.dtype, device, first + second + rope_columns, value_columns)
     sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
@@ -407,8 +409,9 @@ def flash_attn_varlen(
         columns = (first, second or SMALLEST_DOT, rope_columns or SMALLEST_DOT, value_columns)
         sources = tuple(_describe(x, blocks.block_n, width) for x, width in zip(sources, columns, strict=True))
     num_tiles = tokens // blocks.block_m + requests
-    with torch.cuda.device_of(q):
-        _flash_attn_varlen_kernel[(num_tiles * heads,)](
+    with device_of(q):
+        launch(
+            _flash_attn_varlen_kernel, (num_tiles * heads,),
             q, *sources, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), out, lse,
             tokens, keys, heads, requests, num_tiles, softmax_scale, int(causal),
             Strides(*q.stride(), *k_nope.stride(), *shared_strides, *v.stride()),

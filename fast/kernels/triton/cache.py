@@ -17,6 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...backends import launch
+from ..device import device_of
+from ..integers import cdiv, next_power_of_2
+
 TILE_BYTES = 4096  # bytes that a program of one warp copies: four or five 16-byte loads in flight per thread
 MAX_ROWS = 128
 WARPS = 1
@@ -34,12 +38,13 @@ def concat_and_cache_mla(kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, sl
         return
     latents, keys, cache = as_integers(kv_c_normed, k_pe, kv_cache)
     rows = rows_per_program(width * cache.element_size())
-    with torch.cuda.device_of(cache):
-        _write_kernel[(triton.cdiv(tokens, rows),)](
+    with device_of(cache):
+        launch(
+            _write_kernel, (cdiv(tokens, rows),),
             latents, keys, cache, slot_mapping, tokens, num_blocks,
             *latents.stride(), *keys.stride(), *cache.stride(), slot_mapping.stride(0),
             BLOCK_SIZE=block_size, LATENT=latent, ROPE=width - latent,
-            LATENT_TILE=triton.next_power_of_2(latent), ROPE_TILE=triton.next_power_of_2(width - latent),
+            LATENT_TILE=next_power_of_2(latent), ROPE_TILE=next_power_of_2(width - latent),
             ROWS=rows, num_warps=WARPS,
         )  # fmt: skip
 
@@ -59,8 +64,9 @@ def gather_and_maybe_dequant_cache(
     # if the dtypes differ, the kernel gets the tensors in their own dtypes, and its store converts the values
     cache, target = as_integers(kv_cache, out) if kv_cache.dtype == out.dtype else (kv_cache, out)
     rows = rows_per_program(width * cache.element_size())
-    with torch.cuda.device_of(cache):
-        _gather_kernel[(triton.cdiv(out.shape[0], rows),)](
+    with device_of(cache):
+        launch(
+            _gather_kernel, (cdiv(out.shape[0], rows),),
             cache, block_table, cu_seq_lens, starts, target,
             out.shape[0], requests, requests.bit_length(), columns, num_blocks,
             *cache.stride(), *block_table.stride(), cu_seq_lens.stride(0), starts.stride(0), *target.stride(),
@@ -100,7 +106,7 @@ def as_integers(*tensors: Tensor) -> list[Tensor]:
 
 def rows_per_program(row_bytes: int) -> int:
     """Return the number of rows that a program copies: a power of two that gives about TILE_BYTES bytes."""
-    return max(1, min(MAX_ROWS, TILE_BYTES // triton.next_power_of_2(row_bytes)))
+    return max(1, min(MAX_ROWS, TILE_BYTES // next_power_of_2(row_bytes)))
 
 
 def tiles_of(width: int) -> dict[str, int]:
@@ -108,8 +114,8 @@ def tiles_of(width: int) -> dict[str, int]:
 
     The number of columns of a tile must be a power of two. One tile of 1024 columns would leave many threads idle.
     """
-    head = triton.next_power_of_2(width + 1) // 2
-    return {"WIDTH": width, "HEAD": head, "TAIL": triton.next_power_of_2(width - head)}
+    head = next_power_of_2(width + 1) // 2
+    return {"WIDTH": width, "HEAD": head, "TAIL": next_power_of_2(width - head)}
 
 
 def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
@@ -120,8 +126,9 @@ def _copy_pairs(source: Tensor, target: Tensor, block_mapping: Tensor) -> None:
     mapping = block_mapping.to(source.device, non_blocking=True)
     read, written = as_integers(source, target)
     tokens, rows = mapping.shape[0] * block_size, rows_per_program(width * read.element_size())
-    with torch.cuda.device_of(read):
-        _copy_blocks_kernel[(triton.cdiv(tokens, rows),)](
+    with device_of(read):
+        launch(
+            _copy_blocks_kernel, (cdiv(tokens, rows),),
             read, written, mapping, tokens, source_blocks, target.shape[0],
             *read.stride(), *written.stride(), *mapping.stride(),
             BLOCK_SIZE=block_size, **tiles_of(width), ROWS=rows, num_warps=WARPS,

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...backends import launch
+from ..device import device_of
+from ..integers import cdiv, next_power_of_2
 from .cache import WARPS, as_integers, copy_rows, rows_per_program, tiles_of
 
 TILE_ELEMENTS = 4096  # elements of an output that one program processes
@@ -37,8 +39,9 @@ def reorg_kvcache(
         return
     source, target = as_integers(gathered, out)
     rows = rows_per_program(width * out.element_size())
-    with torch.cuda.device_of(out):
-        _reorg_kernel[(triton.cdiv(out.shape[0], rows),)](
+    with device_of(out):
+        launch(
+            _reorg_kernel, (cdiv(out.shape[0], rows),),
             source, cu_seq_lens, local_cu_seq_lens, target, out.shape[0], requests, requests.bit_length(), padded,
             *source.stride(), cu_seq_lens.stride(0), *local_cu_seq_lens.stride(), *target.stride(),
             SIZE=size, INTERLEAVE=interleave, **tiles_of(width), ROWS=rows, num_warps=WARPS,
@@ -117,10 +120,11 @@ def _sort_by_owner(out, lses, outs_by_owner, lses_by_owner, size, lse_owner_stri
     LSE of the heads that this rank owns. If `rank` is None, the kernel copies outputs and LSE.
     """
     tokens, heads, value = out.shape
-    value_tile = triton.next_power_of_2(value)
+    value_tile = next_power_of_2(value)
     rows = max(1, TILE_ELEMENTS // value_tile)
-    with torch.cuda.device_of(out):
-        _sort_by_owner_kernel[(triton.cdiv(tokens * heads, rows),)](
+    with device_of(out):
+        launch(
+            _sort_by_owner_kernel, (cdiv(tokens * heads, rows),),
             out, lses, outs_by_owner, lses_by_owner, tokens, heads, heads // size, -1 if rank is None else rank,
             *out.stride(), lse_owner_stride, out_owner_stride,
             SIZE=size, SCALED=rank is not None, VALUE=value, VALUE_TILE=value_tile, ROWS=rows, num_warps=4,
@@ -176,10 +180,11 @@ def merge_packed_attn_states(message: Tensor, lse_bytes: int, out: Tensor, lse: 
         return
     outs, lses = message.view(out.dtype), message.view(lse.dtype)
     outs = outs[:, lse_bytes // out.element_size() :]
-    value_tile = triton.next_power_of_2(value)
+    value_tile = next_power_of_2(value)
     rows = max(1, TILE_ELEMENTS // value_tile)
-    with torch.cuda.device_of(out):
-        _merge_packed_kernel[(triton.cdiv(tokens * own, rows),)](
+    with device_of(out):
+        launch(
+            _merge_packed_kernel, (cdiv(tokens * own, rows),),
             outs, lses, out, lse, tokens, own, outs.stride(0), lses.stride(0),
             SIZE=message.shape[0], VALUE=value, VALUE_TILE=value_tile, ROWS=rows, num_warps=4,
         )  # fmt: skip

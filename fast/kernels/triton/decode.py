@@ -28,8 +28,10 @@ from reference.interfaces import (
     most_invariant_splits,
 )
 
+from ...backends import launch
 from ..combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request, whole_tiles
-from ..device import device_facts
+from ..device import device_facts, device_of
+from ..integers import cdiv, next_power_of_2
 from ..schedule_costs import measured_schedule_costs
 from .arguments import DecodeInputs, DecodeSources, DecodeStrides, SourceStrides
 from .decode_tiles import LN_2, Cache, Constants, Queries, RowKeys, attend_tiles, load_queries
@@ -193,8 +195,8 @@ def decode_splits(
         return SplitDecode(out, lse, none, none.clone())
 
     request_rows = rows_of_a_request(tokens, heads, max_query_len)
-    latent_pad = max(16, triton.next_power_of_2(latent))
-    rope_pad = max(16, triton.next_power_of_2(rope))
+    latent_pad = max(16, next_power_of_2(latent))
+    rope_pad = max(16, next_power_of_2(rope))
     facts = device_facts(ql_nope.device)
     # with batch invariance, the query lengths of other requests must not change the tile sizes
     shape_rows = heads if batch_invariant else request_rows
@@ -202,7 +204,7 @@ def decode_splits(
         shape_rows, block_size, latent_pad + rope_pad, ql_nope.dtype, kv_cache.element_size(), facts.capability,
         facts.shared,
     )  # fmt: skip
-    row_blocks = triton.cdiv(request_rows, shape["ROWS"])
+    row_blocks = cdiv(request_rows, shape["ROWS"])
     latent_pages, rope_pages = _page_descriptors(kv_cache, latent, rope, shape["TILE"])
     inputs = DecodeInputs(
         DecodeSources(ql_nope, q_pe, kv_cache), latent_pages, rope_pages, block_table, seq_lens.contiguous(),
@@ -225,7 +227,7 @@ def decode_splits(
         if tile_ranges is not None:
             plan = tile_ranges.contiguous(), split_offsets.contiguous()
         else:
-            most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), split_rule)
+            most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule)
             programs_per_request = min(
                 most_splits, _num_splits(request_programs, rows, whole_tiles(max_keys), facts.processors)
             )
@@ -239,8 +241,9 @@ def decode_splits(
     if num_splits > 1:
         split_out = torch.empty(num_splits, tokens, heads, latent, dtype=torch.float32, device=ql_nope.device)
         split_lse = torch.empty(2, num_splits, tokens, heads, dtype=torch.float32, device=ql_nope.device)
-    with torch.cuda.device_of(ql_nope):
-        _decode_kernel[(requests * num_splits * row_blocks,)](
+    with device_of(ql_nope):
+        launch(
+            _decode_kernel, (requests * num_splits * row_blocks,),
             *inputs, split_out, split_lse, tokens, num_blocks, max_keys, num_splits, row_blocks,
             softmax_scale / math.log(2), *strides, **constants, SPLIT=num_splits > 1,
         )  # fmt: skip
@@ -264,16 +267,16 @@ def decode_programs(
     of the decode's time: more programs fill the last wave better, and each further wave costs `WAVE_COST`.
     """
     facts = device_facts(device)
-    width = max(16, triton.next_power_of_2(kv_lora_rank)) + max(16, triton.next_power_of_2(qk_rope_head_dim))
+    width = max(16, next_power_of_2(kv_lora_rank)) + max(16, next_power_of_2(qk_rope_head_dim))
     rows = num_heads * query_len
     cache_element_size = element_bytes(COMPUTE_FORMAT.dtype_for(dtype))  # these kernels read this format only
     shape = launch_shape(rows, block_size, width, dtype, cache_element_size, facts.capability, facts.shared)
     # programs that run on the GPU at the same time
     resident = (2 if shape["ROWS"] == 16 else 1) * facts.processors
-    row_blocks = triton.cdiv(rows, shape["ROWS"])
+    row_blocks = cdiv(rows, shape["ROWS"])
 
     def time(programs: int) -> float:
-        num_waves = triton.cdiv(programs * row_blocks, resident)
+        num_waves = cdiv(programs * row_blocks, resident)
         return num_waves / programs * (1 + WAVE_COST * num_waves)
 
     return min(range(1, max(1, MOST_WAVES * resident // row_blocks) + 1), key=time)

@@ -9,6 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...backends import launch
+from ..device import device_of
+from ..integers import cdiv, next_power_of_2
+
 TILE_ELEMENTS = 2048  # elements of each of the two outputs that one program processes
 TOKENS = 8  # tokens of a program: their float32 LSEs of one head fill a 32-byte sector
 
@@ -22,11 +26,12 @@ def merge_attn_states(
     lse = torch.empty_like(prefix_lse, memory_format=torch.contiguous_format)
     if lse.numel() == 0:
         return out, lse
-    value_tile = triton.next_power_of_2(max(1, value_dim))
-    head_tile = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // (TOKENS * value_tile)))
-    head_tiles = triton.cdiv(heads, head_tile)
-    with torch.cuda.device_of(out):
-        _merge_kernel[(triton.cdiv(tokens, TOKENS) * head_tiles,)](
+    value_tile = next_power_of_2(max(1, value_dim))
+    head_tile = max(1, min(next_power_of_2(heads), TILE_ELEMENTS // (TOKENS * value_tile)))
+    head_tiles = cdiv(heads, head_tile)
+    with device_of(out):
+        launch(
+            _merge_kernel, (cdiv(tokens, TOKENS) * head_tiles,),
             prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, tokens, heads, head_tiles,
             *prefix_out.stride(), *prefix_lse.stride(), *suffix_out.stride(), *suffix_lse.stride(),
             VALUE=value_dim, VALUE_TILE=value_tile, HEADS=head_tile, TOKENS=TOKENS, num_warps=4,

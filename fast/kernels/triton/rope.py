@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...backends import launch
+from ..device import device_of
+from ..integers import cdiv, next_power_of_2
 from .cache import slot_offsets
 
 TILE_ELEMENTS = 8192  # elements of q_pe that a program rotates
@@ -71,11 +74,12 @@ def apply_rope(
     if tokens == 0 or rope == 0:
         return q_out, k_out
     head_tile, head_tiles = _head_tiles(heads, rope)
-    with torch.cuda.device_of(q_pe):
-        _rope_kernel[(tokens * (1 + head_tiles),)](
+    with device_of(q_pe):
+        launch(
+            _rope_kernel, (tokens * (1 + head_tiles),),
             positions, q_pe, k_pe, frequencies, q_out, k_out, heads, 1 + head_tiles, magnitude,
             positions.stride(0), *q_pe.stride(), *k_pe.stride(), frequencies.stride(0),
-            ROPE=rope, PAIRS=triton.next_power_of_2(rope // 2), HEADS=head_tile, INTERLEAVED=interleaved,
+            ROPE=rope, PAIRS=next_power_of_2(rope // 2), HEADS=head_tile, INTERLEAVED=interleaved,
         )  # fmt: skip
     return q_out, k_out
 
@@ -119,8 +123,9 @@ def rope_norm_and_cache(
     if tokens == 0:
         return q_out, normed, k_out
     head_tile, head_tiles = _head_tiles(heads, rope)
-    with torch.cuda.device_of(q_pe):
-        _rope_norm_cache_kernel[(tokens * (1 + head_tiles),)](
+    with device_of(q_pe):
+        launch(
+            _rope_norm_cache_kernel, (tokens * (1 + head_tiles),),
             positions, TokenValues(q_pe, kv_c, k_pe, kv_cache), slot_mapping,
             Tables(norm_weight, frequencies), RotatedAndNormed(q_out, normed, k_out),
             heads, 1 + head_tiles, num_blocks, slot_mapping.shape[0], magnitude, eps,
@@ -128,8 +133,8 @@ def rope_norm_and_cache(
                 positions.stride(0), *q_pe.stride(), *kv_c.stride(), *k_pe.stride(), *kv_cache.stride(),
                 slot_mapping.stride(0), norm_weight.stride(0), frequencies.stride(0),
             ),
-            BLOCK_SIZE=block_size, LATENT=kv_c.shape[1], LATENT_TILE=triton.next_power_of_2(kv_c.shape[1]),
-            ROPE=rope, PAIRS=triton.next_power_of_2(max(1, rope // 2)), HEADS=head_tile, INTERLEAVED=interleaved,
+            BLOCK_SIZE=block_size, LATENT=kv_c.shape[1], LATENT_TILE=next_power_of_2(kv_c.shape[1]),
+            ROPE=rope, PAIRS=next_power_of_2(max(1, rope // 2)), HEADS=head_tile, INTERLEAVED=interleaved,
         )  # fmt: skip
     return q_out, normed, k_out
 
@@ -139,8 +144,8 @@ def _head_tiles(heads: int, rope: int) -> tuple[int, int]:
 
     Without a rope part (R = 0), a token has 0 query programs.
     """
-    tile = max(1, min(triton.next_power_of_2(heads), TILE_ELEMENTS // triton.next_power_of_2(max(1, rope))))
-    return tile, triton.cdiv(heads, tile) if rope else 0
+    tile = max(1, min(next_power_of_2(heads), TILE_ELEMENTS // next_power_of_2(max(1, rope))))
+    return tile, cdiv(heads, tile) if rope else 0
 
 
 @triton.jit

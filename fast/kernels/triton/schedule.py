@@ -20,7 +20,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from reference.interfaces import DECODE_TILE, InvariantSplitRule
 
-from ..device import device_facts
+from ...backends import launch
+from ..device import device_facts, device_of
+from ..integers import cdiv
 
 PROGRAMS = 4  # programs of the decode whose ranges one program of these kernels computes
 SHAPES = ((256, 1), (1024, 4))  # (CHUNK, warps): for up to 256 requests, and for more requests
@@ -333,8 +335,9 @@ def plan_decode(
         own = (min(request_cost, split_cost), *split_rule.numbers)
         warps = 4  # the kernel counts the splits of every request for every program, with many divisions
     following = device_facts(seq_lens.device).following
-    with torch.cuda.device_of(seq_lens):
-        kernel[(triton.cdiv(num_programs, PROGRAMS),)](
+    with device_of(seq_lens):
+        launch(
+            kernel, (cdiv(num_programs, PROGRAMS),),
             seq_lens.contiguous(), tile_ranges, split_offsets, requests, num_programs, request_cost, *own,
             CHUNK=chunk, ONE_CHUNK=requests <= chunk, PROGRAMS=PROGRAMS, TILE=DECODE_TILE, num_warps=warps,
             **following,

@@ -17,7 +17,10 @@ from torch import Tensor
 
 from reference.interfaces import DECODE_TILE, InvariantSplitRule, most_invariant_splits
 
+from ...backends import launch
 from ..combine.kernels import Partials, add_partial, load_partial
+from ..device import device_of
+from ..integers import cdiv
 from .arguments import DecodeInputs, DecodeOutputs, DecodeStrides
 from .decode_tiles import LN_2, Cache, Queries, RowKeys, attend_tiles, load_queries
 from .schedule import SplitRule, invariant_split_tiles
@@ -234,13 +237,14 @@ def launch_scheduled(
     # a schedule makes at most one split for each request, and one more split for each program
     num_partials, progress = requests + programs, 0
     if batch_invariant:
-        most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), split_rule)
+        most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule)
         num_partials = requests * (most_splits if scheduled or programs_per_request > 1 else 1)
         progress = 2 * requests
     partial_out = torch.empty(num_partials * request_rows * latent, dtype=torch.float32, device=out.device)
     partial_lse = torch.empty(2 * num_partials * request_rows + progress, dtype=torch.float32, device=out.device)
-    with torch.cuda.device_of(out):
-        _scheduled_decode_kernel[(programs * row_blocks,)](
+    with device_of(out):
+        launch(
+            _scheduled_decode_kernel, (programs * row_blocks,),
             *inputs, tile_ranges if scheduled else inputs.seq_lens,
             split_offsets if scheduled else inputs.seq_lens,
             DecodeOutputs(out, lse, partial_out, partial_lse),

@@ -16,17 +16,18 @@ from __future__ import annotations
 import math
 
 import torch
-import triton
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from reference.interfaces import DECODE_TILE, InvariantSplitRule, ScheduleCosts, check, most_invariant_splits
 
+from ....backends import launch
 from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request
-from ...device import device_facts
+from ...device import device_facts, device_of
+from ...integers import cdiv
 from ...schedule_costs import measured_schedule_costs
 from ..common.dependent_launch import LAUNCH
+from ..common.descriptors import descriptor
 from ..common.records import Constants
 from .arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, QueryStrides, RowSizes
 from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
@@ -112,7 +113,8 @@ def decode_splits(
     """Run `mla_decode` without its combine kernel; return outputs and partial outputs."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
     check(out_dtype in OUT_DTYPES, "out_dtype", "float32, bfloat16 or float16", out_dtype)
-    check(kv_cache.data_ptr() % 16 == 0, "kv_cache", "aligned to 16 bytes", f"address {kv_cache.data_ptr():#x}")
+    if kv_cache.data_ptr() % 16 != 0:
+        check(False, "kv_cache", "aligned to 16 bytes", f"address {kv_cache.data_ptr():#x}")
     tokens, heads, latent = ql_nope.shape
     rope = q_pe.shape[2]
     num_blocks, block_size, _ = kv_cache.shape
@@ -121,8 +123,8 @@ def decode_splits(
     device = ql_nope.device
     out = torch.empty(tokens, heads, latent, dtype=out_dtype, device=device)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=device)
-    none = torch.empty(0, dtype=torch.float32, device=device)
     if tokens == 0 or requests == 0 or heads == 0:
+        none = torch.empty(0, dtype=torch.float32, device=device)
         return SplitDecode(out, lse, none, none.clone())
     if softmax_scale < 0:  # the kernels find the largest score before they apply the scale, which must be positive
         ql_nope, q_pe, softmax_scale = -ql_nope, -q_pe, -softmax_scale
@@ -133,10 +135,10 @@ def decode_splits(
     processors = device_facts(device).processors
     planned = tile_ranges is not None
     program_rows = choose_program_rows(planned, batch_invariant, requests, request_rows, heads, max_keys, processors)
-    row_blocks = triton.cdiv(request_rows, program_rows)
+    row_blocks = cdiv(request_rows, program_rows)
     if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
-        most_splits = most_invariant_splits(triton.cdiv(max_keys, DECODE_TILE), split_rule) if batch_invariant else 0
+        most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule) if batch_invariant else 0
         assigned = assign_planned(tile_ranges.shape[0], requests, request_rows, row_blocks, most_splits)
     elif batch_invariant:
         assigned = assign_by_length(
@@ -169,20 +171,20 @@ def decode_splits(
         *inputs, tile_ranges if planned else seq_lens, split_offsets if planned else seq_lens,
         outputs, *sizes, assigned.num_splits, *row_sizes, *numbers,
     )  # fmt: skip
-    with torch.cuda.device_of(ql_nope):
+    with device_of(ql_nope):
         if assigned.pairs > 0:
             launch_two_phases(
                 inputs, outputs, sizes, row_sizes, numbers, constants, assigned.programs, assigned.pairs,
                 assigned.num_splits,
             )  # fmt: skip
         elif program_rows < MANY_ROWS:
-            _row_blocks_16_32_kernel[(assigned.programs,)](*arguments, c=constants, **LAUNCH)
+            launch(_row_blocks_16_32_kernel, (assigned.programs,), *arguments, c=constants, **LAUNCH)
         else:
             # TMA can write a row block as one box only if all 64 rows belong to one token
             in_boxes = heads % MANY_ROWS == 0 and assigned.slices == 1 and not constants.SPLIT
             out_rows = _row_descriptor(out) if in_boxes and out_dtype == ql_nope.dtype else None
             cache = (kv_cache, *kv_cache.stride()[:2])
-            _row_blocks_64_kernel[(assigned.programs,)](*arguments, out_rows, *cache, c=constants, **LAUNCH)
+            launch(_row_blocks_64_kernel, (assigned.programs,), *arguments, out_rows, *cache, c=constants, **LAUNCH)
     return SplitDecode(out, lse, partial_out, partial_lse)
 
 
@@ -201,20 +203,18 @@ def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
 
 def _cache_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return the TMA descriptors of the cache: boxes of latent columns, and boxes of rope columns."""
-    shape, strides = list(kv_cache.shape), list(kv_cache.stride())
     keys = min(kv_cache.shape[1], DECODE_TILE)
     columns = latent // 4 if keys == DECODE_TILE else 64  # blocks smaller than a tile: 64 columns, one swizzle span
-    latent_tma = TensorDescriptor(kv_cache, shape, strides, [1, keys, columns], gl.NVMMASharedLayout(128, 16, rank=3))
-    if rope == 0:
-        return latent_tma, latent_tma
-    layout = gl.NVMMASharedLayout(2 * rope, 16, rank=3)
-    return latent_tma, TensorDescriptor(kv_cache, shape, strides, [1, keys, rope], layout)
+    whole = (kv_cache.data_ptr(), kv_cache.dtype, tuple(kv_cache.shape), kv_cache.stride())
+    latent_tma = descriptor(*whole, (1, keys, columns), 128)
+    return latent_tma, latent_tma if rope == 0 else descriptor(*whole, (1, keys, rope), 2 * rope)
 
 
 def _row_descriptor(out: Tensor) -> TensorDescriptor:
     """Return the TMA descriptor that writes a quarter of the columns of 64 rows of out [T, N, Lkv]."""
-    return TensorDescriptor.from_tensor(
-        out.flatten(0, 1), [MANY_ROWS, out.shape[2] // 4], gl.NVMMASharedLayout(128, 16, rank=2)
+    tokens, heads, latent = out.shape
+    return descriptor(
+        out.data_ptr(), out.dtype, (tokens * heads, latent), (latent, 1), (MANY_ROWS, latent // 4), 128
     )
 
 
@@ -233,7 +233,7 @@ def decode_programs(
     program at a time.
     """
     rows = num_heads * query_len
-    return max(1, device_facts(device).processors // triton.cdiv(rows, rows_of_a_program(rows)))
+    return max(1, device_facts(device).processors // cdiv(rows, rows_of_a_program(rows)))
 
 
 def schedule_costs(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
-
 from reference.interfaces import DECODE_TILE, InvariantSplitRule, most_invariant_splits
 
 from ...combine import whole_tiles
+from ...integers import cdiv
 from .main_loops.epilogue_16_32 import SHARED_VALUES
 from .main_loops.tile_scores import ROWS
 from .split_cost import best_num_programs, best_num_splits
@@ -76,9 +75,9 @@ def assign_by_length(
 
     The upper bound of the keys of a request sets the number of programs.
     """
-    items = requests * triton.cdiv(request_rows, program_rows)
-    most_splits = most_invariant_splits(triton.cdiv(keys, DECODE_TILE), split_rule)
-    pairs = triton.cdiv(keys, 2 * DECODE_TILE)
+    items = requests * cdiv(request_rows, program_rows)
+    most_splits = most_invariant_splits(cdiv(keys, DECODE_TILE), split_rule)
+    pairs = cdiv(keys, 2 * DECODE_TILE)
     wide = program_rows == MANY_ROWS and latent == WIDE_LATENT
     in_two_phases = wide and _scored_at_once(items * pairs, processors)
     num_splits = most_splits
@@ -157,6 +156,6 @@ def _rows_where_alone(program_rows: int, requests: int, request_rows: int, keys:
     """
     if requests > 1:
         return program_rows
-    splits = max(1, triton.cdiv(keys, FEW_TILES * DECODE_TILE))
-    fitting = (few for few in FEW_ROWS if splits * triton.cdiv(request_rows, few) <= processors)
+    splits = max(1, cdiv(keys, FEW_TILES * DECODE_TILE))
+    fitting = (few for few in FEW_ROWS if splits * cdiv(request_rows, few) <= processors)
     return min(program_rows, next(fitting, program_rows))

@@ -8,10 +8,9 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-import triton
-
 from reference.interfaces import DECODE_TILE, InvariantSplitRule, invariant_split_tiles
 
+from ...integers import cdiv
 from ...schedule_costs import measured_schedule_costs
 from .main_loops.tile_scores import ROWS
 
@@ -52,19 +51,19 @@ def best_num_splits(items: int, rows: int, keys: int, program_rows: int, row_blo
         row_blocks: row blocks of a request. All row blocks of a request read the same tiles.
         processors: multiprocessors of the device.
     """
-    tiles = max(1, triton.cdiv(keys, DECODE_TILE))
+    tiles = max(1, cdiv(keys, DECODE_TILE))
     many = program_rows == ROWS.value
     loop = MANY_ROWS_COST if many else FEW_ROWS_COST
     step = 2 if many else 1  # `row_blocks_64` processes tiles in pairs
 
     def cost(splits: int) -> int | float:
-        turns = triton.cdiv(items * splits, processors)
-        split_tiles = max(loop.least_tiles, step * triton.cdiv(tiles, step * splits))
+        turns = cdiv(items * splits, processors)
+        split_tiles = max(loop.least_tiles, step * cdiv(tiles, step * splits))
         memory_ns = 0 if many else MEMORY_TILE_NS * min(items * splits, processors) / row_blocks
         combine_ns = COMBINE_NS + COMBINED_ROW_NS * splits * rows if splits > 1 else 0
         return turns * (loop.item_ns + split_tiles * max(loop.tile_ns, memory_ns)) + combine_ns
 
-    return min(range(1, max(1, min(triton.cdiv(tiles, step), 2 * processors)) + 1), key=cost)
+    return min(range(1, max(1, min(cdiv(tiles, step), 2 * processors)) + 1), key=cost)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,15 +83,15 @@ def best_num_programs(
         processors: multiprocessors of the device.
         split_rule: rule that gives the tiles of a split from the length of a request.
     """
-    tiles = max(1, triton.cdiv(keys, DECODE_TILE))
+    tiles = max(1, cdiv(keys, DECODE_TILE))
     split_tiles = invariant_split_tiles(tiles, split_rule)
-    splits = triton.cdiv(tiles, split_tiles)
+    splits = cdiv(tiles, split_tiles)
     loop = MANY_ROWS_COST if program_rows == ROWS.value else FEW_ROWS_COST
     split_ns = (split_tiles + measured_schedule_costs(heads).split_cost) * loop.tile_ns
 
     def cost(programs: int) -> int | float:
-        taken = triton.cdiv(splits, programs)
+        taken = cdiv(splits, programs)
         combine_ns = COMBINE_NS + COMBINED_ROW_NS * (splits - taken + 1) * rows if taken < splits else 0
-        return triton.cdiv(items * programs, processors) * (loop.item_ns + taken * split_ns) + combine_ns
+        return cdiv(items * programs, processors) * (loop.item_ns + taken * split_ns) + combine_ns
 
     return min(range(1, splits + 1), key=cost)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .....backends import launch
+from ....integers import cdiv
 from ...common.dependent_launch import LAUNCH
+from ...common.descriptors import descriptor
 from ...common.own_length import TILE
 from ...common.records import Constants
 from ..arguments import BatchSizes, LaunchInputs, LaunchOutputs, Numbers, RowSizes
@@ -47,14 +47,17 @@ def launch_two_phases(
     row_values = torch.empty(score_blocks * ROW_VALUES.value, dtype=torch.float32, device=device)
     box = [2 * ROWS.value, TILE.value]  # probabilities of a score block: 64 rows of each of its two tiles
     probabilities = torch.empty(score_blocks * box[0], box[1], dtype=latent_tma.base.dtype, device=device)
-    probability_pairs = TensorDescriptor.from_tensor(probabilities, box, gl.NVMMASharedLayout(128, 16, rank=2))
-    value_tma = TensorDescriptor(
-        latent_tma.base, latent_tma.shape, latent_tma.strides,
-        [1, latent_tma.block_shape[1], constants.LATENT // COLUMN_BLOCKS.value],
-        gl.NVMMASharedLayout(128, 16, rank=3),
+    probability_pairs = descriptor(
+        probabilities.data_ptr(), probabilities.dtype, tuple(probabilities.shape), probabilities.stride(), tuple(box),
+        128,
     )  # fmt: skip
-    _clear_kernel[(triton.cdiv(words.numel(), CLEARED.value),)](words, words.numel(), **LAUNCH)
-    _two_phases_kernel[(programs,)](
+    value_tma = descriptor(
+        *latent_tma.base, tuple(latent_tma.shape), tuple(latent_tma.strides),
+        (1, latent_tma.block_shape[1], constants.LATENT // COLUMN_BLOCKS.value), 128,
+    )  # fmt: skip
+    launch(_clear_kernel, (cdiv(words.numel(), CLEARED.value),), words, words.numel(), **LAUNCH)
+    launch(
+        _two_phases_kernel, (programs,),
         *inputs, outputs, value_tma, probability_pairs, words, row_values, probabilities, *sizes, *row_sizes, pairs,
         splits_bound, *numbers, c=constants, **LAUNCH, launch_cooperative_grid=True,
     )  # fmt: skip
