@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import argparse
 import cProfile
-import gc
 import io
 import json
 import pstats
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,9 +39,8 @@ from reference.interfaces import AttentionState, DecodeSchedule, MLAConfig
 from .contest import OURS, CannotRun, load_peers, one_line
 from .layers import BLOCK_SIZE, DTYPE, config_for, make_batch, make_layer, num_blocks, positions_of
 from .report import provenance
-from .timing import Spread
+from .timing import Call, Spread, wall_times
 
-Call = Callable[[], object]
 CALLS, WARM_UP = 200, 20
 TARGETS_US = {  # longest acceptable median on the machine of the published results
     "mla_decode": 80.0, "mla_decode, planned": 80.0, "mla_decode, invariant": 80.0, "plan_decode": 40.0,
@@ -93,19 +90,7 @@ def time_calls(call: Call, device: str, runs: int = CALLS) -> Spread:
     synchronize = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     for _ in range(min(WARM_UP, runs)):
         call()
-    times = []
-    gc.collect()
-    gc.disable()  # a collection would be counted as part of one call
-    try:
-        for _ in range(runs):
-            synchronize()
-            start = time.perf_counter()
-            call()
-            times.append(1e6 * (time.perf_counter() - start))
-    finally:
-        gc.enable()
-    synchronize()
-    return Spread.of(times)
+    return wall_times(call, runs, synchronize)
 
 
 def profile_calls(call: Call, device: str, runs: int = CALLS) -> str:

@@ -14,6 +14,7 @@ Every round times every contender once, in a new random order, so that a drift o
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import statistics
@@ -93,6 +94,22 @@ def rounds_for(milliseconds: float, one_round_ms: float) -> int:
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(milliseconds / max(one_round_ms, 1e-6))))
 
 
+def wall_times(call: Call, runs: int, before: Call) -> Spread:
+    """Return the spread of the wall time of `runs` calls; `before` runs before each call and is not timed."""
+    times = []
+    gc.collect()
+    gc.disable()  # a collection would be counted as part of one call
+    try:
+        for _ in range(runs):
+            before()
+            start = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - start))
+    finally:
+        gc.enable()
+    return Spread.of(times)
+
+
 def in_turn(calls: Sequence[Call], count: int) -> Call:
     """Return a call that makes `count` of these calls, one after another; after the last it starts again."""
 
@@ -155,21 +172,28 @@ class Clock:
 
         A contender that cannot be captured is missing in the result; `not_captured` has the reason.
         """
-        self._warm_up(contenders)
         repeats = {who: max(1, -(-8 // len(calls))) for who, calls in contenders.items()}
         bodies = {who: in_turn(calls, repeats[who] * len(calls)) for who, calls in contenders.items()}
-        return self._replay(bodies, {who: repeats[who] * len(calls) for who, calls in contenders.items()})
+        return self.captured(bodies, {who: repeats[who] * len(calls) for who, calls in contenders.items()})
 
     def stepped(self, steps: Mapping[str, Call]) -> dict[str, Spread]:
         """Time whole steps of LAYERS layers, each from a CUDA graph of its own; a time is that of one layer.
 
         A contender that cannot be captured is missing in the result; `not_captured` has the reason.
         """
-        self._warm_up({who: [step] for who, step in steps.items()})
-        return self._replay(steps, dict.fromkeys(steps, LAYERS))
+        return self.captured(steps, dict.fromkeys(steps, LAYERS))
 
-    def _replay(self, bodies: Mapping[str, Call], calls_in: Mapping[str, int]) -> dict[str, Spread]:
-        """Capture each body in a graph and time its replays; `calls_in` has the number of calls in each body."""
+    def captured(self, bodies: Mapping[str, Call], calls_in: Mapping[str, int]) -> dict[str, Spread]:
+        """Time replays of each body, captured in a graph; a time is divided by the number of calls in the body.
+
+        Args:
+            bodies: functions to capture; each runs once before the capture.
+            calls_in: number of calls in each body.
+
+        Returns:
+            The times of one call. A body that cannot be captured is missing; `not_captured` has the reason.
+        """
+        self._warm_up({who: [body] for who, body in bodies.items()})
         graphs = {}
         for who, body in bodies.items():
             graph = torch.cuda.CUDAGraph()
