@@ -25,7 +25,7 @@ from rich.table import Table
 from fast.parity import Parity
 
 from .report import provenance
-from .timing import Call, Ceilings, Clock, Spread, measure_ceilings
+from .timing import LAYERS, Call, Ceilings, Clock, Spread, in_turn, measure_ceilings
 
 OURS = "fast"
 # for each rate: key of the rate, key of the fraction of the ceiling, key of the work that the rate counts
@@ -43,10 +43,16 @@ class Contender:
     Attributes:
         calls: one call for each set of inputs; a call does the timed work and nothing else.
         view: converts the output of a call to the shape that the check expects; the conversion is not timed.
+        step: a step of `timing.LAYERS` layers with its plan, for the way "stepped"; None makes the calls in turn.
     """
 
     calls: Sequence[Call]
     view: Callable[[Any], Any] = lambda output: output
+    step: Call | None = None
+
+    def whole_step(self) -> Call:
+        """Return a step of `timing.LAYERS` layers."""
+        return self.step or in_turn(self.calls, LAYERS)
 
 
 @dataclass
@@ -122,7 +128,8 @@ def contest(case: Case, clock: Clock, ways: Sequence[str]) -> dict[str, Any]:
     if not row["passed"]:
         return row
     calls = {who: contender.calls for who, contender in case.contenders.items() if who not in absent}
-    spreads = {way: getattr(clock, way)(calls) for way in ways}
+    steps = {who: case.contenders[who].whole_step() for who in calls}
+    spreads = {way: getattr(clock, way)(steps if way == "stepped" else calls) for way in ways}
     for way, found in spreads.items():
         if OURS not in found:
             raise CannotRun(f"{OURS} could not be {way}: {clock.not_captured[OURS]}")
@@ -257,9 +264,9 @@ def run_benchmark(
         The exit status: 0 on success, 1 if a row failed its parity, 2 if the benchmark cannot run here.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    arguments = make_parser(name, description, all_rows, epilog).parse_args(argv)
+    arguments = make_parser(name, description, all_rows, ways, epilog).parse_args(argv)
     try:
-        return _run(name, description, all_rows, make_case, argv, arguments, ways, bandwidth)
+        return _run(name, description, all_rows, make_case, argv, arguments, bandwidth)
     except (CannotRun, ValueError, torch.cuda.OutOfMemoryError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
@@ -270,7 +277,9 @@ def row_name(row: Any) -> str:
     return ",".join(str(value) for value in asdict(row).values())
 
 
-def make_parser(name: str, description: str, all_rows: Sequence[Any], epilog: str) -> argparse.ArgumentParser:
+def make_parser(
+    name: str, description: str, all_rows: Sequence[Any], ways: Sequence[str], epilog: str
+) -> argparse.ArgumentParser:
     """Return a parser with the options that all benchmarks have."""
     fields = ",".join(asdict(all_rows[0]))
     parser = argparse.ArgumentParser(
@@ -285,6 +294,7 @@ def make_parser(name: str, description: str, all_rows: Sequence[Any], epilog: st
     parser.add_argument("--rows", nargs="+", metavar=fields.upper(), help=f"rows to time, such as "
                         f"{row_name(all_rows[0])} (default: all {len(all_rows)})")  # fmt: skip
     parser.add_argument("--backend", metavar="NAME", help="backend of fast (default: chosen for the device)")
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways, help="ways of timing (default: all of them)")
     parser.add_argument("--time", type=float, default=200.0, metavar="MS", help="milliseconds of timing for each row, "
                         "contender and way of timing (default: %(default)s)")  # fmt: skip
     return parser
@@ -312,8 +322,8 @@ def parse_rows(all_rows: Sequence[Any], texts: Sequence[str] | None) -> list[Any
     return found
 
 
-def _run(name, description, all_rows, make_case, argv, arguments, ways, bandwidth) -> int:
-    rows = parse_rows(all_rows, arguments.rows)
+def _run(name, description, all_rows, make_case, argv, arguments, bandwidth) -> int:
+    rows, ways = parse_rows(all_rows, arguments.rows), tuple(arguments.ways)
     if arguments.peers is not None and not (arguments.peers / "peers.py").is_file():
         raise CannotRun(f"--peers: expected a folder with peers.py, got {arguments.peers}")
     if not torch.cuda.is_available():

@@ -11,9 +11,12 @@ the cache, q and out. The variants of fast differ in how they split requests:
   plans once for all layers of a step.
 - "fast, invariant": batch-invariant; the splits of a request depend on its own length alone.
 - "fast, invariant, planned": batch-invariant, with a schedule of `plan_decode`. The time contains the planning.
-- "fast, by default": "fast" or "fast, planned"; `build_mla_metadata` chooses one of the two by the lengths.
+- "fast, by default": "fast" or "fast, planned"; `build_mla_metadata` chooses one of the two by the lengths. In a graph,
+  which a builder captures without knowing the lengths, it is the plan of `build_for_cudagraph_capture`.
 
-The time of FlashMLA does not contain the computation of its schedule.
+A stepped time is the time of one layer in a captured step of 61 layers. The step makes every schedule once for all
+layers, ours and the peers' alike. In the other ways, the times of FlashMLA and of "FA3, schedule ahead" do not contain
+the computation of their schedules; "FA3" makes its schedule in every call, in a stepped time too.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 
@@ -34,7 +37,7 @@ from fast.parity import Parity, compare, compare_states
 from reference.interfaces import AttentionState, CommonAttentionMetadata, DecodeMetadata, DecodeSchedule, MLAConfig
 
 from .contest import OURS, Case, Contender, finite, run_benchmark
-from .timing import input_sets
+from .timing import LAYERS, Call, in_turn, input_sets
 
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
@@ -46,6 +49,7 @@ PLANNED = f"{OURS}, planned"
 INVARIANT = f"{OURS}, invariant"
 INVARIANT_PLANNED = f"{INVARIANT}, planned"
 BY_DEFAULT = f"{OURS}, by default"
+AHEAD = "FA3, schedule ahead"
 LENS = ("equal", "mixed", "ragged")
 
 
@@ -211,23 +215,36 @@ def vllm_with_scales(peers: ModuleType, device: torch.device) -> Callable:
 
 
 def peer_contenders(row: Row, inputs: Inputs, peers: ModuleType) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Return FlashMLA, FlashAttention-3 and vLLM's Triton kernel as contenders, and absent peers with the reason."""
+    """Return FlashMLA, FlashAttention-3 and vLLM's Triton kernel as contenders, and absent peers with the reason.
+
+    A kernel whose schedule holds from call to call makes a new schedule in each step of the way "stepped".
+    """
     q = torch.cat((inputs.ql_nope, inputs.q_pe), dim=-1).view(row.B, row.Sq, row.N, WIDTH)
     there = peers.available()
     vllm_triton = vllm_with_scales(peers, q.device) if there["vllm_triton"] else None
-    kernels = {
-        "FlashMLA": ("flashmla", peers.FlashMLADecode()),
-        "FA3": ("fa3", peers.fa3_mla_decode),
-        "vLLM Triton": ("vllm_triton", vllm_triton),
+    kernels = {  # library, and a function that returns the kernel without a schedule
+        "FlashMLA": ("flashmla", peers.FlashMLADecode),
+        "FA3": ("fa3", lambda: peers.fa3_mla_decode),
+        AHEAD: ("fa3", getattr(peers, "FA3MLADecodeAhead", None)),
+        "vLLM Triton": ("vllm_triton", lambda: vllm_triton),
     }
+
+    def calls_of(kernel: Callable) -> list[Call]:
+        return [partial(kernel, q, inputs.cache, m.block_table, m.seq_lens, SCALE) for m in inputs.metadata]
+
+    def step_of(make: Callable[[], Callable]) -> Call:
+        return lambda: in_turn(calls_of(make()), LAYERS)()
+
     contenders, absent = {}, {}
-    for who, (name, kernel) in kernels.items():
-        if not there[name]:
+    for who, (name, make) in kernels.items():
+        if make is None:
+            absent[who] = "the folder of peers has no such kernel"
+        elif not there[name]:
             absent[who] = "its library could not be loaded"
-            continue
-        calls = [lambda kernel=kernel, m=m: kernel(q, inputs.cache, m.block_table, m.seq_lens, SCALE) for m in
-                 inputs.metadata]  # fmt: skip
-        contenders[who] = Contender(calls, lambda output: output[0].reshape(row.B * row.Sq, row.N, LATENT))
+        else:
+            contenders[who] = Contender(
+                calls_of(make()), lambda output: output[0].reshape(row.B * row.Sq, row.N, LATENT), step_of(make)
+            )
     return contenders, absent
 
 
@@ -254,23 +271,40 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
     served = {"device": device, "dtype": DTYPE, "block_size": BLOCK_SIZE, "backend": backend}
     programs, costs = fast.decode_programs(config, query_len=row.Sq, **served), fast.schedule_costs(config, **served)
 
-    def scheduled(metadata: DecodeMetadata, batch_invariant: bool, planned: bool) -> AttentionState:
-        schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
-        if planned:
-            schedule = fast.plan_decode(metadata.seq_lens, programs, costs, batch_invariant, backend=backend)
+    def attend(metadata: DecodeMetadata, schedule: DecodeSchedule | None) -> AttentionState:
         return fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, metadata, SCALE, schedule, backend=backend)
 
-    default = fast.build_mla_metadata(
-        batch_of(row, inputs), BLOCK_SIZE, BLOCK_SIZE, row.Sq, config, dtype=DTYPE, backend=backend
+    def schedule_of(metadata: DecodeMetadata, batch_invariant: bool, planned: bool) -> DecodeSchedule | None:
+        if planned:
+            return fast.plan_decode(metadata.seq_lens, programs, costs, batch_invariant, backend=backend)
+        return DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
+
+    def contender(batch_invariant: bool, planned: bool, step: Call | None = None) -> Contender:
+        def scheduled(metadata: DecodeMetadata) -> AttentionState:
+            return attend(metadata, schedule_of(metadata, batch_invariant, planned))
+
+        def whole_step() -> None:
+            schedule = schedule_of(inputs.metadata[0], batch_invariant, planned)
+            in_turn([partial(attend, m, schedule) for m in inputs.metadata], LAYERS)()
+
+        return Contender([partial(scheduled, m) for m in inputs.metadata], step=step or whole_step)
+
+    common = batch_of(row, inputs)
+    default = fast.build_mla_metadata(common, BLOCK_SIZE, BLOCK_SIZE, row.Sq, config, dtype=DTYPE, backend=backend)
+    builder = fast.MLAMetadataBuilder(
+        config, BLOCK_SIZE, row.S, row.B, num_speculative_tokens=row.Sq - 1, dtype=DTYPE, backend=backend
     )
+
+    def captured_step() -> None:
+        plan = builder.build_for_cudagraph_capture(common)
+        layers = [replace(plan.decode, block_table=m.block_table) for m in inputs.metadata]
+        in_turn([partial(attend, m, plan.schedule) for m in layers], LAYERS)()
+
     cut_by = {
-        who: Contender([partial(scheduled, m, invariant, planned) for m in inputs.metadata])
-        for who, invariant, planned in (
-            (PLANNED, False, True),
-            (INVARIANT, True, False),
-            (INVARIANT_PLANNED, True, True),
-            (BY_DEFAULT, False, default.schedule is not None),
-        )
+        PLANNED: contender(False, True),
+        INVARIANT: contender(True, False),
+        INVARIANT_PLANNED: contender(True, True),
+        BY_DEFAULT: contender(False, default.schedule is not None, captured_step),
     }
     others, absent = ({}, {}) if peers is None else peer_contenders(row, inputs, peers)
     return Case(
@@ -285,7 +319,8 @@ def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: s
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and time the rows, and return the exit status."""
     return run_benchmark(
-        "decode", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"), bandwidth="read_gb_s",
+        "decode", __doc__.splitlines()[0], ROWS, make_case, argv,
+        ways=("flushed", "replayed", "stepped"), bandwidth="read_gb_s",
         epilog="A row has B requests with Sq new tokens each, S keys in the longest request, and N heads.",
     )  # fmt: skip
 

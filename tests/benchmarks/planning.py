@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import fast
 import reference
 from reference.interfaces import CommonAttentionMetadata, MLAConfig
 
+from .layers import make_layer
 from .report import provenance
 from .timing import Clock, Spread
 
@@ -137,23 +137,6 @@ def time_schedule() -> list[dict[str, Any]]:
             {"B": requests, "programs": programs, "replayed": {who: asdict(spread) for who, spread in found.items()}}
         )
     return rows
-
-
-def make_layer(config: MLAConfig, dtype: torch.dtype) -> fast.MLAAttention:
-    """Return a layer with random weights on the GPU."""
-    c, kind = config, {"dtype": dtype, "device": "cuda"}
-
-    def linear(width: int, out: int) -> nn.Linear:
-        return nn.Linear(width, out, bias=False, **kind)
-
-    return fast.MLAAttention(
-        c,
-        kv_a_proj_with_mqa=linear(c.hidden_size, c.head_size),
-        kv_a_layernorm=nn.RMSNorm(c.kv_lora_rank, **kind),
-        kv_b_proj=linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)),
-        o_proj=linear(c.num_heads * c.v_head_dim, c.hidden_size),
-        q_proj=linear(c.hidden_size, c.num_heads * c.qk_head_dim),
-    )
 
 
 def profile_step() -> dict[str, Any]:

@@ -5,8 +5,9 @@
 
 An engine keeps one block table that is wide enough for the longest sequence it may ever serve. "fast" gets the length
 of the longest request of the step as `max_seq_len`. "fast, by the table" gets the number of tokens that fit into a row
-of the table; kernels used this number before plans had `max_seq_len`. The blocks have 64 tokens, the dtype is
-bfloat16, and the dims are those of DeepSeek-V3.
+of the table, like a CUDA graph that was captured for the longest sequence. The variants "planned" follow a schedule of
+`plan_decode`; in a stepped time the schedule is made once for 61 layers, in the other ways in every call. The blocks
+have 64 tokens, the dtype is bfloat16, and the dims are those of DeepSeek-V3.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from types import ModuleType
 import torch
 
 import fast
+from reference.interfaces import MLAConfig
 
 from . import decode
 from .contest import OURS, Case, Contender, run_benchmark
-from .decode import BLOCK_SIZE, SCALE
+from .decode import BLOCK_SIZE, PLANNED, SCALE
+from .timing import LAYERS, in_turn
 
 BY_TABLE = f"{OURS}, by the table"
+PLANNED_BY_TABLE = f"{PLANNED}, by the table"
 FAR = 2147480000  # block number far outside the cache, for the unused columns of the table
 
 
@@ -64,36 +68,56 @@ ROWS = tuple(
     Row(*sizes)
     for sizes in (
         (1, 1024, 1, 128, 2560), (1, 1024, 1, 16, 2560), (4, 1024, 1, 128, 2560), (16, 1024, 1, 128, 2560),
-        (16, 4096, 1, 128, 2560), (64, 1024, 1, 16, 2560), (128, 4096, 1, 128, 2560),
+        (16, 4096, 1, 128, 2560), (64, 1024, 1, 16, 2560), (128, 4096, 1, 128, 2560), (256, 1024, 1, 128, 2560),
     )
 )  # fmt: skip
 
 
-def make_case(row: Row, peers: ModuleType | None, backend: str | None) -> Case:
+def make_case(row: Row, peers: ModuleType | None, backend: str | None, device: str = "cuda") -> Case:
     """Return the inputs and contenders of one row."""
+    backend = fast.backends.bind(backend)
     shape = decode.Row(row.B, row.S, row.Sq, row.N)
-    l2_bytes = torch.cuda.get_device_properties("cuda").L2_cache_size
-    inputs = decode.make_inputs(shape, decode.input_sets(shape.bytes, l2_bytes), "cuda")
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device == "cuda" else 1
+    inputs = decode.make_inputs(shape, decode.input_sets(shape.bytes, l2_bytes), device)
     plans = []
     for plan in inputs.metadata:
-        table = torch.full((row.B, row.W), FAR, dtype=torch.int32, device="cuda")
+        table = torch.full((row.B, row.W), FAR, dtype=torch.int32, device=device)
         table[:, : plan.block_table.shape[1]] = plan.block_table
         plans.append(replace(plan, block_table=table))
+    config = MLAConfig.from_preset("deepseek-v3", num_heads=row.N)
+    served = {"device": device, "dtype": decode.DTYPE, "block_size": BLOCK_SIZE, "backend": backend}
+    programs, costs = fast.decode_programs(config, query_len=row.Sq, **served), fast.schedule_costs(config, **served)
 
-    def decoded(metadata):
-        return fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, metadata, SCALE, backend=backend)
+    def decoded(metadata, schedule=None):
+        return fast.mla_decode(inputs.ql_nope, inputs.q_pe, inputs.cache, metadata, SCALE, schedule, backend=backend)
 
-    def calls(bound: int) -> list:
-        return [partial(decoded, replace(plan, max_seq_len=bound)) for plan in plans]
+    def schedule_of(metadata):
+        return fast.plan_decode(metadata.seq_lens, programs, costs, backend=backend)
 
-    contenders = {OURS: Contender(calls(row.S)), BY_TABLE: Contender(calls(row.W * BLOCK_SIZE))}
+    def contender(bound: int, planned: bool) -> Contender:
+        bounded = [replace(plan, max_seq_len=bound) for plan in plans]
+        if not planned:
+            return Contender([partial(decoded, plan) for plan in bounded])
+
+        def whole_step() -> None:
+            schedule = schedule_of(bounded[0])
+            in_turn([partial(decoded, plan, schedule) for plan in bounded], LAYERS)()
+
+        return Contender([lambda p=plan: decoded(p, schedule_of(p)) for plan in bounded], step=whole_step)
+
+    contenders = {
+        OURS: contender(row.S, False),
+        BY_TABLE: contender(row.W * BLOCK_SIZE, False),
+        PLANNED: contender(row.S, True),
+        PLANNED_BY_TABLE: contender(row.W * BLOCK_SIZE, True),
+    }
     return Case(shape.flops, shape.bytes, contenders, lambda value: decode.check(shape, inputs, value))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Check and time the rows, and return the exit status."""
     return run_benchmark(
-        "table_width", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed"),
+        "table_width", __doc__.splitlines()[0], ROWS, make_case, argv, ways=("flushed", "replayed", "stepped"),
         bandwidth="read_gb_s",
         epilog="A row has B requests of S keys with Sq new tokens each, N heads, and W columns of the block table.",
     )  # fmt: skip

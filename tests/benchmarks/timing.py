@@ -1,4 +1,4 @@
-"""Time calls on a CUDA device in three ways, and measure the ceilings of the device.
+"""Time calls on a CUDA device in four ways, and measure the ceilings of the device.
 
 - *Flushed*: one call after the L2 cache was overwritten. The overwriting takes longer than the host needs to launch the
   call, so the events around the call measure device time only. The host time is measured separately.
@@ -6,12 +6,15 @@
   power limit, and then the time of a call depends on the calls before it. Rested calls all start from the same state.
 - *Replayed*: calls back to back from a CUDA graph. The graph holds one call for each of several sets of inputs, which
   together are larger than the L2 cache. The times contain no launch cost, and the GPU is as warm as in a server.
+- *Stepped*: a whole step from a CUDA graph, as an engine runs it: the plan once, then the calls of LAYERS layers. The
+  time is the time of the step divided by LAYERS, so that it contains the layer's part of the plan.
 
 Every round times every contender once, in a new random order, so that a drift of the GPU's speed affects all of them.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import statistics
@@ -25,6 +28,7 @@ Call = Callable[[], object]
 
 FLUSH_BYTES = 1 << 30  # about 0.3 ms of writing on an H200, and many times the size of an L2 cache
 HOST_RUNS = 15
+LAYERS = 61  # layers of DeepSeek-V3
 MIN_ROUNDS, MAX_ROUNDS = 8, 200
 COPY_BYTES = 4 << 30
 MATMUL_SIZE = 8192
@@ -90,6 +94,32 @@ def rounds_for(milliseconds: float, one_round_ms: float) -> int:
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(milliseconds / max(one_round_ms, 1e-6))))
 
 
+def wall_times(call: Call, runs: int, before: Call) -> Spread:
+    """Return the spread of the wall time of `runs` calls; `before` runs before each call and is not timed."""
+    times = []
+    gc.collect()
+    gc.disable()  # a collection would be counted as part of one call
+    try:
+        for _ in range(runs):
+            before()
+            start = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - start))
+    finally:
+        gc.enable()
+    return Spread.of(times)
+
+
+def in_turn(calls: Sequence[Call], count: int) -> Call:
+    """Return a call that makes `count` of these calls, one after another; after the last it starts again."""
+
+    def body() -> None:
+        for number in range(count):
+            calls[number % len(calls)]()
+
+    return body
+
+
 class Clock:
     """Time contenders on the current CUDA device.
 
@@ -142,24 +172,44 @@ class Clock:
 
         A contender that cannot be captured is missing in the result; `not_captured` has the reason.
         """
-        self._warm_up(contenders)
-        graphs, counts = {}, {}
-        for who, calls in contenders.items():
-            repeats, graph = max(1, -(-8 // len(calls))), torch.cuda.CUDAGraph()
+        repeats = {who: max(1, -(-8 // len(calls))) for who, calls in contenders.items()}
+        bodies = {who: in_turn(calls, repeats[who] * len(calls)) for who, calls in contenders.items()}
+        return self.captured(bodies, {who: repeats[who] * len(calls) for who, calls in contenders.items()})
+
+    def stepped(self, steps: Mapping[str, Call]) -> dict[str, Spread]:
+        """Time whole steps of LAYERS layers, each from a CUDA graph of its own; a time is that of one layer.
+
+        A contender that cannot be captured is missing in the result; `not_captured` has the reason.
+        """
+        return self.captured(steps, dict.fromkeys(steps, LAYERS))
+
+    def captured(self, bodies: Mapping[str, Call], calls_in: Mapping[str, int]) -> dict[str, Spread]:
+        """Time replays of each body, captured in a graph; a time is divided by the number of calls in the body.
+
+        Args:
+            bodies: functions to capture; each runs once before the capture.
+            calls_in: number of calls in each body.
+
+        Returns:
+            The times of one call. A body that cannot be captured is missing; `not_captured` has the reason.
+        """
+        self._warm_up({who: [body] for who, body in bodies.items()})
+        graphs = {}
+        for who, body in bodies.items():
+            graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph):
-                    for call in list(calls) * repeats:
-                        call()
+                    body()
             except RuntimeError as error:
                 self.not_captured[who] = " ".join(str(error).split())
                 continue
             graph.replay()
-            graphs[who], counts[who] = graph, repeats * len(calls)
+            graphs[who] = graph
 
         def one_round(number: int) -> dict[str, tuple[torch.cuda.Event, torch.cuda.Event]]:
             return {who: self._timed(graphs[who].replay) for who in self._shuffled(graphs)}
 
-        return self._repeat(one_round, counts)
+        return self._repeat(one_round, {who: calls_in[who] for who in graphs})
 
     def _shuffled(self, names: Mapping[str, object]) -> list[str]:
         return self.order.sample(list(names), len(names))

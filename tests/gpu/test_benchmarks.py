@@ -14,11 +14,12 @@ import pytest
 import torch
 from rich.console import Console
 
+import fast
 from fast.parity import Parity
 from reference.interfaces import AttentionState
 
 from ..benchmarks import bytes as moves
-from ..benchmarks import contest, decode, prefill, report, timing
+from ..benchmarks import contest, decode, prefill, report, table_width, timing
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = {"decode": decode, "prefill": prefill, "bytes": moves}
@@ -162,6 +163,69 @@ def test_sets_are_disjoint():
     assert len(inputs.metadata) == 3 and len(blocks.unique()) == len(blocks) == inputs.cache.shape[0]
 
 
+# A step of the way "stepped" makes each schedule once, and calls the decode of every layer.
+
+
+def test_steps(monkeypatch):
+    """Every contender decodes LAYERS times in a step, in turn over the sets; a planned one plans once before."""
+    row, calls = decode.Row(3, 40, 1, 2), []
+    inputs = decode.make_inputs(row, 3, "cpu")
+    monkeypatch.setattr(decode, "make_inputs", lambda *arguments: inputs)
+    first = [metadata.block_table.data_ptr() for metadata in inputs.metadata]
+    case = decode.make_case(row, None, "cpu", device="cpu")
+    decoded, planned = fast.mla_decode, fast.plan_decode
+    monkeypatch.setattr(fast, "plan_decode", lambda *args, **options: calls.append("plan") or planned(*args, **options))
+
+    def decode_once(*args, **options):
+        calls.append(first.index(args[3].block_table.data_ptr()))
+        return decoded(*args, **options)
+
+    monkeypatch.setattr(fast, "mla_decode", decode_once)
+    for who, contender in case.contenders.items():
+        calls.clear()
+        contender.whole_step()()
+        plans = ["plan"] if "planned" in who else []
+        assert calls == plans + [number % 3 for number in range(timing.LAYERS)], who
+
+
+def test_steps_of_peers():
+    """A peer whose schedule holds from call to call gets a new one in every step; a missing kernel has its reason."""
+    made = []
+
+    class Planned:
+        def __init__(self):
+            self.calls = 0
+            made.append(self)
+
+        def __call__(self, *arguments):
+            self.calls += 1
+            return (torch.zeros(3, 1, 2, 512),)
+
+    here = SimpleNamespace(
+        available=lambda: {"flashmla": True, "fa3": True, "vllm_triton": False},
+        FlashMLADecode=Planned, fa3_mla_decode=lambda *arguments: None,
+    )  # fmt: skip
+    row = decode.Row(3, 40, 1, 2)
+    contenders, absent = decode.peer_contenders(row, decode.make_inputs(row, 2, "cpu"), here)
+    assert set(contenders) == {"FlashMLA", "FA3"}
+    assert absent == {
+        decode.AHEAD: "the folder of peers has no such kernel", "vLLM Triton": "its library could not be loaded",
+    }  # fmt: skip
+    for _ in range(2):
+        contenders["FlashMLA"].whole_step()()
+    assert [kernel.calls for kernel in made] == [0, timing.LAYERS, timing.LAYERS]
+    here.FA3MLADecodeAhead = Planned
+    assert decode.AHEAD in decode.peer_contenders(row, decode.make_inputs(row, 2, "cpu"), here)[0]
+
+
+def test_table_width_passes():
+    case = table_width.make_case(table_width.Row(2, 70, 1, 3, 4), None, "cpu", device="cpu")
+    for who, contender in case.contenders.items():
+        found = case.check(contender.view(contender.calls[0]()))
+        assert found and all(parity.passed for parity in found), who
+        contender.whole_step()()
+
+
 # Tests of the table and of the JSON file.
 
 
@@ -180,6 +244,10 @@ class FakeClock:
     def replayed(self, contenders):
         return {"fast": timing.Spread(80.0, (79.0, 81.0), 9)}
 
+    def stepped(self, steps):
+        assert all(callable(step) for step in steps.values())
+        return {"fast": timing.Spread(70.0, (69.0, 71.0), 9)}
+
 
 def case_of(error: float = 0.5) -> contest.Case:
     def check(value):
@@ -194,7 +262,10 @@ def case_of(error: float = 0.5) -> contest.Case:
 
 
 def timed(error: float = 0.5) -> dict:
-    row = {"dims": {"B": 1, "N": 128}, **contest.contest(case_of(error), FakeClock(), ("flushed", "replayed"))}
+    row = {
+        "dims": {"B": 1, "N": 128},
+        **contest.contest(case_of(error), FakeClock(), ("flushed", "replayed", "stepped")),
+    }
     contest.add_shares(row, CEILINGS, "read_gb_s")
     return row
 
@@ -212,7 +283,8 @@ def test_contest():
     found = row["times"]["flushed"]["fast"]
     assert found["tflops"] == pytest.approx(400) and found["share_of_matmul"] == pytest.approx(0.5)
     assert found["gb_s"] == pytest.approx(2000) and found["share_of_bandwidth"] == pytest.approx(0.5)
-    assert row["fast_against"] == {"flushed": {"slow": 2.5}, "replayed": {}}
+    assert row["fast_against"] == {"flushed": {"slow": 2.5}, "replayed": {}, "stepped": {}}
+    assert row["times"]["stepped"]["fast"]["median_us"] == 70.0
     assert not row["parity"]["slow"][0]["passed"], "a peer outside the budget is timed and marked"
     json.dumps(row, allow_nan=False)
 
@@ -277,7 +349,7 @@ def test_whole_program(name, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     stub = SimpleNamespace(not_captured={})
-    stub.rested = stub.flushed = stub.replayed = stub.host = lambda calls: {
+    stub.rested = stub.flushed = stub.replayed = stub.stepped = stub.host = lambda calls: {
         who: timing.Spread(50.0, (49.0, 51.0), 8) for who in calls
     }
     monkeypatch.setattr(contest, "Clock", lambda milliseconds: stub)
@@ -314,7 +386,7 @@ def test_help(name, capsys):
         MODULES[name].main(["--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert stop.value.code == 0
-    for option in ("--peers", "--json", "--rows", "--backend", "--time", "Exit status"):
+    for option in ("--peers", "--json", "--rows", "--backend", "--ways", "--time", "Exit status"):
         assert option in said
 
 

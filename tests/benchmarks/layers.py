@@ -1,0 +1,69 @@
+"""Layers and batches of the benchmarks that time whole steps or single ops of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+import fast
+from reference.interfaces import CommonAttentionMetadata, MLAConfig, RopeConfig
+
+BLOCK_SIZE = 64
+DTYPE = torch.bfloat16
+SMALL = MLAConfig(64, 4, 32, 32, 16, 8, 16, 1e-6, RopeConfig())  # what runs on a CPU within seconds
+
+
+def config_for(device: str, heads: int | None = None) -> MLAConfig:
+    """Return DeepSeek-V3's config for a GPU and a small one for a CPU, with `heads` heads if a number is given."""
+    config = MLAConfig.from_preset("deepseek-v3") if device == "cuda" else SMALL
+    return config if heads is None else replace(config, num_heads=heads)
+
+
+def make_layer(config: MLAConfig, dtype: torch.dtype = DTYPE, device: str = "cuda", **options) -> fast.MLAAttention:
+    """Return a layer with random weights."""
+    c, kind = config, {"dtype": dtype, "device": device}
+
+    def linear(width: int, out: int) -> nn.Linear:
+        return nn.Linear(width, out, bias=False, **kind)
+
+    given = {
+        "kv_a_proj_with_mqa": linear(c.hidden_size, c.head_size),
+        "kv_a_layernorm": nn.RMSNorm(c.kv_lora_rank, **kind),
+        "kv_b_proj": linear(c.kv_lora_rank, c.num_heads * (c.qk_nope_head_dim + c.v_head_dim)),
+        "o_proj": linear(c.num_heads * c.v_head_dim, c.hidden_size),
+    }
+    if c.q_lora_rank is None:
+        given["q_proj"] = linear(c.hidden_size, c.num_heads * c.qk_head_dim)
+    else:
+        given["q_a_proj"] = linear(c.hidden_size, c.q_lora_rank)
+        given["q_a_layernorm"] = nn.RMSNorm(c.q_lora_rank, **kind)
+        given["q_b_proj"] = linear(c.q_lora_rank, c.num_heads * c.qk_head_dim)
+    return fast.MLAAttention(config, **given, **options)
+
+
+def num_blocks(seq_lens: Sequence[int], block_size: int = BLOCK_SIZE) -> int:
+    """Return the number of cache blocks that requests of these lengths occupy."""
+    return sum(-(-length // block_size) for length in seq_lens)
+
+
+def make_batch(
+    query_lens: Sequence[int], seq_lens: Sequence[int], device: str, block_size: int = BLOCK_SIZE
+) -> CommonAttentionMetadata:
+    """Return a batch whose requests own disjoint blocks in random order, with the slots of their new tokens."""
+    blocks = torch.randperm(num_blocks(seq_lens, block_size)).to(torch.int32)
+    table = torch.zeros(len(seq_lens), -(-max(seq_lens) // block_size), dtype=torch.int32)
+    end = 0
+    for request, length in enumerate(seq_lens):
+        count = num_blocks([length], block_size)
+        table[request, :count] = blocks[end : end + count]
+        end += count
+    return CommonAttentionMetadata.from_lens(query_lens, seq_lens, table.to(device), block_size)
+
+
+def positions_of(query_lens: Sequence[int], seq_lens: Sequence[int], device: str) -> Tensor:
+    """Return the position of each new token in its request, [T]."""
+    found = [torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)]
+    return torch.cat(found).to(device)

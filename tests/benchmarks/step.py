@@ -1,0 +1,435 @@
+"""Time whole steps of DeepSeek-V3's attention, 61 layers, and split the time into the parts of a step.
+
+    python -m tests.benchmarks.step
+    python -m tests.benchmarks.step --batches decodes mixed --json step.json
+
+A step plans its batch once and then runs every layer: projections, rotation and norm, cache write, attention on both
+paths, output projection. Nothing else of a model runs. Every layer has its own cache; layers share weights if the
+memory does not hold the weights of all layers. Each batch runs in two ways:
+
+- *eager*: the builder plans the step on the host, and the host launches every kernel.
+- *graph*: a replayed CUDA graph. For decodes it is a `DecodeGraph`, which plans inside the graph from lengths on the
+  device. For a batch with prompts the graph repeats the kernels of one eager plan; an engine cannot run it, because the
+  lengths of its next step differ. It shows what the step would cost without the host.
+
+The parts come from a trace of the same step: the time in which a kernel of the part runs. "idle" is the rest of the
+step's wall time, in which no kernel runs because the GPU waits for the host. "busy" is the share of the time from the
+end of the first layer on in which a kernel runs. "ops" is the sum over all ops of a step, each replayed alone.
+
+On a CPU (`--device cpu`) the dims are small, the steps have no parts, and the times only show that the benchmark runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import fast
+from reference.interfaces import CommonAttentionMetadata, MLAConfig, MLAMetadata
+
+from .contest import CannotRun, one_line
+from .kernel_times import LAYER_MARK, PARTS, Kernel, Marker, busy_time, cut_at_marks, time_of_parts, traced_steps
+from .layers import BLOCK_SIZE, DTYPE, config_for, make_batch, make_layer, num_blocks, positions_of
+from .recorded_ops import record, time_ops
+from .report import provenance
+from .timing import LAYERS, Clock, Spread
+
+RESERVED_BYTES = 20 << 30  # activations, recorded tensors and workspaces of a step
+TRACED_STEPS = 5
+FEW_TOKENS = 512  # a batch of at most so many tokens has small activations, so that more layers are recorded
+RECORDED_LAYERS = {True: 8, False: 3}  # few tokens or not: layers whose ops are recorded
+MOST_OVER_OPS = ("decodes", 1.02)  # batch, and longest acceptable time of its graph / sum over its ops
+LEAST_BUSY = ("mixed", 0.95)  # batch, and least acceptable busy share of its eager step
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of a step.
+
+    Attributes:
+        decodes: requests with one new token.
+        keys: keys of each of these requests.
+        prompts: requests with many new tokens.
+        new_tokens: new tokens of each prompt.
+        context: cached tokens of each prompt.
+    """
+
+    decodes: int
+    keys: int
+    prompts: int
+    new_tokens: int
+    context: int = 0
+
+    @property
+    def query_lens(self) -> list[int]:
+        """New tokens of each request."""
+        return [1] * self.decodes + [self.new_tokens] * self.prompts
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Keys of each request, new tokens included."""
+        return [self.keys] * self.decodes + [self.context + self.new_tokens] * self.prompts
+
+
+BATCHES = {
+    "cuda": {
+        "decodes": Batch(128, 4096, 0, 0),
+        "mixed": Batch(128, 4096, 2, 1024),
+        "prompts": Batch(0, 0, 4, 1024),
+        "prompts with context": Batch(0, 0, 2, 1024, 8192),
+    },
+    "cpu": {
+        "decodes": Batch(3, 20, 0, 0),
+        "mixed": Batch(3, 20, 1, 70),
+        "prompts": Batch(0, 0, 2, 70),
+        "prompts with context": Batch(0, 0, 1, 70, 64),
+    },
+}
+
+
+class Model:
+    """Attention layers with a cache for each, and with as many different weights as the memory holds.
+
+    Args:
+        config: config of every layer.
+        batches: batches that the model will run.
+        layers: number of layers; fewer if the memory does not hold the caches of so many.
+        device: "cuda" or "cpu".
+        backend: backend of the layers.
+
+    Raises:
+        CannotRun: the memory does not hold one layer.
+    """
+
+    def __init__(self, config: MLAConfig, batches: Sequence[Batch], layers: int, device: str, backend):
+        self.device, self.dtype = device, DTYPE if device == "cuda" else torch.float32
+        blocks = max(num_blocks(batch.seq_lens) for batch in batches)
+        cache_bytes = blocks * BLOCK_SIZE * config.head_size * self.dtype.itemsize
+        self.layers = [make_layer(config, self.dtype, device, backend=backend)]
+        weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.layers[0].parameters())
+        if device == "cuda":
+            free = torch.cuda.mem_get_info()[0] - RESERVED_BYTES
+            layers, sets = fit(free, cache_bytes, weight_bytes, layers)
+        else:
+            sets = 2
+        self.layers += [make_layer(config, self.dtype, device, backend=backend) for _ in range(sets - 1)]
+        kind = {"dtype": self.dtype, "device": device}
+        self.caches = [torch.randn(blocks, BLOCK_SIZE, config.head_size, **kind) for _ in range(layers)]
+
+    def layer(self, number: int, hidden_states: Tensor, positions: Tensor, plan: MLAMetadata) -> Tensor:
+        """Run one layer over its cache."""
+        return self.layers[number % len(self.layers)](hidden_states, positions, self.caches[number], plan)
+
+    def __call__(self, hidden_states: Tensor, positions: Tensor, plan: MLAMetadata) -> Tensor:
+        """Run all layers; the output of a layer is the input of the next."""
+        for number in range(len(self.caches)):
+            hidden_states = self.layer(number, hidden_states, positions, plan)
+        return hidden_states
+
+
+def fit(free: int, cache_bytes: int, weight_bytes: int, layers: int) -> tuple[int, int]:
+    """Return how many of `layers` layers, and how many further sets of weights beside the first, fit into `free` bytes.
+
+    The caches come first: weights can be shared, and caches cannot.
+
+    Returns:
+        The number of layers, and the number of sets of weights with the first, at most the number of layers.
+
+    Raises:
+        CannotRun: the memory does not hold one layer.
+    """
+    layers = min(layers, free // cache_bytes)
+    if layers < 1:
+        raise CannotRun(f"expected {cache_bytes / 2**30:.1f} GiB of free memory for one cache, got {free / 2**30:.1f}")
+    return layers, min(layers, 1 + (free - layers * cache_bytes) // weight_bytes)
+
+
+class Step:
+    """One batch, ready to run through a model.
+
+    Args:
+        model: model that runs the batch.
+        config: config of its layers.
+        batch: requests of the step.
+        backend: backend of the builder.
+    """
+
+    def __init__(self, model: Model, config: MLAConfig, batch: Batch, backend):
+        self.model, self.config, self.batch, device = model, config, batch, model.device
+        self.common: CommonAttentionMetadata = make_batch(batch.query_lens, batch.seq_lens, device)
+        self.positions = positions_of(batch.query_lens, batch.seq_lens, device)
+        shape = sum(batch.query_lens), config.hidden_size
+        self.hidden_states = torch.randn(shape, dtype=model.dtype, device=device)
+        longest, requests = max(batch.seq_lens), len(batch.seq_lens)
+        self.builder = fast.MLAMetadataBuilder(
+            config, BLOCK_SIZE, longest, requests, dtype=model.dtype, backend=backend
+        )
+
+    def eager(self, after_first: Callable[[], object] = lambda: None) -> Tensor:
+        """Plan the step on the host and run all layers; `after_first` runs after the first layer."""
+        plan = self.builder.build(0, self.common)
+        hidden_states = self.hidden_states
+        for number in range(len(self.model.caches)):
+            hidden_states = self.model.layer(number, hidden_states, self.positions, plan)
+            if number == 0:
+                after_first()
+        return hidden_states
+
+    def captured(self) -> Callable[[], object]:
+        """Capture the step in a CUDA graph, or in nothing on a CPU, and return the function that replays it."""
+        if self.batch.prompts == 0:
+            requests, columns = self.common.block_table.shape
+            graph = fast.DecodeGraph(
+                self.model, self.builder, [requests], columns, self.config.hidden_size, self.model.dtype,
+                self.model.device,
+            )  # fmt: skip
+            graph.run(self.hidden_states, self.positions, self.common)
+            return lambda: graph.replay(requests)
+        plan = self.builder.build(0, self.common)
+        if self.model.device == "cpu":
+            return lambda: self.model(self.hidden_states, self.positions, plan)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            self.model(self.hidden_states, self.positions, plan)
+        return captured.replay
+
+    def recorded(self):
+        """Return the recorded ops of the plan, and the recorded ops of some layers."""
+        plans: list[MLAMetadata] = []
+
+        def plan() -> None:
+            if self.batch.prompts == 0:
+                plans.append(self.builder.build_for_cudagraph_capture(self.common))
+            else:
+                plans.append(self.builder.build(0, self.common))
+
+        ops = record(plan, self.model.device)
+        if self.batch.prompts:
+            ops = [op for op in ops if op.name == "mla_twins::plan_decode"]  # the rest of this plan is made on the host
+        count = min(RECORDED_LAYERS[self.hidden_states.shape[0] <= FEW_TOKENS], len(self.model.caches))
+        layers = [
+            record(
+                lambda n=number: self.model.layer(n, self.hidden_states, self.positions, plans[0]), self.model.device
+            )
+            for number in range(count)
+        ]
+        return ops, layers
+
+
+def time_eager(step: Step, runs: int) -> dict[str, Any]:
+    """Return the wall time of eager steps, the time of the host, and the time from the end of the first layer on.
+
+    Returns:
+        "wall_us": from the start of the planning to the end of the last kernel. "host_us": until the host has launched
+        the last kernel; a long queue of kernels holds the host back too. "rest_us", on a GPU: from the end of the first
+        layer to the end of the last kernel.
+    """
+    on_gpu = step.model.device == "cuda"
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (None, None)
+    found: dict[str, list[float]] = {"wall_us": [], "host_us": [], "rest_us": []}
+    for number in range(runs + 1):
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step.eager(first.record if on_gpu else lambda: None)
+        if on_gpu:
+            last.record()
+        launched = time.perf_counter()
+        if on_gpu:
+            torch.cuda.synchronize()
+        end = time.perf_counter()
+        if number == 0:
+            continue  # the first step compiles kernels and fills the allocator
+        found["wall_us"].append(1e6 * (end - start))
+        found["host_us"].append(1e6 * (launched - start))
+        if on_gpu:
+            found["rest_us"].append(1e3 * first.elapsed_time(last))
+    return {name: asdict(Spread.of(times)) for name, times in found.items() if times}
+
+
+def time_replays(replay: Callable[[], object], device: str, runs: int) -> dict[str, Any]:
+    """Return the time of replays that follow each other without a pause."""
+    times = []
+    replay()
+    for _ in range(runs):
+        if device == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            replay()
+            end.record()
+            times.append((start, end))
+        else:
+            begun = time.perf_counter()
+            replay()
+            times.append(1e6 * (time.perf_counter() - begun))
+    if device == "cuda":
+        torch.cuda.synchronize()
+        times = [1e3 * start.elapsed_time(end) for start, end in times]
+    return {"wall_us": asdict(Spread.of(times))}
+
+
+def parts_of(steps: Sequence[Sequence[Kernel]], wall_us: float) -> dict[str, float]:
+    """Return the median time of each part over traced steps, and the rest of the wall time as "idle"."""
+    found = [time_of_parts(kernel for kernel in step if LAYER_MARK not in kernel.name) for step in steps]
+    parts = {part: statistics.median(each.get(part, 0.0) for each in found) for part in {**found[0], **found[-1]}}
+    return {"idle": max(0.0, wall_us - sum(parts.values())), **parts}
+
+
+def busy_shares(steps: Sequence[Sequence[Kernel]], rest_us: float) -> dict[str, float]:
+    """Return the share of the time in which a kernel runs, from the end of the first layer on.
+
+    Args:
+        steps: kernels of traced steps, each with a mark at the end of its first layer.
+        rest_us: untraced time of the same layers.
+
+    Returns:
+        "busy": time of the kernels / `rest_us`. "busy_traced": time of the kernels / time of the traced layers; tracing
+        slows the host, so this share is a lower bound.
+    """
+    later = [cut_at_marks(step, LAYER_MARK)[-1] for step in steps]
+    times = [busy_time(kernels) for kernels in later]
+    spans = [max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels) for kernels in later]
+    shares = [time / span for time, span in zip(times, spans, strict=True)]
+    return {"busy": statistics.median(times) / rest_us, "busy_traced": statistics.median(shares)}
+
+
+def measure(name: str, step: Step, clock: Clock | None, runs: int) -> dict[str, Any]:
+    """Return the row of one batch: its eager steps, its graph, and its ops replayed alone.
+
+    Raises:
+        AssertionError: the output of a step is not finite.
+    """
+    output = step.eager()
+    if not bool(output.isfinite().all()):
+        raise AssertionError(f"{name}: the output of the step is not finite")
+    eager = time_eager(step, runs)
+    replay = step.captured()
+    graph = time_replays(replay, step.model.device, runs)
+    if clock is not None:
+        marker = Marker()
+        steps = traced_steps(lambda: step.eager(marker.layer), TRACED_STEPS, marker)
+        eager["parts_us"] = parts_of(steps, eager["wall_us"]["median_us"])
+        eager |= busy_shares(steps, eager["rest_us"]["median_us"])
+        graph["parts_us"] = parts_of(traced_steps(replay, TRACED_STEPS, marker), graph["wall_us"]["median_us"])
+    del replay
+    total, ops = time_ops(clock, *step.recorded(), len(step.model.caches))
+    return {
+        "batch": name, "dims": asdict(step.batch), "eager": eager, "graph": graph, "ops_us": total, "ops": ops,
+        "graph_over_ops": graph["wall_us"]["median_us"] / total,
+    }  # fmt: skip
+
+
+def draw(rows: Sequence[dict[str, Any]], layers: int) -> Table:
+    """Return the table of the rows, in milliseconds."""
+    table = Table(title=f"Steps of {layers} layers, in ms")
+    for column in ("batch", "", "wall", "quartiles", "host", "idle", *PARTS, "other", "busy", "ops", "graph / ops"):
+        table.add_column(column, justify="left" if column in ("batch", "") else "right", no_wrap=True)
+    for row in rows:
+        for way in ("eager", "graph"):
+            found, parts = row[way], row[way].get("parts_us", {})
+            low, high = found["wall_us"]["quartiles_us"]
+            host = f"{found['host_us']['median_us'] / 1e3:.2f}" if "host_us" in found else ""
+            times = [f"{parts[part] / 1e3:.2f}" if part in parts else "" for part in ("idle", *PARTS, "other")]
+            busy = f"{found['busy']:.1%}" if "busy" in found else ""
+            ops = [f"{row['ops_us'] / 1e3:.2f}", f"{row['graph_over_ops']:.3f}"] if way == "graph" else ["", ""]
+            table.add_row(
+                row["batch"] if way == "eager" else "", way, f"{found['wall_us']['median_us'] / 1e3:.2f}",
+                f"{low / 1e3:.2f} - {high / 1e3:.2f}", host, *times, busy, *ops, end_section=way == "graph",
+            )  # fmt: skip
+    return table
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return one line for each target whose batch was timed."""
+    lines = []
+    for row in rows:
+        if row["batch"] == MOST_OVER_OPS[0]:
+            over, most = row["graph_over_ops"], MOST_OVER_OPS[1]
+            lines.append(
+                f"{row['batch']}: graph / ops {over:.3f}, at most {most}: {'met' if over <= most else 'missed'}"
+            )
+        if row["batch"] == LEAST_BUSY[0] and "busy" in row["eager"]:
+            busy, least = row["eager"]["busy"], LEAST_BUSY[1]
+            lines.append(f"{row['batch']}: GPU busy {busy:.1%} from the second layer on, at least {least:.0%}: "
+                         f"{'met' if busy >= least else 'missed'}")  # fmt: skip
+    return lines
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.step", description=__doc__.splitlines()[0],
+        epilog="Exit status: 0 on success, 2 if the benchmark cannot run here.",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=tuple(BATCHES), default="cuda", help="device (default: cuda)")
+    parser.add_argument("--batches", nargs="+", choices=tuple(BATCHES["cuda"]), default=tuple(BATCHES["cuda"]),
+                        help="batches to time (default: all)")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help="layers of a step (default: "
+                        "%(default)s, or as many as fit)")  # fmt: skip
+    parser.add_argument("--heads", type=int, metavar="N", help="number of heads (default: that of the config)")
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of each batch and way "
+                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--backend", metavar="NAME", help="backend of fast (default: chosen for the device)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
+    return parser
+
+
+def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
+    device = arguments.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CannotRun("needs a CUDA device, and torch sees none")
+    for name in ("layers", "heads", "steps"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise CannotRun(f"--{name}: expected at least 1, got {value}")
+    torch.manual_seed(0)
+    config, batches = config_for(device, arguments.heads), BATCHES[device]
+    model = Model(config, [batches[name] for name in arguments.batches], arguments.layers, device, arguments.backend)
+    clock = Clock(50.0) if device == "cuda" else None
+    rows = []
+    for name in arguments.batches:
+        rows.append(measure(name, Step(model, config, batches[name], arguments.backend), clock, arguments.steps))
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, 190))
+    layers, sets = len(model.caches), len(model.layers)
+    console.print(draw(rows, layers))
+    console.print(f"{layers} layers with {sets} different sets of weights and a cache each")
+    for line in verdicts(rows) if device == "cuda" else ():
+        console.print(line, markup=False)
+    if arguments.json is not None:
+        head = provenance("step", argv, device=device)
+        report = {**head, "layers": layers, "weight_sets": sets, "heads": config.num_heads, "rows": rows}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        console.print(f"figures: {arguments.json}", markup=False)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Time the steps, print and write the times, and return the exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = make_parser().parse_args(argv)
+    try:
+        with torch.no_grad():
+            return _run(argv, arguments)
+    except (CannotRun, ValueError, torch.cuda.OutOfMemoryError, OSError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""Tests of the benchmarks of host time and of whole steps, with small dims on a CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ..benchmarks import host, kernel_times, layers, recorded_ops, step
+from ..benchmarks.kernel_times import LAYER_MARK, STEP_MARK, Kernel
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = {"command", "hardware", "versions", "date", "fast_sha256"}
+
+
+@pytest.mark.parametrize("module", [host, step])
+def test_without_a_gpu(module, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert module.main([]) == 2
+    assert capsys.readouterr().err == "error: needs a CUDA device, and torch sees none\n"
+
+
+def test_batches():
+    """Requests own disjoint blocks, and the slots are those of their last tokens."""
+    torch.manual_seed(0)
+    common = layers.make_batch([1, 70], [130, 200], "cpu")
+    used = common.block_table[0, :3].tolist() + common.block_table[1, :4].tolist()
+    assert sorted(used) == list(range(layers.num_blocks([130, 200])))
+    assert common.slot_mapping[0] == common.block_table[0, 2] * 64 + 1
+    assert common.slot_mapping[-1] == common.block_table[1, 3] * 64 + 7
+    assert layers.positions_of([1, 3], [5, 4], "cpu").tolist() == [4, 1, 2, 3]
+
+
+def test_config_of_a_device():
+    assert layers.config_for("cuda").hidden_size == 7168 and layers.config_for("cuda", 16).num_heads == 16
+    assert layers.config_for("cpu") == layers.SMALL
+
+
+def test_host_on_a_cpu(tmp_path, capsys):
+    """Every op is timed, and the file has the provenance, the sizes and the spread of every op."""
+    assert host.main(["--device", "cpu", "--calls", "2", "--json", str(tmp_path / "host.json")]) == 0
+    report = json.loads((tmp_path / "host.json").read_text())
+    assert report.keys() >= HEAD | {"dims", "calls", "rows"}
+    times = {row["op"]: row["host_us"]["fast"] for row in report["rows"]}
+    assert times.keys() >= host.TARGETS_US.keys()
+    assert all(spread["runs"] == 2 and spread["median_us"] > 0 for spread in times.values())
+    assert {row["target_us"] for row in report["rows"]} == {None}  # the targets hold for the dims on a GPU
+    assert "Host time of one eager call" in capsys.readouterr().out
+
+
+def test_host_profile(capsys):
+    """The profile names functions of the op, and prints no table of times."""
+    assert host.main(["--device", "cpu", "--calls", "3", "--profile", "concat_and_cache_mla"]) == 0
+    out = capsys.readouterr().out
+    assert "one call under the profiler" in out and "concat_and_cache_mla" in out and "median us" not in out
+
+
+def test_host_refusals(capsys, tmp_path):
+    cpu = ["--device", "cpu"]
+    for options, told in (
+        ([*cpu, "--ops", "mla_encode"], "got mla_encode"),
+        ([*cpu, "--profile", "mla_encode"], "got mla_encode"),
+        ([*cpu, "--calls", "0"], "--calls: expected at least 1, got 0"),
+        ([*cpu, "--peers", str(tmp_path)], "--peers: expected a folder with peers.py"),
+    ):
+        assert host.main(options) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_peers_are_timed_beside(monkeypatch, capsys):
+    """A peer whose library is missing is absent with the reason; a peer that raises does not end the benchmark."""
+    here = SimpleNamespace(
+        available=lambda: {"flashmla": False, "fa3": True, "vllm_triton": False},
+        fa3_mla_decode=lambda *arguments: None,
+        fa3_prefill=lambda *arguments: 1 / 0,
+    )
+    ops = host.make_ops(layers.SMALL, host.Dims(2, 20, 1, 3, 16), "cpu", None, here)
+    rows = {row["op"]: row for row in host.measure(ops, "cpu", 2, with_targets=True)}
+    assert set(rows["mla_decode"]["host_us"]) == {"fast", "FA3"}
+    assert rows["mla_decode"]["absent"] == {"vLLM Triton": "its library could not be loaded"}
+    assert rows["mla_decode, planned"]["absent"] == {"FlashMLA": "its library could not be loaded"}
+    assert rows["run_prefill_new_tokens"]["absent"] == {"FA3": "ZeroDivisionError: division by zero"}
+    assert rows["mla_decode"]["target_us"] == 80.0
+    rows["mla_decode"]["host_us"]["fast"]["median_us"] = 81.0
+    host.Console(width=120).print(host.draw([rows["mla_decode"]], "times"))
+    assert "81.0 !" in capsys.readouterr().out
+
+
+# The kernels of a traced step.
+
+
+def test_every_kernel_belongs_to_a_part():
+    """Every kernel of `fast` belongs to a part of a step by its name; so do the kernels of PyTorch and of cuBLAS."""
+    names = set()
+    for path in (ROOT / "fast" / "kernels").rglob("*.py"):
+        names |= set(re.findall(r"^def (_\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE))
+    assert {"_decode_kernel", "_row_blocks_64_kernel", "_plan_decode_kernel", "_rope_norm_cache_kernel"} <= names
+    assert {name for name in names if kernel_times.part_of(name) == kernel_times.OTHER} == set()
+    known = {
+        "_plan_decode_kernel": "plan", "_scheduled_decode_kernel": "attention", "_combine_splits_kernel": "attention",
+        "_flash_attn_varlen_kernel": "attention", "_rope_norm_cache_kernel": "movement", "_merge_kernel": "movement",
+        "nvjet_tst_128x64_64x10_2x1_v_bz_TNT": "projections", "sm90_xmma_gemm_bf16bf16": "projections",
+        "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float>": "projections",
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<>": "movement",
+        "Memcpy HtoD (Pinned -> Device)": "movement", "mystery": "other",
+    }  # fmt: skip
+    assert {name: kernel_times.part_of(name) for name in known} == known
+
+
+def test_time_of_parts():
+    """Time in which two kernels overlap counts once; the parts add up to the time in which a kernel runs."""
+    kernels = [
+        Kernel("gemm", 10, 20), Kernel("_decode_kernel", 20, 50), Kernel("_combine_splits_kernel", 45, 60),
+        Kernel("_write_kernel", 30, 40), Kernel("_plan_decode_kernel", 0, 5),
+    ]  # fmt: skip
+    assert kernel_times.time_of_parts(kernels) == {"plan": 5, "projections": 10, "attention": 40, "movement": 0}
+    assert kernel_times.busy_time(kernels) == 55
+    assert kernel_times.time_of_parts([Kernel("mystery", 0, 1)])["other"] == 1
+    assert kernel_times.busy_time([]) == 0
+
+
+def traced_step(shift: float) -> list[Kernel]:
+    """Return a step of 3 layers: each has 6 us of products and 3 us of attention; 1 us passes between two layers."""
+    kernels = [Kernel("_plan_decode_kernel", shift, shift + 2)]
+    for layer in range(3):
+        start = shift + 2 + 10 * layer
+        kernels += [Kernel("gemm", start, start + 6), Kernel("_decode_kernel", start + 6, start + 9)]
+        if layer == 0:
+            kernels.append(Kernel(f"void {LAYER_MARK}_cuda", start + 9, start + 9.5))
+    return kernels
+
+
+def test_marks():
+    """A trace is cut into steps at the marks; kernels before the first mark belong to no step."""
+    trace = [Kernel("early", -5, -4)]
+    for shift in (0, 100):
+        trace += [Kernel(f"void {STEP_MARK}_cuda", shift - 1, shift - 0.5), *traced_step(shift)]
+    steps = kernel_times.cut_at_marks(trace[::-1], STEP_MARK)
+    assert steps == [traced_step(0), traced_step(100)]
+
+
+def test_parts_and_busy_shares():
+    """The rest of the wall time is idle; the busy share counts from the end of the first layer on.
+
+    Behind the first layer, kernels run for 9 us, pause for 1 us and run for 9 us.
+    """
+    steps = [traced_step(0), traced_step(100), traced_step(200)]
+    assert step.parts_of(steps, 40.0) == {"idle": 11, "plan": 2, "projections": 18, "attention": 9, "movement": 0}
+    assert step.parts_of(steps, 20.0)["idle"] == 0
+    shares = step.busy_shares(steps, 24.0)
+    assert shares == {"busy": pytest.approx(18 / 24), "busy_traced": pytest.approx(18 / 19)}
+
+
+# The recorded ops.
+
+
+def test_record():
+    """Views, allocations, empty results and ops of another device are left out; a recorded op can run again."""
+    a, b = torch.randn(4, 3), torch.zeros(4, 4)
+
+    def run() -> None:
+        torch.empty(4, 4)
+        a[:0] = 0
+        torch.mm(a, a.t(), out=b)
+        b.add_(1)
+
+    ops = recorded_ops.record(run, "cpu")
+    assert [op.name for op in ops] == ["aten::mm", "aten::add_"]
+    expected = b + 1
+    ops[1].call()
+    assert torch.equal(b, expected)
+    assert recorded_ops.record(run, "cuda") == []
+
+
+def test_sum_over_ops(monkeypatch):
+    """An op of a layer counts once for each layer, an op of the plan once; a record without attention is an error."""
+    seconds = iter([5.0, 1.0, 2.0])
+    monkeypatch.setattr(recorded_ops, "wall_times", lambda call, runs, before: timing_spread(next(seconds)))
+    plan = [recorded_ops.RecordedOp("mla_twins::plan_decode", lambda: None)]
+    layer = [recorded_ops.RecordedOp(name, lambda: None) for name in ("aten::mm", "mla_twins::mla_decode")]
+    total, ops = recorded_ops.time_ops(None, plan, [layer, layer], 10)
+    assert total == 5 + 10 * (1 + 2) and [op["times"] for op in ops] == [1, 10, 10]
+    with pytest.raises(AssertionError, match="expected an op that attends among the recorded ops, got aten::mm"):
+        recorded_ops.time_ops(None, [], [layer[:1]], 10)
+    with pytest.raises(AssertionError, match="expected equal ops in all layers"):
+        recorded_ops.time_ops(None, [], [layer, layer[:1]], 10)
+
+
+def timing_spread(median: float):
+    from ..benchmarks.timing import Spread
+
+    return Spread(median, (median, median), 1)
+
+
+# Whole steps.
+
+
+def test_what_fits():
+    """The caches come first; what is left holds further sets of weights, at most one for each layer."""
+    assert step.fit(1000, 10, 3, 61) == (61, 61)
+    assert step.fit(620, 10, 3, 61) == (61, 1 + 10 // 3)
+    assert step.fit(100, 10, 3, 61) == (10, 1)
+    with pytest.raises(host.CannotRun, match="free memory for one cache"):
+        step.fit(9, 10, 3, 61)
+
+
+def test_steps_on_a_cpu(tmp_path, capsys):
+    """Every batch runs eagerly and as a graph; the file has the provenance and the ops of a step."""
+    path = tmp_path / "step.json"
+    assert step.main(["--device", "cpu", "--layers", "3", "--steps", "2", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    assert report.keys() >= HEAD and report["layers"] == 3 and report["weight_sets"] == 2
+    rows = {row["batch"]: row for row in report["rows"]}
+    assert list(rows) == ["decodes", "mixed", "prompts", "prompts with context"]
+    for row in rows.values():
+        assert row["eager"]["wall_us"]["median_us"] > 0 and row["graph"]["wall_us"]["runs"] == 2
+        assert row["ops_us"] == pytest.approx(sum(op["times"] * op["median_us"] for op in row["ops"]))
+    called = {name: [op["op"] for op in row["ops"] if op["op"].startswith("mla_twins")] for name, row in rows.items()}
+    assert [name for name, ops in called.items() if "mla_twins::mla_decode" in ops] == ["decodes", "mixed"]
+    assert [name for name, ops in called.items() if "mla_twins::gather_cache" in ops] == ["prompts with context"]
+    assert "Steps of 3 layers" in capsys.readouterr().out
+
+
+def test_step_refusals(capsys):
+    assert step.main(["--device", "cpu", "--layers", "0"]) == 2
+    assert capsys.readouterr().err == "error: --layers: expected at least 1, got 0\n"
+
+
+def test_step_table(capsys):
+    """The table has the parts of both ways, and the verdicts compare with the targets."""
+    spread = {"median_us": 2000.0, "quartiles_us": [1900.0, 2100.0], "runs": 3}
+    parts = {"idle": 500.0, "plan": 5.0, "projections": 700.0, "attention": 700.0, "movement": 95.0}
+    eager = {
+        "wall_us": spread,
+        "host_us": spread,
+        "rest_us": spread,
+        "parts_us": parts,
+        "busy": 0.96,
+        "busy_traced": 0.9,
+    }
+    row = {"batch": "mixed", "eager": eager, "graph": {"wall_us": spread, "parts_us": parts}, "ops_us": 1990.0,
+           "ops": [], "graph_over_ops": 1.005}  # fmt: skip
+    rows = [row, {**row, "batch": "decodes"}, {**row, "batch": "decodes", "graph_over_ops": 1.03}]
+    host.Console(width=200).print(step.draw(rows, 61))
+    shown = capsys.readouterr().out
+    assert "Steps of 61 layers" in shown and "96.0%" in shown and "1.005" in shown and "0.70" in shown
+    assert step.verdicts(rows) == [
+        "mixed: GPU busy 96.0% from the second layer on, at least 95%: met",
+        "decodes: graph / ops 1.005, at most 1.02: met",
+        "decodes: graph / ops 1.030, at most 1.02: missed",
+    ]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_traced_steps_on_a_gpu(monkeypatch, tmp_path):
+    """On a GPU the parts add up to the wall time or more, no kernel has an unknown name, and shares are in range."""
+    small = {name: replace(batch, keys=min(batch.keys, 256), context=min(batch.context, 256), new_tokens=min(
+        batch.new_tokens, 128)) for name, batch in step.BATCHES["cuda"].items()}  # fmt: skip
+    monkeypatch.setitem(step.BATCHES, "cuda", small)
+    path = tmp_path / "step.json"
+    assert step.main(["--layers", "4", "--heads", "16", "--steps", "3", "--json", str(path)]) == 0
+    for row in json.loads(path.read_text())["rows"]:
+        for way in ("eager", "graph"):
+            parts = row[way]["parts_us"]
+            assert "other" not in parts and parts["attention"] > 0 and parts["projections"] > 0, row["batch"]
+            assert sum(parts.values()) >= 0.99 * row[way]["wall_us"]["median_us"]
+        assert 0 < row["eager"]["busy_traced"] <= 1 and row["eager"]["busy"] > 0
