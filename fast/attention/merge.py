@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from reference.interfaces import AttentionState, GraphSupport, check_merge
+from reference.interfaces import (
+    AttentionState,
+    GraphSupport,
+    check_dtype,
+    check_merge,
+    check_out,
+    check_type,
+)
 
 from .. import backends
 from ..backends import BackendChoice
@@ -14,6 +21,7 @@ def merge_attn_states(
     prefix: AttentionState,
     suffix: AttentionState,
     *,
+    out: AttentionState | None = None,
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
@@ -24,11 +32,14 @@ def merge_attn_states(
     Args:
         prefix: state over the first set of keys, with out [T, N, Dv] and lse [N, T].
         suffix: state over the second set of keys, with the shapes and dtypes of `prefix`.
+        out: state that receives the result; its LSE has the shape and dtype of the other LSEs, and both of its tensors
+            are contiguous. Its output may have another dtype, to which the kernel rounds. `out` may be `prefix` or
+            `suffix` itself, and must share no other memory with them. None allocates a state.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The merged state, with the shapes and dtypes of `prefix`.
+        The merged state, with the shapes and dtypes of `prefix`; the state `out` if `out` is given.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
@@ -36,9 +47,27 @@ def merge_attn_states(
     """
     check_merge(prefix, suffix)
     request = backends.state_request("merge_attn_states", prefix.out, graph)
+    if out is not None:
+        _check_target(out, prefix, suffix)
+        chosen = backends.select(request, backend)
+        torch.ops.mla_twins.merge_attn_states_out(
+            prefix.out, prefix.lse, suffix.out, suffix.lse, out.out, out.lse, chosen.name
+        )
+        return out
     chosen = backends.select(request, backend)
     out, lse = torch.ops.mla_twins.merge_attn_states(prefix.out, prefix.lse, suffix.out, suffix.lse, chosen.name)
     return AttentionState(out, lse)
+
+
+def _check_target(out: AttentionState, prefix: AttentionState, suffix: AttentionState) -> None:
+    """Check the state that receives a merged state: each tensor is one of the inputs, or overlaps no input."""
+    check_type("out", out, AttentionState)
+    for name, target, pair in (("out.out", out.out, (prefix.out, suffix.out)),
+                               ("out.lse", out.lse, (prefix.lse, suffix.lse))):  # fmt: skip
+        others = [each for each in (*prefix, *suffix) if not any(target is same and each is same for same in pair)]
+        dtype = target.dtype if name == "out.out" and isinstance(target, torch.Tensor) else pair[0].dtype
+        check_dtype(f"{name}.dtype", dtype)
+        check_out(name, target, tuple(pair[0].shape), dtype, pair[0].device, *others, contiguous=True)
 
 
 @torch.library.custom_op(
@@ -54,3 +83,18 @@ def _merge_attn_states(prefix_out, prefix_lse, suffix_out, suffix_lse, backend):
 @_merge_attn_states.register_fake
 def _(prefix_out, prefix_lse, suffix_out, suffix_lse, backend):
     return prefix_out.new_empty(prefix_out.shape), prefix_lse.new_empty(prefix_lse.shape)
+
+
+@torch.library.custom_op(
+    "mla_twins::merge_attn_states_out",
+    mutates_args=("out", "lse"),
+    schema="(Tensor prefix_out, Tensor prefix_lse, Tensor suffix_out, Tensor suffix_lse, Tensor(a!) out,"
+    " Tensor(b!) lse, str backend) -> ()",
+)
+def _merge_attn_states_out(prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, backend):
+    backends.kernel(backend, "merge_attn_states")(prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse)
+
+
+@_merge_attn_states_out.register_fake
+def _(prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, backend):
+    return None

@@ -12,7 +12,9 @@ from reference.interfaces import (
     check_attention,
     check_attention_settings,
     check_dtype,
+    check_flag,
     check_offsets,
+    check_out,
     wide_dtype,
 )
 
@@ -81,8 +83,10 @@ def flash_attn_varlen_shared_rope(
     causal: bool,
     out_dtype: torch.dtype | None = None,
     *,
+    return_lse: bool = True,
+    out: Float[Tensor, "T N Dv"] | None = None,
     backend: BackendChoice = None,
-) -> AttentionState:
+) -> AttentionState | Float[Tensor, "T N Dv"]:
     """Compute `flash_attn_varlen` with the keys in two tensors: `k_nope` for each head, `k_pe` for all heads together.
 
     No kernel copies `k_pe` for each head.
@@ -99,10 +103,14 @@ def flash_attn_varlen_shared_rope(
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
         out_dtype: dtype of `out`; None takes the dtype of `q`.
+        return_lse: whether the kernel stores the LSE.
+        out: tensor [T, N, Dv] in `out_dtype`, with any strides, that receives the output; it must share no memory with
+            the arguments. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        out [T, N, Dv] and lse [N, T].
+        With `return_lse`, an `AttentionState`: out [T, N, Dv] and lse [N, T]. Without `return_lse`, the output alone,
+        as a tensor. The output is the tensor `out` if `out` is given.
 
     Raises:
         ValueError: for the same reasons as `flash_attn_varlen`.
@@ -111,25 +119,37 @@ def flash_attn_varlen_shared_rope(
     check_attention(q, k_nope, v, cu_seqlens_q, cu_seqlens_k, k_pe)
     check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
     check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
+    check_flag("return_lse", return_lse)
+    if out is not None:
+        shape = (*q.shape[:2], v.shape[2])
+        check_out("out", out, shape, out_dtype or q.dtype, q.device, q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k)
     return _attend(
         q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
-        backend,
+        backend, return_lse, out,
     )  # fmt: skip
 
 
 def _attend(
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
-) -> AttentionState:
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend,
+    return_lse=True, out=None,
+):  # fmt: skip
+    out_dtype = out_dtype or q.dtype
     request = backends.KernelRequest(
         "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", v.shape[2])),
-        query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype or q.dtype, mask="causal" if causal else None, lse=True,
+        query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype, mask="causal" if causal else None, lse=return_lse,
     )  # fmt: skip
     chosen = backends.select(request, backend)
-    out, lse = torch.ops.mla_twins.flash_attn_varlen(
-        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-        out_dtype or q.dtype, chosen.name,
+    arguments = (
+        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal
     )  # fmt: skip
-    return AttentionState(out, lse)
+    if out is None and return_lse:
+        return AttentionState(*torch.ops.mla_twins.flash_attn_varlen(*arguments, out_dtype, chosen.name))
+    tokens, heads, _ = q.shape
+    if out is None:
+        out = q.new_empty(tokens, heads, v.shape[2], dtype=out_dtype)
+    lse = q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
+    torch.ops.mla_twins.flash_attn_varlen_out(*arguments, out, lse, chosen.name)
+    return out if lse is None else AttentionState(out, lse)
 
 
 @torch.library.custom_op(
@@ -142,9 +162,7 @@ def _attend(
 def _flash_attn_varlen(
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
 ):
-    if q.device.type == "cpu":
-        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k)
     launch = backends.kernel(backend, "flash_attn_varlen")
     return launch(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype
@@ -155,3 +173,33 @@ def _flash_attn_varlen(
 def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend):
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype)
     return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide_dtype(out_dtype))
+
+
+@torch.library.custom_op(
+    "mla_twins::flash_attn_varlen_out",
+    mutates_args=("out", "lse"),
+    schema="(Tensor q, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
+    " SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, Tensor(a!) out, Tensor(b!)? lse,"
+    " str backend) -> ()",
+)
+def _flash_attn_varlen_out(
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out, lse, backend
+):
+    _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k)
+    launch = backends.kernel(backend, "flash_attn_varlen")
+    launch(
+        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out.dtype,
+        out, lse,
+    )  # fmt: skip
+
+
+@_flash_attn_varlen_out.register_fake
+def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out, lse, backend):
+    return None
+
+
+def _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k) -> None:
+    """Check the values of the offsets if the tensors are on a CPU."""
+    if q.device.type == "cpu":
+        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])

@@ -24,6 +24,7 @@ from reference.interfaces import (
     check_format,
     check_int,
     check_number,
+    check_out,
     check_type,
     invariant_split_rule,
     wide_dtype,
@@ -117,6 +118,7 @@ def mla_decode(
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
+    out: Float[Tensor, "T N Lkv"] | None = None,
     backend: BackendChoice = None,
 ) -> AttentionState:
     """Attend the cached latents of each request with its query tokens, on the absorbed path.
@@ -134,11 +136,13 @@ def mla_decode(
             changes results by rounding alone. The `cpu` backend does not split a decode and ignores the schedule.
         out_dtype: dtype of `out`; None takes the dtype of `ql_nope`.
         cache_format: format of the cache.
+        out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
+            other tensors. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]. A GPU kernel does not check offsets: rows that
-        `query_start_loc` assigns to no request are undefined.
+        out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]; `out` is the given tensor if there is one. A GPU
+            kernel does not check offsets: rows that `query_start_loc` assigns to no request are undefined.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the plan was made for another block size; for CPU tensors,
@@ -158,13 +162,19 @@ def mla_decode(
         batch_invariant=batch_invariant, graph=metadata.graph,
     )  # fmt: skip
     split_rule = NEUTRAL_SPLIT_RULE if schedule is None else schedule.split_rule
-    out, lse = torch.ops.mla_twins.mla_decode(
+    arguments = (
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
         metadata.visible_lens, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype,
         None if schedule is None else schedule.tile_ranges, None if schedule is None else schedule.split_offsets,
-        batch_invariant, list(split_rule.numbers), backends.select(request, backend).name,
+        batch_invariant, list(split_rule.numbers),
     )  # fmt: skip
-    return AttentionState(out, lse)
+    if out is not None:
+        inputs = (ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
+                  metadata.visible_lens)  # fmt: skip
+        check_out("out", out, tuple(ql_nope.shape), out_dtype, ql_nope.device, *inputs, contiguous=True)
+        lse = torch.ops.mla_twins.mla_decode_out(*arguments, out, backends.select(request, backend).name)
+        return AttentionState(out, lse)
+    return AttentionState(*torch.ops.mla_twins.mla_decode(*arguments, backends.select(request, backend).name))
 
 
 @torch.library.custom_op(
@@ -180,14 +190,9 @@ def _mla_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
     softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend,
 ):  # fmt: skip
-    if ql_nope.device.type == "cpu":
-        metadata = DecodeMetadata(
-            block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1]
-        )
-        check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
-    return backends.kernel(backend, "mla_decode")(
+    return _launch(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend,
     )  # fmt: skip
 
 
@@ -199,3 +204,46 @@ def _(
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
     return out, ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))
+
+
+@torch.library.custom_op(
+    "mla_twins::mla_decode_out",
+    mutates_args=("out",),
+    schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
+    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
+    " float softmax_scale, ScalarType out_dtype,"
+    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule, Tensor(a!) out,"
+    " str backend) -> Tensor",
+)
+def _mla_decode_out(
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out, backend,
+):  # fmt: skip
+    return _launch(
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend, out,
+    )[1]  # fmt: skip
+
+
+@_mla_decode_out.register_fake
+def _(
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out, backend,
+):  # fmt: skip
+    tokens, heads, _ = ql_nope.shape
+    return ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))
+
+
+def _launch(
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend, *out,
+):  # fmt: skip
+    if ql_nope.device.type == "cpu":
+        metadata = DecodeMetadata(
+            block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1]
+        )
+        check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
+    return backends.kernel(backend, "mla_decode")(
+        ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule), *out,
+    )  # fmt: skip
