@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from reference.interfaces import AttentionState, GraphSupport, check_merge
+from reference.interfaces import (
+    AttentionState,
+    GraphSupport,
+    check_dtype,
+    check_merge,
+    check_out,
+    check_type,
+)
 
 from .. import backends
 from ..backends import BackendChoice
@@ -14,6 +21,7 @@ def merge_attn_states(
     prefix: AttentionState,
     suffix: AttentionState,
     *,
+    out: AttentionState | None = None,
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
@@ -24,28 +32,51 @@ def merge_attn_states(
     Args:
         prefix: state over the first set of keys, with out [T, N, Dv] and lse [N, T].
         suffix: state over the second set of keys, with the shapes and dtypes of `prefix`.
+        out: state that receives the result; its LSE has the shape and dtype of the other LSEs, and both of its tensors
+            are contiguous. Its output may have another dtype, to which the kernel rounds. `out` may be `prefix` or
+            `suffix` itself, and must share no other memory with them. None allocates a state.
         graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        The merged state, with the shapes and dtypes of `prefix`.
+        The merged state, with the shapes and dtypes of `prefix`; the state `out` if `out` is given.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    signature = _MERGES.signature(prefix, suffix, graph, backend)
-    chosen = _MERGES.backend_of(signature)
+    calls = _MERGES if out is None else _MERGES_INTO
+    signature = calls.signature(prefix, suffix, out, graph, backend)
+    chosen = calls.backend_of(signature)
     if chosen is None:
         check_merge(prefix, suffix)
         request = backends.state_request("merge_attn_states", prefix.out, graph)
         chosen = backends.select(request, backend).name
-    out, lse = _MERGES.run(signature, chosen, prefix.out, prefix.lse, suffix.out, suffix.lse)
-    return AttentionState(out, lse)
+    arguments = (prefix.out, prefix.lse, suffix.out, suffix.lse)
+    if out is None:
+        return AttentionState(*_MERGES.run(signature, chosen, *arguments))
+    _check_target(out, prefix, suffix)  # at every call: whether two tensors overlap is not part of a signature
+    _MERGES_INTO.run(signature, chosen, *arguments, out.out, out.lse)
+    return out
+
+
+def _check_target(out: AttentionState, prefix: AttentionState, suffix: AttentionState) -> None:
+    """Check the state that receives a merged state: each tensor is one of the inputs, or overlaps no input."""
+    check_type("out", out, AttentionState)
+    for name, target, pair in (("out.out", out.out, (prefix.out, suffix.out)),
+                               ("out.lse", out.lse, (prefix.lse, suffix.lse))):  # fmt: skip
+        others = [each for each in (*prefix, *suffix) if not any(target is same and each is same for same in pair)]
+        dtype = target.dtype if name == "out.out" and isinstance(target, torch.Tensor) else pair[0].dtype
+        check_dtype(f"{name}.dtype", dtype)
+        check_out(name, target, tuple(pair[0].shape), dtype, pair[0].device, *others, contiguous=True)
 
 
 def _launch_merge(prefix_out, prefix_lse, suffix_out, suffix_lse, backend):
     return backends.kernel(backend, "merge_attn_states")(prefix_out, prefix_lse, suffix_out, suffix_lse)
+
+
+def _launch_merge_into(prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, backend):
+    backends.kernel(backend, "merge_attn_states")(prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse)
 
 
 _merge_attn_states = torch.library.custom_op(
@@ -61,3 +92,18 @@ _MERGES = backends.CheckedCalls(torch.ops.mla_twins.merge_attn_states, _launch_m
 @_merge_attn_states.register_fake
 def _(prefix_out, prefix_lse, suffix_out, suffix_lse, backend):
     return prefix_out.new_empty(prefix_out.shape), prefix_lse.new_empty(prefix_lse.shape)
+
+
+_merge_attn_states_out = torch.library.custom_op(
+    "mla_twins::merge_attn_states_out",
+    _launch_merge_into,
+    mutates_args=("out", "lse"),
+    schema="(Tensor prefix_out, Tensor prefix_lse, Tensor suffix_out, Tensor suffix_lse, Tensor(a!) out,"
+    " Tensor(b!) lse, str backend) -> ()",
+)
+_MERGES_INTO = backends.CheckedCalls(torch.ops.mla_twins.merge_attn_states_out, _launch_merge_into, mutates=(4, 5))
+
+
+@_merge_attn_states_out.register_fake
+def _(prefix_out, prefix_lse, suffix_out, suffix_lse, out, lse, backend):
+    return None

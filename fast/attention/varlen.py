@@ -12,7 +12,9 @@ from reference.interfaces import (
     check_attention,
     check_attention_settings,
     check_dtype,
+    check_flag,
     check_offsets,
+    check_out,
     wide_dtype,
 )
 
@@ -60,9 +62,6 @@ def flash_attn_varlen(
             not the number of rows.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
-    check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
     return _attend(
         q, k, None, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
     )
@@ -81,8 +80,10 @@ def flash_attn_varlen_shared_rope(
     causal: bool,
     out_dtype: torch.dtype | None = None,
     *,
+    return_lse: bool = True,
+    out: Float[Tensor, "T N Dv"] | None = None,
     backend: BackendChoice = None,
-) -> AttentionState:
+) -> AttentionState | Float[Tensor, "T N Dv"]:
     """Compute `flash_attn_varlen` with the keys in two tensors: `k_nope` for each head, `k_pe` for all heads together.
 
     No kernel copies `k_pe` for each head.
@@ -99,59 +100,117 @@ def flash_attn_varlen_shared_rope(
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
         out_dtype: dtype of `out`; None takes the dtype of `q`.
+        return_lse: whether the kernel stores the LSE.
+        out: tensor [T, N, Dv] in `out_dtype`, with any strides, that receives the output; it must share no memory with
+            the arguments. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        out [T, N, Dv] and lse [N, T].
+        With `return_lse`, an `AttentionState`: out [T, N, Dv] and lse [N, T]. Without `return_lse`, the output alone,
+        as a tensor. The output is the tensor `out` if `out` is given.
 
     Raises:
         ValueError: for the same reasons as `flash_attn_varlen`.
         UnsupportedConfiguration: for the same reasons as `flash_attn_varlen`.
     """
-    check_attention(q, k_nope, v, cu_seqlens_q, cu_seqlens_k, k_pe)
-    check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
-    check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
     return _attend(
         q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
-        backend,
+        backend, return_lse, out,
     )  # fmt: skip
 
 
 def _attend(
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
-) -> AttentionState:
-    request = backends.KernelRequest(
-        "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", v.shape[2])),
-        query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype or q.dtype, mask="causal" if causal else None, lse=True,
-    )  # fmt: skip
-    chosen = backends.select(request, backend)
-    out, lse = torch.ops.mla_twins.flash_attn_varlen(
-        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-        out_dtype or q.dtype, chosen.name,
-    )  # fmt: skip
-    return AttentionState(out, lse)
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend,
+    return_lse=True, out=None,
+):  # fmt: skip
+    calls = _ATTENDS if out is None and return_lse is True else _ATTENDS_INTO
+    inputs = (q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k)
+    arguments = (*inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+    signature = calls.signature(*arguments, out_dtype, backend, return_lse, out)
+    chosen = calls.backend_of(signature)
+    if chosen is None:
+        check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, k_pe)
+        check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
+        check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
+        check_flag("return_lse", return_lse)
+        request = backends.KernelRequest(
+            "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", v.shape[2])),
+            query_lens=QueryLenSupport.VARLEN, out_dtype=out_dtype or q.dtype, mask="causal" if causal else None,
+            lse=return_lse,
+        )  # fmt: skip
+        chosen = backends.select(request, backend).name
+    out_dtype = out_dtype or q.dtype
+    if calls is _ATTENDS:
+        return AttentionState(*_ATTENDS.run(signature, chosen, *arguments, out_dtype))
+    tokens, heads, _ = q.shape
+    if out is None:
+        out = q.new_empty(tokens, heads, v.shape[2], dtype=out_dtype)
+    else:  # at every call: whether two tensors overlap is not part of a signature
+        given = [each for each in inputs if each is not None]
+        check_out("out", out, (tokens, heads, v.shape[2]), out_dtype, q.device, *given)
+    lse = q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
+    _ATTENDS_INTO.run(signature, chosen, *arguments, out, lse)
+    return out if lse is None else AttentionState(out, lse)
 
 
-@torch.library.custom_op(
-    "mla_twins::flash_attn_varlen",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
-    " SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, ScalarType out_dtype,"
-    " str backend) -> (Tensor, Tensor)",
-)
-def _flash_attn_varlen(
+def _launch_attention(
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
 ):
-    if q.device.type == "cpu":
-        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+    _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k)
     launch = backends.kernel(backend, "flash_attn_varlen")
     return launch(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype
     )
 
 
+_flash_attn_varlen = torch.library.custom_op(
+    "mla_twins::flash_attn_varlen",
+    _launch_attention,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
+    " SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, ScalarType out_dtype,"
+    " str backend) -> (Tensor, Tensor)",
+)
+_ATTENDS = backends.CheckedCalls(torch.ops.mla_twins.flash_attn_varlen, _launch_attention)
+
+
 @_flash_attn_varlen.register_fake
 def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend):
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype)
     return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide_dtype(out_dtype))
+
+
+def _launch_attention_into(
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out, lse, backend
+):
+    _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k)
+    launch = backends.kernel(backend, "flash_attn_varlen")
+    launch(
+        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out.dtype,
+        out, lse,
+    )  # fmt: skip
+
+
+_flash_attn_varlen_out = torch.library.custom_op(
+    "mla_twins::flash_attn_varlen_out",
+    _launch_attention_into,
+    mutates_args=("out", "lse"),
+    schema="(Tensor q, Tensor k, Tensor? k_pe, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k,"
+    " SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, Tensor(a!) out, Tensor(b!)? lse,"
+    " str backend) -> ()",
+)
+_ATTENDS_INTO = backends.CheckedCalls(
+    torch.ops.mla_twins.flash_attn_varlen_out, _launch_attention_into, mutates=(10, 11)
+)
+
+
+@_flash_attn_varlen_out.register_fake
+def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out, lse, backend):
+    return None
+
+
+def _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k) -> None:
+    """Check the values of the offsets if the tensors are on a CPU."""
+    if q.device.type == "cpu":
+        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,9 +30,9 @@ from .repeated_launches import Launches
 from .selection import BoundOps
 
 MOST_SIGNATURES = 512  # of each op; a decode that grows by one token in each step adds one signature in each step
-PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
+MOST_CONFIGS = 4096
 _PER_THREAD = threading.local()
-_FIELDS: dict[type, tuple[str, ...] | None] = {}  # fields of each kind of record; None for a kind that is no record
+_PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
 
 class CheckedCalls:
@@ -39,10 +41,10 @@ class CheckedCalls:
     Args:
         dispatched: the op in torch's dispatcher; its last argument is the name of a backend.
         launch: the function behind the op.
-        mutates: position of the argument that the op writes in place, if there is one.
+        mutates: positions of the arguments that the op writes in place.
     """
 
-    def __init__(self, dispatched: Callable, launch: Callable, mutates: int | None = None):
+    def __init__(self, dispatched: Callable, launch: Callable, mutates: tuple[int, ...] = ()):
         self._dispatched, self._launch, self._mutates = dispatched, launch, mutates
         self._known: dict[tuple, tuple[str, Launches]] = {}
         on_change(self._known.clear)
@@ -52,18 +54,16 @@ class CheckedCalls:
         if must_be_dispatched():
             return None
         try:
-            return _signature(arguments, torch.is_grad_enabled())
-        except _NoSignature:
+            signature = (torch.is_grad_enabled(), signature_of(arguments))
+            if signature not in self._known and _needs_dispatcher(arguments, signature[0]):
+                return None
+        except (NoSignature, TypeError, RuntimeError):  # the argument cannot be hashed, or the tensor has no strides
             return None
+        return signature
 
     def backend_of(self, signature: tuple | None) -> str | None:
         """Return the name of the backend that served this signature; None if the call must be checked."""
-        if signature is None:
-            return None
-        try:
-            known = self._known.get(signature)
-        except TypeError:  # an argument that cannot be hashed, which a check reports
-            return None
+        known = None if signature is None else self._known.get(signature)
         return None if known is None else known[0]
 
     def run(self, signature: tuple | None, backend: str, *arguments: Any) -> Any:
@@ -76,17 +76,16 @@ class CheckedCalls:
         """
         if signature is None:
             return self._dispatched(*arguments, backend)
-        try:
-            known = self._known.get(signature)
-        except TypeError:
-            return self._dispatched(*arguments, backend)
+        known = self._known.get(signature)
         if known is None:
             if len(self._known) >= MOST_SIGNATURES:
-                self._known.pop(next(iter(self._known)), None)
+                self._known.pop(next(iter(self._known), None), None)
             known = self._known[signature] = (backend, Launches())
         result = known[1].run(self._launch, *arguments, backend)
-        if self._mutates is not None and not (written := arguments[self._mutates]).is_inference():
-            torch.autograd.graph.increment_version(written)
+        for position in self._mutates:
+            written = arguments[position]
+            if written is not None and not written.is_inference():
+                torch.autograd.graph.increment_version(written)
         return result
 
 
@@ -115,38 +114,93 @@ def must_be_dispatched() -> bool:
     )
 
 
-class _NoSignature(Exception):
+class NoSignature(Exception):
     """An argument has no signature."""
 
 
-def _signature(arguments: tuple, grad: bool) -> tuple:
-    parts = []
+def signature_of(arguments: tuple) -> tuple:
+    """Return the signature of some arguments.
+
+    Raises:
+        NoSignature: an argument is a subclass of `Tensor`, or a mapping that `bind` has not checked.
+    """
+    return tuple([_PART_OF.get(type(argument), _part_of_new_kind)(argument) for argument in arguments])
+
+
+def _part_of_tensor(tensor: Tensor) -> tuple:
+    return _PROPERTIES(tensor), tensor.stride(), tensor.data_ptr() % 16, tensor.is_neg()
+
+
+def _part_of_value(value: Any) -> tuple:
+    return type(value), value  # True and 1 are equal, but a check may allow only one of them
+
+
+def _part_of_bound_ops(bound: BoundOps) -> tuple:
+    return bound.pairs
+
+
+_RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # signature of each frozen record with tensors
+_CONFIGS: dict[int, Any] = {}  # frozen records without tensors, by id; the reference keeps the id from being used again
+
+
+def _part_of_record(record: Any) -> tuple:
+    """Return the signature of a frozen record with tensors, such as a plan. It is computed once for each record."""
+    kept = _RECORDS.get(record)
+    if kept is None:
+        fields = tuple([getattr(record, field.name) for field in dataclasses.fields(record)])
+        kept = _RECORDS[record] = (type(record), _needs_dispatcher(fields, True), signature_of(fields))
+    return kept
+
+
+def _part_of_config(config: Any) -> tuple:
+    """Return the identity of a frozen record without tensors: a hash of all its fields takes longer."""
+    if _CONFIGS.get(id(config)) is not config:
+        if len(_CONFIGS) >= MOST_CONFIGS:
+            raise NoSignature
+        _CONFIGS[id(config)] = config
+    return type(config), id(config)
+
+
+def _part_of_named_tuple(values: tuple) -> tuple:
+    return type(values), signature_of(values)
+
+
+def _no_part(argument: Any) -> tuple:
+    raise NoSignature
+
+
+_PART_OF: dict[type, Callable[[Any], tuple]] = {
+    Tensor: _part_of_tensor,
+    torch.nn.Parameter: _part_of_tensor,
+    BoundOps: _part_of_bound_ops,
+}
+
+
+def _part_of_new_kind(argument: Any) -> tuple:
+    """Return the signature of an argument of a type that was not seen before, and keep how it is computed."""
+    kind = type(argument)
+    part = _part_of_value
+    if isinstance(argument, (Tensor, dict, list)):
+        part = _no_part
+    elif hasattr(kind, "_fields"):
+        part = _part_of_named_tuple
+    elif dataclasses.is_dataclass(kind):
+        frozen, compared = kind.__dataclass_params__.frozen, kind.__dataclass_params__.eq
+        part = _no_part if not frozen else _part_of_config if compared else _part_of_record
+    _PART_OF[kind] = part
+    return part(argument)
+
+
+def _needs_dispatcher(arguments: tuple, grad: bool) -> bool:
+    """Return whether a tensor needs what only torch's dispatcher gives: gradients, or the negation of a lazy view."""
     for argument in arguments:
-        kind = type(argument)
-        if kind in PLAIN_TENSORS:
-            if argument.layout is not torch.strided or (grad and argument.requires_grad) or argument.is_neg():
-                raise _NoSignature
-            parts.append(
-                (argument.shape, argument.stride(), argument.dtype, argument.device, argument.data_ptr() % 16)
-            )
-        elif kind is BoundOps:
-            parts.append(argument.pairs)
-        elif isinstance(argument, Tensor):
-            raise _NoSignature
-        elif (names := _fields_of(kind)) is not None:
-            parts.append((kind, _signature(tuple([getattr(argument, name) for name in names]), grad)))
-        else:
-            parts.append((kind, argument))
-    return tuple(parts)
-
-
-def _fields_of(kind: type) -> tuple[str, ...] | None:
-    """Return the names of the fields of a record; None for another type, or a record without tensors."""
-    if kind not in _FIELDS:
-        names = None
-        if hasattr(kind, "_fields"):
-            names = kind._fields
-        elif dataclasses.is_dataclass(kind) and kind.__eq__ is object.__eq__:  # a record with tensors has no equality
-            names = tuple(field.name for field in dataclasses.fields(kind))
-        _FIELDS[kind] = names
-    return _FIELDS[kind]
+        if isinstance(argument, Tensor):
+            if argument.is_neg() or (grad and argument.requires_grad):
+                return True
+        elif isinstance(argument, tuple) and hasattr(argument, "_fields") and _needs_dispatcher(argument, grad):
+            return True
+        elif dataclasses.is_dataclass(argument) and type(argument).__eq__ is object.__eq__:
+            fields = tuple([getattr(argument, field.name) for field in dataclasses.fields(argument)])
+            if _needs_dispatcher(fields, grad):
+                return True
+    return False

@@ -113,7 +113,7 @@ _concat_and_cache_mla = torch.library.custom_op(
     mutates_args=("kv_cache",),
     schema="(Tensor kv_c_normed, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str backend) -> ()",
 )
-_WRITES = backends.CheckedCalls(torch.ops.mla_twins.concat_and_cache_mla, _launch_write, mutates=2)
+_WRITES = backends.CheckedCalls(torch.ops.mla_twins.concat_and_cache_mla, _launch_write, mutates=(2,))
 
 
 @_concat_and_cache_mla.register_fake
@@ -158,27 +158,28 @@ def gather_and_maybe_dequant_cache(
             cache. The error is raised before anything is written.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
-    request = backends.cache_request(
-        "gather_and_maybe_dequant_cache", kv_cache, cache_format=cache_format, dtype=dtype, out_dtype=dtype
+    calls = _GATHERS if out is None else _GATHERS_INTO
+    signature = calls.signature(
+        kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype, out, backend
     )
-    chosen = backends.select(request, backend).name
-    if out is None:
-        return torch.ops.mla_twins.gather_cache(
-            kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, dtype, chosen
+    chosen = calls.backend_of(signature)
+    if chosen is None:
+        width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
+        if out is not None:
+            check_tensor("out", out, (num_tokens, width), (dtype,), kv_cache.device)
+        request = backends.cache_request(
+            "gather_and_maybe_dequant_cache", kv_cache, cache_format=cache_format, dtype=dtype, out_dtype=dtype
         )
-    check_tensor("out", out, (num_tokens, width), (dtype,), kv_cache.device)
-    torch.ops.mla_twins.gather_cache_out(kv_cache, block_table, cu_seq_lens, starts, out, chosen)
-    return out
+        chosen = backends.select(request, backend).name
+    if out is not None:
+        _GATHERS_INTO.run(signature, chosen, kv_cache, block_table, cu_seq_lens, starts, out)
+        return out
+    width = cache_format.gathered_width(kv_cache.shape[2])
+    dtype = cache_format.gathered_dtype(kv_cache.dtype, out_dtype)
+    return _GATHERS.run(signature, chosen, kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, dtype)
 
 
-@torch.library.custom_op(
-    "mla_twins::gather_cache_out",
-    mutates_args=("out",),
-    schema="(Tensor kv_cache, Tensor block_table, Tensor cu_seq_lens, Tensor starts, Tensor(a!) out, str backend)"
-    " -> ()",
-)
-def _gather_cache_out(kv_cache, block_table, cu_seq_lens, starts, out, backend):
+def _launch_gather_into(kv_cache, block_table, cu_seq_lens, starts, out, backend):
     if kv_cache.device.type == "cpu":
         check_offsets("cu_seq_lens", cu_seq_lens, out.shape[0])
         check(not bool((starts < 0).any()), "starts", "values >= 0", starts.tolist())
@@ -188,21 +189,35 @@ def _gather_cache_out(kv_cache, block_table, cu_seq_lens, starts, out, backend):
     backends.kernel(backend, "gather_and_maybe_dequant_cache")(kv_cache, block_table, cu_seq_lens, starts, out)
 
 
+_gather_cache_out = torch.library.custom_op(
+    "mla_twins::gather_cache_out",
+    _launch_gather_into,
+    mutates_args=("out",),
+    schema="(Tensor kv_cache, Tensor block_table, Tensor cu_seq_lens, Tensor starts, Tensor(a!) out, str backend)"
+    " -> ()",
+)
+_GATHERS_INTO = backends.CheckedCalls(torch.ops.mla_twins.gather_cache_out, _launch_gather_into, mutates=(4,))
+
+
 @_gather_cache_out.register_fake
 def _(kv_cache, block_table, cu_seq_lens, starts, out, backend):
     return None
 
 
-@torch.library.custom_op(
+def _launch_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, out_dtype, backend):
+    out = kv_cache.new_empty(num_tokens, width, dtype=out_dtype)
+    _launch_gather_into(kv_cache, block_table, cu_seq_lens, starts, out, backend)
+    return out
+
+
+_gather_cache = torch.library.custom_op(
     "mla_twins::gather_cache",
+    _launch_gather,
     mutates_args=(),
     schema="(Tensor kv_cache, Tensor block_table, Tensor cu_seq_lens, Tensor starts, SymInt num_tokens, SymInt width,"
     " ScalarType out_dtype, str backend) -> Tensor",
 )
-def _gather_cache(kv_cache, block_table, cu_seq_lens, starts, num_tokens, width, out_dtype, backend):
-    out = kv_cache.new_empty(num_tokens, width, dtype=out_dtype)
-    torch.ops.mla_twins.gather_cache_out(kv_cache, block_table, cu_seq_lens, starts, out, backend)
-    return out
+_GATHERS = backends.CheckedCalls(torch.ops.mla_twins.gather_cache, _launch_gather)
 
 
 @_gather_cache.register_fake

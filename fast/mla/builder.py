@@ -16,6 +16,7 @@ from reference.interfaces import (
     MOST_WORKSPACE_TOKENS,
     CacheFormat,
     CommonAttentionMetadata,
+    ContextWorkspace,
     DecodeMetadata,
     DecodeSchedule,
     GraphSupport,
@@ -148,7 +149,7 @@ class MLAMetadataBuilder:
         check_chunking(self.workspace_tokens, unit)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
         self._decode_config = dataclasses.replace(config, num_heads=self._decode_heads)
-        self._staging = StagingBuffer()
+        self._staging, self.workspace = StagingBuffer(), ContextWorkspace()
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
         """Return the plan of one step.
@@ -174,6 +175,8 @@ class MLAMetadataBuilder:
             cache_format=self.cache_format, dtype=self.dtype,
             staging=self._staging,
         )  # fmt: skip
+        if metadata.prefill.context_chunks:
+            metadata = dataclasses.replace(metadata, workspace=self.workspace)
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
         return self._with_hints(metadata, common_prefix_len, common)

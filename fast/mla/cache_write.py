@@ -108,7 +108,7 @@ _rope_norm_and_cache = torch.library.custom_op(
     " Tensor norm_weight, float eps, Tensor frequencies, float magnitude, bool interleaved, str backend)"
     " -> (Tensor, Tensor, Tensor)",
 )
-_WRITES = backends.CheckedCalls(torch.ops.mla_twins.rope_norm_and_cache, _launch_write, mutates=4)
+_WRITES = backends.CheckedCalls(torch.ops.mla_twins.rope_norm_and_cache, _launch_write, mutates=(4,))
 
 
 @_rope_norm_and_cache.register_fake

@@ -16,12 +16,11 @@ from reference.interfaces import (
     DecodeMetadata,
     DecodeSchedule,
     PrefillMetadata,
-    check,
     check_context,
     check_decode,
     check_dtype,
     check_number,
-    check_tensor,
+    check_rows,
     check_type,
 )
 
@@ -53,16 +52,17 @@ def dcp_gather_context(
         context_parallel: the groups of ranks.
         cache_format: format of the cache.
         out_dtype: dtype of the result and of the exchange; None takes the dtype of the cache.
-        workspace: tensor [at least (D + 1) padded_tokens, Lkv + R] in `out_dtype` for the entries that this rank sends
-            and receives; None allocates a tensor.
+        workspace: contiguous tensor [rows, Lkv + R] in `out_dtype` for the entries that this rank sends and receives:
+            at least (D + 1) padded_tokens rows. If there are num_tokens more rows, the first num_tokens rows receive
+            the result. None allocates tensors.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        [num_tokens, Lkv + R] in `out_dtype`.
+        [num_tokens, Lkv + R] in `out_dtype`; the first rows of `workspace` if it has room for the result.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; the chunk was made for another rank; for CPU tensors, a
-            block is outside the cache. The error is raised before the exchange.
+        ValueError: shapes, dtypes or devices do not match; the chunk was made for another rank; `workspace` has too few
+            rows; for CPU tensors, a block is outside the cache. The error is raised before the exchange.
         GroupError: the exchange failed.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
@@ -70,21 +70,20 @@ def dcp_gather_context(
     check_chunk_ownership(chunk, context_parallel)
     backend = backends.bind(backend, ("gather_and_maybe_dequant_cache", "reorg_kvcache"))
     group, padded = context_parallel.cp_group, chunk.padded_tokens
-    rows = (group.size + 1) * padded
+    exchanged = (group.size + 1) * padded
     if workspace is None:
-        workspace = kv_cache.new_empty(rows, width, dtype=dtype)
-    check_tensor("workspace", workspace, ("rows", width), (dtype,), kv_cache.device)
-    gaps = "" if workspace.is_contiguous() else " with gaps"
-    check(workspace.shape[0] >= rows and not gaps, "workspace", f"at least {rows} rows without gaps",
-          f"{workspace.shape[0]} rows{gaps}")  # fmt: skip
-    arriving, handed_in = workspace[: group.size * padded], workspace[group.size * padded : rows]
+        workspace = kv_cache.new_empty(exchanged, width, dtype=dtype)
+    check_rows(workspace, width, exchanged, dtype, kv_cache.device)
+    has_room = workspace.shape[0] >= chunk.num_tokens + exchanged
+    exchange = workspace[chunk.num_tokens if has_room else 0 :]
+    arriving, handed_in = exchange[: group.size * padded], exchange[group.size * padded : exchanged]
     starts, offsets = chunk.held
     gather_and_maybe_dequant_cache(  # the rows after the rank-local tokens are padding and are never read
         kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, cache_format, dtype,
         out=handed_in[: chunk.local_tokens], backend=backend,
     )  # fmt: skip
     gathered = group.all_gather(handed_in, out=arriving.view(group.size, padded, width))
-    return reorg_kvcache(gathered, chunk, backend=backend)
+    return reorg_kvcache(gathered, chunk, out=workspace[: chunk.num_tokens] if has_room else None, backend=backend)
 
 
 DCP_DECODE_OPS = ("mla_decode", "weight_attn_out", *backends.MESSAGES)

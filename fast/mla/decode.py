@@ -24,6 +24,7 @@ from reference.interfaces import (
     check_format,
     check_int,
     check_number,
+    check_out,
     check_type,
     invariant_split_rule,
     wide_dtype,
@@ -117,6 +118,7 @@ def mla_decode(
     out_dtype: torch.dtype | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     *,
+    out: Float[Tensor, "T N Lkv"] | None = None,
     backend: BackendChoice = None,
 ) -> AttentionState:
     """Attend the cached latents of each request with its query tokens, on the absorbed path.
@@ -134,11 +136,13 @@ def mla_decode(
             changes results by rounding alone. The `cpu` backend does not split a decode and ignores the schedule.
         out_dtype: dtype of `out`; None takes the dtype of `ql_nope`.
         cache_format: format of the cache.
+        out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
+            other tensors. None allocates a tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]. A GPU kernel does not check offsets: rows that
-        `query_start_loc` assigns to no request are undefined.
+        out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]; `out` is the given tensor if there is one. A GPU
+            kernel does not check offsets: rows that `query_start_loc` assigns to no request are undefined.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the plan was made for another block size; for CPU tensors,
@@ -146,10 +150,11 @@ def mla_decode(
             block is outside the cache.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    signature = _DECODES.signature(
-        ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format, backend
+    calls = _DECODES if out is None else _DECODES_INTO
+    signature = calls.signature(
+        ql_nope, q_pe, kv_cache, metadata, softmax_scale, schedule, out_dtype, cache_format, out, backend
     )
-    chosen = _DECODES.backend_of(signature)
+    chosen = calls.backend_of(signature)
     if chosen is None:
         check_decode(ql_nope, q_pe, kv_cache, metadata, cache_format, schedule)
         check_number("softmax_scale", softmax_scale)
@@ -163,22 +168,29 @@ def mla_decode(
             graph=metadata.graph,
         )  # fmt: skip
         chosen = backends.select(request, backend).name
+    out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
     tile_ranges, split_offsets, batch_invariant, split_rule = None, None, False, NEUTRAL_SPLIT_RULE
     if schedule is not None:
         tile_ranges, split_offsets = schedule.tile_ranges, schedule.split_offsets
         batch_invariant, split_rule = schedule.batch_invariant, schedule.split_rule
-    out, lse = _DECODES.run(
-        signature, chosen, ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
-        metadata.visible_lens, metadata.max_query_len, metadata.max_seq_len, softmax_scale,
-        ql_nope.dtype if out_dtype is None else out_dtype, tile_ranges, split_offsets, batch_invariant,
-        list(split_rule.numbers),
+    inputs = (
+        ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
+        metadata.visible_lens,
     )  # fmt: skip
-    return AttentionState(out, lse)
+    arguments = (
+        *inputs, metadata.max_query_len, metadata.max_seq_len, softmax_scale, out_dtype, tile_ranges, split_offsets,
+        batch_invariant, list(split_rule.numbers),
+    )  # fmt: skip
+    if out is None:
+        return AttentionState(*_DECODES.run(signature, chosen, *arguments))
+    # at every call: whether two tensors overlap is not part of a signature
+    check_out("out", out, tuple(ql_nope.shape), out_dtype, ql_nope.device, *inputs, contiguous=True)
+    return AttentionState(out, _DECODES_INTO.run(signature, chosen, *arguments, out))
 
 
 def _launch_decode(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, backend, *out,
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
@@ -187,8 +199,13 @@ def _launch_decode(
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule),
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, invariant_split_rule(*split_rule), *out,
     )  # fmt: skip
+
+
+def _launch_decode_into(*arguments):
+    *inputs, out, backend = arguments
+    return _launch_decode(*inputs, backend, out)[1]
 
 
 _mla_decode = torch.library.custom_op(
@@ -212,3 +229,25 @@ def _(
     tokens, heads, _ = ql_nope.shape
     out = ql_nope.new_empty(ql_nope.shape, dtype=out_dtype)
     return out, ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))
+
+
+_mla_decode_out = torch.library.custom_op(
+    "mla_twins::mla_decode_out",
+    _launch_decode_into,
+    mutates_args=("out",),
+    schema="(Tensor ql_nope, Tensor q_pe, Tensor kv_cache, Tensor block_table, Tensor seq_lens,"
+    " Tensor query_start_loc, Tensor visible_lens, SymInt max_query_len, SymInt max_seq_len,"
+    " float softmax_scale, ScalarType out_dtype,"
+    " Tensor? tile_ranges, Tensor? split_offsets, bool batch_invariant, SymInt[] split_rule, Tensor(a!) out,"
+    " str backend) -> Tensor",
+)
+_DECODES_INTO = backends.CheckedCalls(torch.ops.mla_twins.mla_decode_out, _launch_decode_into, mutates=(15,))
+
+
+@_mla_decode_out.register_fake
+def _(
+    ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out, backend,
+):  # fmt: skip
+    tokens, heads, _ = ql_nope.shape
+    return ql_nope.new_empty(heads, tokens, dtype=wide_dtype(out_dtype))

@@ -19,9 +19,12 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
     CacheFormat,
+    ContextWorkspace,
+    GraphSupport,
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
+    check_context_workspace,
     check_format,
     check_forward_attention,
     check_int,
@@ -44,8 +47,9 @@ from .cache_write import rope_norm_and_cache
 from .cascade import cascade_attention
 from .context_parallel import DCP_DECODE_OPS, dcp_decode, dcp_gather_context
 from .decode import mla_decode
+from .memory_profile import reserve, touch_largest
 from .prefill import PREFILL_OPS, forward_prefill, gather_context
-from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
+from .weights import absorb, dense_weight, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
 
 LAYER_OPS = (
     "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", *DCP_DECODE_OPS, *PREFILL_OPS,
@@ -90,6 +94,9 @@ class MLAAttention(nn.Module):
         context_parallel: groups of the ranks that share heads and sequences, or None. With these groups, the config has
             all N heads, the projections have the N / TP heads of this rank, and `o_proj` has no bias.
         cache_format: format of the layer's cache.
+        workspace: memory for the context of one chunk, gathered and expanded; all layers of a model can share it. None
+            takes the workspace of the plan (`MLAMetadata.workspace`); the memory-profile run then allocates a workspace
+            of the same size and frees it.
         backend: name of a backend (for the ops that this backend declares), mapping from op to backend name, or None.
             For every other op, each call chooses a backend by capability (`fast.backends`).
 
@@ -113,6 +120,7 @@ class MLAAttention(nn.Module):
         context_parallel: ContextParallel | None = None,
         cache_format: CacheFormat = COMPUTE_FORMAT,
         *,
+        workspace: ContextWorkspace | None = None,
         backend: BackendChoice = None,
     ):
         super().__init__()
@@ -124,6 +132,7 @@ class MLAAttention(nn.Module):
         )  # fmt: skip
         check_int("workspace_tokens", workspace_tokens)
         check_format(cache_format)
+        check_context_workspace("workspace", workspace)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
@@ -132,7 +141,7 @@ class MLAAttention(nn.Module):
         self.q_proj, self.q_a_proj, self.q_b_proj = q_proj, q_a_proj, q_b_proj
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
-        self.workspace_tokens, self.cache_format = workspace_tokens, cache_format
+        self.workspace_tokens, self.cache_format, self.workspace = workspace_tokens, cache_format, workspace
         self.backend = backends.bind(backend, LAYER_OPS)
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self._frequencies = rotary_frequencies(config.rope, config.qk_rope_head_dim)
@@ -237,18 +246,24 @@ class MLAAttention(nn.Module):
         w_uk, w_uv = self.up_projections()
         check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, output, self.cache_format)
         if metadata is None:
-            self._touch_largest(q, w_uk, w_uv)
-            return self._project_out(output.zero_())
-        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
-        check_step_ownership(metadata, self.context_parallel)
+            slots, graph = positions.new_empty(0, dtype=torch.int64), GraphSupport.NONE  # write nothing
+        else:
+            check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
+            check_step_ownership(metadata, self.context_parallel)
+            slots, graph = metadata.slot_mapping[: metadata.num_actual_tokens], metadata.decode.graph
+        workspace = self._reserve(metadata, q)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
-            positions, q_pe, kv_c, k_pe, kv_cache, metadata.slot_mapping[: metadata.num_actual_tokens],
-            self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope, cache_format=self.cache_format,
-            frequencies=self._frequencies_for(q), graph=metadata.decode.graph, backend=self.backend,
+            positions, q_pe, kv_c, k_pe, kv_cache, slots, self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope,
+            cache_format=self.cache_format, frequencies=self._frequencies_for(q), graph=graph, backend=self.backend,
         )  # fmt: skip
         q = torch.cat((q_nope, q_pe), dim=-1)
-        self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
+        del q_nope, q_pe, kv_c  # frees the memory of the projections before attention allocates its states
+        if metadata is None:
+            self._touch_largest(q, kv_c_normed, w_uk, w_uv, workspace)
+            output.zero_()
+        else:
+            self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
         return self._project_out(output)
 
     def _project_out(self, output: Tensor) -> Tensor:
@@ -323,56 +338,73 @@ class MLAAttention(nn.Module):
         w_uk, w_uv = self.up_projections()
         check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output, self.cache_format)
         if metadata is None:
-            self._touch_largest(q, w_uk, w_uv)
+            self._touch_largest(q, kv_c_normed, w_uk, w_uv, self._reserve(None, q))
             output.zero_()
             return
         check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
         check_step_ownership(metadata, self.context_parallel)
-        end = metadata.num_actual_tokens
+        workspace, end = self._reserve(metadata, q), metadata.num_actual_tokens
         concat_and_cache_mla(
             kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format,
             graph=metadata.decode.graph, backend=self.backend,
         )  # fmt: skip
-        self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv)
+        self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
 
-    def _touch_largest(self, q: Tensor, w_uk: Tensor, w_uv: Tensor) -> None:
-        """Allocate the largest buffers of a prefill, so that a measurement of memory includes these buffers."""
-        context = q.new_zeros(self.workspace_tokens, self.config.head_size)
-        if self.context_parallel is not None:  # entries that the ranks send and receive before a reordering
-            q.new_zeros(self.workspace_tokens // self.context_parallel.size + context.shape[0], context.shape[1])
-        expand_kv(context[:, : self.config.kv_lora_rank], w_uk, w_uv)
+    def _reserve(self, metadata: MLAMetadata | None, q: Tensor) -> ContextWorkspace | None:
+        """Return the workspace of a step, with memory for the largest chunk; None if the step expands no context."""
+        tokens, workspace = self.workspace_tokens, self.workspace
+        if metadata is not None:
+            chunks = metadata.prefill.context_chunks
+            if not chunks:
+                return None
+            tokens = max(min(metadata.workspace_tokens, tokens), max(chunk.num_tokens for chunk in chunks))
+        if workspace is None:
+            workspace = ContextWorkspace() if metadata is None else metadata.workspace
+        reserve(workspace, self.local_config, tokens, self.context_parallel, q.dtype, q.device)
+        return workspace
 
-    def _attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv) -> None:
+    def _touch_largest(self, q, kv_c_normed, w_uk, w_uv, workspace) -> None:
+        """Allocate the largest buffers of a step with these tokens (`touch_largest`)."""
+        sizes = self.local_config, self.workspace_tokens, self.context_parallel
+        memory = reserve(workspace, *sizes, q.dtype, q.device)
+        touch_largest(q, kv_c_normed, w_uk, w_uv, sizes[0], memory, *sizes[1:])
+
+    def _attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace) -> None:
         """Compute both paths of attention over a cache that contains the new tokens; write every row of `output`."""
-        c, end, split = self.local_config, metadata.num_actual_tokens, metadata.num_decode_tokens
+        end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
         if split > 0:
-            w_uk_t, w_uv_absorbed = absorb(w_uk, w_uv)
-            q_nope, q_pe = q[:split].split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-            ql_nope = query_to_latent(q_nope, w_uk_t)
-            if metadata.cascade is not None:
-                state = cascade_attention(
-                    ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, backend=self.backend
-                )
-            elif self.context_parallel is not None:
-                state = dcp_decode(
-                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel,
-                    metadata.schedule, cache_format=self.cache_format, backend=self.backend,
-                )  # fmt: skip
-            else:
-                state = mla_decode(
-                    ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
-                    cache_format=self.cache_format, backend=self.backend,
-                )  # fmt: skip
-            output[:split] = latent_to_value(state.out, w_uv_absorbed)
+            self._decode(q[:split], kv_cache, metadata, output[:split], *absorb(w_uk, w_uv))
         if end > split:
             rows, gather = slice(split, end), gather_context
             if self.context_parallel is not None:
                 gather = functools.partial(
                     dcp_gather_context, context_parallel=self.context_parallel, backend=self.backend
                 )
-            state = forward_prefill(
-                q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather,
-                self.cache_format, backend=self.backend,
+            forward_prefill(
+                q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv,
+                self.config.softmax_scale, gather, self.cache_format, return_lse=False, out=output[rows],
+                workspace=workspace, backend=self.backend,
             )  # fmt: skip
-            output[rows] = state.out
-        output[end:] = 0
+        if end < output.shape[0]:
+            output[end:] = 0
+
+    def _decode(self, q, kv_cache, metadata, output, w_uk_t, w_uv) -> None:
+        """Compute the absorbed path for the query tokens of the decodes, and write `output`."""
+        c = self.local_config
+        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        ql_nope = query_to_latent(q_nope, w_uk_t)
+        if metadata.cascade is not None:
+            state = cascade_attention(
+                ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, backend=self.backend
+            )
+        elif self.context_parallel is not None:
+            state = dcp_decode(
+                ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, self.context_parallel, metadata.schedule,
+                cache_format=self.cache_format, backend=self.backend,
+            )  # fmt: skip
+        else:
+            state = mla_decode(
+                ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
+                cache_format=self.cache_format, backend=self.backend,
+            )  # fmt: skip
+        latent_to_value(state.out, w_uv, out=output)

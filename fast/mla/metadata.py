@@ -23,6 +23,7 @@ from reference.interfaces import (
     MLAMetadata,
     PathCosts,
     PrefillMetadata,
+    PrefillPart,
     QueryLenSupport,
     ScheduleCosts,
     TokenOwnership,
@@ -54,6 +55,7 @@ from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from .choose_path import choose_path, choose_paths
 from .device_choices import DecodeLayer
+from .prefill_parts import split_by_context
 from .staging import StagingBuffer, to_device
 
 PLANNING_OPS = ("decode_programs", "schedule_costs", "plan_decode")
@@ -174,6 +176,7 @@ def build_mla_metadata(
     if ownership is not None:
         made["seq_lens"] = get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, ownership.rank, interleave)
     chunks: tuple[ContextChunk, ...] = ()
+    parts: tuple[PrefillPart, ...] = ()
     if decodes < requests:
         check_no_prefill_padding(common, decodes)
         made["prefill_starts"] = starts_cpu[decodes:] - decode_tokens
@@ -183,6 +186,10 @@ def build_mla_metadata(
             chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
         made |= {f"chunk {number}: {name}": tensor for number, chunk in enumerate(chunks)
                  for name, tensor in chunk.tensors().items()}  # fmt: skip
+        whole = PrefillMetadata(common.block_table[decodes:], made["prefill_starts"], 0, chunks, block_size)
+        parts = split_by_context(whole, contexts)
+        made |= {f"part {number}: {name}": tensor for number, part in enumerate(parts)
+                 for name, tensor in part.tensors().items()}  # fmt: skip
     sent = to_device(made, common.block_table.device, staging)
     seq_lens, block_table, query_start_loc = common.seq_lens, common.block_table, common.query_start_loc
     if decodes < requests:
@@ -195,6 +202,10 @@ def build_mla_metadata(
         chunks = tuple(
             dataclasses.replace(chunk, **{name: sent[f"chunk {number}: {name}"] for name in chunk.tensors()})
             for number, chunk in enumerate(chunks)
+        )
+        parts = tuple(
+            part.with_tensors({name: sent[f"part {number}: {name}"] for name in part.tensors()})
+            for number, part in enumerate(parts)
         )
     longest = common.max_seq_len
     if decodes < requests:
@@ -223,6 +234,7 @@ def build_mla_metadata(
             max_query_len=_longest(query_lens[decodes:]) if decodes < requests else 0,
             context_chunks=chunks,
             block_size=block_size,
+            parts=parts,
         ),
         workspace_tokens=workspace_tokens,
     )

@@ -17,12 +17,20 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     AttentionState,
     CacheFormat,
+    ChunkRows,
     ContextChunk,
+    ContextWorkspace,
     PrefillMetadata,
+    PrefillPart,
     check_context,
+    check_context_workspace,
     check_expanded,
+    check_flag,
     check_function,
+    check_out,
     check_prefill,
+    check_rows,
+    reserve_for_chunks,
     wide_dtype,
 )
 
@@ -43,20 +51,50 @@ def run_prefill_new_tokens(
     v: Float[Tensor, "T N V"],
     metadata: PrefillMetadata,
     softmax_scale: float,
+    return_lse: bool = True,
     *,
+    out: Float[Tensor, "T N V"] | None = None,
     backend: BackendChoice = None,
-) -> AttentionState:
+) -> AttentionState | Float[Tensor, "T N V"]:
     """Compute causal attention of the new tokens of each request over the new tokens of the same request.
 
+    Without `return_lse`, one kernel writes the output in its dtype, and nothing else.
+
+    Args:
+        q: [T, N, P + R], rope part rotated.
+        k_nope: [T, N, P].
+        k_pe: [T, R], rotated.
+        v: [T, N, V].
+        metadata: prefill part of the plan.
+        softmax_scale: (P + R)^-1/2, times YaRN's factor.
+        return_lse: whether context will be merged into the result.
+        out: tensor [T, N, V] that receives the output, in the dtype of the output and with any strides; it must share
+            no memory with the other tensors. None allocates a tensor.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+
     Returns:
-        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64). The state is not rounded to the dtype
-        of `q`, because context may be merged into it.
+        With `return_lse`, an `AttentionState`: out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is
+        float64). The state is not rounded to the dtype of `q`, because context may be merged into it.
+
+        Without `return_lse`, a tensor: out [T, N, V] in the dtype of `q`.
+
+    Raises:
+        TypeError: `return_lse` is not a bool.
+        ValueError: shapes, dtypes or devices do not match, or `out` overlaps another tensor.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_expanded(q, k_nope, k_pe, v, metadata)
+    check_flag("return_lse", return_lse)
+    dtype = wide_dtype(q.dtype) if return_lse else q.dtype
+    return _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, backend)
+
+
+def _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, backend):
+    """Compute causal attention of the new tokens with an output of any dtype; do not check the plan."""
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
     return flash_attn_varlen_shared_rope(
-        q, k_nope, k_pe, v, offsets, offsets, longest, longest, softmax_scale, causal=True,
-        out_dtype=wide_dtype(q.dtype), backend=backend,
+        q, k_nope, k_pe, v, offsets, offsets, longest, longest, softmax_scale, causal=True, out_dtype=dtype,
+        return_lse=return_lse, out=out, backend=backend,
     )  # fmt: skip
 
 
@@ -90,20 +128,36 @@ def gather_context(
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
     *,
+    workspace: Float[Tensor, "rows head_size"] | None = None,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "S head_size"]:
     """Return the cache entries of one chunk, in the order of the requests.
 
+    Args:
+        kv_cache: cache that is read.
+        metadata: prefill part of the plan.
+        chunk: the chunk to gather.
+        cache_format: format of the cache.
+        out_dtype: dtype of the result; None takes the dtype of the cache.
+        workspace: contiguous tensor [at least S, Lkv + R] in `out_dtype`, whose first S rows receive the result; None
+            allocates a tensor.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+
     Returns:
-        [S, Lkv + R] in `out_dtype`, or in the dtype of the cache if `out_dtype` is None.
+        [S, Lkv + R] in `out_dtype`, or in the dtype of the cache if `out_dtype` is None; a view of `workspace` if it is
+        given.
 
     Raises:
-        ValueError: the plan was made for another block size; shapes, dtypes or devices do not match.
+        ValueError: the plan was made for another block size; shapes, dtypes or devices do not match; `workspace` has
+            too few rows.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    if workspace is not None:
+        check_rows(workspace, width, chunk.num_tokens, dtype, kv_cache.device)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format, out_dtype,
-        backend=backend,
+        out=None if workspace is None else workspace[: chunk.num_tokens], backend=backend,
     )  # fmt: skip
 
 
@@ -118,10 +172,16 @@ def forward_prefill(
     softmax_scale: float,
     gather: Callable[..., Tensor] = gather_context,
     cache_format: CacheFormat = COMPUTE_FORMAT,
+    return_lse: bool = True,
     *,
+    out: Float[Tensor, "T N V"] | None = None,
+    workspace: ContextWorkspace | None = None,
     backend: BackendChoice = None,
-) -> AttentionState:
+) -> AttentionState | Float[Tensor, "T N V"]:
     """Compute attention of new tokens over the cached context and the new tokens, on the expanded path.
+
+    The output of requests without context is written once. Requests with context have a float32 state, and the merge of
+    their last chunk writes their output (`metadata.parts`).
 
     Args:
         q: [T, N, P + R], rope part rotated.
@@ -133,32 +193,83 @@ def forward_prefill(
         w_uv: [Lkv, N, V].
         softmax_scale: (P + R)^-1/2, times YaRN's factor.
         gather: function `(kv_cache, metadata, chunk, cache_format=, out_dtype=) -> [S, Lkv + R]` that returns the
-            entries of a chunk in `out_dtype`, the dtype of `q`; context parallelism passes `dcp_gather_context`.
+            entries of a chunk in `out_dtype`, the dtype of `q`; it gets `workspace=` too if `workspace` is given.
+            Context parallelism passes `dcp_gather_context`.
         cache_format: format of the cache.
+        return_lse: whether the caller needs the LSE of the result.
+        out: tensor [T, N, V] in the dtype of `q` that receives the output, with any strides; it must share no memory
+            with the other tensors. None allocates a tensor.
+        workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
-        out [T, N, V] in the dtype of `q`, lse [N, T].
+        With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, and lse [N, T].
+
+        Without `return_lse`, a tensor: out [T, N, V] in the dtype of `q`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match.
+        TypeError: `return_lse` is not a bool, or `workspace` is not a `ContextWorkspace`.
+        ValueError: shapes, dtypes or devices do not match; `out` overlaps another tensor; the given memory of
+            `workspace` is too small.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_function("gather", gather)
+    check_flag("return_lse", return_lse)
+    check_context_workspace("workspace", workspace)
+    shape = (*q.shape[:2], w_uv.shape[2])
+    if out is None:
+        out = q.new_empty(shape)
+    else:
+        check_out("out", out, shape, q.dtype, q.device, q, kv_c_normed, k_pe, kv_cache, w_uk, w_uv)
     backend = backends.bind(backend, PREFILL_OPS)
-    latent = kv_c_normed.shape[1]
+    latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
     if gather is gather_context:
         gather = functools.partial(gather_context, backend=backend)
+    expanded = None
+    if workspace is not None and chunks:
+        rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
+        gather = functools.partial(gather, workspace=rows)
+    parts = metadata.parts or (_whole(metadata, q.shape[0]),)
     k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
-    state = run_prefill_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, backend=backend)
+    states = []  # of each part: an attention state, or only the final output
+    for part in parts:
+        tokens = slice(part.first_token, part.end_token)
+        dtype, final = (wide_dtype(q.dtype), None) if part.rows else (q.dtype, out[tokens])
+        states.append(_attend_new_tokens(
+            q[tokens], k_nope[tokens], k_pe[tokens], v[tokens], part.plan, softmax_scale, dtype,
+            return_lse or final is None, final, backend,
+        ))  # fmt: skip
     del k_nope, v
-    for chunk in metadata.context_chunks:
+    for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
-        k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv)
-        chunk_state = run_prefill_context_chunk(
-            q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale, backend=backend
-        )
+        k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv, workspace=expanded)
+        for index, part in enumerate(parts):
+            last = len(part.rows) - 1
+            for place, (part_chunk, own) in enumerate(zip(part.plan.context_chunks, part.rows, strict=True)):
+                if own.chunk == number:
+                    tokens, keys = slice(part.first_token, part.end_token), slice(own.first, own.end)
+                    chunk_state = run_prefill_context_chunk(
+                        q[tokens], k_nope[keys], context[keys, latent:], v[keys], part.plan, part_chunk, softmax_scale,
+                        backend=backend,
+                    )  # fmt: skip
+                    target = out[tokens] if place == last else states[index].out
+                    states[index] = _merge_into(target, chunk_state, states[index], backend)
+                    del chunk_state
         del k_nope, v, context  # frees the memory of this chunk before the next chunk is expanded
-        state = merge_attn_states(chunk_state, state, backend=backend)
-    return AttentionState(state.out.to(q.dtype), state.lse)
+    return AttentionState(out, torch.cat([state.lse for state in states], dim=1)) if return_lse else out
+
+
+def _merge_into(target: Tensor, chunk_state: AttentionState, state: AttentionState, backend: BackendChoice):
+    """Merge two states; write the output to `target` and the LSE in place. Return the merged state."""
+    made = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+    merged = merge_attn_states(chunk_state, state, out=AttentionState(made, state.lse), backend=backend)
+    if made is not target:
+        target.copy_(made)
+    return merged
+
+
+def _whole(metadata: PrefillMetadata, num_tokens: int) -> PrefillPart:
+    """Return one part with all requests of a plan that has no parts."""
+    rows = tuple(ChunkRows(number, 0, chunk.num_tokens) for number, chunk in enumerate(metadata.context_chunks))
+    return PrefillPart(0, num_tokens, metadata, rows)

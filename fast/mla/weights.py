@@ -14,9 +14,11 @@ from reference.interfaces import (
     check,
     check_dtype,
     check_int,
+    check_out,
     check_tensor,
     check_type,
     linear_output,
+    split_for_keys,
 )
 
 
@@ -117,19 +119,42 @@ def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P L
     return torch.bmm(q_nope.transpose(0, 1), w_uk_t).transpose(0, 1)
 
 
-def latent_to_value(latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"]) -> Float[Tensor, "T N V"]:
+def latent_to_value(
+    latent: Float[Tensor, "T N Lkv"],
+    w_uv: Float[Tensor, "N Lkv V"],
+    *,
+    out: Float[Tensor, "T N V"] | None = None,
+) -> Float[Tensor, "T N V"]:
     """Apply the absorbed W_UV to the output of attention: [T, N, Lkv] -> [T, N, V]. FLOPs: 2 T N Lkv V.
 
+    Args:
+        latent: [T, N, Lkv].
+        w_uv: [N, Lkv, V].
+        out: tensor [T, N, V] that receives the result, with any strides; it must share no memory with the arguments.
+            None allocates a tensor.
+
+    Returns:
+        [T, N, V]; the tensor `out` if `out` is given.
+
     Raises:
-        ValueError: shapes, dtypes or devices do not match.
+        ValueError: shapes, dtypes or devices do not match, or `out` overlaps an argument.
     """
     check_tensor("latent", latent, ("T", "N", "Lkv"))
     check_tensor("w_uv", w_uv, (*latent.shape[1:], "V"), (latent.dtype,), latent.device)
-    return torch.bmm(latent.transpose(0, 1), w_uv).transpose(0, 1)
+    if out is None:
+        return torch.bmm(latent.transpose(0, 1), w_uv).transpose(0, 1)
+    shape = (*latent.shape[:2], w_uv.shape[2])
+    check_out("out", out, shape, latent.dtype, latent.device, latent, w_uv)
+    _bmm_into(latent.transpose(0, 1), w_uv, out.transpose(0, 1))
+    return out
 
 
 def expand_kv(
-    kv_c_normed: Float[Tensor, "S Lkv"], w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
+    kv_c_normed: Float[Tensor, "S Lkv"],
+    w_uk: Float[Tensor, "Lkv N P"],
+    w_uv: Float[Tensor, "Lkv N V"],
+    *,
+    workspace: Float[Tensor, " elements"] | None = None,
 ) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
     """Expand latents into keys (without their rope part) and values of every head. FLOPs: 2 S N Lkv (P + V).
 
@@ -137,17 +162,50 @@ def expand_kv(
         kv_c_normed: [S, Lkv], RMS-normed latents.
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
+        workspace: contiguous vector for the results, which shares no memory with the arguments; None allocates tensors.
+            See `reference.mla.weights.expand_kv` for its size.
 
     Returns:
-        k_nope [S, N, P] and v [S, N, V], contiguous for each head.
+        k_nope [S, N, P] and v [S, N, V], contiguous for each head; views of `workspace` if it is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match.
+        ValueError: shapes, dtypes or devices do not match; `workspace` is too small.
     """
     check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
     dtypes, device = (kv_c_normed.dtype,), kv_c_normed.device
     check_tensor("w_uk", w_uk, (kv_c_normed.shape[1], "N", "P"), dtypes, device)
     check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), dtypes, device)
-    by_head = kv_c_normed.expand(w_uk.shape[1], -1, -1)  # [N, S, Lkv], no copy
-    k_nope, v = (torch.bmm(by_head, weight.transpose(0, 1)).transpose(0, 1) for weight in (w_uk, w_uv))
-    return k_nope, v
+    tokens, heads = kv_c_normed.shape[0], w_uk.shape[1]
+    by_head = kv_c_normed.expand(heads, -1, -1)  # [N, S, Lkv], no copy
+    if workspace is None:
+        k_nope, v = (torch.bmm(by_head, weight.transpose(0, 1)) for weight in (w_uk, w_uv))
+        return k_nope.transpose(0, 1), v.transpose(0, 1)
+    parts = split_for_keys(workspace, tokens, heads, w_uk.shape[2], w_uv.shape[2], kv_c_normed.dtype, device)
+    k_nope, v = (part.view(heads, tokens, weight.shape[2]) for part, weight in zip(parts, (w_uk, w_uv), strict=True))
+    for made, weight in ((k_nope, w_uk), (v, w_uv)):
+        _bmm_into(by_head, weight.transpose(0, 1), made)
+    return k_nope.transpose(0, 1), v.transpose(0, 1)
+
+
+def _bmm_into(a: Float[Tensor, "N T K"], b: Float[Tensor, "N K M"], out: Float[Tensor, "N T M"]) -> None:
+    """Write the batched product a b into `out`, which may have any strides.
+
+    `torch.compile` traces no `out=` with gaps, so compiled code calls a custom op.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.mla_twins.bmm_out(a, b, out)
+    else:
+        with torch.no_grad():
+            torch.bmm(a, b, out=out)
+
+
+@torch.library.custom_op(
+    "mla_twins::bmm_out", mutates_args=("out",), schema="(Tensor a, Tensor b, Tensor(a!) out) -> ()"
+)
+def _bmm_out(a, b, out):
+    torch.bmm(a, b, out=out)
+
+
+@_bmm_out.register_fake
+def _(a, b, out):
+    return None

@@ -70,6 +70,7 @@ from .checks import (
     check_not_negative,
     check_number,
     check_offsets,
+    check_out,
     check_readable,
     check_slots,
     check_tensor,
@@ -79,6 +80,7 @@ from .checks import (
     wide_dtype,
 )
 from .config import MLAConfig
+from .context_chunk import ChunkRows, ContextChunk, ContextParallelChunk
 from .costs import FLOPS_PER_BYTE, PathCosts
 from .decode_schedule import (
     DECODE_TILE,
@@ -110,12 +112,11 @@ from .metadata import (
     BatchSplit,
     CascadeMetadata,
     CommonAttentionMetadata,
-    ContextChunk,
-    ContextParallelChunk,
     ContextParallelMetadata,
     DecodeMetadata,
     MLAMetadata,
     PrefillMetadata,
+    PrefillPart,
 )
 from .ownership import MERGES, TokenOwnership, check_interleave, check_rank, dcp_wire_bytes, get_dcp_local_seq_lens
 from .presets import PRESETS
@@ -132,6 +133,16 @@ from .sizes import (
 )
 from .slots import slots_of_tokens
 from .support import GraphSupport, QueryLenSupport
+from .workspace import (
+    ContextWorkspace,
+    aligned,
+    check_context_workspace,
+    check_rows,
+    context_workspace_size,
+    expanded_elements,
+    reserve_for_chunks,
+    split_for_keys,
+)
 
 __all__ = [
     "CACHE_FORMATS",
@@ -149,10 +160,12 @@ __all__ = [
     "BatchSplit",
     "CacheFormat",
     "CascadeMetadata",
+    "ChunkRows",
     "CommonAttentionMetadata",
     "ContextChunk",
     "ContextParallelChunk",
     "ContextParallelMetadata",
+    "ContextWorkspace",
     "DecodeMetadata",
     "DecodeSchedule",
     "GlobalHyperparameters",
@@ -163,6 +176,7 @@ __all__ = [
     "MLAMetadata",
     "PathCosts",
     "PrefillMetadata",
+    "PrefillPart",
     "QueryLenSupport",
     "RopeConfig",
     "ScheduleChoice",
@@ -170,6 +184,7 @@ __all__ = [
     "TokenOwnership",
     "UnsupportedConfiguration",
     "YarnConfig",
+    "aligned",
     "captured_batch",
     "check",
     "check_attention",
@@ -187,6 +202,7 @@ __all__ = [
     "check_common_prefix",
     "check_config",
     "check_context",
+    "check_context_workspace",
     "check_costs",
     "check_decode",
     "check_decode_plan",
@@ -214,6 +230,7 @@ __all__ = [
     "check_not_negative",
     "check_number",
     "check_offsets",
+    "check_out",
     "check_ownership",
     "check_prefill",
     "check_projections",
@@ -222,6 +239,7 @@ __all__ = [
     "check_rank_offsets",
     "check_readable",
     "check_reorg",
+    "check_rows",
     "check_schedule",
     "check_schedule_costs",
     "check_slots",
@@ -236,8 +254,10 @@ __all__ = [
     "choose_schedule",
     "chunked_prefill_workspace_size",
     "context_unit",
+    "context_workspace_size",
     "dcp_wire_bytes",
     "element_bytes",
+    "expanded_elements",
     "get_dcp_local_seq_lens",
     "infer_global_hyperparameters",
     "invariant_split_rule",
@@ -249,7 +269,9 @@ __all__ = [
     "most_captured_tokens",
     "most_invariant_splits",
     "reorder_batch_threshold",
+    "reserve_for_chunks",
     "slots_of_tokens",
+    "split_for_keys",
     "stride_order",
     "wide_dtype",
     "yarn_mscale",

@@ -18,8 +18,9 @@ from .checks import (
     check_type,
     wide_dtype,
 )
+from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import DecodeSchedule, InvariantSplitRule
-from .metadata import AttentionState, ContextChunk, DecodeMetadata, PrefillMetadata
+from .metadata import AttentionState, DecodeMetadata, PrefillMetadata, PrefillPart
 from .support import GraphSupport
 
 CPU = torch.device("cpu")
@@ -163,7 +164,7 @@ def check_prefill(q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor
     check_tensor("w_uk", w_uk, (latent, heads, width - rope), (q.dtype,), q.device)
     check_tensor("w_uv", w_uv, (latent, heads, "V"), (q.dtype,), q.device)
     check_formatted_cache(kv_cache, cache_format, latent, rope, q.dtype, q.device)
-    check_prefill_plan(metadata, q.device)
+    check_prefill_plan(metadata, tokens, q.device)
     check_block_size("metadata.block_size", metadata.block_size, kv_cache)
 
 
@@ -183,12 +184,54 @@ def check_prefill_requests(metadata: PrefillMetadata, device: torch.device, argu
     return requests
 
 
-def check_prefill_plan(metadata: PrefillMetadata, device: torch.device, argument: str = "metadata") -> None:
-    """Check shapes, dtypes and devices of the plan of a prefill; read no values."""
+def check_prefill_plan(
+    metadata: PrefillMetadata, num_tokens: int, device: torch.device, argument: str = "metadata"
+) -> None:
+    """Check shapes, dtypes and devices of the plan of a prefill of `num_tokens` query tokens; read no values."""
     requests = check_prefill_requests(metadata, device, argument)
     check_type(f"{argument}.context_chunks", metadata.context_chunks, (tuple, list), "a tuple of chunks")
     for chunk in metadata.context_chunks:
         check_chunk(chunk, requests, device, f"{argument}.context_chunks")
+    check_type(f"{argument}.parts", metadata.parts, (tuple, list), "a tuple of parts")
+    if metadata.parts:
+        check_prefill_parts(metadata, num_tokens, device, f"{argument}.parts")
+
+
+def check_prefill_parts(metadata: PrefillMetadata, num_tokens: int, device: torch.device, argument: str) -> None:
+    """Check the parts of the plan of a prefill; read no values.
+
+    The parts must have all requests and all query tokens in their order, and each chunk of a part must have as many
+    tokens as its rows in the chunk of the whole prefill.
+    """
+    token, requests = 0, 0
+    for part in metadata.parts:
+        check_type(argument, part, PrefillPart)
+        check_int(f"{argument}.first_token", part.first_token, 0)
+        check_int(f"{argument}.end_token", part.end_token, 0)
+        check(token == part.first_token <= part.end_token, argument, f"a first token of {token}, and an end after it",
+              f"{part.first_token} and {part.end_token}")  # fmt: skip
+        check_type(f"{argument}.plan", part.plan, PrefillMetadata)
+        check_type(f"{argument}.plan.parts", part.plan.parts, (tuple, list), "an empty tuple")
+        check(len(part.plan.parts) == 0, f"{argument}.plan.parts", "an empty tuple", f"{len(part.plan.parts)} parts")
+        check_prefill_plan(part.plan, part.end_token - part.first_token, device, f"{argument}.plan")
+        check(part.plan.block_size == metadata.block_size, f"{argument}.plan.block_size", metadata.block_size,
+              part.plan.block_size)  # fmt: skip
+        check_type(f"{argument}.rows", part.rows, (tuple, list), "a tuple of ChunkRows")
+        chunks = part.plan.context_chunks
+        check(len(part.rows) == len(chunks), f"{argument}.rows", f"one entry for each of {len(chunks)} chunks",
+              len(part.rows))  # fmt: skip
+        for rows, chunk in zip(part.rows, chunks, strict=True):
+            check_type(f"{argument}.rows", rows, ChunkRows)
+            for value in rows:
+                check_int(f"{argument}.rows", value, 0)
+            check(rows.chunk < len(metadata.context_chunks), f"{argument}.rows", "the index of a chunk", rows.chunk)
+            most = metadata.context_chunks[rows.chunk].num_tokens
+            check(rows.first + chunk.num_tokens == rows.end <= most, f"{argument}.rows",
+                  f"{chunk.num_tokens} rows of {most}", f"{rows.first} to {rows.end}")  # fmt: skip
+        token, requests = part.end_token, requests + part.plan.block_table.shape[0]
+    check(token == num_tokens, argument, f"{num_tokens} query tokens in all", token)
+    check(requests == metadata.block_table.shape[0], argument, f"{metadata.block_table.shape[0]} requests in all",
+          requests)  # fmt: skip
 
 
 def check_expanded(

@@ -14,11 +14,8 @@ from .checks import (
     check_tensor,
     check_type,
 )
-from .metadata import (
-    CommonAttentionMetadata,
-    ContextChunk,
-    ContextParallelChunk,
-)
+from .context_chunk import ContextChunk, ContextParallelChunk
+from .metadata import CommonAttentionMetadata
 from .ownership import TokenOwnership, get_dcp_local_seq_lens
 
 CPU = torch.device("cpu")

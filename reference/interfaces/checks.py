@@ -164,6 +164,57 @@ def check_tensor(
         raise ValueError(f"{argument}: expected device {device}, got {tensor.device}")
 
 
+def check_out(
+    argument: str,
+    out: Tensor,
+    shape: tuple[int | str, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    *inputs: Tensor,
+    contiguous: bool = False,
+) -> None:
+    """Check a tensor of the caller that an op writes; read no values.
+
+    Args:
+        argument: name of the argument.
+        out: the tensor.
+        shape: expected shape.
+        dtype: expected dtype.
+        device: expected device.
+        inputs: tensors that the op reads. The memory of `out`, from its first to its last element, must not contain
+            an element of these tensors. The check is left out in compiled code, which knows no addresses.
+        contiguous: whether `out` must be contiguous.
+
+    Raises:
+        TypeError: the argument is not a tensor.
+        ValueError: the layout, shape, dtype or device is wrong; two elements of `out` have the same address; `out`
+            overlaps an input; `out` is not contiguous although it must be.
+    """
+    check_tensor(argument, out, shape, (dtype,), device)
+    if not out.is_contiguous():
+        strides = f"strides {list(out.stride())}"
+        check(not contiguous, argument, "a contiguous tensor", strides)
+        reach = 0
+        for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+            check(stride > reach or size == 1, argument, "a tensor whose elements have different addresses", strides)
+            reach += stride * (size - 1)
+    if torch.compiler.is_compiling() or out.numel() == 0:
+        return
+    first, end = _addresses(out)
+    for tensor in inputs:
+        if tensor.numel() > 0 and tensor.device == out.device:
+            low, high = _addresses(tensor)
+            check(high <= first or end <= low, argument, "memory that no input has", "a tensor that overlaps an input")
+
+
+def _addresses(tensor: Tensor) -> tuple[int, int]:
+    """Return the address of the first element of a tensor, and the address after its last element."""
+    reach = tensor.numel() - 1
+    if not tensor.is_contiguous():
+        reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
 def linear_output(argument: str, output: object) -> Tensor:
     """Return the product from the output of a linear module, which is a tensor or a pair (product, bias).
 

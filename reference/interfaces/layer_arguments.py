@@ -13,6 +13,7 @@ from .checks import (
     check_blocks,
     check_int,
     check_offsets,
+    check_out,
     check_slots,
     check_tensor,
     check_type,
@@ -21,10 +22,8 @@ from .config import MLAConfig
 from .costs import PathCosts
 from .decode_schedule import ScheduleChoice
 from .errors import UnsupportedConfiguration
-from .metadata import (
-    CascadeMetadata,
-    MLAMetadata,
-)
+from .metadata import CascadeMetadata, MLAMetadata
+from .workspace import ContextWorkspace
 
 CPU = torch.device("cpu")
 
@@ -114,7 +113,8 @@ def check_forward_attention(
     check_tensor("k_pe", k_pe, (tokens, config.qk_rope_head_dim), dtypes, device)
     widths = config.kv_lora_rank, config.qk_rope_head_dim
     check_formatted_cache(kv_cache, cache_format, *widths, weight.dtype, device)
-    check_tensor("output", output, (tokens, config.num_heads, config.v_head_dim), dtypes, device)
+    shape = (tokens, config.num_heads, config.v_head_dim)
+    check_out("output", output, shape, weight.dtype, device, weight, q, kv_c_normed, k_pe, kv_cache)
 
 
 def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspace_tokens: int) -> None:
@@ -147,10 +147,11 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
         for name, part in (("prefix", metadata.cascade.prefix), ("suffix", metadata.cascade.suffix)):
             check_decode_plan(part, split, device)
             check_block_size(f"metadata.cascade.{name}.block_size", part.block_size, kv_cache)
-    check_prefill_plan(prefill, device, "metadata.prefill")
+    check_prefill_plan(prefill, end - split, device, "metadata.prefill")
     check_block_size("metadata.prefill.block_size", prefill.block_size, kv_cache)
     check_int("metadata.workspace_tokens", metadata.workspace_tokens, 0)
     check_type("metadata.schedule_choice", metadata.schedule_choice, ScheduleChoice)
+    check_type("metadata.workspace", metadata.workspace, ContextWorkspace)
     for chunk in prefill.context_chunks:
         check(chunk.num_tokens <= workspace_tokens, "metadata.workspace_tokens",
               f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens",
@@ -164,6 +165,11 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
         check_decode_values(metadata.cascade.prefix, split, block_size, num_blocks)
         check_decode_values(metadata.cascade.suffix, split, block_size, num_blocks)
     check_offsets("metadata.prefill.query_start_loc", prefill.query_start_loc, end - split)
+    for part in prefill.parts:
+        tokens = part.end_token - part.first_token
+        check_offsets("metadata.prefill.parts.plan.query_start_loc", part.plan.query_start_loc, tokens)
+        for chunk in part.plan.context_chunks:
+            check_offsets("metadata.prefill.parts.plan.context_chunks.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
     for chunk in prefill.context_chunks:
         check_offsets("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
         held_starts, held_offsets = chunk.held

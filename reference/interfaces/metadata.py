@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, SupportsIndex
 
 import torch
@@ -11,10 +11,12 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from .checks import check, check_blocks, check_lengths, check_not_negative, check_tensor, is_positive_int, lens_on_cpu
+from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import NEVER_PLANNED, DecodeSchedule, ScheduleChoice
 from .ownership import TokenOwnership, check_interleave
 from .slots import slots_of_tokens
 from .support import GraphSupport
+from .workspace import ContextWorkspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,69 +240,6 @@ class CommonAttentionMetadata:
 
 
 @dataclass(frozen=True, eq=False)
-class ContextChunk:
-    """Context tokens of one or more requests that a prefill expands at once, few enough to fit into the workspace.
-
-    A chunk has at most one range of consecutive context tokens of each request.
-
-    Attributes:
-        starts: [B], position of each request's first token in this chunk.
-        cu_seq_lens: [B + 1], prefix sum of the number of tokens that each request has in this chunk (0 is legal).
-        num_tokens: cu_seq_lens[-1], tokens in this chunk.
-        max_seq_len: the largest number of tokens that one request has in this chunk.
-    """
-
-    starts: Int32[Tensor, " B"]
-    cu_seq_lens: Int32[Tensor, " B+1"]
-    num_tokens: int
-    max_seq_len: int
-
-    @property
-    def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
-        """Return `starts` and `cu_seq_lens` of the tokens that the cache of this rank has, which are all tokens."""
-        return self.starts, self.cu_seq_lens
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the fields that are tensors, by name."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-    def to(self, device: torch.device) -> ContextChunk:
-        """Return this chunk with all tensors on `device`."""
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in self.tensors().items()})
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class ContextParallelChunk(ContextChunk):
-    """A `ContextChunk` whose tokens are distributed over the D ranks of a context-parallel group.
-
-    The fields of `ContextChunk` describe the tokens of all ranks together, in the order of the tokens. Each request's
-    first token in the chunk is at a multiple of D * I (`context_unit`), so rank 0 owns this token. The rank-local
-    tokens of a request in the chunk are therefore consecutive in the cache of each rank.
-
-    Attributes:
-        local_starts: [B], starts / D: index of each request's first rank-local token in the chunk, counted among the
-            request's tokens on that rank. The index is the same on every rank.
-        local_cu_seq_lens: [D, B + 1], for each rank the prefix sum of the number of rank-local tokens of each request.
-        local_tokens: tokens of this chunk on this rank.
-        padded_tokens: number of rows that each rank contributes to the all-gather. This number is the number of tokens
-            of rank 0, because no rank has more tokens. Ranks with fewer tokens append padding.
-        ownership: the tokens that this rank owns.
-    """
-
-    local_starts: Int32[Tensor, " B"]
-    local_cu_seq_lens: Int32[Tensor, "D B+1"]
-    local_tokens: int
-    padded_tokens: int
-    ownership: TokenOwnership
-
-    @property
-    def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:
-        """Return `starts` and `cu_seq_lens` of the tokens that the cache of this rank has."""
-        return self.local_starts, self.local_cu_seq_lens[self.ownership.rank]
-
-
-@dataclass(frozen=True, eq=False)
 class PrefillMetadata:
     """The part of a step's plan for the expanded path: the requests that prefill.
 
@@ -310,6 +249,9 @@ class PrefillMetadata:
         max_query_len: length of the longest query.
         context_chunks: the cached context of these requests, cut into chunks; empty if no request has context.
         block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
+        parts: the requests with context and the requests without context, as parts of consecutive requests; together
+            the parts have all requests in their order. Only requests of parts with context get an attention state that
+            is merged. Empty if all requests have context, if no request has context, or if the plan does not know it.
     """
 
     block_table: Int32[Tensor, "B W"]
@@ -317,6 +259,44 @@ class PrefillMetadata:
     max_query_len: int
     context_chunks: tuple[ContextChunk, ...]
     block_size: int
+    parts: tuple[PrefillPart, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillPart:
+    """Consecutive requests of a prefill that all have context, or that all have no context.
+
+    Attributes:
+        first_token: first query token of the part among the query tokens of the prefill.
+        end_token: query token after the last one of the part.
+        plan: the plan of these requests alone. Its chunks have the keys of these requests only, and it has no parts.
+        rows: for each chunk of `plan`, the rows of these requests in the gathered chunk of the whole prefill.
+    """
+
+    first_token: int
+    end_token: int
+    plan: PrefillMetadata
+    rows: tuple[ChunkRows, ...]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the part, except those of its block table, by name."""
+        found = {"query_start_loc": self.plan.query_start_loc}
+        for number, chunk in enumerate(self.plan.context_chunks):
+            found |= {f"chunk {number}: {name}": tensor for name, tensor in chunk.tensors().items()}
+        return found
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> PrefillPart:
+        """Return the part with other tensors, by the names that `tensors` gives."""
+        chunks = tuple(
+            replace(chunk, **{name: tensors[f"chunk {number}: {name}"] for name in chunk.tensors()})
+            for number, chunk in enumerate(self.plan.context_chunks)
+        )
+        plan = replace(self.plan, query_start_loc=tensors["query_start_loc"], context_chunks=chunks)
+        return replace(self, plan=plan)
+
+    def to(self, device: torch.device) -> PrefillPart:
+        """Return this part with the tensors of `tensors` on `device`."""
+        return self.with_tensors({name: x.to(device, non_blocking=True) for name, x in self.tensors().items()})
 
 
 @dataclass(frozen=True, eq=False)
@@ -387,6 +367,8 @@ class MLAMetadata:
         cascade: the plan of the decode in two parts, shared prefix and suffixes, which the layer uses in place of
             `decode`. None if the requests share no prefix, or if the two parts would take longer.
         schedule_choice: the decision whether the decode has a schedule, and the numbers behind this decision.
+        workspace: memory for one chunk, gathered and expanded, which all layers share; a builder puts the same
+            workspace into each of its plans with context.
     """
 
     slot_mapping: Int64[Tensor, " T"]
@@ -399,6 +381,7 @@ class MLAMetadata:
     schedule: DecodeSchedule | None = None
     cascade: CascadeMetadata | None = None
     schedule_choice: ScheduleChoice = NEVER_PLANNED
+    workspace: ContextWorkspace = field(default_factory=ContextWorkspace)
 
     @property
     def num_prefills(self) -> int:

@@ -16,6 +16,7 @@ from ..interfaces import (
     MOST_WORKSPACE_TOKENS,
     CacheFormat,
     CommonAttentionMetadata,
+    ContextWorkspace,
     DecodeMetadata,
     DecodeSchedule,
     GraphSupport,
@@ -131,6 +132,7 @@ class MLAMetadataBuilder:
         self.workspace_tokens = workspace_tokens
         check_chunking(self.workspace_tokens, unit)
         self.reorder_batch_threshold = reorder_batch_threshold(query_len_support, num_speculative_tokens)
+        self.workspace = ContextWorkspace()
 
     def build(self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool = False) -> MLAMetadata:
         """Return the plan of one step.
@@ -155,6 +157,8 @@ class MLAMetadataBuilder:
             self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
             cache_format=self.cache_format, dtype=self.dtype,
         )  # fmt: skip
+        if metadata.prefill.context_chunks:
+            metadata = dataclasses.replace(metadata, workspace=self.workspace)
         if metadata.num_decode_tokens == 0 or (fast_build and not self.batch_invariant):
             return metadata
         return self._with_hints(metadata, common_prefix_len, common)

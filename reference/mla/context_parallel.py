@@ -24,6 +24,7 @@ from ..interfaces import (
     check_decode,
     check_dtype,
     check_number,
+    check_rows,
     check_type,
 )
 from .decode import mla_decode
@@ -36,6 +37,8 @@ def dcp_gather_context(
     context_parallel: ContextParallel,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
+    *,
+    workspace: Float[Tensor, "rows head_size"] | None = None,
 ) -> Float[Tensor, "S head_size"]:
     """Return the cache entries of one chunk from all ranks, in the order of the tokens.
 
@@ -51,24 +54,36 @@ def dcp_gather_context(
         cache_format: format of the cache.
         out_dtype: dtype of the result and of the exchanged entries; None means the dtype of the cache (see
             `gather_and_maybe_dequant_cache`).
+        workspace: [rows, Lkv + R] in `out_dtype`, contiguous, for the entries that this rank sends and receives: at
+            least (D + 1) padded_tokens rows. If there are num_tokens more rows, the first num_tokens rows receive the
+            result. None allocates tensors.
 
     Returns:
-        [num_tokens, Lkv + R] in `out_dtype`, with num_tokens from `chunk`.
+        [num_tokens, Lkv + R] in `out_dtype`, with num_tokens from `chunk`; the first rows of `workspace` if it has
+        room for the result.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the chunk was planned for another rank; a block is outside
-            the cache. If the function raises this error, it has exchanged nothing.
+            the cache; `workspace` has too few rows. If the function raises this error, it has exchanged nothing.
         GroupError: the exchange failed.
     """
     width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     check_chunk_ownership(chunk, context_parallel)
+    group, padded, local_tokens = context_parallel.cp_group, chunk.padded_tokens, chunk.local_tokens
+    exchanged = (group.size + 1) * padded
+    if workspace is None:
+        workspace = kv_cache.new_empty(exchanged, width, dtype=dtype)
+    check_rows(workspace, width, exchanged, dtype, kv_cache.device)
+    has_room = workspace.shape[0] >= chunk.num_tokens + exchanged
+    exchange = workspace[chunk.num_tokens if has_room else 0 :]
+    received, sent = exchange[: group.size * padded], exchange[group.size * padded : exchanged]
     starts, offsets = chunk.held
-    local_tokens = chunk.local_tokens
-    padded = kv_cache.new_zeros(chunk.padded_tokens, width, dtype=dtype)  # all ranks contribute the same shape
-    padded[:local_tokens] = gather_and_maybe_dequant_cache(
+    sent[:local_tokens] = gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, offsets, starts, local_tokens, cache_format, dtype
     )
-    return reorg_kvcache(context_parallel.cp_group.all_gather(padded), chunk)
+    sent[local_tokens:] = 0  # all ranks send the same shape
+    context = reorg_kvcache(group.all_gather(sent, out=received.view(group.size, padded, width)), chunk)
+    return workspace[: chunk.num_tokens].copy_(context) if has_room else context
 
 
 def dcp_decode(

@@ -19,9 +19,12 @@ from ..interfaces import (
     COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
     CacheFormat,
+    ContextWorkspace,
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
+    aligned,
+    check_context_workspace,
     check_format,
     check_forward_attention,
     check_int,
@@ -31,6 +34,7 @@ from ..interfaces import (
     check_projections,
     check_step,
     check_tensor,
+    context_workspace_size,
     latent_norm_eps,
     linear_output,
     wide_dtype,
@@ -91,6 +95,9 @@ class MLAAttention(nn.Module):
             `kv_b_proj` and `o_proj` have only this rank's N / TP heads, `o_proj` has no bias, and `config` still
             describes all N heads.
         cache_format: format of the layer's cache.
+        workspace: memory for the context of one chunk, gathered and expanded; all layers of a model can share it. None
+            means the workspace of the plan (`MLAMetadata.workspace`); the memory-profile run then allocates a workspace
+            of the same size and frees it.
 
     Raises:
         TypeError: a projection is not a module, or an argument has another type.
@@ -112,6 +119,8 @@ class MLAAttention(nn.Module):
         workspace_tokens: int = MOST_WORKSPACE_TOKENS,
         context_parallel: ContextParallel | None = None,
         cache_format: CacheFormat = COMPUTE_FORMAT,
+        *,
+        workspace: ContextWorkspace | None = None,
     ):
         super().__init__()
         check_projections(config, q_proj, q_a_proj, q_a_layernorm, q_b_proj)
@@ -122,6 +131,7 @@ class MLAAttention(nn.Module):
         )  # fmt: skip
         check_int("workspace_tokens", workspace_tokens)
         check_format(cache_format)
+        check_context_workspace("workspace", workspace)
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
@@ -130,7 +140,7 @@ class MLAAttention(nn.Module):
         self.q_proj, self.q_a_proj, self.q_b_proj = q_proj, q_a_proj, q_b_proj
         self.kv_a_proj_with_mqa, self.kv_b_proj, self.o_proj = kv_a_proj_with_mqa, kv_b_proj, o_proj
         self.q_a_layernorm, self.kv_a_layernorm = q_a_layernorm, kv_a_layernorm
-        self.workspace_tokens, self.cache_format = workspace_tokens, cache_format
+        self.workspace_tokens, self.cache_format, self.workspace = workspace_tokens, cache_format, workspace
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self.refresh_weights()
 
@@ -291,12 +301,17 @@ class MLAAttention(nn.Module):
         w_uk, w_uv = self.up_projections()
         check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output, self.cache_format)
         if metadata is None:
-            context = q.new_zeros(self.workspace_tokens, c.head_size)
-            expand_kv(context[:, : c.kv_lora_rank], w_uk, w_uv)
+            workspace = ContextWorkspace() if self.workspace is None else self.workspace
+            context, expanded = self._reserve(workspace, self.workspace_tokens, q)
+            expand_kv(context[:, : c.kv_lora_rank].zero_(), w_uk, w_uv, workspace=expanded)
             output.zero_()
             return
         check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
         check_step_ownership(metadata, self.context_parallel)
+        workspace = metadata.workspace if self.workspace is None else self.workspace
+        if metadata.prefill.context_chunks:
+            longest = max(chunk.num_tokens for chunk in metadata.prefill.context_chunks)
+            self._reserve(workspace, max(longest, min(metadata.workspace_tokens, self.workspace_tokens)), q)
 
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
         concat_and_cache_mla(kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format)
@@ -321,9 +336,18 @@ class MLAAttention(nn.Module):
             rows, gather = slice(split, end), gather_context
             if self.context_parallel is not None:
                 gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel)
-            state = forward_prefill(
+            output[rows] = forward_prefill(
                 q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv, c.softmax_scale, gather,
-                self.cache_format,
+                self.cache_format, return_lse=False, workspace=workspace,
             )  # fmt: skip
-            output[rows] = state.out
         output[end:] = 0
+
+    def _reserve(
+        self, workspace: ContextWorkspace, tokens: int, q: Tensor
+    ) -> tuple[Float[Tensor, "S head_size"], Float[Tensor, " elements"]]:
+        """Reserve a workspace for chunks of up to `tokens` tokens; return its rows of context and the rest."""
+        c, groups = self.local_config, self.context_parallel
+        elements = context_workspace_size(c, tokens, None if groups is None else groups.size)
+        memory = workspace.reserve(elements, q.dtype, q.device)
+        rows = tokens * c.head_size
+        return memory[:rows].view(tokens, c.head_size), memory[aligned(rows) :]

@@ -44,6 +44,7 @@ from ..planning.batch import split_decodes_and_prefills
 from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from .choose_path import choose_paths
+from .prefill_parts import split_by_context
 
 
 def build_mla_metadata(
@@ -173,6 +174,9 @@ def build_mla_metadata(
         visible = [ownership.count(keys) for keys in visible]
         chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
         kind, which = ContextParallelMetadata, {"ownership": ownership}
+    starts_on_cpu = torch.tensor(prefill_starts, dtype=torch.int32, device="cpu")
+    whole = PrefillMetadata(common.block_table[decodes:], starts_on_cpu, 0, chunks, block_size)
+    parts = split_by_context(whole, contexts[decodes:])
     metadata = kind(
         **which,
         slot_mapping=common.slot_mapping,
@@ -190,10 +194,11 @@ def build_mla_metadata(
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[decodes:],
-            query_start_loc=torch.tensor(prefill_starts, dtype=torch.int32, device=device),
+            query_start_loc=starts_on_cpu.to(device),
             max_query_len=max(query_lens[decodes:], default=0),
             context_chunks=tuple(chunk.to(device) for chunk in chunks),
             block_size=block_size,
+            parts=tuple(part.to(device) for part in parts),
         ),
         workspace_tokens=workspace_tokens,
     )

@@ -19,12 +19,19 @@ from ..interfaces import (
     COMPUTE_FORMAT,
     AttentionState,
     CacheFormat,
+    ChunkRows,
     ContextChunk,
+    ContextWorkspace,
     PrefillMetadata,
+    PrefillPart,
     check_context,
+    check_context_workspace,
     check_expanded,
+    check_flag,
     check_function,
     check_prefill,
+    check_rows,
+    reserve_for_chunks,
     wide_dtype,
 )
 from .weights import expand_kv
@@ -42,7 +49,8 @@ def run_prefill_new_tokens(
     v: Float[Tensor, "T N V"],
     metadata: PrefillMetadata,
     softmax_scale: float,
-) -> AttentionState:
+    return_lse: bool = True,
+) -> AttentionState | Float[Tensor, "T N V"]:
     """Compute the causal attention of each request's new tokens over the new tokens of the same request.
 
     Args:
@@ -52,19 +60,26 @@ def run_prefill_new_tokens(
         v: [T, N, V], values.
         metadata: plan of the prefill.
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`.
+        return_lse: whether the caller merges the result with the states of context chunks. False means that the new
+            tokens have no other keys, so the output is final.
 
     Returns:
-        out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64). The output stays in this dtype
-        because the state is merged with the states of the context chunks.
+        With `return_lse`, an `AttentionState`: out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is
+        float64). The output stays in this dtype because the state is merged with the states of the context chunks.
+
+        Without `return_lse`, a tensor: out [T, N, V] in the dtype of `q`.
 
     Raises:
+        TypeError: `return_lse` is not a bool.
         ValueError: shapes, dtypes or devices do not match.
     """
     check_expanded(q, k_nope, k_pe, v, metadata)
+    check_flag("return_lse", return_lse)
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
     k = _concat_key(k_nope, k_pe)
-    wide = wide_dtype(q.dtype)
-    return flash_attn_varlen(q, k, v, offsets, offsets, longest, longest, softmax_scale, causal=True, out_dtype=wide)
+    dtype = wide_dtype(q.dtype) if return_lse else q.dtype
+    state = flash_attn_varlen(q, k, v, offsets, offsets, longest, longest, softmax_scale, causal=True, out_dtype=dtype)
+    return state if return_lse else state.out
 
 
 def run_prefill_context_chunk(
@@ -109,6 +124,8 @@ def gather_context(
     chunk: ContextChunk,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     out_dtype: torch.dtype | None = None,
+    *,
+    workspace: Float[Tensor, "rows head_size"] | None = None,
 ) -> Float[Tensor, "S head_size"]:
     """Return the cache entries of one chunk, one request after another.
 
@@ -118,17 +135,23 @@ def gather_context(
         chunk: one chunk of the prefill's context.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None means the dtype of the cache (see `gather_and_maybe_dequant_cache`).
+        workspace: [at least S, Lkv + R] in `out_dtype`, contiguous; its first S rows receive the result. None allocates
+            a tensor.
 
     Returns:
-        [S, Lkv + R] in `out_dtype`.
+        [S, Lkv + R] in `out_dtype`; a view of `workspace` if it is given.
 
     Raises:
-        ValueError: the plan was made for another block size; shapes, dtypes or devices do not match.
+        ValueError: the plan was made for another block size; shapes, dtypes or devices do not match; `workspace` has
+            too few rows.
     """
-    check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
-    return gather_and_maybe_dequant_cache(
+    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    if workspace is not None:
+        check_rows(workspace, width, chunk.num_tokens, dtype, kv_cache.device)
+    gathered = gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format, out_dtype
     )
+    return gathered if workspace is None else workspace[: chunk.num_tokens].copy_(gathered)
 
 
 def forward_prefill(
@@ -142,14 +165,20 @@ def forward_prefill(
     softmax_scale: float,
     gather: Callable[..., Tensor] = gather_context,
     cache_format: CacheFormat = COMPUTE_FORMAT,
-) -> AttentionState:
+    return_lse: bool = True,
+    *,
+    workspace: ContextWorkspace | None = None,
+) -> AttentionState | Float[Tensor, "T N V"]:
     """Compute the attention of new tokens over their cached context and over each other, on the expanded path.
 
     The steps are:
 
-    1. Expand the latents of the new tokens, and attend the resulting keys with the causal mask.
+    1. Expand the latents of the new tokens, and attend the resulting keys with the causal mask. For requests without
+       context this is the result. The output of requests with context stays in float32 (float64 for float64).
     2. For each chunk of the context, gather the cache entries and expand the latents. Attend the resulting keys without
        a mask, and merge the chunk's state with the state over the keys so far.
+
+    `metadata.parts` tells the requests with context from the requests without context.
 
     Args:
         q: [T, N, P + R], queries with the rope part rotated.
@@ -160,27 +189,61 @@ def forward_prefill(
         w_uk: [Lkv, N, P], key up-projection.
         w_uv: [Lkv, N, V], value up-projection.
         softmax_scale: factor of the scores, `MLAConfig.softmax_scale`: (P + R)^-1/2, times YaRN's factor.
-        gather: function that returns the cache entries of a chunk, with the signature of `gather_context`. Under
-            context parallelism this function is `dcp_gather_context` with its argument `context_parallel` already
-            given.
+        gather: function that returns the cache entries of a chunk, with the signature of `gather_context`. It gets
+            `workspace=` only if `workspace` is given. Under context parallelism this function is `dcp_gather_context`
+            with its argument `context_parallel` already given.
         cache_format: format of the cache.
+        return_lse: whether the caller needs the LSE of the result.
+        workspace: memory in which each chunk is gathered and expanded; None allocates memory for every chunk.
 
     Returns:
-        out [T, N, V] in the dtype of `q`, lse [N, T].
+        With `return_lse`, an `AttentionState`: out [T, N, V] in the dtype of `q`, and lse [N, T].
+
+        Without `return_lse`, a tensor: out [T, N, V] in the dtype of `q`.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match.
+        TypeError: `return_lse` is not a bool, or `workspace` is not a `ContextWorkspace`.
+        ValueError: shapes, dtypes or devices do not match; the given memory of `workspace` is too small.
     """
     check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_function("gather", gather)
-    latent = kv_c_normed.shape[1]
+    check_flag("return_lse", return_lse)
+    check_context_workspace("workspace", workspace)
+    latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
+    gather_options, expanded = {}, None
+    if workspace is not None and chunks:
+        rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
+        gather_options["workspace"] = rows
+    parts = metadata.parts or (_whole(metadata, q.shape[0]),)
     k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
-    state = run_prefill_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale)
+    results = []  # for each part: its attention state, or its final output
+    for part in parts:
+        tokens = slice(part.first_token, part.end_token)
+        needs_lse = return_lse or len(part.rows) > 0
+        results.append(
+            run_prefill_new_tokens(
+                q[tokens], k_nope[tokens], k_pe[tokens], v[tokens], part.plan, softmax_scale, needs_lse
+            )
+        )
     del k_nope, v
-    for chunk in metadata.context_chunks:
-        context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
-        k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv)
-        chunk_state = run_prefill_context_chunk(q, k_nope, context[:, latent:], v, metadata, chunk, softmax_scale)
+    for number, chunk in enumerate(chunks):
+        context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype, **gather_options)
+        k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv, workspace=expanded)
+        for index, part in enumerate(parts):
+            for part_chunk, rows in zip(part.plan.context_chunks, part.rows, strict=True):
+                if rows.chunk == number:
+                    tokens, keys = slice(part.first_token, part.end_token), slice(rows.first, rows.end)
+                    chunk_state = run_prefill_context_chunk(
+                        q[tokens], k_nope[keys], context[keys, latent:], v[keys], part.plan, part_chunk, softmax_scale
+                    )
+                    results[index] = merge_attn_states(chunk_state, results[index])
         del k_nope, v, context  # free this chunk's keys and values before the next chunk is expanded
-        state = merge_attn_states(chunk_state, state)
-    return AttentionState(state.out.to(q.dtype), state.lse)
+    outs = [result.out if isinstance(result, AttentionState) else result for result in results]
+    out = torch.cat([out.to(q.dtype) for out in outs])
+    return AttentionState(out, torch.cat([state.lse for state in results], dim=1)) if return_lse else out
+
+
+def _whole(metadata: PrefillMetadata, num_tokens: int) -> PrefillPart:
+    """Return one part with all requests of a plan that has no parts."""
+    rows = tuple(ChunkRows(number, 0, chunk.num_tokens) for number, chunk in enumerate(metadata.context_chunks))
+    return PrefillPart(0, num_tokens, metadata, rows)

@@ -14,7 +14,7 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..interfaces import check, check_dtype, check_int, check_tensor, check_type, linear_output
+from ..interfaces import check, check_dtype, check_int, check_tensor, check_type, linear_output, split_for_keys
 
 
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
@@ -151,7 +151,11 @@ def latent_to_value(latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv
 
 
 def expand_kv(
-    kv_c_normed: Float[Tensor, "S Lkv"], w_uk: Float[Tensor, "Lkv N P"], w_uv: Float[Tensor, "Lkv N V"]
+    kv_c_normed: Float[Tensor, "S Lkv"],
+    w_uk: Float[Tensor, "Lkv N P"],
+    w_uv: Float[Tensor, "Lkv N V"],
+    *,
+    workspace: Float[Tensor, " elements"] | None = None,
 ) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
     """Expand latents into keys (without their rope part) and values of every head. FLOPs: 2 S N Lkv (P + V).
 
@@ -159,17 +163,25 @@ def expand_kv(
         kv_c_normed: [S, Lkv], normed latents.
         w_uk: [Lkv, N, P], key up-projection.
         w_uv: [Lkv, N, V], value up-projection.
+        workspace: memory for the results, a contiguous vector in the dtype and on the device of `kv_c_normed` that
+            shares no memory with it. `k_nope` takes the first S N P elements, and `v` begins at the next multiple of
+            128 elements. None allocates the results.
 
     Returns:
-        k_nope [S, N, P] and v [S, N, V].
+        k_nope [S, N, P] and v [S, N, V]; views of `workspace` if it is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match.
+        ValueError: shapes, dtypes or devices do not match; `workspace` is too small.
     """
     check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
     dtypes, device = (kv_c_normed.dtype,), kv_c_normed.device
     check_tensor("w_uk", w_uk, (kv_c_normed.shape[1], "N", "P"), dtypes, device)
     check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), dtypes, device)
+    if workspace is not None:
+        sizes = kv_c_normed.shape[0], w_uk.shape[1], w_uk.shape[2], w_uv.shape[2]
+        keys, values = split_for_keys(workspace, *sizes, kv_c_normed.dtype, device)
     k_nope = einsum(kv_c_normed, w_uk, "tokens latent, latent heads nope -> tokens heads nope")
     v = einsum(kv_c_normed, w_uv, "tokens latent, latent heads value -> tokens heads value")
-    return k_nope, v
+    if workspace is None:
+        return k_nope, v
+    return keys.view(k_nope.shape).copy_(k_nope), values.view(v.shape).copy_(v)

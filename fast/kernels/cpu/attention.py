@@ -28,7 +28,9 @@ def flash_attn_varlen(
     softmax_scale: float,
     causal: bool,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Compute attention of packed requests of different lengths.
 
     Args:
@@ -43,14 +45,17 @@ def flash_attn_varlen(
         softmax_scale: factor of the scores.
         causal: True applies a causal mask, in which the last query of a request sees its last key.
         out_dtype: dtype of the output.
+        out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
+        lse: [N, T], written in place; None beside a given `out` stores no LSE.
 
     Returns:
-        out [T, N, V] and lse [N, T].
+        out [T, N, V], and lse [N, T] or None.
     """
     wide = wide_dtype(q.dtype)
     tokens, heads, _ = q.shape
-    out = torch.empty(tokens, heads, v.shape[2], dtype=out_dtype, device=q.device)
-    lse = torch.empty(heads, tokens, dtype=wide_dtype(out_dtype), device=q.device)
+    if out is None:
+        out = torch.empty(tokens, heads, v.shape[2], dtype=out_dtype, device=q.device)
+        lse = torch.empty(heads, tokens, dtype=wide_dtype(out_dtype), device=q.device)
     by_head = q.transpose(0, 1).to(wide)  # [N, T, P + R]
     q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for request in range(len(q_offsets) - 1):
@@ -73,6 +78,8 @@ def flash_attn_varlen(
                     hidden = torch.ones(row_count, keys.stop - first, dtype=torch.bool, device=q.device)
                     scores.masked_fill_(hidden.triu_(last_seen - first + 1), -torch.inf)
                 softmax.add(scores, v[keys].to(wide).transpose(0, 1))
-            block_out, lse[:, rows] = softmax.finish()
+            block_out, block_lse = softmax.finish()
+            if lse is not None:
+                lse[:, rows] = block_lse
             out[rows] = block_out.transpose(0, 1).to(out_dtype)
     return out, lse

@@ -30,6 +30,7 @@ def mla_decode(
     split_offsets: Tensor | None,
     batch_invariant: bool,
     split_rule: InvariantSplitRule,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention of the query tokens of each request over its cached latents.
 
@@ -52,6 +53,7 @@ def mla_decode(
         split_offsets: not used by this backend.
         batch_invariant: not used by this backend.
         split_rule: not used by this backend.
+        out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -59,7 +61,8 @@ def mla_decode(
     wide = wide_dtype(ql_nope.dtype)
     tokens, heads, latent = ql_nope.shape
     block_size, width = kv_cache.shape[1:]
-    out = torch.empty_like(ql_nope, dtype=out_dtype, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(ql_nope, dtype=out_dtype, memory_format=torch.contiguous_format)
     lse = torch.empty(heads, tokens, dtype=wide_dtype(out_dtype), device=ql_nope.device)
     q = torch.cat((ql_nope, q_pe), dim=-1).to(wide)
 

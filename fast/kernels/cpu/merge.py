@@ -7,9 +7,18 @@ from torch import Tensor
 
 
 def merge_attn_states(
-    prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor
+    prefix_out: Tensor,
+    prefix_lse: Tensor,
+    suffix_out: Tensor,
+    suffix_lse: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T]."""
+    """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T].
+
+    The result is written to `out` and `lse` if they are given; they may be the tensors of one of the two states.
+    """
+    target_out, target_lse = out, lse
     # compute weights from the difference of the LSEs: exp(prefix_lse - lse) would magnify the rounding of lse
     difference = prefix_lse - suffix_lse
     prefix_weight, suffix_weight = torch.sigmoid(difference).T[..., None], torch.sigmoid(-difference).T[..., None]
@@ -23,4 +32,7 @@ def merge_attn_states(
     out = out.masked_fill(invalid.T[..., None], torch.nan)
     out = torch.where(keep_suffix.T[..., None], suffix_out, torch.where(keep_prefix.T[..., None], prefix_out, out))
     lse = torch.where(keep_suffix, suffix_lse, torch.where(keep_prefix, prefix_lse, lse))
-    return out.contiguous(), lse.masked_fill(invalid, torch.nan).contiguous()
+    lse = lse.masked_fill(invalid, torch.nan)
+    if target_out is None:
+        return out.contiguous(), lse.contiguous()
+    return target_out.copy_(out), target_lse.copy_(lse)

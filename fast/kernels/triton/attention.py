@@ -29,7 +29,7 @@ SMALLEST_DOT = 16  # fewest columns of a `tl.dot` operand; a narrower operand is
 
 
 class Strides(NamedTuple):
-    """Strides of queries, keys and values, in elements; `k_pe` has no stride of heads, because all heads share it."""
+    """Strides in elements; `k_pe` has no stride of heads, because all heads share it."""
 
     q_token: Any
     q_head: Any
@@ -42,6 +42,9 @@ class Strides(NamedTuple):
     v_token: Any
     v_head: Any
     v_column: Any
+    out_token: Any
+    out_head: Any
+    out_column: Any
 
 
 class Constants(NamedTuple):
@@ -195,10 +198,10 @@ def _attend_keys(
 @no_type_check
 def _flash_attn_varlen_kernel(
     q, k_nope, k_rest, k_pe, v, cu_seqlens_q, cu_seqlens_k, out, lse,
-    num_tokens, num_keys, num_heads, num_requests, num_tiles, softmax_scale, causal,
+    num_tokens, num_keys, num_requests, num_tiles, softmax_scale, causal,
     strides, BLOCK_M: tl.constexpr, LOG2_E: tl.constexpr, c: tl.constexpr,
 ):  # fmt: skip
-    """Attend one tile of BLOCK_M queries of one request and one head.
+    """Attend one tile of BLOCK_M queries of one request and one head; store no LSE if `lse` is None.
 
     All programs together do 2 Sq S N (P + R + V) floating-point operations for a request; with a causal mask and
     Sq = S, about half of them.
@@ -267,10 +270,12 @@ def _flash_attn_varlen_kernel(
     values = state.weighted / total[:, None]
     tokens = (query_start + rows).to(tl.int64)
     columns = tl.arange(0, c.VALUE)[None, :]
-    offsets = (tokens * num_heads + head)[:, None] * c.V + columns
-    tl.store(out + offsets, values.to(out.dtype.element_ty), mask=inside & (columns < c.V))
-    natural = (state.largest + tl.math.log2(total)) / LOG2_E  # -inf + 0 where empty
-    tl.store(lse + head.to(tl.int64) * num_tokens + tokens, natural, mask=rows < query_len)
+    out_rows = out + head.to(tl.int64) * strides.out_head + tokens[:, None] * strides.out_token
+    out_columns = columns.to(tl.int64) * strides.out_column
+    tl.store(out_rows + out_columns, values.to(out.dtype.element_ty), mask=inside & (columns < c.V))
+    if lse is not None:
+        natural = (state.largest + tl.math.log2(total)) / LOG2_E  # -inf + 0 where empty
+        tl.store(lse + head.to(tl.int64) * num_tokens + tokens, natural, mask=rows < query_len)
 
 
 def _powers_of_two(width: int) -> tuple[int, int]:
@@ -365,7 +370,9 @@ def flash_attn_varlen(
     softmax_scale: float,
     causal: bool,
     out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
     """Compute attention of packed requests of different lengths.
 
     Args:
@@ -380,9 +387,11 @@ def flash_attn_varlen(
         softmax_scale: factor of the scores.
         causal: True applies a causal mask, in which the last query of a request sees its last key.
         out_dtype: dtype of the output.
+        out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
+        lse: [N, T], contiguous, written in place; None beside a given `out` stores no LSE.
 
     Returns:
-        out [T, N, V] and lse [N, T].
+        out [T, N, V], and lse [N, T] or None.
 
     Raises:
         UnsupportedConfiguration: with heads of this width, no launch shape fits into the device's shared memory.
@@ -390,8 +399,9 @@ def flash_attn_varlen(
     tokens, heads, _ = q.shape
     keys, _, nope = k_nope.shape
     value, requests = v.shape[2], cu_seqlens_q.shape[0] - 1
-    out = torch.empty(tokens, heads, value, dtype=out_dtype, device=q.device)
-    lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+    if out is None:
+        out = torch.empty(tokens, heads, value, dtype=out_dtype, device=q.device)
+        lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
     if tokens == 0 or heads == 0 or requests <= 0:
         return out, lse
     rope = 0 if k_pe is None else k_pe.shape[1]
@@ -413,8 +423,8 @@ def flash_attn_varlen(
         launch(
             _flash_attn_varlen_kernel, (num_tiles * heads,),
             q, *sources, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), out, lse,
-            tokens, keys, heads, requests, num_tiles, softmax_scale, int(causal),
-            Strides(*q.stride(), *k_nope.stride(), *shared_strides, *v.stride()),
+            tokens, keys, requests, num_tiles, softmax_scale, int(causal),
+            Strides(*q.stride(), *k_nope.stride(), *shared_strides, *v.stride(), *out.stride()),
             BLOCK_M=blocks.block_m, LOG2_E=LOG2_E,
             c=Constants(
                 P=nope, R=rope, V=value, FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns,

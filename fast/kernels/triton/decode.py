@@ -137,6 +137,7 @@ def mla_decode(
     split_offsets: Tensor | None,
     batch_invariant: bool,
     split_rule: InvariantSplitRule,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute absorbed attention of the query tokens of each request over its cached latents.
 
@@ -157,6 +158,7 @@ def mla_decode(
         split_offsets: [B + 1] of that schedule, or None.
         batch_invariant: if True, the splits of each request depend on its length alone.
         split_rule: rule by which a batch-invariant decode splits a request.
+        out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
@@ -167,7 +169,7 @@ def mla_decode(
     """
     found = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out,
     )  # fmt: skip
     combine_partial_outputs(
         found.partial_out, found.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -178,7 +180,7 @@ def mla_decode(
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out=None,
 ) -> SplitDecode:  # fmt: skip
     """Run `mla_decode` without its combine kernel; return the tensors that the combine kernel reads and writes."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype float32, bfloat16 or float16", ql_nope.dtype)
@@ -188,7 +190,8 @@ def decode_splits(
     num_blocks, block_size, _ = kv_cache.shape
     requests, table_width = block_table.shape
     max_keys = readable_keys(max_seq_len, table_width, block_size)
-    out = torch.empty_like(ql_nope, dtype=out_dtype, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(ql_nope, dtype=out_dtype, memory_format=torch.contiguous_format)
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=ql_nope.device)
     none = torch.empty(0, dtype=torch.float32, device=ql_nope.device)
     if tokens == 0 or requests == 0 or heads == 0:

@@ -18,12 +18,22 @@ TOKENS = 8  # tokens of a program: their float32 LSEs of one head fill a 32-byte
 
 
 def merge_attn_states(
-    prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor
+    prefix_out: Tensor,
+    prefix_lse: Tensor,
+    suffix_out: Tensor,
+    suffix_lse: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T], contiguous."""
+    """Merge two attention states over disjoint keys; return out [T, N, Dv] and lse [N, T], contiguous.
+
+    The result is written to `out` and `lse` if they are given. They may be the tensors of one of the two states: a
+    program loads all elements of its rows before it stores them.
+    """
     tokens, heads, value_dim = prefix_out.shape
-    out = torch.empty_like(prefix_out, memory_format=torch.contiguous_format)
-    lse = torch.empty_like(prefix_lse, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(prefix_out, memory_format=torch.contiguous_format)
+        lse = torch.empty_like(prefix_lse, memory_format=torch.contiguous_format)
     if lse.numel() == 0:
         return out, lse
     value_tile = next_power_of_2(max(1, value_dim))
@@ -68,13 +78,13 @@ def _merge_kernel(
     merged = a_out.to(a.dtype) * a_weight[:, None] + b_out.to(a.dtype) * b_weight[:, None]
     merged_lse = tl.maximum(a, b) + tl.log(1 + tl.exp(-tl.abs(a - b)))
     invalid = (a == infinity) | (b == infinity) | (a != a) | (b != b)
-    merged = tl.where(invalid[:, None], float("nan"), merged).to(out.dtype.element_ty)
+    merged = tl.where(invalid[:, None], float("nan"), merged).to(a_out.dtype)
     merged_lse = tl.where(invalid, float("nan"), merged_lse)
     # Where one state has no keys, return the exact bits of the other state. The formulas above would change -0.0 to 0.0
     # and round the LSE.
     keep_a = (b == -infinity) & (a < infinity)
     keep_b = (a == -infinity) & (b < infinity)
-    merged = tl.where(keep_b[:, None], b_out, tl.where(keep_a[:, None], a_out, merged))
+    merged = tl.where(keep_b[:, None], b_out, tl.where(keep_a[:, None], a_out, merged)).to(out.dtype.element_ty)
     merged_lse = tl.where(keep_b, b, tl.where(keep_a, a, merged_lse))
     tl.store(out + ((token * num_heads + head) * VALUE)[:, None] + column[None, :], merged, held)
     tl.store(lse + head * num_tokens + token, merged_lse, inside)

@@ -64,6 +64,7 @@ def mla_decode(
     split_offsets: Tensor | None,
     batch_invariant: bool,
     split_rule: InvariantSplitRule,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the absorbed attention of a few query tokens per request over its cached latents.
 
@@ -88,16 +89,17 @@ def mla_decode(
         batch_invariant: if True, the splits of a request depend on its length alone, so its bits do not depend on the
             batch.
         split_rule: rule by which a batch-invariant decode splits a request; used only if `batch_invariant` is true.
+        out: [T, N, Lkv] in `out_dtype`, contiguous, written in place; None allocates a tensor.
 
     Returns:
         out [T, N, Lkv] and lse [N, T].
 
     Raises:
-        ValueError: a dtype is not listed above, or the address of the cache is not a multiple of 16 bytes.
+        ValueError: a dtype is not listed above, or the address of the cache or of `out` is not a multiple of 16 bytes.
     """
     split_decode = decode_splits(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
+        softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out,
     )  # fmt: skip
     combine_partial_outputs(
         split_decode.partial_out, split_decode.partial_lse, query_start_loc, max_query_len, tile_ranges, split_offsets,
@@ -108,7 +110,7 @@ def mla_decode(
 
 def decode_splits(
     ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,
-    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule,
+    softmax_scale, out_dtype, tile_ranges, split_offsets, batch_invariant, split_rule, out=None,
 ) -> SplitDecode:  # fmt: skip
     """Run `mla_decode` without its combine kernel; return outputs and partial outputs."""
     check(ql_nope.dtype in DTYPES, "ql_nope", "dtype bfloat16 or float16", ql_nope.dtype)
@@ -121,7 +123,9 @@ def decode_splits(
     requests, table_width = block_table.shape
     max_keys = readable_keys(max_seq_len, table_width, block_size)
     device = ql_nope.device
-    out = torch.empty(tokens, heads, latent, dtype=out_dtype, device=device)
+    if out is None:
+        out = torch.empty(tokens, heads, latent, dtype=out_dtype, device=device)
+    check(out.data_ptr() % 16 == 0, "out", "aligned to 16 bytes", "another address")
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=device)
     if tokens == 0 or requests == 0 or heads == 0:
         none = torch.empty(0, dtype=torch.float32, device=device)
