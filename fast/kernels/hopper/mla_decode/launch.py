@@ -13,13 +13,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from reference.interfaces import DECODE_TILE, InvariantSplitRule, ScheduleCosts, check, most_invariant_splits
+from reference.interfaces import (
+    DECODE_TILE,
+    InvariantSplitRule,
+    ScheduleCosts,
+    check,
+    invariant_split_rule,
+    most_invariant_splits,
+)
 
 from ....backends import launch
 from ...combine import SplitDecode, combine_partial_outputs, readable_keys, rows_of_a_request
@@ -34,6 +43,7 @@ from .main_loops.row_blocks_16_32 import _row_blocks_16_32_kernel
 from .main_loops.row_blocks_64 import _row_blocks_64_kernel
 from .select import (
     MANY_ROWS,
+    Assignment,
     assign_by_length,
     assign_evenly,
     assign_planned,
@@ -45,6 +55,7 @@ from .two_phases.launch import launch_two_phases
 
 DTYPES = (torch.bfloat16, torch.float16)
 OUT_DTYPES = (*DTYPES, torch.float32)
+MOST_SIZES = 4096  # calls whose sizes are kept; a decode that grows by one token has new sizes
 LEAST_SCALE = 1e-30  # used in place of a scale of 0: masked scores are -inf, and -inf * 0 would be NaN
 
 
@@ -135,25 +146,15 @@ def decode_splits(
     ql_nope, latent_strides = _in_words(ql_nope)
     q_pe, rope_strides = _in_words(q_pe)
 
-    request_rows = rows_of_a_request(tokens, heads, max_query_len)
-    processors = device_facts(device).processors
     planned = tile_ranges is not None
-    program_rows = choose_program_rows(planned, batch_invariant, requests, request_rows, heads, max_keys, processors)
-    row_blocks = cdiv(request_rows, program_rows)
+    assigned, program_rows, row_sizes, partial_out_size, partial_lse_size, constants = _launch_sizes(
+        tokens, heads, latent, rope, block_size, requests, max_keys, max_query_len,
+        tile_ranges.shape[0] if planned else 0, batch_invariant, split_rule.numbers, device_facts(device).processors,
+    )  # fmt: skip
     if planned:
         tile_ranges, split_offsets = tile_ranges.contiguous(), split_offsets.contiguous()
-        most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule) if batch_invariant else 0
-        assigned = assign_planned(tile_ranges.shape[0], requests, request_rows, row_blocks, most_splits)
-    elif batch_invariant:
-        assigned = assign_by_length(
-            requests, request_rows, program_rows, max_keys, heads, latent, processors, split_rule
-        )
-    else:
-        assigned = assign_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors)
-    kept_values = assigned.programs * kept_values_of(program_rows, latent) if assigned.most_splits > 1 else 0
-    progress = 2 * requests if batch_invariant else 0
-    partial_out = torch.empty(assigned.partial_rows * latent + kept_values, dtype=torch.float32, device=device)
-    partial_lse = torch.empty(2 * assigned.partial_rows + progress, dtype=torch.float32, device=device)
+    partial_out = torch.empty(partial_out_size, dtype=torch.float32, device=device)
+    partial_lse = torch.empty(partial_lse_size, dtype=torch.float32, device=device)
     latent_tma, rope_tma = _cache_descriptors(kv_cache, latent, rope)
     inputs = LaunchInputs(
         ql_nope, q_pe, latent_tma, rope_tma, block_table, seq_lens.contiguous(), query_start_loc.contiguous(),
@@ -165,12 +166,6 @@ def decode_splits(
         QueryStrides(*latent_strides, *rope_strides), *block_table.stride(),
     )  # fmt: skip
     sizes = BatchSizes(tokens, num_blocks, requests, max_keys)
-    row_sizes = RowSizes(row_blocks, request_rows, assigned.num_partials)
-    constants = Constants(
-        CONSUMER=0, ROWS=program_rows, HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
-        BY_LENGTH=batch_invariant, SCHEDULED=planned, SPLIT=assigned.num_splits > 1 and not batch_invariant,
-        SLICES=assigned.slices,
-    )  # fmt: skip
     arguments = (
         *inputs, tile_ranges if planned else seq_lens, split_offsets if planned else seq_lens,
         outputs, *sizes, assigned.num_splits, *row_sizes, *numbers,
@@ -190,6 +185,71 @@ def decode_splits(
             cache = (kv_cache, *kv_cache.stride()[:2])
             launch(_row_blocks_64_kernel, (assigned.programs,), *arguments, out_rows, *cache, c=constants, **LAUNCH)
     return SplitDecode(out, lse, partial_out, partial_lse)
+
+
+class LaunchSizes(NamedTuple):
+    """What a launch needs and only the sizes of a call decide.
+
+    Attributes:
+        assigned: how requests are assigned to programs.
+        program_rows: rows of a row block.
+        row_sizes: numbers of rows and of partial outputs.
+        partial_out_size: elements of the partial outputs.
+        partial_lse_size: elements of the partial LSEs.
+        constants: compile-time constants of the kernel.
+    """
+
+    assigned: Assignment
+    program_rows: int
+    row_sizes: RowSizes
+    partial_out_size: int
+    partial_lse_size: int
+    constants: Constants
+
+
+@functools.lru_cache(MOST_SIZES)
+def _launch_sizes(
+    tokens: int,
+    heads: int,
+    latent: int,
+    rope: int,
+    block_size: int,
+    requests: int,
+    max_keys: int,
+    max_query_len: int,
+    ranges: int,
+    batch_invariant: bool,
+    split_numbers: tuple[int, int, int, int],
+    processors: int,
+) -> LaunchSizes:
+    """Return the `LaunchSizes` of a call; `ranges` is the number of programs of its schedule, 0 without a schedule."""
+    split_rule = invariant_split_rule(*split_numbers)
+    request_rows = rows_of_a_request(tokens, heads, max_query_len)
+    program_rows = choose_program_rows(ranges > 0, batch_invariant, requests, request_rows, heads, max_keys, processors)
+    row_blocks = cdiv(request_rows, program_rows)
+    if ranges > 0:
+        most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule) if batch_invariant else 0
+        assigned = assign_planned(ranges, requests, request_rows, row_blocks, most_splits)
+    elif batch_invariant:
+        assigned = assign_by_length(
+            requests, request_rows, program_rows, max_keys, heads, latent, processors, split_rule
+        )
+    else:
+        assigned = assign_evenly(requests, tokens * heads, program_rows, row_blocks, max_keys, processors)
+    kept_values = assigned.programs * kept_values_of(program_rows, latent) if assigned.most_splits > 1 else 0
+    constants = Constants(
+        CONSUMER=0, ROWS=program_rows, HEADS=heads, LATENT=latent, ROPE=rope, BLOCK_SIZE=block_size,
+        BY_LENGTH=batch_invariant, SCHEDULED=ranges > 0, SPLIT=assigned.num_splits > 1 and not batch_invariant,
+        SLICES=assigned.slices,
+    )  # fmt: skip
+    return LaunchSizes(
+        assigned,
+        program_rows,
+        RowSizes(row_blocks, request_rows, assigned.num_partials),
+        assigned.partial_rows * latent + kept_values,
+        2 * assigned.partial_rows + (2 * requests if batch_invariant else 0),
+        constants,
+    )
 
 
 def _in_words(queries: Tensor) -> tuple[Tensor, list[int]]:
@@ -217,9 +277,7 @@ def _cache_descriptors(kv_cache: Tensor, latent: int, rope: int) -> tuple[Tensor
 def _row_descriptor(out: Tensor) -> TensorDescriptor:
     """Return the TMA descriptor that writes a quarter of the columns of 64 rows of out [T, N, Lkv]."""
     tokens, heads, latent = out.shape
-    return descriptor(
-        out.data_ptr(), out.dtype, (tokens * heads, latent), (latent, 1), (MANY_ROWS, latent // 4), 128
-    )
+    return descriptor(out.data_ptr(), out.dtype, (tokens * heads, latent), (latent, 1), (MANY_ROWS, latent // 4), 128)
 
 
 def decode_programs(
