@@ -81,6 +81,7 @@ from .mla.weights import (
     query_to_latent,
     split_kv_b_proj,
 )
+from .planning.advance import advance_step
 from .planning.batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
 from .planning.context_chunks import plan_context_chunks, rank_local_chunk
 from .planning.decode_schedule import plan_decode
@@ -122,6 +123,7 @@ __all__ = [
     "UnsupportedConfiguration",
     "YarnConfig",
     "absorb",
+    "advance_step",
     "allocate_kv_cache",
     "apply_rope",
     "build_mla_metadata",

@@ -34,6 +34,7 @@ from .cache.latent import allocate_kv_cache
 from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
+from .planning.advance import advance_step
 from .planning.decode_schedule import plan_decode
 
 LONG_CONTEXT = 16384  # tokens; so many that a decode splits the request and combines partial outputs
@@ -57,7 +58,8 @@ def warmup(
     """Compile every kernel that a layer of these dims can launch, so that no request waits for a compilation.
 
     The function runs steps of a layer whose projections return zeros: decodes with and without splits and schedules,
-    and prefills with and without context. It also copies blocks. Triton stores compiled kernels on disk too.
+    and prefills with and without context. It also advances a batch and copies blocks. Triton stores compiled kernels on
+    disk too.
 
     Args:
         config: configuration of the layer.
@@ -169,6 +171,11 @@ def _launch_all(
     for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):
         for context in (0, 16 * block_size, 3):
             step([long_query], [long_query + context])
+    for ids in (torch.int32, torch.int64):
+        token = torch.zeros(1, dtype=ids, device=device)
+        positions = torch.zeros(1, dtype=torch.int64, device=device)
+        common = _batch([1], [1], 2, num_blocks, device)
+        advance_step(token, token.clone(), positions, common, block_size, ownership, backend=backend)
     pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
     copy_blocks([kv_cache], pairs, backend=backend)
     swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)

@@ -110,6 +110,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     step_plan = dataclasses.replace(step_plan, schedule=ops.plan_decode(step_plan.decode.seq_lens, 2))
     step_cache = torch.randn(step.num_blocks, 16, DIRECT.head_size)
     hidden, positions = torch.randn(14, DIRECT.hidden_size), torch.arange(14)
+    growing = make_batch([1, 2, 3], [20, 33, 17])  # the block of the next token of each request is there
     prefix = make_batch([1, 1], [40, 40])
     table = prefix.common.block_table.clone()
     table[1, :2] = table[0, :2]
@@ -197,6 +198,9 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              block_mapping=torch.tensor([[0, 4]]), **backend),
         # batches and plans
         call("slot_mapping", **slots),
+        call("advance_step", sampled_token_ids=torch.tensor([5, 6, 7]), input_ids=torch.arange(6),
+             positions=torch.arange(6), common=growing.common, block_size=16, ownership=TokenOwnership(1, 0),
+             max_seq_len=4096, **captured_op),
         call("split_decodes_and_prefills", common=common, decode_threshold=2, require_uniform=True),
         call("reorder_batch_to_split_decodes_and_prefills", decodes=torch.tensor([False, True, True])),
         call("make_local_attention_virtual_batches", common=common, attention_chunk_size=32, block_size=16),
@@ -491,7 +495,7 @@ def report_of(made: list[Call], make: Callable[[], list[Call]] | None = None) ->
 
 def writes(call: Call) -> bool:
     """Return whether a call writes to its arguments when it succeeds."""
-    return bool({"kv_cache", "kv_caches", "target", "output", "out", "workspace"} & set(call.arguments))
+    return bool({"kv_cache", "kv_caches", "target", "output", "out", "workspace", "input_ids"} & set(call.arguments))
 
 
 if __name__ == "__main__":

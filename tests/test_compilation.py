@@ -127,13 +127,13 @@ def serve(config, dtype, threshold, batch_invariant=False):
 
 
 LAUNCHERS = (
-    "combine.launch", "triton.attention", "triton.cache", "triton.decode", "triton.merge", "triton.rope",
-    "triton.schedule", "triton.scheduled_decode",
+    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.decode", "triton.merge",
+    "triton.rope", "triton.schedule", "triton.scheduled_decode",
 )  # fmt: skip
 KERNELS = {
-    "_combine_scheduled_kernel", "_combine_splits_kernel", "_copy_blocks_kernel", "_decode_kernel",
-    "_flash_attn_varlen_kernel", "_gather_kernel", "_merge_kernel", "_plan_decode_kernel", "_rope_kernel",
-    "_rope_norm_cache_kernel", "_scheduled_decode_kernel", "_write_kernel",
+    "_advance_step_kernel", "_combine_scheduled_kernel", "_combine_splits_kernel", "_copy_blocks_kernel",
+    "_decode_kernel", "_flash_attn_varlen_kernel", "_gather_kernel", "_merge_kernel", "_plan_decode_kernel",
+    "_rope_kernel", "_rope_norm_cache_kernel", "_scheduled_decode_kernel", "_write_kernel",
 }  # fmt: skip
 
 
@@ -209,30 +209,34 @@ def test_kernels_compile_for(chip, heads, launches, monkeypatch):
     """Each kernel that a layer with DeepSeek's dimensions launches fits into the shared memory of a GPU.
 
     By default the test compiles only the kernels that depend most on the GPU: the decode kernels, the combine kernels
-    and the attention kernel. The default GPUs are the one with the least shared memory, and a Hopper GPU. On Hopper the
-    planner kernel and the combine kernels start before the preceding kernel has ended (`DEPENDENT`).
+    and the attention kernel; and the small kernel that advances a batch. The default GPUs are the one with the least
+    shared memory, and a Hopper GPU. On Hopper the planner kernel, the combine kernels and the kernel that advances a
+    batch start before the preceding kernel has ended (`DEPENDENT`).
     """
     from fast.kernels.combine import launch as combine_launch
     from fast.kernels.device import DeviceFacts
-    from fast.kernels.triton import attention, decode, schedule
+    from fast.kernels.triton import advance, attention, decode, schedule
 
     facts = DeviceFacts(*CHIPS[chip])
     deep = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
     if not deep and (chip, heads) not in (("RTX 4090", 128), ("H200", 128)):
         pytest.skip("runs only with HYPOTHESIS_PROFILE=deep")
-    for module in (attention, decode, combine_launch, schedule):
+    for module in (advance, attention, decode, combine_launch, schedule):
         monkeypatch.setattr(module, "device_facts", lambda device: facts)
     config = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=heads)
     fast.warmup(config, device="cpu", dtype=torch.bfloat16, block_size=64)
     wanted = {
         key: launch
         for key, launch in launches.items()
-        if deep or any(word in key[0] for word in ("decode", "attn", "combine_s"))
+        if deep or any(word in key[0] for word in ("decode", "attn", "combine_s", "advance"))
     }
     followers = {
-        key[0]: constants for key, (_, _, constants) in wanted.items() if {"combine", "plan"} & {*key[0].split("_")}
+        key[0]: constants
+        for key, (_, _, constants) in wanted.items()
+        if {"combine", "plan", "advance"} & {*key[0].split("_")}
     }
-    assert {"_combine_scheduled_kernel", "_combine_splits_kernel", "_plan_decode_kernel"} <= set(followers)
+    waiting = {"_advance_step_kernel", "_combine_scheduled_kernel", "_combine_splits_kernel", "_plan_decode_kernel"}
+    assert waiting <= set(followers)
     assert all(found["DEPENDENT"] == facts.has_dependent_launch for found in followers.values())
     assert len(wanted) >= 3
     for launch in wanted.values():

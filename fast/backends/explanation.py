@@ -27,6 +27,7 @@ CACHE_OPS = (
     "rope_norm_and_cache",
 )  # they read or write entries
 COPY_OPS = ("copy_blocks", "swap_blocks")  # they copy entries unchanged
+INTEGER_OPS = ("advance_step", "plan_decode")  # they compute with integers only
 
 
 def layer_requests(
@@ -65,7 +66,7 @@ def layer_requests(
                     device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN, op=op, cache_format=cache_format
                 )
             )
-        elif op == "plan_decode":
+        elif op in INTEGER_OPS:
             requests.append(KernelRequest(op, device))
         else:
             more = {"dtype": dtype}

@@ -228,7 +228,7 @@ def run_parity(
 
 
 def plans(compared: Comparison, batch: Batch, workspace_tokens: int, config: MLAConfig) -> None:
-    """Compare slots, context chunks, chosen paths, the decode schedule and the plan of a step."""
+    """Compare slots, context chunks, chosen paths, the decode schedule, the plan of a step and the next step."""
     lens, table = torch.tensor(batch.lens, dtype=torch.int32), batch.block_table.cpu()
     starts, tokens = batch.offsets(batch.lens), sum(batch.lens)
     compared.exact("slot_mapping", lambda m: m.slot_mapping(starts, lens, table, batch.block_size, tokens + 3))
@@ -239,6 +239,14 @@ def plans(compared: Comparison, batch: Batch, workspace_tokens: int, config: MLA
     query_lens = common.query_start_loc_cpu.diff()
     compared.exact("choose_paths", lambda m: m.choose_paths(query_lens, common.num_computed_tokens_cpu, 1, config))
     compared.exact("plan_decode", lambda m: m.plan_decode(common.seq_lens, PROGRAMS))
+
+    def advance(module: Any) -> tuple[Any, ...]:
+        step = batch.common(compared.oracle, batch.query_lens)
+        sampled = torch.arange(len(batch.lens), device=batch.positions.device)
+        ids, positions = sampled.new_zeros(step.num_actual_tokens), sampled.new_zeros(step.num_actual_tokens)
+        return module.advance_step(sampled, ids, positions, step, batch.block_size), ids, positions
+
+    compared.exact("advance_step", advance)
 
 
 def projections(

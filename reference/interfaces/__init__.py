@@ -7,6 +7,7 @@ dim (0 is legal), V value dim, D context-parallel world size, I interleave size.
 `reference` and `fast` both import this package. This package depends on torch and jaxtyping only.
 """
 
+from .advance_arguments import advanced_batch, check_advance, check_advance_values
 from .attention_arguments import (
     check_attention,
     check_attention_settings,
@@ -184,9 +185,12 @@ __all__ = [
     "TokenOwnership",
     "UnsupportedConfiguration",
     "YarnConfig",
+    "advanced_batch",
     "aligned",
     "captured_batch",
     "check",
+    "check_advance",
+    "check_advance_values",
     "check_attention",
     "check_attention_settings",
     "check_batch_block_size",

@@ -6,7 +6,7 @@
 Host times are medians on one core. On a GPU the benchmark measures:
 
 - the host time of the builder, which starts copies to the device and does not wait for the end of the copies;
-- `plan_decode`, replayed from a CUDA graph;
+- `plan_decode` and `advance_step`, replayed from a CUDA graph;
 - a replayed decode step of one layer: the time of each kernel, the time from the first kernel to the end of the last,
   and the gaps between kernels. The copies of a batch into the buffers of the graph are not in these times.
 """
@@ -19,7 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +112,34 @@ def time_batches(device: str, seconds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def advance_call(lens: torch.Tensor) -> Callable[[], object]:
+    """Return a call of `advance_step` on a batch of decodes, after a comparison with the reference.
+
+    The buffers of the call are on the device of `lens`. After many calls, requests have the largest length and stop.
+    """
+    requests, width = lens.shape[0], 8192 // BLOCK_SIZE
+    given = []
+    for device in ("cpu", lens.device):
+        starts = torch.arange(requests + 1, dtype=torch.int32, device="cpu")
+        table = torch.arange(requests * width, dtype=torch.int32, device=device).view(requests, width)
+        slots = torch.zeros(requests, dtype=torch.int64, device=device)
+        common = CommonAttentionMetadata.make(starts, lens.cpu().clone(), table, slots)
+        common = replace(common, seq_lens=lens.to(device, copy=True))
+        sampled = torch.arange(requests, device=device)
+        given.append((sampled, sampled.clone(), sampled.clone(), common, BLOCK_SIZE))
+    reference.advance_step(*given[0])
+    fast.advance_step(*given[1])
+    expected, found = ([ids, positions, step.seq_lens, step.slot_mapping] for _, ids, positions, step, _ in given)
+    if not all(one.equal(other.cpu()) for one, other in zip(expected, found, strict=True)):
+        raise AssertionError(f"advance_step of {requests} requests differs from the reference")
+    return lambda: fast.advance_step(*given[1])
+
+
 def time_schedule() -> list[dict[str, Any]]:
-    """Time `plan_decode` in a replayed graph, and the fill of one element as the cost of a kernel with no work."""
+    """Time `plan_decode` and `advance_step` in a replayed graph.
+
+    The fill of one element is timed too, as the cost of a kernel with no work.
+    """
     clock, rows = Clock(50.0), []
     config = MLAConfig.from_preset("deepseek-v3", num_heads=16)  # a decode with few heads has the most programs
     served = {"device": "cuda", "dtype": torch.bfloat16, "block_size": 64}
@@ -129,6 +155,7 @@ def time_schedule() -> list[dict[str, Any]]:
                 raise AssertionError(f"plan_decode of {requests} requests differs from the reference")
         calls = {
             "plan_decode": [lambda lens=lens: fast.plan_decode(lens, programs, costs)],
+            "advance_step": [advance_call(lens.clamp(1, 8191))],
             "batch_invariant": [lambda lens=lens: fast.plan_decode(lens, programs, costs, True)],
             "fill of one element": [one.zero_],
         }

@@ -32,7 +32,7 @@ PROMPTS = (
 SMALL = ["--device", "cpu", "--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--max-new-tokens", "3",
          "--block-size", "8",
          "--workspace-tokens", "16", "--token-budget", "32"]  # fmt: skip
-EXACT = {"slot_mapping", "choose_paths", "plan_context_chunks", "plan_decode", "build_mla_metadata",
+EXACT = {"advance_step", "slot_mapping", "choose_paths", "plan_context_chunks", "plan_decode", "build_mla_metadata",
          "concat_and_cache_mla", "copy_blocks", "swap_blocks", "gather_and_maybe_dequant_cache"}  # fmt: skip
 COMPARED = {"apply_rope", "rms_norm", "query_to_latent", "latent_to_value", "expand_kv", "flash_attn_varlen",
             "merge_attn_states", "mla_decode", "forward_prefill", "MLAAttention.forward"}  # fmt: skip

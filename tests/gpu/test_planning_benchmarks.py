@@ -12,7 +12,7 @@ from fast.parity import compare
 from reference.interfaces import MLAConfig, PathCosts
 
 from ..benchmarks import crossover, planning
-from ..support.factories import DIRECT
+from ..support.factories import DIRECT, integers
 
 V3 = MLAConfig.from_preset("deepseek-v3")
 TRUE = PathCosts(4.0, 9.0, 3.0, 3.5e-9, 3.1e-9, 2.4e-9, 5e-7)
@@ -64,6 +64,20 @@ def test_both_paths_compute_the_same(monkeypatch):
                 which.cache[table[(40 + token) // 16], (40 + token) % 16] = entries[request, token]
     torch.testing.assert_close(gold.absorbed(), gold.expanded(), rtol=0, atol=1e-12)
     assert compare("absorbed", paths.absorbed(), paths.expanded(), gold.expanded()).passed
+
+
+def test_advance_is_compared(monkeypatch):
+    """The timed call of `advance_step` advances its batch, and raises if the integers differ from the reference."""
+    planning.advance_call(integers(5, 16, 4000))()
+    right = fast.advance_step
+
+    def wrong(sampled, input_ids, positions, common, block_size):
+        right(sampled, input_ids, positions, common, block_size)
+        common.slot_mapping[0] += 1
+
+    monkeypatch.setattr(fast, "advance_step", wrong)
+    with pytest.raises(AssertionError, match="^advance_step of 3 requests differs from the reference$"):
+        planning.advance_call(integers(5, 16, 4000))
 
 
 @pytest.mark.parametrize("module", [planning, crossover])

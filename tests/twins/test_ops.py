@@ -75,7 +75,13 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
     lse = torch.float64 if dtype == torch.float64 else torch.float32
     backend = backend_here(dtype)
     attention = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True, dtype, backend)
+    advanced = [
+        (torch.tensor([5, 6, 7]).to(ids), torch.arange(4).to(ids), torch.arange(4), integers(20, 33, 0),
+         integers(0, 1, 3, 4), torch.arange(4), torch.arange(12).view(3, 4).int(), 16, ownership, 64, backend)
+        for ids, ownership in ((torch.int64, [1, 0, 1]), (torch.int32, [2, 1, 8]))
+    ]  # fmt: skip
     return {
+        "mla_twins::advance_step": advanced,
         "mla_twins::apply_rope": [
             (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, backend)
             for pairs in (True, False)

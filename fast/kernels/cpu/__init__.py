@@ -1,5 +1,6 @@
 """Backend "cpu": vectorised PyTorch code. It loops over requests and blocks of keys, not over tokens or heads."""
 
+from .advance import advance_step
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, rope_norm_and_cache, swap_blocks
 from .context_parallel import merge_packed_attn_states, pack_attn_state, reorg_kvcache, weight_attn_out
@@ -9,6 +10,7 @@ from .rope import apply_rope
 from .schedule import plan_decode
 
 KERNELS = {
+    "advance_step": advance_step,
     "apply_rope": apply_rope,
     "concat_and_cache_mla": concat_and_cache_mla,
     "copy_blocks": copy_blocks,

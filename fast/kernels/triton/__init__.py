@@ -1,6 +1,7 @@
 """Backend "triton": Triton kernels and their launchers, for every GPU that Triton supports."""
 
 from .. import compile_log
+from .advance import advance_step
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, swap_blocks
 from .context_parallel import merge_packed_attn_states, pack_attn_state, reorg_kvcache, weight_attn_out
@@ -10,6 +11,7 @@ from .rope import apply_rope, rope_norm_and_cache
 from .schedule import plan_decode
 
 KERNELS = {
+    "advance_step": advance_step,
     "apply_rope": apply_rope,
     "concat_and_cache_mla": concat_and_cache_mla,
     "copy_blocks": copy_blocks,

@@ -1,0 +1,110 @@
+"""Argument checks of `advance_step`, and the batch of the next step in CPU tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .batch_arguments import check_batch_block_size, check_common
+from .cache_arguments import check_ownership
+from .checks import check, check_blocks, check_int, check_lengths, check_readable, check_tensor
+from .metadata import CommonAttentionMetadata
+from .ownership import TokenOwnership, check_interleave
+
+
+def check_advance(
+    sampled_token_ids: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    common: CommonAttentionMetadata,
+    block_size: int,
+    ownership: TokenOwnership | None,
+    max_seq_len: int | None,
+) -> int:
+    """Check the arguments of `advance_step` and return the largest length that a request may reach; read no values.
+
+    Args:
+        sampled_token_ids: [B] int32 or int64.
+        input_ids: [T], with the dtype of `sampled_token_ids`.
+        positions: [T] int64.
+        common: the batch. Its `slot_mapping` has T slots.
+        block_size: tokens per block.
+        ownership: the tokens that this rank owns; None means that one rank owns all tokens.
+        max_seq_len: largest length that the caller allows; None means that only the block table limits the lengths.
+
+    Returns:
+        The number of tokens for which the block table has columns, or `max_seq_len` if this number is smaller.
+    """
+    check_int("block_size", block_size)
+    check_batch_block_size(common, block_size)
+    check_common(common)
+    check_ownership(ownership)
+    ranks = 1 if ownership is None else ownership.size
+    check_interleave(1 if ownership is None else ownership.interleave, block_size)
+    if max_seq_len is not None:
+        check_int("max_seq_len", max_seq_len, 1, "a positive int or None")
+    requests, device = common.num_reqs, common.block_table.device
+    check_tensor("sampled_token_ids", sampled_token_ids, (requests,), (torch.int32, torch.int64), device)
+    check_tensor("input_ids", input_ids, ("T",), (sampled_token_ids.dtype,), device)
+    tokens = input_ids.shape[0]
+    check_tensor("positions", positions, (tokens,), (torch.int64,), device)
+    check_tensor("common.slot_mapping", common.slot_mapping, (tokens,), (torch.int64,), device)
+    written = {"input_ids": input_ids, "positions": positions}
+    written |= {f"common.{name}": getattr(common, name) for name in ("seq_lens", "query_start_loc", "slot_mapping")}
+    for name, tensor in written.items():
+        apart = tensor.shape[0] < 2 or tensor.stride(0) != 0
+        check(apart, name, "elements at different addresses, because they are written", "a stride of 0")
+    columns = common.block_table.shape[1] * block_size * ranks
+    return min(columns, 2**31 - 1 if max_seq_len is None else max_seq_len)
+
+
+def check_advance_values(
+    query_start_loc: Tensor, seq_lens: Tensor, block_table: Tensor, num_tokens: int, block_tokens: int, limit: int
+) -> None:
+    """Check the values of a batch that `advance_step` advances; the check reads values.
+
+    Args:
+        query_start_loc: [B + 1], offsets of the step before.
+        seq_lens: [B], lengths of the step before.
+        block_table: [B, W].
+        num_tokens: T, length of `input_ids`.
+        block_tokens: tokens of a sequence for which one column of the block table is enough: `block_size` times the
+            number of ranks.
+        limit: largest length of a request after the step.
+
+    Raises:
+        ValueError: the offsets or lengths are no batch; the batch has more than T tokens; a request would exceed its
+            blocks or `limit`.
+    """
+    check_readable("common.seq_lens", seq_lens)
+    check_lengths(query_start_loc, seq_lens, ("common.query_start_loc", "common.seq_lens"))
+    total = int(query_start_loc[-1])
+    check(num_tokens >= total, "input_ids", f"at least {total} tokens, as common.query_start_loc has", num_tokens)
+    grows = (query_start_loc.diff() > 0) & (seq_lens > 0)
+    lens = torch.where(grows, seq_lens.long() + 1, 0).tolist()
+    check_blocks(block_table, lens, block_tokens, 2**31, "common.block_table")
+    for request, length in enumerate(lens):
+        check(length <= limit, "max_seq_len", f"at least {length}, the next length of request {request}", limit)
+
+
+def advanced_batch(common: CommonAttentionMetadata, limit: int) -> CommonAttentionMetadata:
+    """Return the batch of the next step: new lengths and offsets on the CPU, and the same tensors on the device.
+
+    Args:
+        common: the batch of the step before.
+        limit: largest length of a request; a request that has reached `limit` keeps its length.
+    """
+    has_token = common.query_start_loc_cpu.diff() > 0
+    starts = torch.nn.functional.pad(has_token.cumsum(0), (1, 0)).to(torch.int32)
+    lens, tokens, longest = common.seq_lens_cpu, int(starts[-1]), common.max_seq_len
+    return replace(
+        common,
+        seq_lens_cpu=torch.where(has_token & (lens > 0), lens.clamp(max=limit - 1) + 1, lens),
+        query_start_loc_cpu=starts,
+        slot_mapping=common.slot_mapping[:tokens],
+        max_query_len=min(common.max_query_len, 1),
+        num_actual_tokens=tokens,
+        max_seq_len=longest if longest >= limit else longest + 1,
+    )

@@ -1,0 +1,362 @@
+"""Tests of `advance_step`: integers against a brute-force loop, several steps of a layer, and refused arguments.
+
+Faults that were planted once to see a test of this file fail: the position of the new token is its length, a padding
+row grows, a request without query tokens gets a token, the tail of the buffers keeps old ids, and a rank takes the slot
+of a token that another rank owns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fast
+import reference
+from fast import backends
+from fast.backends import Backend, OpSupport
+from reference.interfaces import CommonAttentionMetadata, GraphSupport, TokenOwnership
+
+from ..support.decode_loop import loop_cache, make_loop
+from ..support.factories import CONFIGS, DIRECT, integers, make_layer, make_weights
+from ..support.planning import PACKAGES, batches, same
+from ..support.properties import given, st
+from ..support.ranks import owners
+
+BLOCK = 4
+
+
+def buffers(query_lens, seq_lens, width, padding=0, dtype=torch.int64, block_size=BLOCK):
+    """Return sampled ids, input ids, positions and a batch; unwritten elements of a result would keep odd values."""
+    requests, tokens = len(query_lens), sum(query_lens) + padding
+    table = torch.randperm(max(1, requests * width))[: requests * width].view(requests, width).int()
+    common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, block_size)
+    common = replace(common, slot_mapping=torch.full((tokens,), 12345))
+    sampled = torch.randint(1, 1000, (requests,), dtype=dtype)
+    return sampled, torch.full((tokens,), 77, dtype=dtype), torch.full((tokens,), 88), common
+
+
+def copies(given):
+    *tensors, common = given
+    fields = {name: value.clone() for name, value in vars(common).items() if isinstance(value, torch.Tensor)}
+    return *(x.clone() for x in tensors), replace(common, **fields)
+
+
+def brute_force(sampled, common, tokens, block_size, ownership):
+    """Return the expected ids, positions, slots, lengths and offsets, found by counting every token of a sequence."""
+    query_lens, lens, table = common.query_start_loc.diff().tolist(), common.seq_lens.tolist(), common.block_table
+    rows, after = [], []
+    for request, (query_len, length) in enumerate(zip(query_lens, lens, strict=True)):
+        grows = query_len > 0 and length > 0
+        after.append(length + grows)
+        if grows:
+            *earlier, owner = owners(length + 1, ownership.size, ownership.interleave)
+            column, at = divmod(earlier.count(ownership.rank), block_size)
+            slot = int(table[request, column]) * block_size + at if owner == ownership.rank else -1
+            rows.append((int(sampled[request]), length, slot))
+        elif query_len > 0:
+            rows.append((0, 0, -1))
+    rows += [(0, 0, -1)] * (tokens - len(rows))
+    starts = [0]
+    for query_len in query_lens:
+        starts.append(starts[-1] + min(query_len, 1))
+    return *(list(column) for column in zip(*rows, strict=True)), after, starts
+
+
+@given(batch=batches(), size=st.sampled_from([1, 2, 3, 8]), interleave=st.sampled_from([1, 2, 4]),
+       blocks=st.integers(1, 3), padding=st.integers(0, 2), ops=PACKAGES,
+       ids=st.sampled_from([torch.int32, torch.int64]), steps=st.integers(1, 3))  # fmt: skip
+def test_integers(batch, size, interleave, blocks, padding, ops, ids, steps):
+    """Every step has the integers of the brute-force loop on every rank, and exactly one rank owns a new token."""
+    query_lens, seq_lens = batch
+    block_size, tokens = interleave * blocks, sum(batch[0]) + padding
+    width = -(-(max(seq_lens, default=0) + steps) // block_size)
+    sampled, input_ids, positions, common = buffers(query_lens, seq_lens, width, padding, ids, block_size)
+    on_rank = [copies((sampled, input_ids, positions, common)) for _ in range(size)]
+    for _ in range(steps):
+        found, after = [], []
+        for rank, (_, input_ids, positions, common) in enumerate(on_rank):
+            ownership = TokenOwnership(size, rank, interleave)
+            wanted = brute_force(sampled, common, len(input_ids), block_size, ownership) if tokens else None
+            given_ownership = None if size == 1 and interleave == 1 else ownership
+            following = ops.advance_step(sampled, input_ids, positions, common, block_size, given_ownership)
+            if wanted is not None:
+                held = (input_ids, positions, common.slot_mapping, common.seq_lens, common.query_start_loc)
+                assert [x.tolist() for x in held] == list(wanted)
+            assert following.seq_lens is common.seq_lens and following.query_start_loc is common.query_start_loc
+            host = CommonAttentionMetadata.from_lens(
+                common.query_start_loc.diff().cpu(), common.seq_lens.cpu(), common.block_table, block_size, ownership
+            )
+            assert following.max_seq_len >= host.max_seq_len
+            same(following, replace(host, max_seq_len=following.max_seq_len, max_query_len=following.max_query_len))
+            assert following.max_query_len >= host.max_query_len
+            count = following.num_actual_tokens
+            found.append((following.slot_mapping >= 0).int())
+            after.append((sampled, input_ids[:count], positions[:count], following))
+        real = [s > 0 for q, s in zip(query_lens, seq_lens, strict=True) if q > 0]
+        assert sum(found).tolist() == [int(is_real) for is_real in real]
+        on_rank, tokens = after, count
+        sampled = torch.randint(1, 1000, sampled.shape, dtype=ids)
+
+
+def test_prefills_become_decodes(ops):
+    """After a mixed step, each request has one token; padding rows stay, and the rest of the buffers is padding."""
+    table = integers(7, 3, 9, 1, 0, 5, 2, 8, 6, 4).view(5, 2)
+    common = CommonAttentionMetadata.from_lens([1, 1, 3, 0, 2], [4, 0, 6, 5, 2], table, BLOCK)
+    input_ids, positions = torch.arange(50, 57), torch.arange(7)
+    following = ops.advance_step(torch.tensor([11, 12, 13, 14, 15]), input_ids, positions, common, BLOCK)
+    assert input_ids.tolist() == [11, 0, 13, 15, 0, 0, 0]
+    assert positions.tolist() == [4, 0, 6, 2, 0, 0, 0]
+    assert common.slot_mapping.tolist() == [3 * 4, -1, 5 * 4 + 2, 6 * 4 + 2, -1, -1, -1]
+    assert common.seq_lens.tolist() == [5, 0, 7, 5, 3]
+    assert common.query_start_loc.tolist() == [0, 1, 2, 3, 3, 4]
+    assert following.slot_mapping.tolist() == [12, -1, 22, 26] and following.num_actual_tokens == 4
+    assert following.seq_lens_cpu.tolist() == [5, 0, 7, 5, 3] and following.max_query_len == 1
+    assert following.query_start_loc_cpu.tolist() == [0, 1, 2, 3, 3, 4] and following.max_seq_len == 7
+
+
+def test_nothing_to_advance(ops):
+    """A batch without requests or without tokens is legal, and its buffers become padding."""
+    for query_lens, seq_lens, tokens in (([], [], 0), ([], [], 3), ([0, 0], [3, 0], 2)):
+        given = buffers(query_lens, seq_lens, 1, tokens)
+        following = ops.advance_step(*given, BLOCK)
+        assert given[1].eq(0).all() and given[2].eq(0).all() and given[3].slot_mapping.eq(-1).all()
+        assert following.seq_lens.tolist() == seq_lens and following.num_actual_tokens == 0
+
+
+def test_twins_agree_on_views():
+    """Both packages write the same bits into strided views, and touch nothing between the elements of a view."""
+    wide = [torch.full((x.shape[0], 2), 99, dtype=x.dtype) for x in buffers([1, 2], [5, 2], 2)[:3]]
+    given = buffers([1, 2], [5, 2], 2)
+    results = []
+    for ops in (reference, fast):
+        sampled, input_ids, positions, common = copies(given)
+        views = [x.clone() for x in wide]
+        for view, values in zip(views, (sampled, input_ids, positions), strict=True):
+            view[:, 0] = values
+        following = ops.advance_step(*(view[:, 0] for view in views), common, BLOCK)
+        assert all(view[:, 1].eq(99).all() for view in views)
+        results.append((*views, following))
+    same(*results)
+
+
+def upper_bounds(common, longest):
+    """Return the batch of a captured graph: the CPU fields have an upper bound in place of the lengths."""
+    return replace(common, seq_lens_cpu=torch.full_like(common.seq_lens_cpu, longest), max_seq_len=longest)
+
+
+def test_upper_bounds_stay_in_bounds(ops):
+    """CPU fields that are upper bounds stay upper bounds, and never exceed the block table or `max_seq_len`."""
+    for max_seq_len, bound in ((None, 8), (7, 7)):
+        given = buffers([1, 1], [3, 4], 2)
+        common = upper_bounds(given[3], bound)
+        for _ in range(3):
+            common = ops.advance_step(*given[:3], common, BLOCK, max_seq_len=max_seq_len)
+            assert common.seq_lens_cpu.tolist() == [bound, bound] and common.max_seq_len == bound
+        assert common.seq_lens.tolist() == [6, 7]
+
+
+# Steps of a layer.
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_steps_of_a_layer(config):
+    """k steps advanced by the op have the bits of k steps whose batches the host makes; the first step is mixed."""
+    dtype, steps, width = torch.float32, 5, 10
+    layer = make_layer(fast, config, make_weights(config, dtype), dtype)
+    table = torch.randperm(5 * width).view(5, width).int()
+    held = torch.randn(5 * width, BLOCK, config.head_size)
+    embedding = torch.randn(60, config.hidden_size)
+    query_lens, seq_lens = [1, 1, 5, 7, 0], [20, 0, 21, 7, 0]
+    prompt = torch.randint(0, 60, (sum(query_lens),))
+
+    def run(cache, ids, positions, common):
+        plan = fast.build_mla_metadata(common, BLOCK, 64)
+        hidden = layer(embedding[ids], positions, cache, plan)
+        last = (common.query_start_loc[1:] - 1).long()  # a request without tokens samples from another request's row
+        return hidden, (hidden[last] @ embedding.T).argmax(-1)
+
+    def first_step():
+        common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, BLOCK)
+        positions = torch.cat([torch.arange(s - q, s) if s else torch.zeros(q).long()
+                               for q, s in zip(query_lens, seq_lens, strict=True)])  # fmt: skip
+        return held.clone(), prompt.clone(), positions, common
+
+    cache, ids, positions, common = first_step()
+    lens, single = list(seq_lens), []
+    for _ in range(steps):
+        hidden, sampled = run(cache, ids, positions, common)
+        single.append(hidden)
+        lens = [length + (length > 0) for length in lens]
+        ids = torch.tensor([token if length else 0 for token, length in zip(sampled.tolist(), lens, strict=True)][:4])
+        positions = torch.tensor([max(length - 1, 0) for length in lens[:4]])
+        common = CommonAttentionMetadata.from_lens([1, 1, 1, 1, 0], lens, table, BLOCK)
+    wanted = cache
+
+    cache, ids, positions, common = first_step()
+    for step in range(steps):
+        hidden, sampled = run(cache, ids, positions, common)
+        assert hidden.equal(single[step]), step
+        common = fast.advance_step(sampled, ids, positions, common, BLOCK)
+        ids, positions = ids[: common.num_actual_tokens], positions[: common.num_actual_tokens]
+    assert cache.equal(wanted) and common.seq_lens.tolist() == [25, 0, 26, 12, 0]
+    assert single[0].isfinite().all() and single[0].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("programs", [0, 3])
+def test_steps_over_buffers(ops, programs):
+    """Steps over the buffers of a graph have the bits of steps that the host makes; plans follow the lengths."""
+    dtype, steps, lens, ids = torch.float32, 4, [14, 0, 1, 33], [3, 0, 9, 41]
+    loop = make_loop(ops, DIRECT, dtype, torch.device("cpu"), len(lens), steps, programs)
+    held = loop_cache(DIRECT, dtype, len(lens))
+    with torch.device("cpu"), torch.no_grad():
+        loop.load(lens, ids, held)
+        loop.run(steps)
+        found, outputs = loop.state(), loop.outputs.clone()
+        loop.load(lens, ids, held)
+        for _ in range(steps):
+            loop.run(1)
+        assert all(one.equal(other) for one, other in zip(loop.state(), found, strict=True))
+        grown = [length + steps * (length > 0) for length in lens]
+        assert found[0].tolist() == grown and found[2].tolist() == loop.host_batch(grown).slot_mapping.tolist()
+        check_against_the_host(loop, lens, ids, held, outputs)
+
+
+def check_against_the_host(loop, lens, ids, held, outputs):
+    """Check the outputs of a loop against a `DecodeGraph`, whose batches the host makes from lengths."""
+    loop.load(lens, ids, held)
+    device, hidden_size = loop.embedding.device, loop.embedding.shape[1]
+    graph = loop.ops.DecodeGraph(
+        lambda hidden, positions, plan: loop.layer(hidden, positions, loop.kv_cache, plan),
+        loop.builder, [len(lens)], loop.batch.block_table.shape[1], hidden_size, loop.embedding.dtype, device,
+    )  # fmt: skip
+    for step in range(outputs.shape[0]):
+        now = [length + step * (length > 0) for length in lens]
+        positions = torch.tensor([max(length - 1, 0) for length in now], device=device)
+        rows = loop.embedding[torch.tensor(ids, device=device)]
+        hidden = graph.run(rows, positions, loop.host_batch(now))
+        assert hidden.equal(outputs[step]), step
+        ids = [token if length else 0 for token, length in zip(loop.sample(hidden).tolist(), lens, strict=True)]
+
+
+# Refused arguments and backends.
+
+REFUSED = {
+    "ids of another dtype": (
+        {"input_ids": torch.Tensor.int}, r"input_ids: expected dtype torch.int64, got torch.int32"),
+    "sampled ids in float": (
+        {"sampled_token_ids": torch.Tensor.float},
+        r"sampled_token_ids: expected dtype torch.int32 or torch.int64, got torch.float32"),
+    "one sampled id too few": ({"sampled_token_ids": lambda t: t[:-1]},
+                               r"sampled_token_ids: expected shape \[3\], got \[2\]"),
+    "positions in int32": ({"positions": torch.Tensor.int},
+                           r"positions: expected dtype torch.int64, got torch.int32"),
+    "too few positions": ({"positions": lambda t: t[:-1]}, r"positions: expected shape \[6\], got \[5\]"),
+    "too few slots": ({"slot_mapping": lambda t: t[:-1]}, r"common.slot_mapping: expected shape \[6\], got \[5\]"),
+    "a stride of 0": ({"positions": lambda t: t[:1].expand(6)},
+                      r"positions: expected elements at different addresses, because they are written, got a stride"
+                      r" of 0"),
+    "positions elsewhere": ({"positions": lambda t: t.to("meta")}, r"positions: expected device cpu, got meta"),
+    "a block size of 0": ({"block_size": lambda _: 0}, r"block_size: expected a positive int, got 0"),
+    "slots of another block size": ({"block_size": lambda _: 8},
+                                    r"common.block_size: expected 8, the block size of the plan, got 4"),
+    "an interleave that does not divide": ({"ownership": lambda _: TokenOwnership(2, 0, 3)},
+                                           r"interleave: expected a divisor of the block size 4, got 3"),
+    "a max_seq_len of 0": ({"max_seq_len": lambda _: 0}, r"max_seq_len: expected a positive int or None, got 0"),
+    "a request at max_seq_len": ({"max_seq_len": lambda _: 6},
+                                 r"max_seq_len: expected at least 7, the next length of request 2, got 6"),
+    "a full block table": ({"block_table": lambda t: t[:, :1]},
+                           r"common.block_table: expected at least 2 columns for request 0, got 1"),
+    "a negative block": ({"block_table": lambda t: -t - 1},
+                         r"common.block_table: expected blocks in \[0, 2147483648\) at request 0, got -\d+"),
+    "offsets that decrease": (
+        {"query_start_loc": lambda t: integers(0, 2, 1, 6)},
+        r"common.query_start_loc: expected values that never decrease, got 2 then 1 at request 1"),
+    "more tokens than ids": ({"query_start_loc": lambda t: integers(0, 1, 2, 7), "seq_lens": lambda t: t + 1},
+                             r"input_ids: expected at least 7 tokens, as common.query_start_loc has, got 6"),
+    "a negative length": ({"seq_lens": lambda t: -t},
+                          r"common.seq_lens: expected lengths >= 0, got -4 at request 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
+def test_refusals(ops, changes, message, plain_errors):
+    """A refused call raises one line and writes nothing."""
+    with torch.device("cpu"):
+        sampled, input_ids, positions, common = buffers([1, 1, 4], [4, 3, 6], 2)
+        given = dict(sampled_token_ids=sampled, input_ids=input_ids, positions=positions, common=common,
+                     block_size=BLOCK, ownership=None, max_seq_len=None)  # fmt: skip
+        for name, change in changes.items():
+            if name in given:
+                given[name] = change(given[name])
+            else:
+                given["common"] = replace(given["common"], **{name: change(getattr(given["common"], name))})
+        held = [given["input_ids"], given["positions"], *(getattr(given["common"], name) for name in (
+            "seq_lens", "query_start_loc", "slot_mapping"))]  # fmt: skip
+        before = [x.clone() for x in held]
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            ops.advance_step(**given)
+        assert all(one.is_meta or one.equal(other) for one, other in zip(held, before, strict=True))
+
+
+def test_wrong_types(ops, plain_errors):
+    given = buffers([1], [3], 1)
+    for changed, message in (
+        ((*given[:3], 5, BLOCK), "common: expected a CommonAttentionMetadata, got int"),
+        ((*given[:3], given[3], BLOCK, 2), "ownership: expected a TokenOwnership or None, got int"),
+        (([1], *given[1:], BLOCK), "sampled_token_ids: expected a tensor, got list"),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}$"):
+            ops.advance_step(*changed)
+
+
+def test_backends(plain_errors):
+    """`backend=` and `graph=` choose who serves the op; a backend that cannot be captured is not taken for a graph."""
+    served = []
+
+    def noted(*given):
+        served.append(given)
+        return backends.kernel("cpu", "advance_step")(*given)
+
+    backends.register(Backend("eager", 50, "cpu", {"advance_step": OpSupport(noted, graph=GraphSupport.NONE)}))
+    try:
+        with torch.device("cpu"):
+            given = buffers([1], [1], 2)
+            fast.advance_step(*given, BLOCK)
+            assert len(served) == 1
+            fast.advance_step(*given, BLOCK, backend="cpu")
+            fast.advance_step(*given, BLOCK, graph=GraphSupport.ANY)
+            assert len(served) == 1 and given[3].seq_lens.tolist() == [4]
+            with pytest.raises(fast.UnsupportedConfiguration, match="eager: has graph support 'none'"):
+                fast.advance_step(*given, BLOCK, graph=GraphSupport.ANY, backend="eager")
+            with pytest.raises(ValueError, match="^backend: expected one of .*, got nosuch$"):
+                fast.advance_step(*given, BLOCK, backend="nosuch")
+            with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
+                fast.advance_step(*given, BLOCK, graph="any")
+            assert given[3].seq_lens.tolist() == [4]
+    finally:
+        backends.unregister("eager")
+
+
+def test_inside_a_compiled_function():
+    """A compiled step that contains the op writes the same integers as an eager step."""
+    with torch.device("cpu"):
+        given = buffers([1, 1, 3], [4, 0, 6], 2)
+    eager, compiled = copies(given), copies(given)
+
+    def step(sampled, input_ids, positions, seq_lens, starts, slots, table):
+        torch.ops.mla_twins.advance_step(
+            sampled + 1, input_ids, positions, seq_lens, starts, slots, table, BLOCK, [1, 0, 1], 8, "cpu"
+        )
+        return input_ids * 2
+
+    def arguments(of):
+        *tensors, common = of
+        return *tensors, common.seq_lens, common.query_start_loc, common.slot_mapping, common.block_table
+
+    with torch.device("cpu"):
+        wanted = step(*arguments(eager))
+        found = torch.compile(step, fullgraph=True, backend="aot_eager")(*arguments(compiled))
+    assert found.equal(wanted) and wanted[0] == 2 * (given[0][0] + 1)
+    same(compiled, eager)

@@ -1,0 +1,109 @@
+"""A loop of decode steps that samples on the device and advances its batch with `advance_step`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from reference.interfaces import CommonAttentionMetadata, GraphSupport, MLAConfig
+
+from .factories import make_layer, make_weights
+
+BLOCK, WIDTH, VOCABULARY = 16, 4, 50
+
+
+@dataclass
+class DecodeLoop:
+    """A layer between an embedding and its transpose, and the buffers of a batch with one query token for each request.
+
+    Attributes:
+        ops: package of the layer.
+        layer: the layer.
+        kv_cache: its cache.
+        embedding: [VOCABULARY, H].
+        builder: builder of the plans; `build_for_cudagraph_capture` makes the plan of every step.
+        batch: batch whose tensors are the buffers; its CPU fields are upper bounds.
+        input_ids: [B] buffer.
+        positions: [B] buffer.
+        outputs: [steps, B, H], output of the layer in each step of the last `run`.
+    """
+
+    ops: ModuleType
+    layer: torch.nn.Module
+    kv_cache: Tensor
+    embedding: Tensor
+    builder: object
+    batch: CommonAttentionMetadata
+    input_ids: Tensor
+    positions: Tensor
+    outputs: Tensor
+
+    def load(self, seq_lens: list[int], ids: list[int], kv_cache: Tensor) -> None:
+        """Write the cache, and the batch in which each request has the token `ids` at its last position."""
+        common = self.host_batch(seq_lens)
+        self.batch.seq_lens.copy_(common.seq_lens)
+        self.batch.slot_mapping.copy_(common.slot_mapping)
+        self.input_ids.copy_(torch.tensor(ids, device="cpu"))
+        self.positions.copy_((common.seq_lens.long() - 1).clamp(min=0))
+        self.kv_cache.copy_(kv_cache)
+
+    def host_batch(self, seq_lens: list[int]) -> CommonAttentionMetadata:
+        """Return the batch of a step as the host makes it from lengths."""
+        table = self.batch.block_table
+        return CommonAttentionMetadata.from_lens([1] * len(seq_lens), seq_lens, table, BLOCK)
+
+    def run(self, steps: int) -> None:
+        """Run steps over the buffers, and write their outputs; a CUDA graph may capture this call."""
+        common = self.batch
+        options = {"graph": GraphSupport.ANY} if self.ops.__name__ == "fast" else {}
+        for step in range(steps):
+            plan = self.builder.build_for_cudagraph_capture(common)
+            hidden = self.layer(self.embedding[self.input_ids], self.positions, self.kv_cache, plan)
+            self.outputs[step].copy_(hidden)
+            common = self.ops.advance_step(
+                self.sample(hidden), self.input_ids, self.positions, common, BLOCK, **options
+            )
+
+    def sample(self, hidden: Tensor) -> Tensor:
+        return (hidden @ self.embedding.T).argmax(-1)
+
+    def state(self) -> list[Tensor]:
+        """Return copies of all buffers and of the cache."""
+        batch = self.batch
+        held = (batch.seq_lens, batch.query_start_loc, batch.slot_mapping, self.input_ids, self.positions)
+        return [x.clone() for x in (*held, self.kv_cache.nan_to_num(7))]
+
+
+def make_loop(
+    ops: ModuleType, config: MLAConfig, dtype: torch.dtype, device: torch.device, requests: int, steps: int,
+    num_programs: int = 0,
+) -> DecodeLoop:  # fmt: skip
+    """Return a loop for a number of requests, whose block table names different blocks in random order."""
+    with torch.device("cpu"):
+        table = torch.randperm(requests * WIDTH).view(requests, WIDTH).int()
+        embedding = torch.randn(VOCABULARY, config.hidden_size, dtype=torch.float64).to(dtype)
+        layer = make_layer(ops, config, make_weights(config, dtype), dtype)
+    longest = [BLOCK * WIDTH] * requests
+    common = CommonAttentionMetadata.from_lens([1] * requests, longest, table.to(device), BLOCK)
+    # on a CPU `from_lens` gives the same tensors for the device and for the CPU fields, which must stay upper bounds
+    common = replace(common, seq_lens=common.seq_lens.clone(), query_start_loc=common.query_start_loc.clone())
+    return DecodeLoop(
+        ops,
+        layer.to(device),
+        torch.zeros(requests * WIDTH, BLOCK, config.head_size, dtype=dtype, device=device),
+        embedding.to(device),
+        ops.MLAMetadataBuilder(config, BLOCK, BLOCK * WIDTH, requests, num_programs=num_programs),
+        common,
+        torch.zeros(requests, dtype=torch.int64, device=device),
+        torch.zeros(requests, dtype=torch.int64, device=device),
+        torch.zeros(steps, requests, config.hidden_size, dtype=dtype, device=device),
+    )
+
+
+def loop_cache(config: MLAConfig, dtype: torch.dtype, requests: int) -> Tensor:
+    """Return a cache with a random entry in every slot."""
+    with torch.device("cpu"):
+        return torch.randn(requests * WIDTH, BLOCK, config.head_size, dtype=torch.float64).to(dtype)
