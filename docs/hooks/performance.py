@@ -10,33 +10,24 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from charts import Chart, Line, Mark
 from markdown.extensions.toc import slugify
+from markdown_tables import DIMS, dims_table, shapes_table, table
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import Files
 from mkdocs.structure.pages import Page
+from steps import NOT_MEASURED, host_table, not_measured, step_bars, step_table
 
 OURS = "fast"
 OURS_BEST = "fast, the best way of each shape"
 NONE = "-"  # cell of a time or ratio that was not measured
 REQUEST = re.compile(r"^<!-- results: (?P<name>\w+) ?(?P<words>[^\n]*?) -->$", re.MULTILINE)
-DIMS = {
-    "B": "requests", "S": "tokens", "Sq": "new tokens", "Skv": "keys", "N": "heads", "lens": "lengths", "W": "columns",
-    "mask": "mask", "op": "op", "tokens": "tokens", "decodes": "decodes", "prefills": "prefills",
-    "programs": "programs",
-}  # fmt: skip
 VERSIONS = {"python": "Python", "triton": "Triton", "cuda": "CUDA"}  # spelling on the page
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
-    """Return a Markdown table; the first `words` columns are aligned left, the other columns right."""
-    line = "|".join([":---"] * words + ["---:"] * (len(head) - words))
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, *rows]).replace("\n", f"\n|{line}|\n", 1)
 
 
 def code(text: str) -> str:
@@ -51,7 +42,7 @@ def is_ours(who: str) -> bool:
 
 def style_of(who: str) -> str:
     """Return the CSS classes of a contender's lines and marks; the style sheet has one colour for each contender."""
-    name = OURS if is_ours(who) else who
+    name = OURS if is_ours(who) else who.split(",")[0]
     return f"{'ours' if is_ours(who) else 'peer'} {re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}"
 
 
@@ -65,29 +56,6 @@ def part_of(report: dict[str, Any], path: str) -> dict[str, Any]:
 def in_order(names: Iterable[str]) -> list[str]:
     """Return each name once, `fast` and its variants first."""
     return sorted(dict.fromkeys(names), key=lambda name: not is_ours(name))
-
-
-def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
-    """Return the names of the dims that differ between rows, words for the dims that do not, and cells of each row."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    shown = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1] or keys[:1]
-    said = [f"{DIMS.get(key, key)} {rows[0][key]}" for key in keys if key not in shown]
-    return [DIMS.get(key, key) for key in shown], said, [[str(row.get(key, "")) for key in shown] for row in rows]
-
-
-def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[str]]:
-    """Return the results of `dims_table` with all dims of a row in one cell, which stays in view in a wide table."""
-    heads, said, cells = dims_table(rows)
-    first = 2 if heads[:2] == [DIMS["B"], DIMS["S"]] else 1
-    bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # dims whose values are words
-
-    def joined(values: Sequence[str]) -> str:
-        together = [" x ".join(values[:first]), *values[first:]]
-        return ", ".join(value.replace(" ", "&nbsp;") if value[0].isdigit() else value for value in together)
-
-    named = [[value if at < first or head in bare else f"{value} {head.removesuffix(' tokens')}"
-              for at, (head, value) in enumerate(zip(heads, row, strict=True))] for row in cells]  # fmt: skip
-    return joined(heads), said, [joined(row) for row in named]
 
 
 def best(times: dict[str, Any], ours: bool) -> str | None:
@@ -171,6 +139,8 @@ class Results:
         """Return a table of medians: the shape, the speed of `fast` / the speed of the best peer, and all times."""
         part = part_of(self._load(name), path)
         rows = [row for row in part["rows"] if way in row["times"]]
+        if not rows and way == "stepped":  # a way that older files do not have
+            return not_measured(part["command"])
         who = in_order(who for row in rows for who in row["times"][way])
         head, said, shapes = shapes_table([row["dims"] for row in rows])
         medians = sorted(time["median_us"] for row in rows for time in row["times"][way].values())
@@ -218,7 +188,8 @@ class Results:
                     time = row["times"][way][who]
                     text = f"{who}, {described(row['dims'])}: {time['tflops']:.0f} TFLOPS, {time['median_us']:.1f} us"
                     marks.append(Mark(style_of(who), x, time["tflops"], text))
-                    names[style_of(who)] = OURS_BEST if ours else f"{who}, if {who} is the best peer"
+                    peer = who.split(",")[0]
+                    names[style_of(who)] = OURS_BEST if ours else f"{peer}, if {peer} is the best peer"
                     both.append((x, time["tflops"]))
             links += [(both[0], both[1])] if len(both) == 2 else []
         peaks = tflops(ceilings)
@@ -246,6 +217,21 @@ class Results:
             "The table gives every time."
         )
         return Chart(description, "FLOPs per byte", "TFLOPS", lines, marks, names, links).html()
+
+    def steps(self, name: str) -> str:
+        """Return facts, bar chart, table and command of whole steps."""
+        return self._whole(name, step_bars, step_table)
+
+    def host(self, name: str) -> str:
+        """Return facts, table and command of the host's times."""
+        return self._whole(name, host_table)
+
+    def _whole(self, name: str, *drawings: Callable[[dict[str, Any]], str]) -> str:
+        """Return all that a page shows of a file; a note if the file is one of NOT_MEASURED and does not exist."""
+        if name in NOT_MEASURED and not (self._docs / "results" / name).exists():
+            return not_measured(NOT_MEASURED[name])
+        report = self._load(name)
+        return "\n\n".join([self.facts(name), *(draw(report) for draw in drawings), self.command(name)])
 
     def ranks(self, name: str) -> str:
         """Return a table of decode steps on one and several GPUs: times, gain, and bytes that each rank receives."""

@@ -37,7 +37,16 @@ from fast.mla.cache_write import rope_norm_and_cache
 from reference.interfaces import AttentionState, DecodeSchedule, MLAConfig
 
 from .contest import OURS, CannotRun, load_peers, one_line
-from .layers import BLOCK_SIZE, DTYPE, config_for, make_batch, make_layer, num_blocks, positions_of
+from .layers import (
+    BLOCK_SIZE,
+    DTYPE,
+    config_for,
+    host_threads,
+    make_batch,
+    make_layer,
+    num_blocks,
+    positions_of,
+)
 from .report import provenance
 from .timing import Call, Spread, wall_times
 
@@ -394,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = make_parser().parse_args(argv)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), host_threads(arguments.device):
             return _run(argv, arguments)
     except (CannotRun, ValueError, torch.cuda.OutOfMemoryError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +21,17 @@ def config_for(device: str, heads: int | None = None) -> MLAConfig:
     """Return DeepSeek-V3's config for a GPU and a small one for a CPU, with `heads` heads if a number is given."""
     config = MLAConfig.from_preset("deepseek-v3") if device == "cuda" else SMALL
     return config if heads is None else replace(config, num_heads=heads)
+
+
+@contextlib.contextmanager
+def host_threads(device: str) -> Iterator[None]:
+    """On a CPU, let PyTorch compute with one thread: threads that wait for each other make small times uncertain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if device == "cpu" else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def make_layer(config: MLAConfig, dtype: torch.dtype = DTYPE, device: str = "cuda", **options) -> fast.MLAAttention:

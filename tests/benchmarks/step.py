@@ -41,7 +41,16 @@ from reference.interfaces import CommonAttentionMetadata, MLAConfig, MLAMetadata
 
 from .contest import CannotRun, one_line
 from .kernel_times import LAYER_MARK, PARTS, Kernel, Marker, busy_time, cut_at_marks, time_of_parts, traced_steps
-from .layers import BLOCK_SIZE, DTYPE, config_for, make_batch, make_layer, num_blocks, positions_of
+from .layers import (
+    BLOCK_SIZE,
+    DTYPE,
+    config_for,
+    host_threads,
+    make_batch,
+    make_layer,
+    num_blocks,
+    positions_of,
+)
 from .recorded_ops import record, time_ops
 from .report import provenance
 from .timing import LAYERS, Clock, Spread
@@ -91,8 +100,8 @@ BATCHES = {
         "prompts with context": Batch(0, 0, 2, 1024, 8192),
     },
     "cpu": {
-        "decodes": Batch(3, 20, 0, 0),
-        "mixed": Batch(3, 20, 1, 70),
+        "decodes": Batch(2, 20, 0, 0),
+        "mixed": Batch(2, 20, 1, 70),
         "prompts": Batch(0, 0, 2, 70),
         "prompts with context": Batch(0, 0, 1, 70, 64),
     },
@@ -424,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     arguments = make_parser().parse_args(argv)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), host_threads(arguments.device):
             return _run(argv, arguments)
     except (CannotRun, ValueError, torch.cuda.OutOfMemoryError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)

@@ -168,7 +168,9 @@ def test_sets_are_disjoint():
 
 def test_steps(monkeypatch):
     """Every contender decodes LAYERS times in a step, in turn over the sets; a planned one plans once before."""
-    row, calls = decode.Row(3, 40, 1, 2), []
+    row, calls, layers = decode.Row(3, 40, 1, 2), [], 7
+    for module in (contest, decode):
+        monkeypatch.setattr(module, "LAYERS", layers)
     inputs = decode.make_inputs(row, 3, "cpu")
     monkeypatch.setattr(decode, "make_inputs", lambda *arguments: inputs)
     first = [metadata.block_table.data_ptr() for metadata in inputs.metadata]
@@ -185,7 +187,7 @@ def test_steps(monkeypatch):
         calls.clear()
         contender.whole_step()()
         plans = ["plan"] if "planned" in who else []
-        assert calls == plans + [number % 3 for number in range(timing.LAYERS)], who
+        assert calls == plans + [number % 3 for number in range(layers)], who
 
 
 def test_steps_of_peers():
@@ -218,7 +220,9 @@ def test_steps_of_peers():
     assert decode.AHEAD in decode.peer_contenders(row, decode.make_inputs(row, 2, "cpu"), here)[0]
 
 
-def test_table_width_passes():
+def test_table_width_passes(monkeypatch):
+    for module in (contest, table_width):
+        monkeypatch.setattr(module, "LAYERS", 3)
     case = table_width.make_case(table_width.Row(2, 70, 1, 3, 4), None, "cpu", device="cpu")
     for who, contender in case.contenders.items():
         found = case.check(contender.view(contender.calls[0]()))

@@ -349,7 +349,7 @@ def test_plots_are_visible(walks):
             assert visit.looks["figures"] == figures + name.startswith(("learn/01", "learn/02")), name
     for width in WALKS:
         assert walks["", width].looks["figures"] == 2
-        assert walks["performance/", width].looks["charts"] == 4
+        assert walks["performance/", width].looks["charts"] == drawn(ROOT / "docs").count('<div class="chart">') >= 4
         assert all(marks > 5 for marks in walks["performance/", width].looks["marks"])
 
 

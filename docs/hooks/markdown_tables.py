@@ -1,0 +1,41 @@
+"""Markdown tables of the site, and the cells in which a table names the dims of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+DIMS = {
+    "B": "requests", "S": "tokens", "Sq": "new tokens", "Skv": "keys", "N": "heads", "lens": "lengths", "W": "columns",
+    "mask": "mask", "op": "op", "tokens": "tokens", "decodes": "decodes", "prefills": "prefills",
+    "programs": "programs",
+}  # fmt: skip
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], words: int) -> str:
+    """Return a Markdown table; the first `words` columns are aligned left, the other columns right."""
+    line = "|".join([":---"] * words + ["---:"] * (len(head) - words))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [head, *rows]).replace("\n", f"\n|{line}|\n", 1)
+
+
+def dims_table(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[str], list[list[str]]]:
+    """Return the names of the dims that differ between rows, words for the dims that do not, and cells of each row."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    shown = [key for key in keys if len({str(row.get(key)) for row in rows}) > 1] or keys[:1]
+    said = [f"{DIMS.get(key, key)} {rows[0][key]}" for key in keys if key not in shown]
+    return [DIMS.get(key, key) for key in shown], said, [[str(row.get(key, "")) for key in shown] for row in rows]
+
+
+def shapes_table(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str], list[str]]:
+    """Return the results of `dims_table` with all dims of a row in one cell, which stays in view in a wide table."""
+    heads, said, cells = dims_table(rows)
+    first = 2 if heads[:2] == [DIMS["B"], DIMS["S"]] else 1
+    bare = {DIMS["lens"], DIMS["mask"], DIMS["op"]}  # dims whose values are words
+
+    def joined(values: Sequence[str]) -> str:
+        together = [" x ".join(values[:first]), *values[first:]]
+        return ", ".join(value.replace(" ", "&nbsp;") if value[0].isdigit() else value for value in together)
+
+    named = [[value if at < first or head in bare else f"{value} {head.removesuffix(' tokens')}"
+              for at, (head, value) in enumerate(zip(heads, row, strict=True))] for row in cells]  # fmt: skip
+    return joined(heads), said, [joined(row) for row in named]

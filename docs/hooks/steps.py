@@ -1,0 +1,89 @@
+"""The bar chart and the tables of whole steps and of host times, drawn from a results file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bars import Bars, Segment
+from markdown_tables import table
+
+PARTS = {  # part of a step: name in the legend
+    "idle": "no kernel runs", "plan": "plan", "projections": "projections", "attention": "attention",
+    "movement": "cache write, gathers, merges, copies", "other": "other kernels",
+}  # fmt: skip
+NOT_MEASURED = {  # files that need not exist yet: command that writes the file
+    "h200-step.json": "python -m tests.benchmarks.step --json docs/results/h200-step.json",
+    "h200-host.json": "python -m tests.benchmarks.host --peers .peers --json docs/results/h200-host.json",
+}
+
+
+def not_measured(command: str) -> str:
+    """Return a note in place of figures that no results file has yet."""
+    return f"*Not measured yet. This command measures the figures of this section:*\n\n```sh\n{command}\n```"
+
+
+def ms(spread: dict[str, Any]) -> str:
+    """Return a median in milliseconds."""
+    return f"{spread['median_us'] / 1000:.2f}"
+
+
+def step_bars(report: dict[str, Any]) -> str:
+    """Return the bar chart of a file of tests.benchmarks.step: one bar for each batch and way, split into parts.
+
+    A step whose file has no parts (a run on a CPU) has no bar.
+    """
+    bars, used, said = [], [], []
+    for row in report["rows"]:
+        for way in ("eager", "graph"):
+            parts = {part: time for part, time in row[way].get("parts_us", {}).items() if time > 0}
+            if parts:
+                label = f"{row['batch']}, {way}"
+                bars.append((label, [Segment(part, time / 1000, f"{label}, {PARTS[part]}: {time / 1000:.2f} ms")
+                                     for part, time in parts.items()]))  # fmt: skip
+                used += parts
+                said.append(f"{label} {sum(parts.values()) / 1000:.1f}")
+    if not bars:
+        return ""
+    description = f"Milliseconds of a step of {report['layers']} layers, split into parts: {'; '.join(said)}."
+    names = {part: name for part, name in PARTS.items() if part in used}
+    return Bars(description, f"ms for {report['layers']} layers", bars, names).html()
+
+
+def step_table(report: dict[str, Any]) -> str:
+    """Return the table of a file of tests.benchmarks.step, and the words that explain its columns."""
+    lines = []
+    for row in report["rows"]:
+        dims = row["dims"]
+        decodes = f"{dims['decodes']} decodes over {dims['keys']} tokens" if dims["decodes"] else ""
+        behind = f" behind {dims['context']}" if dims["context"] else ""
+        prompts = f"{dims['prompts']} prompts of {dims['new_tokens']} tokens{behind}" if dims["prompts"] else ""
+        busy = f"{100 * row['eager']['busy']:.1f} %" if "busy" in row["eager"] else "-"
+        lines.append([
+            " and ".join(filter(None, (decodes, prompts))), ms(row["eager"]["wall_us"]), ms(row["eager"]["host_us"]),
+            busy, ms(row["graph"]["wall_us"]), f"{row['ops_us'] / 1000:.2f}", f"{row['graph_over_ops']:.3f}",
+        ])  # fmt: skip
+    head = ["step", "eager", "of which the host launches", "GPU busy", "graph", "its ops, each alone", "graph / ops"]
+    sets = report["weight_sets"]
+    return (
+        f"{table(head, lines, 1)}\n\nTimes are medians in ms for {report['layers']} layers with a cache each; "
+        f"the layers share {sets} sets of weights. *GPU busy* is the share of the time from the end of the "
+        "first layer on in which a kernel runs, in an eager step."
+    )
+
+
+def host_table(report: dict[str, Any]) -> str:
+    """Return the table of a file of tests.benchmarks.host: op by op, our time, its limit, and the peers' times."""
+    lines = []
+    for row in report["rows"]:
+        times = {who: f"{spread['median_us']:.0f}" for who, spread in row["host_us"].items()}
+        peers = "; ".join(f"{who} {time}" for who, time in times.items() if who != "fast")
+        target = row["target_us"]
+        lines.append([f"`{row['op']}`", times["fast"], "" if target is None else f"{target:.0f}", peers])
+    dims = report["dims"]
+    processor = report.get("processor", report["hardware"])
+    return (
+        f"{table(['op', '`fast`', 'at most', 'peers'], lines, 1)}\n\nTimes are medians of {report['calls']} calls in "
+        f"us on an {processor}, with an idle GPU: {dims['decodes']} decodes over {dims['keys']} tokens; "
+        f"{dims['prompts']} prompts of {dims['new_tokens']} tokens, with a context of {dims['context']} tokens where "
+        "the op has one chunk."
+    )
