@@ -56,6 +56,7 @@ def layer_requests(
         "pack_attn_state": (("head_dim", latent),),
         "rope_norm_and_cache": entry,
         "weight_attn_out": (("head_dim", latent),),
+        "zero_padding_tokens": (("head_dim", config.v_head_dim),),
     }
     requests = []
     for op in all_ops():
@@ -65,7 +66,7 @@ def layer_requests(
                     device, dtype, latent, rope, block_size, QueryLenSupport.VARLEN, op=op, cache_format=cache_format
                 )
             )
-        elif op == "plan_decode":
+        elif op in ("compute_visible_lens", "plan_decode"):
             requests.append(KernelRequest(op, device))
         else:
             more = {"dtype": dtype}

@@ -13,6 +13,7 @@ from reference.interfaces import (
     CacheFormat,
     DecodeMetadata,
     DecodeSchedule,
+    GraphSupport,
     MLAConfig,
     QueryLenSupport,
     ScheduleCosts,
@@ -24,6 +25,7 @@ from reference.interfaces import (
     check_format,
     check_int,
     check_number,
+    check_offsets,
     check_type,
     invariant_split_rule,
     wide_dtype,
@@ -138,7 +140,7 @@ def mla_decode(
 
     Returns:
         out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]. A GPU kernel does not check offsets: rows that
-        `query_start_loc` assigns to no request are undefined.
+        `query_start_loc` assigns to no request are undefined. A layer writes zeros for them (`zero_padding_tokens`).
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the plan was made for another block size; for CPU tensors,
@@ -151,6 +153,10 @@ def mla_decode(
     out_dtype = ql_nope.dtype if out_dtype is None else out_dtype
     check_dtype("out_dtype", out_dtype)
     query_lens = backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len)
+    if metadata.graph is GraphSupport.ANY:  # the lengths of a replay are on the device
+        query_lens = QueryLenSupport.VARLEN
+    elif ql_nope.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_offsets("metadata.query_start_loc", metadata.query_start_loc, ql_nope.shape[0])
     batch_invariant = schedule is not None and schedule.batch_invariant
     request = backends.decode_request(
         ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1], query_lens,
@@ -182,8 +188,9 @@ def _mla_decode(
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
-            block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1]
-        )
+            block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1],
+            GraphSupport.ANY,  # tokens behind the last request are legal here; `mla_decode` checks all other plans
+        )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,

@@ -19,6 +19,7 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
     CacheFormat,
+    GraphSupport,
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
@@ -44,11 +45,13 @@ from .cache_write import rope_norm_and_cache
 from .cascade import cascade_attention
 from .context_parallel import DCP_DECODE_OPS, dcp_decode, dcp_gather_context
 from .decode import mla_decode
+from .padding_tokens import zero_padding_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context
 from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
 
 LAYER_OPS = (
-    "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", *DCP_DECODE_OPS, *PREFILL_OPS,
+    "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", "zero_padding_tokens",
+    *DCP_DECODE_OPS, *PREFILL_OPS,
 )  # fmt: skip
 
 
@@ -364,6 +367,10 @@ class MLAAttention(nn.Module):
                     cache_format=self.cache_format, backend=self.backend,
                 )  # fmt: skip
             output[:split] = latent_to_value(state.out, w_uv_absorbed)
+            if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves tokens behind the last request undefined
+                zero_padding_tokens(
+                    output[:split], metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=self.backend
+                )
         if end > split:
             rows, gather = slice(split, end), gather_context
             if self.context_parallel is not None:
