@@ -34,8 +34,10 @@ from .cache.latent import allocate_kv_cache
 from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata
+from .mla.padding_tokens import zero_padding_tokens
 from .planning.advance import advance_step
 from .planning.decode_schedule import plan_decode
+from .planning.visible_lens import compute_visible_lens
 
 LONG_CONTEXT = 16384  # tokens; so many that a decode splits the request and combines partial outputs
 # Lengths of the only request of a decode. Splits, row blocks and the combine kernel depend on this length.
@@ -168,6 +170,10 @@ def _launch_all(
     for requests in (300, 1100):
         lens = torch.zeros(requests, dtype=torch.int32, device=device)
         plan_decode(lens, 1, costs, batch_invariant, backend=backend)
+    starts = torch.zeros(2, dtype=torch.int32, device=device)  # the ops that only captured batches need
+    compute_visible_lens(starts, starts[1:], 1, ownership, backend=backend)
+    output = torch.empty(2, local.num_heads, config.v_head_dim, dtype=dtype, device=device)
+    zero_padding_tokens(output, starts, backend=backend)
     for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):
         for context in (0, 16 * block_size, 3):
             step([long_query], [long_query + context])

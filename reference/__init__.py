@@ -27,6 +27,9 @@ from .interfaces import (
     DecodeMetadata,
     DecodeSchedule,
     GlobalHyperparameters,
+    GraphBuffers,
+    GraphMemory,
+    GraphSupport,
     GroupError,
     InvariantSplitRule,
     MLAConfig,
@@ -77,6 +80,7 @@ from .planning.graphs import DecodeGraph
 from .planning.local_attention import make_local_attention_virtual_batches
 from .planning.shared_prefix import common_prefix_len, split_shared_prefix
 from .planning.slots import dcp_slot_mapping, slot_mapping
+from .planning.visible_lens import compute_visible_lens
 
 __all__ = [
     "PRESETS",
@@ -94,6 +98,9 @@ __all__ = [
     "DecodeMetadata",
     "DecodeSchedule",
     "GlobalHyperparameters",
+    "GraphBuffers",
+    "GraphMemory",
+    "GraphSupport",
     "GroupError",
     "InvariantSplitRule",
     "MLAAttention",
@@ -121,6 +128,7 @@ __all__ = [
     "choose_schedule",
     "chunked_prefill_workspace_size",
     "common_prefix_len",
+    "compute_visible_lens",
     "concat_and_cache_mla",
     "context_workspace_size",
     "copy_blocks",

@@ -56,8 +56,8 @@ ANY_DEVICE = (
     "attention/test_rope.py", "cache/test_cache.py", "identities/test_identities.py", "interfaces/test_from_lens.py",
     "mla/test_block_sizes.py", "mla/test_builder.py", "mla/test_cascade.py", "mla/test_weights.py",
     "mla/test_workspaces.py", "mutations/test_mutations.py", "planning/test_advance.py", "planning/test_batch.py",
-    "planning/test_schedule.py", "planning/test_schedule_choice.py", "twins/test_differential.py",
-    "twins/test_ops.py",
+    "planning/test_schedule.py", "planning/test_schedule_choice.py", "planning/test_visible_lens.py",
+    "twins/test_differential.py", "twins/test_ops.py",
 )  # fmt: skip
 # Number of processes of the slowest files.
 SHARDS = {"test_hopper_decode.py": 16, "test_hopper_shapes.py": 8, "test_hopper_two_phases.py": 3,

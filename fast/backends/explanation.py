@@ -27,7 +27,7 @@ CACHE_OPS = (
     "rope_norm_and_cache",
 )  # they read or write entries
 COPY_OPS = ("copy_blocks", "swap_blocks")  # they copy entries unchanged
-INTEGER_OPS = ("advance_step", "plan_decode")  # they compute with integers only
+INTEGER_OPS = ("advance_step", "compute_visible_lens", "plan_decode")  # they compute with integers only
 
 
 def layer_requests(
@@ -57,6 +57,7 @@ def layer_requests(
         "pack_attn_state": (("head_dim", latent),),
         "rope_norm_and_cache": entry,
         "weight_attn_out": (("head_dim", latent),),
+        "zero_padding_tokens": (("head_dim", config.v_head_dim),),
     }
     requests = []
     for op in all_ops():

@@ -25,25 +25,29 @@ from reference.interfaces import (
     PathCosts,
     QueryLenSupport,
     ScheduleCosts,
+    captured_tensors,
     check,
     check_batch_block_size,
     check_captured,
     check_chunking,
-    check_common,
     check_common_prefix,
     check_config,
     check_costs,
     check_dtype,
     check_flag,
     check_format,
+    check_graph_support,
     check_int,
     check_interleave,
     check_schedule_costs,
     check_table_width,
     check_tensor,
     check_type,
+    check_update,
     chunked_prefill_workspace_size,
     context_unit,
+    graph_kind,
+    longest_query,
     reorder_batch_threshold,
 )
 
@@ -92,13 +96,16 @@ class MLAMetadataBuilder:
         schedule_costs: costs from which schedules are computed; None takes the costs of the device (`schedule_costs`).
         cache_format: format of the cache; it affects `choose_path`, the cascade, the number of programs and the costs.
         dtype: dtype of queries and keys; it affects the same choices as `cache_format`. A plan is valid for any dtype.
-        backend: backend of the ops `decode_programs`, `schedule_costs` and `plan_decode`. A name holds for each of
-            these ops that the named backend declares; a mapping gives the backend name of each op. For all other ops,
-            and with None, the backend is chosen by capability (`fast.backends`).
+        graph_support: batches that captured plans serve. None takes ANY, or ONE_QUERY_LEN if `query_len_support` is
+            UNIFORM. Every op of an ANY plan needs a backend that declares ANY; a plan for one token of each request
+            needs ONE_QUERY_LEN only.
+        backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`. A
+            name holds for each of these ops that the named backend declares; a mapping gives the backend name of each
+            op. For all other ops, and with None, the backend is chosen by capability (`fast.backends`).
 
     Raises:
         ValueError: a number is below its minimum; TP does not divide the number of heads; `batch_invariant` is used
-            with the merge "ag_rs".
+            with the merge "ag_rs"; `graph_support` is ANY and `query_len_support` is UNIFORM.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class MLAMetadataBuilder:
         schedule_costs: ScheduleCosts | None = None,
         cache_format: CacheFormat = COMPUTE_FORMAT,
         dtype: torch.dtype = torch.bfloat16,
+        graph_support: GraphSupport | None = None,
         *,
         backend: BackendChoice = None,
     ):
@@ -124,6 +132,7 @@ class MLAMetadataBuilder:
         check_config(config)
         check_costs(costs)
         check_schedule_costs(schedule_costs, "schedule_costs")
+        self._graph_support = check_graph_support(graph_support, query_len_support)
         self.ownership = None if context_parallel is None else context_parallel.ownership
         size, interleave = (1, 1) if self.ownership is None else (self.ownership.size, self.ownership.interleave)
         check_interleave(interleave, block_size)
@@ -223,7 +232,8 @@ class MLAMetadataBuilder:
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
         """Return the plan of a captured batch, for any lengths up to `max_model_len` and the width of the block table.
 
-        See `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` for the two ways to use the plan: the
+        The plan holds replays of as many requests, with at most as many tokens in all and in the longest query. See
+        `reference.mla.builder.MLAMetadataBuilder.build_for_cudagraph_capture` for the two ways to use the plan: the
         caller calls this function during the capture, or before the capture.
 
         Args:
@@ -233,30 +243,31 @@ class MLAMetadataBuilder:
             ValueError: `can_run_in_cudagraph` is False for the batch, the batch has more than `max_num_seqs` requests,
                 or a request has more than `max_model_len` tokens.
         """
-        check(self.can_run_in_cudagraph(common), "common",
-              f"decodes of one query length up to {self.reorder_batch_threshold}",
+        kind = self._graph_kind(common)
+        one = "" if self._graph_support is GraphSupport.ANY else "one query length "
+        check(kind is not GraphSupport.NONE, "common", f"decodes of {one}up to {self.reorder_batch_threshold} tokens",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
               )  # fmt: skip
         self._check_sizes(common)
         table_keys = (
             common.block_table.shape[1] * self.block_size * (1 if self.ownership is None else self.ownership.size)
         )
-        return self._plan_captured(dataclasses.replace(common, max_seq_len=min(self.max_model_len, table_keys)))
+        bounds = {"max_query_len": longest_query(common), "max_seq_len": min(self.max_model_len, table_keys)}
+        plan = self._plan_captured(dataclasses.replace(common, **bounds), kind)
+        return dataclasses.replace(plan, captured=captured_tensors(plan))
 
-    def _plan_captured(self, common: CommonAttentionMetadata) -> MLAMetadata:
+    def _plan_captured(self, common: CommonAttentionMetadata, graph: GraphSupport) -> MLAMetadata:
         """Return the plan of a captured batch; `common.max_seq_len` is an upper bound of the lengths in all replays."""
         size = 1 if self.ownership is None else self.ownership.size
         check_batch_block_size(common, self.block_size)
         check_table_width(common, self.block_size * size)
-        programs, costs = self._programs_and_costs(
-            common.num_actual_tokens // common.num_reqs, common.block_table.device
-        )
+        programs, costs = self._programs_and_costs(common.max_query_len, common.block_table.device)
         return plan_captured_decodes(
-            common, self.block_size, programs, costs, self.batch_invariant, self.ownership, backend=self.backend
+            common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, backend=self.backend
         )
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
-        """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
+        """Write the plan of another batch that the captured plan can hold into the tensors that a graph reads.
 
         See `reference.mla.builder.MLAMetadataBuilder.update_captured` for which tensors the caller must write.
 
@@ -265,8 +276,8 @@ class MLAMetadataBuilder:
             common: the batch of the next replay.
 
         Raises:
-            ValueError: the batch does not have the captured shape, or has a request with more keys than the captured
-                plan allows. The error is raised before anything is written.
+            ValueError: the captured plan cannot hold the batch, or a tensor of the captured plan was replaced. The
+                error is raised before anything is written.
         """
         check_type("captured", captured, MLAMetadata)
         check_type("captured.decode", captured.decode, DecodeMetadata)
@@ -277,37 +288,35 @@ class MLAMetadataBuilder:
         check(captured.decode.block_size == self.block_size, "captured.decode.block_size",
               f"{self.block_size}, as in the builder", captured.decode.block_size)  # fmt: skip
         check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
-        shape = (captured.num_decodes, captured.decode.max_query_len)
-        tokens = shape[0] * shape[1]
-        fits = self.can_run_in_cudagraph(common) and (common.num_reqs, common.num_actual_tokens) == (shape[0], tokens)
-        check(fits, "common", f"{shape[0]} requests of {shape[1]} tokens, as captured",
-              f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
+        check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
+        check_update(captured, common)
         self._check_sizes(common)
         bound = captured.decode.max_seq_len
         longest = int(_rank_local_decode_lens(common, common.num_reqs, self.ownership).max())
         check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
-        plan = self._plan_captured(common)
+        shape = {"max_query_len": captured.decode.max_query_len, "num_actual_tokens": captured.num_decode_tokens,
+                 "slot_mapping": captured.slot_mapping}  # fmt: skip
+        plan = self._plan_captured(dataclasses.replace(common, **shape), captured.decode.graph)
         check_captured(captured, plan)
         if self.ownership is not None:
             captured.decode.seq_lens.copy_(plan.decode.seq_lens)
-        if shape[1] > 1 or self.ownership is not None:
-            captured.decode.visible_lens.copy_(plan.decode.visible_lens)
+        captured.decode.visible_lens.copy_(plan.decode.visible_lens)
         if captured.schedule is not None and captured.schedule.tile_ranges is not None:
             captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
             captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
-        """Return whether a CUDA graph can capture a batch: it has only decodes, and all queries have one length."""
-        check_common(common)
-        lens = common.query_start_loc_cpu.diff()
-        if lens.numel() == 0 or not bool((lens == lens[0]).all()):
-            return False
-        return 1 <= int(lens[0]) <= self.reorder_batch_threshold
+        """Return whether a CUDA graph can capture a batch: it has only decodes, with the lengths of `graph_support`."""
+        return self._graph_kind(common) is not GraphSupport.NONE
+
+    def _graph_kind(self, common: CommonAttentionMetadata) -> GraphSupport:
+        """Return the kind of graph that serves a batch; NONE if no graph can serve it."""
+        return graph_kind(common, self.reorder_batch_threshold, self._graph_support)
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Return `ONE_QUERY_LEN`: a captured batch has one query length for all requests."""
-        return GraphSupport.ONE_QUERY_LEN
+        """Return the kind of batches that a captured plan serves: the constructor's `graph_support`."""
+        return self._graph_support
 
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]

@@ -13,6 +13,7 @@ from reference.interfaces import (
     CacheFormat,
     DecodeMetadata,
     DecodeSchedule,
+    GraphSupport,
     MLAConfig,
     QueryLenSupport,
     ScheduleCosts,
@@ -24,6 +25,7 @@ from reference.interfaces import (
     check_format,
     check_int,
     check_number,
+    check_offsets,
     check_out,
     check_type,
     invariant_split_rule,
@@ -142,7 +144,8 @@ def mla_decode(
 
     Returns:
         out [T, N, Lkv] (apply `latent_to_value` next), lse [N, T]; `out` is the given tensor if there is one. A GPU
-            kernel does not check offsets: rows that `query_start_loc` assigns to no request are undefined.
+        kernel does not check offsets: rows that `query_start_loc` assigns to no request are undefined. A layer writes
+        zeros for them (`zero_padding_tokens`).
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the plan was made for another block size; for CPU tensors,
@@ -162,7 +165,9 @@ def mla_decode(
             check_dtype("out_dtype", out_dtype)
         request = backends.decode_request(
             ql_nope.device, ql_nope.dtype, ql_nope.shape[2], q_pe.shape[2], kv_cache.shape[1],
-            backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len),
+            QueryLenSupport.VARLEN  # the lengths of a replay are on the device
+            if metadata.graph is GraphSupport.ANY
+            else backends.query_lens_of(ql_nope.shape[0], metadata.seq_lens.shape[0], metadata.max_query_len),
             backends.cache_in_words(kv_cache), out_dtype=ql_nope.dtype if out_dtype is None else out_dtype,
             cache_format=cache_format, batch_invariant=schedule is not None and schedule.batch_invariant,
             graph=metadata.graph,
@@ -173,6 +178,8 @@ def mla_decode(
     if schedule is not None:
         tile_ranges, split_offsets = schedule.tile_ranges, schedule.split_offsets
         batch_invariant, split_rule = schedule.batch_invariant, schedule.split_rule
+    if metadata.graph is not GraphSupport.ANY and ql_nope.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_offsets("metadata.query_start_loc", metadata.query_start_loc, ql_nope.shape[0])  # reads values
     inputs = (
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
         metadata.visible_lens,
@@ -194,8 +201,9 @@ def _launch_decode(
 ):  # fmt: skip
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
-            block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1]
-        )
+            block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1],
+            GraphSupport.ANY,  # tokens behind the last request are legal here; `mla_decode` checks all other plans
+        )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(
         ql_nope, q_pe, kv_cache, block_table, seq_lens, query_start_loc, visible_lens, max_query_len, max_seq_len,

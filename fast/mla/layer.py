@@ -48,11 +48,13 @@ from .cascade import cascade_attention
 from .context_parallel import DCP_DECODE_OPS, dcp_decode, dcp_gather_context
 from .decode import mla_decode
 from .memory_profile import reserve, touch_largest
+from .padding_tokens import zero_padding_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context
 from .weights import absorb, dense_weight, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
 
 LAYER_OPS = (
-    "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", *DCP_DECODE_OPS, *PREFILL_OPS,
+    "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", "zero_padding_tokens",
+    *DCP_DECODE_OPS, *PREFILL_OPS,
 )  # fmt: skip
 
 
@@ -374,6 +376,10 @@ class MLAAttention(nn.Module):
         end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
         if split > 0:
             self._decode(q[:split], kv_cache, metadata, output[:split], *absorb(w_uk, w_uv))
+            if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves tokens behind the last request undefined
+                zero_padding_tokens(
+                    output[:split], metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=self.backend
+                )
         if end > split:
             rows, gather = slice(split, end), gather_context
             if self.context_parallel is not None:

@@ -58,7 +58,7 @@ from .device_choices import DecodeLayer
 from .prefill_parts import split_by_context
 from .staging import StagingBuffer, to_device
 
-PLANNING_OPS = ("decode_programs", "schedule_costs", "plan_decode")
+PLANNING_OPS = ("compute_visible_lens", "decode_programs", "schedule_costs", "plan_decode")
 
 
 def build_mla_metadata(
@@ -107,9 +107,9 @@ def build_mla_metadata(
         dtype: dtype of queries and keys; it affects the same choices as `cache_format`. A plan is valid for any dtype.
         staging: pinned memory through which plans are copied to a GPU; None takes pinned memory from PyTorch's
             allocator each time.
-        backend: backend of the ops `decode_programs`, `schedule_costs` and `plan_decode`. A name holds for each of
-            these ops that the named backend declares; a mapping gives the backend name of each op. For all other ops,
-            and with None, the backend is chosen by capability (`fast.backends`).
+        backend: backend of the ops `compute_visible_lens`, `decode_programs`, `schedule_costs` and `plan_decode`. A
+            name holds for each of these ops that the named backend declares; a mapping gives the backend name of each
+            op. For all other ops, and with None, the backend is chosen by capability (`fast.backends`).
 
     Returns:
         The plan, with its tensors on the device of `common`; a `ContextParallelMetadata` if `ownership` is given.

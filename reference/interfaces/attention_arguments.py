@@ -137,14 +137,18 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
     The lengths are not compared with the query lengths. Under context parallelism a length is a number of rank-local
     keys, and a rank may own fewer keys than the query has tokens.
     """
-    check_offsets("metadata.query_start_loc", metadata.query_start_loc, num_tokens)
+    mixed = metadata.graph is GraphSupport.ANY  # tokens behind the last request are padding
+    check_offsets("metadata.query_start_loc", metadata.query_start_loc, None if mixed else num_tokens)
+    used = int(metadata.query_start_loc[-1])
+    check(used <= num_tokens, "metadata.query_start_loc", f"a last element of at most {num_tokens}", used)
     lengths = metadata.seq_lens.tolist()
     check(min(lengths, default=0) >= 0, "metadata.seq_lens", "lengths >= 0", min(lengths, default=0))
     longest = max(lengths, default=0)
     check(longest <= metadata.max_seq_len, "metadata.seq_lens", f"lengths up to max_seq_len {metadata.max_seq_len}",
           longest)  # fmt: skip
     check_blocks(metadata.block_table, lengths, block_size, num_blocks, "metadata.block_table")
-    bounds = torch.repeat_interleave(metadata.seq_lens, metadata.query_start_loc.diff())
+    bounds = torch.zeros_like(metadata.visible_lens)
+    bounds[:used] = torch.repeat_interleave(metadata.seq_lens, metadata.query_start_loc.diff())
     wrong = ((metadata.visible_lens < 0) | (metadata.visible_lens > bounds)).nonzero()
     if wrong.numel():
         row = int(wrong[0])

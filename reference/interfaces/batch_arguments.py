@@ -17,6 +17,7 @@ from .checks import (
     check_type,
     is_positive_int,
 )
+from .graphs import GraphBuffers, captured_tensors, check_not_replaced
 from .metadata import (
     CommonAttentionMetadata,
     MLAMetadata,
@@ -45,18 +46,87 @@ def check_common(common: CommonAttentionMetadata) -> None:
         check_int("common.block_size", common.block_size, 1, "a positive int or None")
 
 
-def check_equal_query_lens(common: CommonAttentionMetadata) -> int:
-    """Return the query length of a batch whose requests all have the same query length, at least 1.
+def requests_with_tokens(common: CommonAttentionMetadata) -> int:
+    """Return the number of requests without those at the end of the batch that have no query token."""
+    starts = common.query_start_loc_cpu
+    return int((starts[:-1] < starts[-1]).sum())
 
-    Raises:
-        TypeError: the argument is not a `CommonAttentionMetadata`.
-        ValueError: shapes, dtypes or devices do not match; the batch has no request or no token; query lengths differ.
+
+def graph_kind(common: CommonAttentionMetadata, threshold: int, support: GraphSupport) -> GraphSupport:
+    """Return the kind of CUDA graph that serves a batch of decodes.
+
+    Args:
+        common: the batch.
+        threshold: largest query length of a decode.
+        support: the widest kind that may be used.
+
+    Returns:
+        NONE if no graph can serve the batch. ONE_QUERY_LEN if all requests have the same query length (only requests at
+        the end may have no token), and this length is 1 or `support` is ONE_QUERY_LEN. Otherwise ANY.
     """
     check_common(common)
     lens = common.query_start_loc_cpu.diff()
-    equal = lens.numel() > 0 and int(lens[0]) > 0 and bool((lens == lens[0]).all())
-    check(equal, "common", "decodes of one query length", f"lengths {lens.tolist()[:8]}")
-    return int(lens[0])
+    longest = int(lens.max()) if lens.numel() else 0
+    if support is GraphSupport.NONE or not 1 <= longest <= threshold or int(lens.min()) < 0:
+        return GraphSupport.NONE
+    equal = bool((lens[: requests_with_tokens(common)] == longest).all())
+    if equal and (longest == 1 or support is GraphSupport.ONE_QUERY_LEN):
+        return GraphSupport.ONE_QUERY_LEN
+    return support if support is GraphSupport.ANY else GraphSupport.NONE
+
+
+def longest_query(common: CommonAttentionMetadata) -> int:
+    """Return the length of the longest query of a batch, which may be below `max_query_len`."""
+    lens = common.query_start_loc_cpu.diff()
+    return int(lens.max()) if lens.numel() else 0
+
+
+def check_captured_lens(common: CommonAttentionMetadata, graph: GraphSupport) -> int:
+    """Return the number of query tokens of a captured plan, padding tokens included.
+
+    Args:
+        common: the batch; `max_query_len` is the longest query of every replay.
+        graph: kind of the graph.
+
+    Raises:
+        TypeError: `common` is not a `CommonAttentionMetadata`, or `graph` is not a `GraphSupport`.
+        ValueError: shapes, dtypes or devices do not match; the batch has no request or no query token; the query
+            lengths do not fit `graph` and `max_query_len`; there are fewer slots than tokens.
+    """
+    check_common(common)
+    check_type("graph", graph, GraphSupport)
+    check(graph is not GraphSupport.NONE, "graph", "ONE_QUERY_LEN or ANY", graph.name)
+    requests, longest, lens = common.num_reqs, common.max_query_len, common.query_start_loc_cpu.diff()
+    check(requests > 0 and longest > 0, "common", "at least one request with a query token",
+          f"{requests} requests of at most {longest} tokens")  # fmt: skip
+    tokens = common.num_actual_tokens
+    if graph is GraphSupport.ONE_QUERY_LEN:
+        equal = bool((lens[: requests_with_tokens(common)] == longest).all())
+        check(equal, "common", f"decodes of one query length, {longest}", f"lengths {lens.tolist()[:8]}")
+        tokens = requests * longest
+    found = longest_query(common)
+    check(found <= longest, "common.max_query_len", f"at least the longest query, {found}", longest)
+    check(0 < tokens <= requests * longest, "common.num_actual_tokens",
+          f"an int in [1, {requests * longest}] for {requests} requests of at most {longest} tokens",
+          tokens)  # fmt: skip
+    slots = common.slot_mapping.shape[0]
+    check(slots >= tokens, "common.slot_mapping", f"at least {tokens} slots", slots)
+    return tokens
+
+
+def check_update(captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
+    """Check that a captured plan can hold the decodes of another batch; read no values on the device."""
+    check_common(common)
+    requests, tokens, longest = captured.num_decodes, captured.num_decode_tokens, captured.decode.max_query_len
+    lens = common.query_start_loc_cpu.diff()
+    if captured.decode.graph is GraphSupport.ANY:
+        fits = bool(((lens >= 0) & (lens <= longest)).all()) and common.num_actual_tokens <= tokens
+        wanted = f"{requests} requests of at most {longest} tokens, {tokens} in all, as captured"
+    else:
+        fits = bool((lens[: requests_with_tokens(common)] == longest).all())
+        wanted = f"{requests} requests of {longest} tokens, as captured"
+    got = f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {longest_query(common)}"
+    check(fits and common.num_reqs == requests, "common", wanted, got)
 
 
 def check_no_prefill_padding(common: CommonAttentionMetadata, num_decodes: int) -> None:
@@ -120,7 +190,6 @@ def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
 
 def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
     """Check that the tensors of a plan can be copied into the tensors of a captured plan; read no values."""
-    check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
     pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
              ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
     check(captured.schedule is not None or plan.schedule is None, "captured.schedule",
@@ -137,6 +206,19 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
             pairs += [("schedule.tile_ranges", captured.schedule.tile_ranges, plan.schedule.tile_ranges)]
     for name, held, made in pairs:
         check_tensor(f"captured.{name}", held, tuple(made.shape), (made.dtype,), made.device)
+    check(captured.captured is not None, "captured", "a plan of build_for_cudagraph_capture", "the plan of one step")
+    check_not_replaced(captured.captured, captured_tensors(captured))
+
+
+def check_graph_support(graph_support: GraphSupport | None, query_len_support: QueryLenSupport) -> GraphSupport:
+    """Return the graph support of a builder; None means the widest support that the decode kernel allows."""
+    check_type("graph_support", graph_support, (GraphSupport, type(None)), "a GraphSupport or None")
+    one_length = query_len_support is QueryLenSupport.UNIFORM
+    if graph_support is None:
+        return GraphSupport.ONE_QUERY_LEN if one_length else GraphSupport.ANY
+    check(not one_length or graph_support is not GraphSupport.ANY, "graph_support",
+          "NONE or ONE_QUERY_LEN with a decode kernel for UNIFORM query lengths", graph_support.name)  # fmt: skip
+    return graph_support
 
 
 def check_graph_sizes(
@@ -160,15 +242,8 @@ def check_graph_sizes(
 
 def check_graph_query_len(graph: Any) -> None:
     """Check that the builder of a decode graph can plan captured batches of the graph's query length."""
-    requests, tokens = 1, graph.query_len
-    batch = captured_batch(
-        graph,
-        torch.zeros(requests, dtype=torch.int32, device=CPU),
-        torch.tensor([0, tokens], dtype=torch.int32, device=CPU),
-        torch.zeros(requests, graph.max_blocks, dtype=torch.int32, device=CPU),
-        torch.full((tokens,), -1, dtype=torch.int64, device=CPU),
-    )
-    served = graph.builder.can_run_in_cudagraph(batch)
+    padding = GraphBuffers.of_padding(1, graph.query_len, graph.max_blocks, graph.hidden_size, graph.dtype, CPU)
+    served = graph.builder.can_run_in_cudagraph(captured_batch(graph, padding))
     check(served, "query_len", "a query length that the builder can plan for a CUDA graph", graph.query_len)
 
 
@@ -177,12 +252,15 @@ def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, comm
     check_common(common)
     largest, q = graph.batch_sizes[-1], graph.query_len
     requests, tokens = common.num_reqs, common.num_actual_tokens
-    check(requests <= largest, "common", f"at most {largest} requests, the largest of batch_sizes", requests)
-    wrong = (common.query_start_loc_cpu.diff() != q).nonzero()
+    used = requests_with_tokens(common)
+    check(used <= largest, "common", f"at most {largest} requests, the largest of batch_sizes", used)
+    lens = common.query_start_loc_cpu.diff()
+    mixed = graph.graph_support is GraphSupport.ANY
+    wrong = ((lens < 0) | (lens > q) if mixed else lens[:used] != q).nonzero()
     if wrong.numel():
         request = int(wrong[0])
-        got = int(common.query_start_loc_cpu[request + 1] - common.query_start_loc_cpu[request])
-        check(False, "common", f"{q} tokens of each request, as captured", f"{got} at request {request}")
+        check(False, "common", f"{'at most ' * mixed}{q} tokens of each request, as captured",
+              f"{int(lens[request])} at request {request}")  # fmt: skip
     block_size, ownership = graph.builder.block_size, graph.builder.ownership
     check_batch_block_size(common, block_size)
     width = common.block_table.shape[1]

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int32
 from torch import Tensor
 
+from .graphs import GraphBuffers
 from .metadata import CommonAttentionMetadata
 from .ownership import TokenOwnership
 from .support import GraphSupport
@@ -50,6 +51,10 @@ class AttentionMetadataBuilder(Protocol):
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
         """Return the plan of a batch for a CUDA graph, computed from the batch's tensors on the device alone.
 
+        Batches of a kind that `graph_support` does not include raise. A replay has as many requests as `common`, and at
+        most as many query tokens, in all and in the longest query. Values of `common.query_start_loc` and
+        `common.seq_lens` may differ in every replay. Tokens behind the last request are padding.
+
         If an engine calls this method during the capture, the graph contains the planning and repeats the planning in
         every replay. If an engine calls this method before the capture, the engine must keep the plan. The graph reads
         the tensors of this plan in every replay, and `update_captured` writes new values into these tensors.
@@ -57,7 +62,7 @@ class AttentionMetadataBuilder(Protocol):
         ...
 
     def update_captured(self, captured: Any, common: CommonAttentionMetadata) -> None:
-        """Write the plan of another batch of the captured shape into the tensors of a captured plan.
+        """Write the plan of another batch that a captured plan can hold into the tensors of this plan.
 
         Args:
             captured: plan that `build_for_cudagraph_capture` returned before the capture.
@@ -104,29 +109,30 @@ def most_captured_tokens(builder: AttentionMetadataBuilder, max_blocks: int) -> 
     return min(builder.max_model_len, max_blocks * builder.block_size * size)
 
 
-def captured_batch(
-    graph: Any, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, slot_mapping: Tensor
-) -> CommonAttentionMetadata:
+def graph_support_of(builder: AttentionMetadataBuilder, query_len: int) -> GraphSupport:
+    """Return the kind of batches that a decode graph serves: ANY only for several query tokens of a request."""
+    mixed = builder.graph_support is GraphSupport.ANY and query_len > 1
+    return GraphSupport.ANY if mixed else GraphSupport.ONE_QUERY_LEN
+
+
+def captured_batch(graph: Any, buffers: GraphBuffers) -> CommonAttentionMetadata:
     """Return the batch that a decode graph passes to its builder.
 
-    The lengths of the replays are unknown at capture. The CPU fields of the batch therefore have the upper bound
-    `graph.max_seq_len` as the length of every request.
+    The lengths of the replays are unknown at capture. The CPU fields of the batch therefore have upper bounds: every
+    request has `graph.max_seq_len` tokens, and `graph.query_len` of them are query tokens.
 
     Args:
         graph: decode graph with the attributes `query_len`, `max_seq_len` and `builder`.
-        seq_lens: [B], buffer on the device for the tokens of each request.
-        query_start_loc: [B + 1], prefix sum of the query lengths, on the device.
-        block_table: [B, W], buffer on the device.
-        slot_mapping: [T], buffer on the device.
+        buffers: buffers on the device, whose values may differ in every replay.
     """
-    requests, most = seq_lens.shape[0], graph.max_seq_len
+    requests, most = buffers.seq_lens.shape[0], graph.max_seq_len
     return CommonAttentionMetadata(
-        seq_lens=seq_lens,
-        query_start_loc=query_start_loc,
+        seq_lens=buffers.seq_lens,
+        query_start_loc=buffers.query_start_loc,
         seq_lens_cpu=torch.full((requests,), most, dtype=torch.int32, device="cpu"),  # upper bound of every replay
         query_start_loc_cpu=graph.query_len * torch.arange(requests + 1, dtype=torch.int32, device="cpu"),
-        block_table=block_table,
-        slot_mapping=slot_mapping,
+        block_table=buffers.block_table,
+        slot_mapping=buffers.slot_mapping,
         max_query_len=graph.query_len,
         num_actual_tokens=requests * graph.query_len,
         max_seq_len=most,

@@ -309,10 +309,11 @@ class DecodeMetadata:
     Attributes:
         block_table: [B, W], block ids of these requests.
         seq_lens: [B], keys of each request in the cache, the new tokens included; 0 for padding rows.
-        query_start_loc: [B + 1], prefix sum of the query lengths; it starts at 0.
+        query_start_loc: [B + 1], prefix sum of the query lengths; it starts at 0 and ends at T. It may end before T if
+            `graph` is ANY: later tokens are then padding.
         max_query_len: upper bound of the query lengths.
         visible_lens: [T], number of keys that each query token attends: S - Sq + i + 1 for the query token with index i
-            in its request, and 0 for a padding row.
+            in its request, and 0 for a padding row (`compute_visible_lens`).
         max_seq_len: upper bound of `seq_lens`, as an int on the CPU. Kernels size splits and buffers by this bound. On
             a GPU, kernels treat a longer length as equal to this bound. Under context parallelism the bound is for
             rank-local lengths. Inside a captured graph the bound is for the lengths of every replay.
@@ -369,6 +370,8 @@ class MLAMetadata:
         schedule_choice: the decision whether the decode has a schedule, and the numbers behind this decision.
         workspace: memory for one chunk, gathered and expanded, which all layers share; a builder puts the same
             workspace into each of its plans with context.
+        captured: the tensors that a captured graph reads, by name. A builder sets them if the plan was made before the
+            capture, and `update_captured` refuses a plan whose tensors were replaced. None for a plan of one step.
     """
 
     slot_mapping: Int64[Tensor, " T"]
@@ -382,6 +385,7 @@ class MLAMetadata:
     cascade: CascadeMetadata | None = None
     schedule_choice: ScheduleChoice = NEVER_PLANNED
     workspace: ContextWorkspace = field(default_factory=ContextWorkspace)
+    captured: tuple[tuple[str, Tensor | None], ...] | None = None
 
     @property
     def num_prefills(self) -> int:

@@ -25,25 +25,29 @@ from ..interfaces import (
     PathCosts,
     QueryLenSupport,
     ScheduleCosts,
+    captured_tensors,
     check,
     check_batch_block_size,
     check_captured,
     check_chunking,
-    check_common,
     check_common_prefix,
     check_config,
     check_costs,
     check_dtype,
     check_flag,
     check_format,
+    check_graph_support,
     check_int,
     check_interleave,
     check_schedule_costs,
     check_table_width,
     check_tensor,
     check_type,
+    check_update,
     chunked_prefill_workspace_size,
     context_unit,
+    graph_kind,
+    longest_query,
     reorder_batch_threshold,
 )
 from ..planning.batch import reorder_batch_to_split_decodes_and_prefills
@@ -83,10 +87,13 @@ class MLAMetadataBuilder:
         schedule_costs: costs from which schedules are computed; None means the defaults of `ScheduleCosts`.
         cache_format: format of the cache, for `choose_path` and the choice of a cascade.
         dtype: dtype of queries and keys, for `choose_path` and the choice of a cascade. A plan is valid for any dtype.
+        graph_support: batches that captured plans serve (`GraphSupport`). With None, ANY, or ONE_QUERY_LEN if
+            `query_len_support` is UNIFORM. A plan for one query length needs kernels with less support. Plans for one
+            token of each request are always such plans.
 
     Raises:
         ValueError: a number is below its smallest valid value; TP does not divide the heads; `batch_invariant` is
-            combined with the merge "ag_rs".
+            combined with the merge "ag_rs"; `graph_support` is ANY and `query_len_support` is UNIFORM.
     """
 
     def __init__(
@@ -105,6 +112,7 @@ class MLAMetadataBuilder:
         schedule_costs: ScheduleCosts | None = None,
         cache_format: CacheFormat = COMPUTE_FORMAT,
         dtype: torch.dtype = torch.bfloat16,
+        graph_support: GraphSupport | None = None,
     ):
         check_invariant_merge(context_parallel, batch_invariant)
         check_config(config)
@@ -112,6 +120,7 @@ class MLAMetadataBuilder:
         check_schedule_costs(schedule_costs, "schedule_costs")
         check_format(cache_format)
         check_dtype("dtype", dtype)
+        self._graph_support = check_graph_support(graph_support, query_len_support)
         self.ownership = None if context_parallel is None else context_parallel.ownership
         size, interleave = (1, 1) if self.ownership is None else (self.ownership.size, self.ownership.interleave)
         check_interleave(interleave, block_size)
@@ -202,6 +211,10 @@ class MLAMetadataBuilder:
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> MLAMetadata:
         """Return the plan of a batch for a CUDA graph. The graph can be replayed with other lengths.
 
+        A replay has as many requests as this batch, each with at most as many query tokens as the longest query of this
+        batch. All requests together have at most `num_actual_tokens` query tokens; later tokens are padding. Query
+        lengths may be mixed (`can_run_in_cudagraph`), so `common.query_start_loc` is one of the buffers.
+
         A request may have up to `max_model_len` tokens in a replay, and no more than fit into the columns of the block
         table. The plan is computed from the tensors on the device alone (`plan_captured_decodes`). There are two ways
         to use this method:
@@ -218,40 +231,47 @@ class MLAMetadataBuilder:
             ValueError: `can_run_in_cudagraph` is False for the batch; the batch has more or longer requests than the
                 builder allows.
         """
-        check(self.can_run_in_cudagraph(common), "common",
-              f"decodes of one query length up to {self.reorder_batch_threshold}",
+        kind = self._graph_kind(common)
+        one = "" if self._graph_support is GraphSupport.ANY else "one query length "
+        check(kind is not GraphSupport.NONE, "common", f"decodes of {one}up to {self.reorder_batch_threshold} tokens",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
               )  # fmt: skip
         self._check_sizes(common)
         table_keys = (
             common.block_table.shape[1] * self.block_size * (1 if self.ownership is None else self.ownership.size)
         )
-        return self._plan_captured(dataclasses.replace(common, max_seq_len=min(self.max_model_len, table_keys)))
+        bounds = {"max_query_len": longest_query(common), "max_seq_len": min(self.max_model_len, table_keys)}
+        plan = self._plan_captured(dataclasses.replace(common, **bounds), kind)
+        return dataclasses.replace(plan, captured=captured_tensors(plan))
 
-    def _plan_captured(self, common: CommonAttentionMetadata) -> MLAMetadata:
+    def _plan_captured(self, common: CommonAttentionMetadata, graph: GraphSupport) -> MLAMetadata:
         """Return the plan of a captured batch, whose `max_seq_len` is an upper bound of the lengths in every replay."""
         size = 1 if self.ownership is None else self.ownership.size
         check_batch_block_size(common, self.block_size)
         check_table_width(common, self.block_size * size)
-        programs = self._programs_for(common.num_actual_tokens // common.num_reqs)
+        programs = self._programs_for(common.max_query_len)
         return plan_captured_decodes(
-            common, self.block_size, programs, self.schedule_costs, self.batch_invariant, self.ownership
+            common, self.block_size, programs, self.schedule_costs, self.batch_invariant, self.ownership, graph
         )
 
     def update_captured(self, captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
         """Write the plan of another batch of the same shape into the tensors that a captured graph reads.
 
         This method writes the schedule, the visible lengths and, under context parallelism, the rank-local lengths. The
-        caller writes the other buffers: lengths, block table and slots. A plan that was computed during the capture
-        needs no update.
+        caller writes the other buffers: lengths, offsets, block table and slots (-1 for padding tokens). A plan that
+        was computed during the capture needs no update.
+
+        The batch has as many requests as the captured batch. An engine with fewer requests appends requests without
+        tokens, of length 0.
 
         Args:
             captured: plan that `build_for_cudagraph_capture` returned before the capture.
             common: the batch of the next replay.
 
         Raises:
-            ValueError: the batch does not have the captured shape, or a request is longer than the captured plan
-                allows. If the method raises, it has written nothing.
+            ValueError: the captured plan cannot hold the batch; a request is longer than the captured plan allows; a
+                tensor of the captured plan was replaced by another tensor. If the method raises, it has written
+                nothing.
         """
         check_type("captured", captured, MLAMetadata)
         check_type("captured.decode", captured.decode, DecodeMetadata)
@@ -262,21 +282,19 @@ class MLAMetadataBuilder:
         check(captured.decode.block_size == self.block_size, "captured.decode.block_size",
               f"{self.block_size}, as in the builder", captured.decode.block_size)  # fmt: skip
         check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
-        shape = (captured.num_decodes, captured.decode.max_query_len)
-        tokens = shape[0] * shape[1]
-        fits = self.can_run_in_cudagraph(common) and (common.num_reqs, common.num_actual_tokens) == (shape[0], tokens)
-        check(fits, "common", f"{shape[0]} requests of {shape[1]} tokens, as captured",
-              f"{common.num_actual_tokens} tokens in {common.num_reqs} requests")  # fmt: skip
+        check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
+        check_update(captured, common)
         self._check_sizes(common)
         bound = captured.decode.max_seq_len
         longest = int(_rank_local_decode_lens(common, common.num_reqs, self.ownership).max())
         check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
-        plan = self._plan_captured(common)
+        shape = {"max_query_len": captured.decode.max_query_len, "num_actual_tokens": captured.num_decode_tokens,
+                 "slot_mapping": captured.slot_mapping}  # fmt: skip
+        plan = self._plan_captured(dataclasses.replace(common, **shape), captured.decode.graph)
         check_captured(captured, plan)
         if self.ownership is not None:
             captured.decode.seq_lens.copy_(plan.decode.seq_lens)
-        if shape[1] > 1 or self.ownership is not None:
-            captured.decode.visible_lens.copy_(plan.decode.visible_lens)
+        captured.decode.visible_lens.copy_(plan.decode.visible_lens)
         if captured.schedule is not None and captured.schedule.tile_ranges is not None:
             captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
             captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
@@ -284,18 +302,20 @@ class MLAMetadataBuilder:
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         """Return whether a CUDA graph can be captured for a batch and replayed.
 
-        All requests, padding rows included, must have the same query length, from 1 to `reorder_batch_threshold`.
+        The longest query must have from 1 to `reorder_batch_threshold` tokens. With the graph support ANY, query
+        lengths may be mixed, and requests may have no token. With ONE_QUERY_LEN all requests, padding rows included,
+        must have the same query length; only requests at the end of the batch may have no token.
         """
-        check_common(common)
-        lens = common.query_start_loc_cpu.diff()
-        if lens.numel() == 0 or not bool((lens == lens[0]).all()):
-            return False
-        return 1 <= int(lens[0]) <= self.reorder_batch_threshold
+        return self._graph_kind(common) is not GraphSupport.NONE
+
+    def _graph_kind(self, common: CommonAttentionMetadata) -> GraphSupport:
+        """Return the kind of graph that serves a batch; NONE if no graph can serve it."""
+        return graph_kind(common, self.reorder_batch_threshold, self._graph_support)
 
     @property
     def graph_support(self) -> GraphSupport:
-        """Return ONE_QUERY_LEN: a graph can be captured if all requests have the same query length."""
-        return GraphSupport.ONE_QUERY_LEN
+        """Return the kind of batches that a captured plan serves: the constructor's `graph_support`."""
+        return self._graph_support
 
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: Int32[Tensor, " B"], seq_lens: Int32[Tensor, " B"]

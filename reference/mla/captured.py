@@ -15,13 +15,14 @@ from ..interfaces import (
     ScheduleChoice,
     ScheduleCosts,
     TokenOwnership,
-    check_equal_query_lens,
+    check_captured_lens,
     check_flag,
     check_int,
     check_ownership,
     check_schedule_costs,
 )
 from ..planning.decode_schedule import plan_decode
+from ..planning.visible_lens import compute_visible_lens
 
 
 def plan_captured_decodes(
@@ -31,17 +32,31 @@ def plan_captured_decodes(
     costs: ScheduleCosts | None = None,
     batch_invariant: bool = False,
     ownership: TokenOwnership | None = None,
+    graph: GraphSupport = GraphSupport.ANY,
 ) -> MLAMetadata:
-    """Plan decodes with equal query lengths from the lengths in the device tensor `common.seq_lens`.
+    """Plan decodes from the lengths in the device tensors `common.seq_lens` and `common.query_start_loc`.
 
     The lengths in `common.seq_lens_cpu` are not used. If this function is called during the capture of a CUDA graph,
-    the graph contains the planning. Every replay then plans for the lengths that are in `common.seq_lens` at that time.
+    the graph contains the planning. Every replay then plans for the lengths that are in the two tensors at that time.
     The lengths are unknown at capture, so `choose_schedule` cannot decide on a schedule. The plan has a schedule
     whenever `num_programs` is above 0.
 
+    The replays have as many requests as the batch of the capture; requests at the end may have no token. `graph` says
+    which query lengths the replays may have:
+
+    | `graph` | query lengths of a replay | tokens of the plan |
+    |---|---|---|
+    | ANY | from 0 to `common.max_query_len`, mixed | `common.num_actual_tokens`; a replay may have fewer |
+    | ONE_QUERY_LEN | `common.max_query_len`, or 0 for requests at the end of the batch | B * `common.max_query_len` |
+
+    Tokens behind the last request are padding. With ANY, `decode.query_start_loc` is `common.query_start_loc`, and no
+    request has the padding tokens. With ONE_QUERY_LEN, `decode.query_start_loc` is a tensor of its own that assigns
+    `max_query_len` tokens to every request, so that each padding token belongs to a request without tokens. In both
+    cases padding tokens see no key.
+
     Args:
-        common: the batch. All requests have the same number of query tokens, padding rows (S = 0) included.
-            `max_seq_len` must be an upper bound of the keys of every request in every replay.
+        common: the batch. `max_query_len` must be an upper bound of the query lengths, and `max_seq_len` an upper bound
+            of the keys of every request, in every replay.
         block_size: tokens per block.
         num_programs: number of programs of the schedule; 0 means no schedule, so the kernel divides the requests into
             splits itself.
@@ -49,28 +64,30 @@ def plan_captured_decodes(
         batch_invariant: whether the splits of a request depend on its own length alone, also if `num_programs` is 0.
         ownership: the tokens that this context-parallel rank owns; None if one rank owns all tokens. `common` has the
             lengths of whole sequences and the slots of this rank.
+        graph: kind of the graph, ANY or ONE_QUERY_LEN.
 
     Returns:
-        The plan; a `ContextParallelMetadata` if `ownership` is given. The block table, slots and offsets of the plan
-        are the tensors of `common`, not copies. Without `ownership`, `decode.seq_lens` is also `common.seq_lens`
-        itself, and so is `decode.visible_lens` if each request has one query token.
+        The plan; a `ContextParallelMetadata` if `ownership` is given. The block table and the slots of the plan are the
+        tensors of `common`, not copies. With ANY so are the offsets, and without `ownership` so is `decode.seq_lens`.
 
     Raises:
-        ValueError: the batch has no request, or its query lengths differ; a number is below its smallest valid value.
+        ValueError: the batch has no request or no token; its query lengths do not fit `graph` or `max_query_len`; there
+            are fewer slots than tokens; a number is below its smallest valid value.
     """
-    query_len = check_equal_query_lens(common)
-    requests, tokens = common.num_reqs, common.num_actual_tokens
+    tokens = check_captured_lens(common, graph)
+    requests, query_len = common.num_reqs, common.max_query_len
     check_int("block_size", block_size)
     check_int("num_programs", num_programs, 0)
     costs = check_schedule_costs(costs)
     check_flag("batch_invariant", batch_invariant)
     check_ownership(ownership)
-    seq_lens, lengths = common.seq_lens, common.seq_lens.tolist()
-    visible = [max(0, length - query_len + i + 1) for length in lengths for i in range(query_len)]
+    visible_lens = compute_visible_lens(common.query_start_loc, common.seq_lens, tokens, ownership)
+    query_start_loc, seq_lens = common.query_start_loc, common.seq_lens
+    if graph is GraphSupport.ONE_QUERY_LEN:
+        query_start_loc = _on_device_of(common, [request * query_len for request in range(requests + 1)])
     longest, kind, which = common.max_seq_len, MLAMetadata, {}
     if ownership is not None:
-        seq_lens = _on_device_of(common, [ownership.count(length) for length in lengths])
-        visible = [ownership.count(keys) for keys in visible]
+        seq_lens = _on_device_of(common, [ownership.count(length) for length in seq_lens.tolist()])
         longest = TokenOwnership(ownership.size, 0, ownership.interleave).count(longest)  # rank 0 owns the most tokens
         kind, which = ContextParallelMetadata, {"ownership": ownership}
     schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
@@ -85,12 +102,12 @@ def plan_captured_decodes(
         decode=DecodeMetadata(
             block_table=common.block_table,
             seq_lens=seq_lens,
-            query_start_loc=common.query_start_loc,
+            query_start_loc=query_start_loc,
             max_query_len=query_len,
-            visible_lens=seq_lens if query_len == 1 else _on_device_of(common, visible),
+            visible_lens=visible_lens,
             max_seq_len=longest,
             block_size=block_size,
-            graph=GraphSupport.ONE_QUERY_LEN,
+            graph=graph,
         ),
         prefill=PrefillMetadata(
             block_table=common.block_table[:0],

@@ -60,7 +60,8 @@ def mla_decode(
         cache_format: format of the cache.
 
     Returns:
-        out [T, N, Lkv] and lse [N, T]. `out` is still a latent; `latent_to_value` applies W_UV to it.
+        out [T, N, Lkv] and lse [N, T]. `out` is still a latent; `latent_to_value` applies W_UV to it. A padding token
+        (a token behind the last request of a plan with `graph` ANY) has out = 0 and lse = -inf.
 
     Raises:
         ValueError: in one of the following cases:
@@ -76,8 +77,8 @@ def mla_decode(
     check_dtype("out_dtype", out_dtype)
     tokens, heads, latent = ql_nope.shape
     check_decode_values(metadata, tokens, kv_cache.shape[1], kv_cache.shape[0])
-    out = torch.empty_like(ql_nope, dtype=out_dtype)
-    lse = torch.empty(heads, tokens, dtype=wide_dtype(out_dtype), device=ql_nope.device)
+    out = torch.zeros_like(ql_nope, dtype=out_dtype)  # padding tokens keep out = 0 and lse = -inf
+    lse = torch.full((heads, tokens), -torch.inf, dtype=wide_dtype(out_dtype), device=ql_nope.device)
     q = torch.cat((ql_nope, q_pe), dim=-1)
     offsets = metadata.query_start_loc.tolist()
     for request, length in enumerate(metadata.seq_lens.tolist()):

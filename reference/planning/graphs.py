@@ -12,6 +12,9 @@ from torch import Tensor
 from ..interfaces import (
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
+    GraphBuffers,
+    GraphMemory,
+    GraphSupport,
     captured_batch,
     check_device,
     check_dtype,
@@ -19,7 +22,9 @@ from ..interfaces import (
     check_graph_batch,
     check_graph_query_len,
     check_graph_sizes,
+    graph_support_of,
     most_captured_tokens,
+    requests_with_tokens,
 )
 
 Step = Callable[[Tensor, Tensor, Any], Tensor]
@@ -28,12 +33,18 @@ Step = Callable[[Tensor, Tensor, Any], Tensor]
 class DecodeGraph:
     """A decode step that runs with a few fixed batch sizes; a smaller batch is padded to the next larger size.
 
-    A CUDA graph has fixed shapes, but the lengths, block tables and slots may differ in every run. This class runs the
-    step without a graph; its twin in `fast` captures the step in a graph.
+    A CUDA graph has fixed shapes, but the query lengths, sequence lengths, block tables and slots may differ in every
+    run. This class runs the step without a graph; its twin in `fast` captures the step in a graph.
 
-    A padding row has sequence length 0, slot -1 and block 0. Such a row reads no key and writes no cache entry, and its
-    attention output is 0. The builder plans every run from the lengths of that run (`build_for_cudagraph_capture`) and
-    the step gets this plan, so the class works for any attention family.
+    A graph for B requests has B * query_len tokens. A run may have fewer requests and fewer tokens:
+
+    - A padding row (a request that is added) has sequence length 0 and block 0. It reads no key.
+    - A padding token (a token behind the last request) has slot -1 and sees no key, so it writes no cache entry and its
+      attention output is 0. If every request has `query_len` tokens, the padding tokens belong to the padding rows.
+    - Requests at the end of the batch without tokens, which engines append as padding, are left out.
+
+    The builder plans every run from the lengths of that run (`build_for_cudagraph_capture`) and the step gets this
+    plan, so the class works for any attention family.
 
     Args:
         step: function (hidden_states [T, H], positions [T], plan) -> [T, H], such as one layer over its cache or all
@@ -45,11 +56,13 @@ class DecodeGraph:
         hidden_size: H.
         dtype: dtype of the hidden states.
         device: device of the step.
-        query_len: query tokens of each request: 1, plus the drafted tokens if there are any.
+        query_len: largest number of query tokens of a request: 1, plus the drafted tokens if there are any.
 
     Attributes:
         max_seq_len: largest number of tokens that a request may have in a run; `builder` and `max_blocks` are its
             limits.
+        graph_support: ANY if a run may mix query lengths up to `query_len`, as the builder's support says.
+            ONE_QUERY_LEN if every request of a run must have `query_len` tokens; this is always so if `query_len` is 1.
 
     Raises:
         TypeError: `builder` is not an `AttentionMetadataBuilder`, or another argument has a wrong type.
@@ -77,7 +90,17 @@ class DecodeGraph:
         self.max_blocks, self.hidden_size, self.query_len = max_blocks, hidden_size, query_len
         self.dtype, self.device = dtype, device
         self.max_seq_len = most_captured_tokens(builder, max_blocks)
+        self.graph_support = graph_support_of(builder, query_len)
         check_graph_query_len(self)
+
+    def _padding(self, size: int) -> GraphBuffers:
+        """Return the buffers of a batch of `size` padding rows."""
+        return GraphBuffers.of_padding(size, self.query_len, self.max_blocks, self.hidden_size, self.dtype, self.device)
+
+    @property
+    def memory(self) -> GraphMemory:
+        """Return the bytes of the buffers of the largest batch size; there is no graph and no memory pool."""
+        return GraphMemory(self._padding(self.batch_sizes[-1]).nbytes, 0)
 
     def run(
         self,
@@ -90,32 +113,30 @@ class DecodeGraph:
         Args:
             hidden_states: [T, H].
             positions: [T], position of each token in its request.
-            common: the batch. Every request, padding rows (S = 0) included, has `query_len` query tokens.
+            common: the batch. Every request, padding rows (S = 0) included, has at most `query_len` query tokens; with
+                the graph support ONE_QUERY_LEN it has `query_len` tokens, or none if it stands at the end of the batch.
 
         Returns:
             [T, H], the output without the rows that were added as padding. The next run may overwrite this tensor.
 
         Raises:
             ValueError: the batch has more requests, longer requests or a wider block table than the graph allows; a
-                request has another query length; a tensor has a wrong shape, dtype or device. If the method raises, it
-                has not run the step.
+                query length does not fit; a tensor has a wrong shape, dtype or device. If the method raises, it has not
+                run the step.
         """
         check_graph_batch(self, hidden_states, positions, common)
-        tokens, requests, q = common.num_actual_tokens, common.num_reqs, self.query_len
-        if requests == 0:
+        tokens, requests = common.num_actual_tokens, requests_with_tokens(common)
+        if tokens == 0:
             return torch.empty_like(hidden_states)
         size = next(size for size in self.batch_sizes if size >= requests)
-
-        padded = hidden_states.new_zeros(size * q, hidden_states.shape[1])
-        padded[:tokens] = hidden_states
-        padded_positions = positions.new_zeros(size * q)
-        padded_positions[:tokens] = positions
-        seq_lens = common.seq_lens.new_zeros(size)
-        seq_lens[:requests] = common.seq_lens
-        block_table = common.block_table.new_zeros(size, self.max_blocks)
-        block_table[:requests, : common.block_table.shape[1]] = common.block_table
-        slot_mapping = common.slot_mapping.new_full((size * q,), -1)
-        slot_mapping[:tokens] = common.slot_mapping[:tokens]
-        query_start_loc = q * torch.arange(size + 1, dtype=torch.int32, device=self.device)
-        batch = captured_batch(self, seq_lens, query_start_loc, block_table, slot_mapping)
-        return self.step(padded, padded_positions, self.builder.build_for_cudagraph_capture(batch))[:tokens]
+        padded = self._padding(size)
+        padded.hidden_states[:tokens] = hidden_states
+        padded.positions[:tokens] = positions
+        padded.seq_lens[:requests] = common.seq_lens[:requests]
+        padded.block_table[:requests, : common.block_table.shape[1]] = common.block_table[:requests]
+        padded.slot_mapping[:tokens] = common.slot_mapping[:tokens]
+        if self.graph_support is GraphSupport.ANY:
+            padded.query_start_loc[:requests] = common.query_start_loc[:requests]
+            padded.query_start_loc[requests:] = tokens
+        plan = self.builder.build_for_cudagraph_capture(captured_batch(self, padded))
+        return self.step(padded.hidden_states, padded.positions, plan)[:tokens]

@@ -14,6 +14,7 @@ import reference
 from reference.interfaces import (
     CommonAttentionMetadata,
     DecodeSchedule,
+    GraphSupport,
     InvariantSplitRule,
     MLAConfig,
     PathCosts,
@@ -311,23 +312,38 @@ def test_builders_agree(lens, name, drafted, fast_build, programs):
 
 
 def test_builder_for_graphs(ops, plain_errors):
-    """A batch can be captured only if all its queries have the same length, and this length is within the threshold.
+    """A batch can be captured if its queries are within the threshold, and for one query length if they are equal.
 
-    The batch may contain padding rows.
+    The batch may contain padding rows, and requests without tokens at its end. With ANY the lengths may be mixed.
     """
+    one_length = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.ONE_QUERY_LEN)
+    never = make_builder(ops, num_speculative_tokens=1, num_programs=3, graph_support=GraphSupport.NONE)
     builder = make_builder(ops, num_speculative_tokens=1, num_programs=3)
     assert builder.reorder_batch_threshold == 2
-    kinds = {((2, 2, 2), (9, 40, 0)): True, ((1, 1), (9, 3)): True, ((1, 2), (9, 9)): False, ((), ()): False,
-             ((3, 3), (9, 9)): False, ((2, 0), (9, 9)): False}  # fmt: skip
-    for lens, captured in kinds.items():
+    one, mixed, none = GraphSupport.ONE_QUERY_LEN, GraphSupport.ANY, GraphSupport.NONE
+    kinds = {((2, 2, 2), (9, 40, 0)): (mixed, one), ((1, 1), (9, 3)): (one, one), ((1, 2), (9, 9)): (mixed, none),
+             ((), ()): (none, none), ((3, 3), (9, 9)): (none, none), ((2, 0), (9, 9)): (mixed, None),
+             ((1, 0, 1), (9, 3, 7)): (mixed, none), ((2, 2, 0), (9, 3, 0)): (mixed, None),
+             ((1, 0), (9, 0)): (None, None), ((0, 0), (0, 0)): (none, none)}  # fmt: skip
+    for lens, wanted in kinds.items():
         common = make_batch(*lens).common
-        assert builder.can_run_in_cudagraph(common) == captured
-        if captured:
-            plan = builder.build_for_cudagraph_capture(common)
-            assert plan.num_decodes == common.num_reqs and plan.schedule.tile_ranges.shape == (3, 5)
-        else:
-            with pytest.raises(ValueError, match="^common: expected decodes of one query length up to 2, got"):
-                builder.build_for_cudagraph_capture(common)
+        assert not never.can_run_in_cudagraph(common)
+        for made, kind in zip((builder, one_length), wanted, strict=True):
+            assert made.can_run_in_cudagraph(common) == (kind is not none)
+            if kind is none:
+                text = "one query length up to 2" if made is one_length else "up to 2"
+                with pytest.raises(ValueError, match=f"^common: expected decodes of {text} tokens, got"):
+                    made.build_for_cudagraph_capture(common)
+            elif kind is None:  # a request without tokens needs a slot of padding in a plan for one query length
+                with pytest.raises(ValueError, match="^common.slot_mapping: expected at least [246] slots, got"):
+                    made.build_for_cudagraph_capture(common)
+            else:
+                plan = made.build_for_cudagraph_capture(common)
+                assert plan.num_decodes == common.num_reqs and plan.schedule.tile_ranges.shape == (3, 5)
+                assert plan.decode.graph is kind and plan.num_actual_tokens == common.num_actual_tokens
+    with pytest.raises(ValueError, match="^graph_support: expected NONE or ONE_QUERY_LEN with a decode kernel for UNI"):
+        make_builder(ops, query_len_support=UNIFORM, graph_support=mixed)
+    assert make_builder(ops, query_len_support=UNIFORM).graph_support is one
 
 
 def test_programs_by_query_length(ops):
@@ -361,8 +377,8 @@ def test_captured_plans_are_updated_in_place(ops, plain_errors):
         same(tensors, (fresh.decode.visible_lens, planned.tile_ranges, planned.split_offsets))
         assert [tensor.data_ptr() for tensor in tensors] == places
         assert fresh.schedule is None or fresh.schedule.tile_ranges.data_ptr() not in places
-    wanted = "^common: expected 3 requests of 2 tokens, as captured, got"
-    for query_lens in ([2, 2], [1, 1, 1], [2, 2, 1]):
+    wanted = "^common: expected 3 requests of at most 2 tokens, 6 in all, as captured, got"
+    for query_lens in ([2, 2], [1, 1, 3], [2, 2, 2, 0]):
         with pytest.raises(ValueError, match=wanted):
             builder.update_captured(captured, make_batch(query_lens, [9] * len(query_lens)).common)
     unplanned = make_builder(ops, num_speculative_tokens=1, num_programs=0, batch_invariant=True, max_model_len=2000)

@@ -86,6 +86,10 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
             (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, backend)
             for pairs in (True, False)
         ],
+        "mla_twins::compute_visible_lens": [
+            (offsets([1, 2, 0]), integers(20, 33, 0), 5, *owned, backend) for owned in ((1, 0, 1), (3, 1, 4))
+        ],
+        "mla_twins::zero_padding_tokens": [(rand(6, 3, 10), offsets([2, 1]), backend)],
         "mla_twins::concat_and_cache_mla": [(rand(3, 24), rand(3, 8), cache, batch.common.slot_mapping, backend)],
         "mla_twins::rope_norm_and_cache": [
             (torch.arange(3), rand(3, 3, 8), rand(3, 24), rand(3, 8), cache, batch.common.slot_mapping, rand(24), 1e-5,

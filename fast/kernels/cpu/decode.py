@@ -67,6 +67,7 @@ def mla_decode(
     q = torch.cat((ql_nope, q_pe), dim=-1).to(wide)
 
     offsets, visible, lengths = query_start_loc.tolist(), visible_lens.tolist(), seq_lens.tolist()
+    out[offsets[-1] :], lse[:, offsets[-1] :] = 0, -torch.inf  # padding tokens
     longest_blocks = -(-max(lengths, default=0) // block_size)
     chunk_blocks = max(1, min(longest_blocks, CHUNK_BYTES // (wide.itemsize * block_size * width)))
     reader = _BlockReader(kv_cache, chunk_blocks, wide)

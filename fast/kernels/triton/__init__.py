@@ -4,6 +4,7 @@ from .. import compile_log
 from .advance import advance_step
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, swap_blocks
+from .captured import compute_visible_lens, zero_padding_tokens
 from .context_parallel import merge_packed_attn_states, pack_attn_state, reorg_kvcache, weight_attn_out
 from .decode import decode_programs, mla_decode, schedule_costs
 from .merge import merge_attn_states
@@ -13,6 +14,7 @@ from .schedule import plan_decode
 KERNELS = {
     "advance_step": advance_step,
     "apply_rope": apply_rope,
+    "compute_visible_lens": compute_visible_lens,
     "concat_and_cache_mla": concat_and_cache_mla,
     "copy_blocks": copy_blocks,
     "decode_programs": decode_programs,
@@ -28,6 +30,7 @@ KERNELS = {
     "schedule_costs": schedule_costs,
     "swap_blocks": swap_blocks,
     "weight_attn_out": weight_attn_out,
+    "zero_padding_tokens": zero_padding_tokens,
 }
 
 compile_log.install_once()

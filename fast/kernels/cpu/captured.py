@@ -1,0 +1,34 @@
+"""Ops of captured batches in PyTorch: the mask of decodes, and zeros for padding tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from reference.interfaces import get_dcp_local_seq_lens
+
+
+def compute_visible_lens(
+    query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, size: int, rank: int, interleave: int
+) -> Tensor:
+    """Return the number of (rank-local) keys that each query token attends, [num_tokens] int32.
+
+    Args:
+        query_start_loc: [B + 1], prefix sum of the query lengths.
+        seq_lens: [B], tokens of each whole sequence.
+        num_tokens: length of the result; tokens from query_start_loc[-1] on are padding and attend no key.
+        size: D, number of ranks.
+        rank: this rank.
+        interleave: I, consecutive tokens on one rank.
+    """
+    used = int(query_start_loc[-1])
+    before = torch.repeat_interleave(seq_lens - query_start_loc[1:], query_start_loc.diff(), output_size=used)
+    visible = torch.zeros(num_tokens, dtype=torch.int32, device=seq_lens.device)
+    tokens = torch.arange(1, used + 1, dtype=torch.int32, device=seq_lens.device)
+    visible[:used] = (before + tokens).clamp_(min=0)
+    return visible if size == 1 else get_dcp_local_seq_lens(visible, size, rank, interleave)
+
+
+def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
+    """Write zeros to the rows of output [T, N, V] from `query_start_loc[-1]` on."""
+    output[int(query_start_loc[-1]) :] = 0

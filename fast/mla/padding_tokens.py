@@ -1,0 +1,55 @@
+"""Zeros in the output of the padding tokens of a captured decode."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor
+
+from reference.interfaces import GraphSupport, check_tensor
+
+from .. import backends
+from ..backends import BackendChoice
+
+
+def zero_padding_tokens(
+    output: Float[Tensor, "T N V"],
+    query_start_loc: Int32[Tensor, " offsets"],
+    *,
+    graph: GraphSupport = GraphSupport.NONE,
+    backend: BackendChoice = None,
+) -> None:
+    """Write zeros to the rows of `output` that belong to no request: the rows from `query_start_loc[-1]` on.
+
+    A decode kernel leaves these rows undefined. Which rows these are is known on the device only, because a replay of a
+    CUDA graph may have fewer query tokens than the capture. The kernel writes the padding rows and reads nothing else,
+    so a batch without padding costs one short launch, for any number of tokens.
+
+    Args:
+        output: [T, N, V], written in place.
+        query_start_loc: [B + 1], prefix sum of the query lengths; it ends at T or before T.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match.
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
+    """
+    check_tensor("output", output, ("T", "N", "V"))
+    check_tensor("query_start_loc", query_start_loc, ("B + 1",), (torch.int32,), output.device)
+    request = backends.state_request("zero_padding_tokens", output, graph)
+    torch.ops.mla_twins.zero_padding_tokens(output, query_start_loc, backends.select(request, backend).name)
+
+
+@torch.library.custom_op(
+    "mla_twins::zero_padding_tokens",
+    mutates_args=("output",),
+    schema="(Tensor(a!) output, Tensor query_start_loc, str backend) -> ()",
+)
+def _zero_padding_tokens(output, query_start_loc, backend):
+    backends.kernel(backend, "zero_padding_tokens")(output, query_start_loc)
+
+
+@_zero_padding_tokens.register_fake
+def _(output, query_start_loc, backend):
+    return None

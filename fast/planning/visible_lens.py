@@ -1,0 +1,84 @@
+"""The causal mask of decodes, computed on the device as one number for each query token."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from reference.interfaces import (
+    GraphSupport,
+    TokenOwnership,
+    check,
+    check_int,
+    check_lengths,
+    check_ownership,
+    check_tensor,
+    check_type,
+)
+
+from .. import backends
+from ..backends import BackendChoice
+
+
+def compute_visible_lens(
+    query_start_loc: Int32[Tensor, " offsets"],
+    seq_lens: Int32[Tensor, " B"],
+    num_tokens: int,
+    ownership: TokenOwnership | None = None,
+    *,
+    graph: GraphSupport = GraphSupport.NONE,
+    backend: BackendChoice = None,
+) -> Int32[Tensor, " num_tokens"]:
+    """Return the number of keys that each query token of a decode attends; 0 for padding tokens.
+
+    See `reference.planning.visible_lens.compute_visible_lens` for the rule. On a GPU, one kernel computes the numbers
+    and the host does not wait.
+
+    Args:
+        query_start_loc: [B + 1], prefix sum of the query lengths.
+        seq_lens: [B], tokens of each request after this step; 0 for padding rows. With `ownership`, the lengths of the
+            whole sequences.
+        num_tokens: length of the result; tokens from query_start_loc[-1] on are padding.
+        ownership: the tokens that this context-parallel rank owns; the result then counts rank-local keys. None if one
+            rank owns all tokens.
+        graph: kind of the CUDA graph that contains the call; NONE if no graph contains the call.
+        backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
+
+    Returns:
+        [num_tokens] int32.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match; for CPU tensors, offsets decrease, a request has
+            0 < S < Sq, or `num_tokens` is too small. (On a GPU every number is in [0, S].)
+        UnsupportedConfiguration: no backend that `backend` allows can serve the call.
+    """
+    check_int("num_tokens", num_tokens, 0)
+    check_tensor("seq_lens", seq_lens, ("B",), (torch.int32,))
+    check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), seq_lens.device)
+    check_ownership(ownership)
+    check_type("graph", graph, GraphSupport)
+    owned = (1, 0, 1) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
+    request = backends.KernelRequest("compute_visible_lens", seq_lens.device, graph=graph)
+    chosen = backends.select(request, backend).name
+    return torch.ops.mla_twins.compute_visible_lens(query_start_loc, seq_lens, num_tokens, *owned, chosen)
+
+
+@torch.library.custom_op(
+    "mla_twins::compute_visible_lens",
+    mutates_args=(),
+    schema="(Tensor query_start_loc, Tensor seq_lens, SymInt num_tokens, SymInt size, SymInt rank, SymInt interleave,"
+    " str backend) -> Tensor",
+)
+def _compute_visible_lens(query_start_loc, seq_lens, num_tokens, size, rank, interleave, backend):
+    if seq_lens.device.type == "cpu":
+        check_lengths(query_start_loc, seq_lens)
+        total = int(query_start_loc[-1])
+        check(num_tokens >= total, "num_tokens", f"at least {total}", num_tokens)
+    launch = backends.kernel(backend, "compute_visible_lens")
+    return launch(query_start_loc, seq_lens, num_tokens, size, rank, interleave)
+
+
+@_compute_visible_lens.register_fake
+def _(query_start_loc, seq_lens, num_tokens, size, rank, interleave, backend):
+    return seq_lens.new_empty(num_tokens)

@@ -1,0 +1,110 @@
+"""Records of captured steps: the buffers that a graph reads, their memory, and the tensors of a captured plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int32, Int64
+from torch import Tensor
+
+from .checks import check
+from .metadata import MLAMetadata
+
+
+class GraphMemory(NamedTuple):
+    """Memory that the captured set of a decode graph keeps, in bytes.
+
+    Attributes:
+        buffer_bytes: bytes of the buffers into which each run copies its batch. All batch sizes share these buffers.
+        pool_bytes: bytes of the memory pool that the graphs of all batch sizes share. The pool contains every tensor
+            that a captured step allocates, such as its plan, its activations and its workspaces. 0 on a CPU, where no
+            graph is captured.
+    """
+
+    buffer_bytes: int
+    pool_bytes: int
+
+
+@dataclass(eq=False)
+class GraphBuffers:
+    """The buffers of a decode graph, for B requests and T = B * query_len tokens. Write new values in place.
+
+    Attributes:
+        hidden_states: [T, H].
+        positions: [T], position of each token in its request.
+        seq_lens: [B], tokens of each request after the step; 0 for a padding row.
+        query_start_loc: [B + 1], prefix sum of the query lengths. Tokens from `query_start_loc[-1]` on are padding.
+        block_table: [B, W], block ids of each request.
+        slot_mapping: [T], cache slot of each token; -1 for padding.
+    """
+
+    hidden_states: Float[Tensor, "T H"]
+    positions: Int64[Tensor, " T"]
+    seq_lens: Int32[Tensor, " B"]
+    query_start_loc: Int32[Tensor, " B+1"]
+    block_table: Int32[Tensor, "B W"]
+    slot_mapping: Int64[Tensor, " T"]
+
+    @classmethod
+    def of_padding(
+        cls, requests: int, query_len: int, max_blocks: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> GraphBuffers:
+        """Allocate the buffers of a batch that has only padding rows, each with `query_len` tokens."""
+        tokens = requests * query_len
+        return cls(
+            hidden_states=torch.zeros(tokens, hidden_size, dtype=dtype, device=device),
+            positions=torch.zeros(tokens, dtype=torch.int64, device=device),
+            seq_lens=torch.zeros(requests, dtype=torch.int32, device=device),
+            query_start_loc=query_len * torch.arange(requests + 1, dtype=torch.int32, device=device),
+            block_table=torch.zeros(requests, max_blocks, dtype=torch.int32, device=device),
+            slot_mapping=torch.full((tokens,), -1, dtype=torch.int64, device=device),
+        )
+
+    def named(self) -> tuple[tuple[str, Tensor], ...]:
+        """Return the buffers by name, as "buffers.seq_lens"."""
+        return tuple((f"buffers.{field.name}", getattr(self, field.name)) for field in fields(self))
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all buffers."""
+        return sum(tensor.nbytes for _, tensor in self.named())
+
+
+def captured_tensors(plan: MLAMetadata) -> tuple[tuple[str, Tensor | None], ...]:
+    """Return the tensors of a decode plan that a captured graph reads, by name; None for a tensor that is missing."""
+    decode, schedule = plan.decode, plan.schedule
+    return (
+        ("captured.slot_mapping", plan.slot_mapping),
+        ("captured.decode.block_table", decode.block_table),
+        ("captured.decode.seq_lens", decode.seq_lens),
+        ("captured.decode.query_start_loc", decode.query_start_loc),
+        ("captured.decode.visible_lens", decode.visible_lens),
+        ("captured.schedule.tile_ranges", None if schedule is None else schedule.tile_ranges),
+        ("captured.schedule.split_offsets", None if schedule is None else schedule.split_offsets),
+    )
+
+
+def check_not_replaced(
+    captured: tuple[tuple[str, Tensor | None], ...], found: tuple[tuple[str, Tensor | None], ...]
+) -> None:
+    """Check that every tensor is still the tensor of the capture; read no values.
+
+    A graph reads the memory of its capture. A tensor with the same memory, shape, strides and dtype is the same tensor.
+
+    Args:
+        captured: tensors at the capture, by name.
+        found: tensors of today, in the same order.
+
+    Raises:
+        ValueError: a tensor was replaced.
+    """
+    for (name, held), (_, tensor) in zip(captured, found, strict=True):
+        if tensor is not held:
+            same = held is not None and isinstance(tensor, Tensor) and _place(tensor) == _place(held)
+            check(same, name, "the tensor of the capture (write new values into it)", "another tensor")
+
+
+def _place(tensor: Tensor) -> tuple:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

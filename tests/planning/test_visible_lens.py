@@ -1,0 +1,158 @@
+"""Tests of the ops of captured batches: the mask of decodes on the device, and zeros for padding tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fast
+import reference
+from fast.mla.padding_tokens import zero_padding_tokens
+from reference.interfaces import GraphSupport, TokenOwnership, UnsupportedConfiguration
+
+from ..support.factories import integers, offsets
+from ..support.planning import same
+from ..support.properties import given, st
+from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
+
+if ON_GPU or INTERPRETED:
+    from fast.kernels.triton import captured
+
+BATCHES = {  # query lengths, sequence lengths, padding tokens
+    "mixed": ([2, 1, 3], [9, 1, 40], 0),
+    "padding tokens": ([2, 1, 3], [9, 1, 40], 5),
+    "requests without tokens at the end": ([1, 3, 0, 0], [7, 3, 0, 0], 4),
+    "requests without tokens inside": ([0, 2, 0, 1], [5, 2, 0, 64], 3),
+    "padding rows with tokens": ([2, 2, 2], [0, 33, 0], 2),
+    "no token": ([0, 0], [0, 0], 3),
+    "no request": ([], [], 2),
+    "many": ([1, 2, 3, 0] * 80, [1, 2, 500, 0] * 80, 1),
+}
+ON_RANKS = (None, TokenOwnership(2, 1), TokenOwnership(3, 0, 4), TokenOwnership(3, 2, 4))
+
+
+def brute_force(query_lens, seq_lens, padding, ownership):
+    """Return for each token the number of owned keys at positions up to the token's own position."""
+    visible = []
+    for query_len, length in zip(query_lens, seq_lens, strict=True):
+        for position in range(length - query_len, length) if length else [-1] * query_len:
+            keys = range(position + 1)
+            if ownership is not None:
+                keys = [key for key in keys if key // ownership.interleave % ownership.size == ownership.rank]
+            visible.append(len(keys))
+    return visible + [0] * padding
+
+
+@pytest.mark.parametrize("ownership", ON_RANKS, ids=str)
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_masks(ops, batch, ownership):
+    """The mask of every token equals brute force, and padding sees no key."""
+    query_lens, seq_lens, padding = batch
+    found = ops.compute_visible_lens(offsets(query_lens), integers(*seq_lens), sum(query_lens) + padding, ownership)
+    assert found.dtype == torch.int32 and found.tolist() == brute_force(*batch, ownership)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 90)), max_size=8), st.integers(0, 6))
+def test_twins(lens, padding):
+    """Both packages give the same integers for any batch."""
+    query_lens = [query_len for query_len, _ in lens]
+    seq_lens = [context and context + query_len for query_len, context in lens]
+    given_lens = offsets(query_lens), integers(*seq_lens), sum(query_lens) + padding
+    for ownership in ON_RANKS:
+        same(*(ops.compute_visible_lens(*given_lens, ownership) for ops in (reference, fast)))
+
+
+def test_refusals(ops, plain_errors):
+    """Values are checked on a CPU; a GPU reads no value on the host."""
+    if torch.get_default_device().type != "cpu":
+        pytest.skip("values are checked on a CPU")
+    with pytest.raises(ValueError, match="^num_tokens: expected at least 3, got 2$"):
+        ops.compute_visible_lens(offsets([2, 1]), integers(9, 4), 2)
+    with pytest.raises(ValueError, match=r"^query_start_loc: expected shape \[3\], got \[2\]$"):
+        ops.compute_visible_lens(offsets([2]), integers(9, 4), 2)
+    with pytest.raises(ValueError, match="^query_start_loc: expected values that never decrease, got 2 then 1 at"):
+        ops.compute_visible_lens(integers(0, 2, 1), integers(9, 4), 2)
+    with pytest.raises(ValueError, match="^seq_lens: expected at least the query length 2, got 1 at request 0$"):
+        ops.compute_visible_lens(offsets([2, 1]), integers(1, 4), 3)
+    with pytest.raises(TypeError, match="^ownership: expected a TokenOwnership or None, got int$"):
+        ops.compute_visible_lens(offsets([2, 1]), integers(9, 4), 3, 2)
+
+
+def test_refusals_of_fast(plain_errors):
+    """The twin in `fast` refuses a backend that cannot be captured, and malformed arguments of the op for padding."""
+    if torch.get_default_device().type != "cpu":
+        pytest.skip("registers a backend for the CPU")
+    with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
+        fast.compute_visible_lens(offsets([1]), integers(9), 1, graph="any")
+    support = fast.backends.OpSupport(lambda *_: None, graph=GraphSupport.ONE_QUERY_LEN)
+    fast.backends.register(fast.backends.Backend("uniform", 50, "cpu", {"compute_visible_lens": support}))
+    try:
+        with pytest.raises(UnsupportedConfiguration, match="uniform: has graph support 'one', got"):
+            fast.compute_visible_lens(offsets([1]), integers(9), 1, graph=GraphSupport.ANY, backend="uniform")
+    finally:
+        fast.backends.unregister("uniform")
+    with pytest.raises(ValueError, match=r"^output: expected shape \[T, N, V\], got \[3, 4\]$"):
+        zero_padding_tokens(torch.ones(3, 4), offsets([1]))
+    with pytest.raises(ValueError, match="^query_start_loc: expected dtype torch.int32, got torch.int64$"):
+        zero_padding_tokens(torch.ones(3, 4, 2), offsets([1]).long())
+
+
+def test_zeros():
+    """Only the rows behind the last request become 0."""
+    output = torch.full((5, 3, 4), torch.nan)
+    output[:3] = 7
+    zero_padding_tokens(output, offsets([2, 1, 0]))
+    assert output[:3].eq(7).all() and output[3:].eq(0).all()
+
+
+# Tests of the Triton kernels.
+
+
+@starts_interpreter
+def test_in_the_interpreter():
+    run_in_interpreter(__file__)
+
+
+@runs
+@pytest.mark.parametrize("ownership", ON_RANKS, ids=str)
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
+def test_kernel(batch, ownership):
+    """The Triton kernel gives the integers of brute force, for contiguous and strided tensors."""
+    query_lens, seq_lens, padding = batch
+    starts, lens, tokens = offsets(query_lens).to(DEVICE), integers(*seq_lens).to(DEVICE), sum(query_lens) + padding
+    owned = (1, 0, 1) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
+    wanted = brute_force(*batch, ownership)
+    assert captured.compute_visible_lens(starts, lens, tokens, *owned).tolist() == wanted
+    starts, lens = (torch.stack((x, x + 77), 1)[:, 0] for x in (starts, lens))
+    assert captured.compute_visible_lens(starts, lens, tokens, *owned).tolist() == wanted
+
+
+@runs
+def test_kernel_with_any_values():
+    """No value of the lengths or offsets gives a number below 0 or above the length of a request."""
+    lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
+    for starts in ([0, 2, 4, 6, 8], [0, 2**31 - 1, 3, -7, 4], [0, 0, 0, 0, 0], [5, 5, 5, 5, 2]):
+        starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+        found = captured.compute_visible_lens(starts, lens, 9, 1, 0, 1)
+        assert found.shape == (9,) and found.min() >= 0
+    assert captured.compute_visible_lens(offsets([2, 2, 2, 2]).to(DEVICE), lens, 9, 1, 0, 1).tolist() == [
+        0, 0, 2**31 - 2, 2**31 - 1, 0, 0, 63, 64, 0
+    ]  # fmt: skip
+
+
+@runs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernel_of_zeros(dtype):
+    """The kernel writes all elements of the padding rows and no other element, for any strides."""
+    for heads, value in ((3, 10), (16, 128), (1, 1), (130, 24)):
+        for query_lens in ([2, 1, 0], [0, 0, 0], [5, 1, 0], [5, 1, 9]):
+            starts, tokens = offsets(query_lens).to(DEVICE), 6
+            held = torch.full((tokens, heads, 2 * value), 7, dtype=dtype, device=DEVICE)
+            for output in (held.clone()[..., :value].contiguous(), held.clone()[..., :value],
+                           held.clone().transpose(0, 1).contiguous().transpose(0, 1)[..., value:]):  # fmt: skip
+                captured.zero_padding_tokens(output, starts)
+                used = min(sum(query_lens), tokens)
+                assert output[:used].eq(7).all() and output[used:].eq(0).all()
+                base = output if output._base is None else output._base
+                assert base.eq(0).sum() == (tokens - used) * heads * value, "a neighbour was written"
+    captured.zero_padding_tokens(torch.empty(0, 3, 4, device=DEVICE), offsets([0]).to(DEVICE))
