@@ -18,8 +18,8 @@ MESSAGES = ("pack_attn_state", "merge_packed_attn_states")  # ops of one message
 OPS = (  # every op that a backend can serve
     "advance_step", "apply_rope", "compute_visible_lens", "concat_and_cache_mla", "copy_blocks", "decode_programs",
     "flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states", "merge_packed_attn_states",
-    "mla_decode", "pack_attn_state", "plan_decode", "reorg_kvcache", "rope_norm_and_cache", "schedule_costs", "swap_blocks",
-    "weight_attn_out", "zero_padding_tokens",
+    "mla_decode", "pack_attn_state", "plan_decode", "reorg_kvcache", "rope_norm_and_cache", "schedule_costs",
+    "swap_blocks", "weight_attn_out", "zero_padding_tokens",
 )  # fmt: skip
 READS = {"pack_attn_state": "merge_packed_attn_states"}  # op that writes a message: op that reads the message
 
