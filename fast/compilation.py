@@ -147,7 +147,8 @@ def _launch_all(
             layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         # an engine with its own projections calls these two methods instead of `forward`
         projected = layer.project(hidden_states, positions)
-        output = hidden_states.new_empty(tokens, local.num_heads, config.v_head_dim)
+        # the rows of a mixed step's prefills may begin at an address that is not a multiple of 16 bytes
+        output = hidden_states.new_empty(tokens + 1, local.num_heads, config.v_head_dim)[1:]
         layer.forward_attention(*projected, kv_cache, plan, output)
 
     # Triton compiles another variant if a stride is divisible by 16; some strides depend on the number of tokens
@@ -169,6 +170,7 @@ def _launch_all(
     for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):
         for context in (0, 16 * block_size, 3):
             step([long_query], [long_query + context])
+    step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
     pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
     copy_blocks([kv_cache], pairs, backend=backend)
     swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)

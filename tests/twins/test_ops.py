@@ -74,7 +74,9 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
 
     lse = torch.float64 if dtype == torch.float64 else torch.float32
     backend = backend_here(dtype)
-    attention = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True, dtype, backend)
+    offsets_and_settings = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True)
+    attention = (*offsets_and_settings, dtype, backend)
+    states = (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse))
     return {
         "mla_twins::apply_rope": [
             (torch.arange(6), rand(6, 3, 8), rand(6, 8), torch.rand(4, dtype=lse), 1.3, pairs, backend)
@@ -99,10 +101,21 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
             (rand(6, 3, 8), rand(7, 3, 8), None, rand(7, 3, 5), *attention),
             (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *attention),
         ],
-        "mla_twins::merge_attn_states": [
-            (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse), backend)
+        "mla_twins::flash_attn_varlen_out": [
+            (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *offsets_and_settings,
+             rand(6, 3, 5).to(out_dtype), stored, backend)
+            for out_dtype in (dtype, torch.float32) for stored in (None, torch.zeros(3, 6, dtype=lse))
         ],
+        "mla_twins::merge_attn_states": [(*states, backend)],
+        "mla_twins::merge_attn_states_out": [
+            (*states, rand(6, 3, 5).to(out_dtype), torch.zeros(3, 6, dtype=lse), backend)
+            for out_dtype in (dtype, torch.float32)
+        ],
+        "mla_twins::bmm_out": [(rand(3, 4, 5), rand(3, 5, 2), rand(3, 4, 2))],
         "mla_twins::mla_decode": decodes,
+        "mla_twins::mla_decode_out": [
+            (*given[:-1], torch.zeros(given[0].shape, dtype=given[10]), given[-1]) for given in decodes
+        ],
         # with 8 tokens of 2 heads a message has no padding; padding would stay unwritten
         "mla_twins::pack_attn_state": [(rand(8, 4, 5), torch.randn(4, 8, dtype=lse), 2, backend)],
         "mla_twins::merge_packed_attn_states": [
