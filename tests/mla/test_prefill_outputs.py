@@ -51,8 +51,8 @@ def expanded_plan(batch, workspace, ops=reference) -> PrefillMetadata:
     chunks = ops.plan_context_chunks(contexts, workspace, 16)
     starts = offsets(batch.query_lens).cpu()
     plan = PrefillMetadata(batch.common.block_table, starts, max(batch.query_lens), chunks, 16)
-    module = __import__(f"{ops.__name__}.mla.prefill_parts", fromlist=["x"])
-    parts = module.split_by_context(plan, contexts)
+    module = __import__(f"{ops.__name__}.mla.metadata", fromlist=["x"])
+    parts = module._split_by_context(plan, contexts)
     device = torch.get_default_device()
     return replace(
         plan, query_start_loc=starts.to(device), context_chunks=tuple(chunk.to(device) for chunk in chunks),

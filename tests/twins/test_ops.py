@@ -202,13 +202,15 @@ config = CONFIGS["low-rank"]
 weights = make_weights(config, torch.float32)
 name = fast.backends.select(fast.backends.KernelRequest("apply_rope", torch.get_default_device(), torch.float32)).name
 bound = {"mla_decode": name, "flash_attn_varlen": name}
-for query_lens, backend in (([1, 1, 1], None), ([1, 1, 1, 6], name), ([1, 1, 1, 6], bound)):
+for query_lens, tail, backend in (
+    ([1, 1, 1], [], None), ([1, 1, 1, 6], [6], name), ([1, 1, 1, 6], [6], bound), ([1, 1, 1, 6, 4], [6, 44], None)
+):
     torch._dynamo.reset()
     layer = make_layer(fast, config, weights, torch.float32, backend=backend)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for step, seq_lens in enumerate(([20, 33, 1], [21, 34, 2], [48, 50, 17], [49, 51, 18])):
         torch._dynamo.config.error_on_recompile = step > 1  # at the second step max_seq_len becomes a symbol
-        batch = make_batch(query_lens, (seq_lens + [6])[: len(query_lens)])
+        batch = make_batch(query_lens, seq_lens + tail)
         entries = make_entries(batch, config.head_size, torch.float32)
         held = make_cache(batch, entries, config.head_size, torch.float32, new_tokens=False)
         table = torch.full((len(query_lens), 9), 2147480000, dtype=torch.int32)
