@@ -151,7 +151,8 @@ def _launch_all(
             layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
         # an engine with its own projections calls these two methods instead of `forward`
         projected = layer.project(hidden_states, positions)
-        output = hidden_states.new_empty(tokens, local.num_heads, config.v_head_dim)
+        # the rows of a mixed step's prefills may begin at an address that is not a multiple of 16 bytes
+        output = hidden_states.new_empty(tokens + 1, local.num_heads, config.v_head_dim)[1:]
         layer.forward_attention(*projected, kv_cache, plan, output)
 
     # Triton compiles another variant if a stride is divisible by 16; some strides depend on the number of tokens
@@ -182,6 +183,7 @@ def _launch_all(
         positions = torch.zeros(1, dtype=torch.int64, device=device)
         common = _batch([1], [1], 2, num_blocks, device)
         advance_step(token, token.clone(), positions, common, block_size, ownership, backend=backend)
+    step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
     pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
     copy_blocks([kv_cache], pairs, backend=backend)
     swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)

@@ -6,6 +6,7 @@ Plans are computed on the CPU from the CPU fields of the batch. No value is read
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import torch
 from jaxtyping import Int32
@@ -14,6 +15,7 @@ from torch import Tensor
 from reference.interfaces import (
     COMPUTE_FORMAT,
     CacheFormat,
+    ChunkRows,
     CommonAttentionMetadata,
     ContextChunk,
     ContextParallelMetadata,
@@ -55,7 +57,6 @@ from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from .choose_path import choose_path, choose_paths
 from .device_choices import DecodeLayer
-from .prefill_parts import split_by_context
 from .staging import StagingBuffer, to_device
 
 PLANNING_OPS = ("compute_visible_lens", "decode_programs", "schedule_costs", "plan_decode")
@@ -187,7 +188,7 @@ def build_mla_metadata(
         made |= {f"chunk {number}: {name}": tensor for number, chunk in enumerate(chunks)
                  for name, tensor in chunk.tensors().items()}  # fmt: skip
         whole = PrefillMetadata(common.block_table[decodes:], made["prefill_starts"], 0, chunks, block_size)
-        parts = split_by_context(whole, contexts)
+        parts = _split_by_context(whole, contexts)
         made |= {f"part {number}: {name}": tensor for number, part in enumerate(parts)
                  for name, tensor in part.tensors().items()}  # fmt: skip
     sent = to_device(made, common.block_table.device, staging)
@@ -247,6 +248,44 @@ def build_mla_metadata(
     )
     lens = _rank_local_decode_lens(common, decodes, ownership)
     return _with_schedule(metadata, lens, num_programs, costs, backend=backend)
+
+
+def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
+    """Return the parts of a prefill, or no part if all requests have context or no request has context.
+
+    Only requests with context need an attention state that is merged (`PrefillMetadata.parts`).
+
+    Args:
+        prefill: plan of the prefill, whose `query_start_loc` and chunks are on the CPU.
+        context_lens: [B], cached tokens of each request, on the CPU.
+
+    Returns:
+        The parts, in the order of the requests. Their tensors are on the CPU, except the block tables.
+    """
+    requests = prefill.block_table.shape[0]
+    has_context = context_lens > 0
+    bounds = [0, *(has_context.diff().nonzero().flatten() + 1).tolist(), requests]
+    if len(bounds) == 2:
+        return ()
+    starts = prefill.query_start_loc
+    first_has, tokens = bool(has_context[0]), starts[bounds].tolist()
+    ends = [chunk.cu_seq_lens[bounds].tolist() for chunk in prefill.context_chunks]  # [chunks, parts + 1]
+    parts = []
+    for number, (first, end) in enumerate(itertools.pairwise(bounds)):
+        chunks, rows = [], []
+        if (number % 2 == 0) == first_has:
+            for index, chunk in enumerate(prefill.context_chunks):
+                low, high = ends[index][number : number + 2]
+                if high > low:
+                    offsets = chunk.cu_seq_lens[first : end + 1] - low
+                    chunks.append(ContextChunk(chunk.starts[first:end], offsets, high - low, int(offsets.diff().max())))
+                    rows.append(ChunkRows(index, low, high))
+        own = starts[first : end + 1] - tokens[number]
+        plan = PrefillMetadata(
+            prefill.block_table[first:end], own, int(own.diff().max()), tuple(chunks), prefill.block_size
+        )
+        parts.append(PrefillPart(tokens[number], tokens[number + 1], plan, tuple(rows)))
+    return tuple(parts)
 
 
 def _rank_local_decode_lens(

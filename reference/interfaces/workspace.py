@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .checks import check, check_int, check_tensor, check_type
+from .checks import check, check_dtype, check_int, check_tensor, check_type
 from .config import MLAConfig
 from .context_chunk import ContextChunk, ContextParallelChunk
 
@@ -57,9 +57,13 @@ class ContextWorkspace:
             device: device of the memory.
 
         Raises:
-            ValueError: the memory was given by the caller, and is too small or has another dtype or device.
+            TypeError: `device` is not a `torch.device`.
+            ValueError: `dtype` is not supported; the memory was given by the caller, and is too small or has another
+                dtype or device.
         """
         check_int("elements", elements, 0)
+        check_dtype("dtype", dtype)
+        check_type("device", device, torch.device)
         memory = self.memory
         if self._given:
             check_tensor("workspace.memory", memory, ("elements",), (dtype,), device)

@@ -12,7 +12,9 @@ from torch import Tensor
 from ..interfaces import (
     COMPUTE_FORMAT,
     CacheFormat,
+    ChunkRows,
     CommonAttentionMetadata,
+    ContextChunk,
     ContextParallelMetadata,
     DecodeMetadata,
     DecodeSchedule,
@@ -20,6 +22,7 @@ from ..interfaces import (
     MLAMetadata,
     PathCosts,
     PrefillMetadata,
+    PrefillPart,
     QueryLenSupport,
     ScheduleCosts,
     TokenOwnership,
@@ -44,7 +47,6 @@ from ..planning.batch import split_decodes_and_prefills
 from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
 from .choose_path import choose_paths
-from .prefill_parts import split_by_context
 
 
 def build_mla_metadata(
@@ -176,7 +178,7 @@ def build_mla_metadata(
         kind, which = ContextParallelMetadata, {"ownership": ownership}
     starts_on_cpu = torch.tensor(prefill_starts, dtype=torch.int32, device="cpu")
     whole = PrefillMetadata(common.block_table[decodes:], starts_on_cpu, 0, chunks, block_size)
-    parts = split_by_context(whole, contexts[decodes:])
+    parts = _split_by_context(whole, contexts[decodes:])
     metadata = kind(
         **which,
         slot_mapping=common.slot_mapping,
@@ -205,6 +207,45 @@ def build_mla_metadata(
     if config is None or decode_tokens == 0:
         return metadata
     return _with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, schedule_costs)
+
+
+def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
+    """Return the parts of a prefill, or no part if all requests have context or no request has context.
+
+    Only requests with context need an attention state that is merged. The output of the other requests is final after
+    one call of the attention kernel. A kernel takes consecutive requests, so each part has consecutive requests.
+
+    Args:
+        prefill: plan of the prefill, whose `query_start_loc` and chunks are on the CPU; its parts are not read.
+        context_lens: [B], cached tokens of each request, on the CPU.
+
+    Returns:
+        The parts, in the order of the requests. Their tensors are on the CPU, except the block tables.
+    """
+    starts, contexts = prefill.query_start_loc.tolist(), context_lens.tolist()
+    parts, first = [], 0
+    for has_context, group in itertools.groupby(contexts, key=lambda context: context > 0):
+        end = first + len(list(group))
+        chunks, rows = [], []
+        for number, chunk in enumerate(prefill.context_chunks):
+            lens = chunk.cu_seq_lens.diff()[first:end].tolist()
+            if has_context and sum(lens) > 0:
+                before = int(chunk.cu_seq_lens[first])
+                offsets = [sum(lens[:request]) for request in range(len(lens) + 1)]
+                offsets = torch.tensor(offsets, dtype=torch.int32, device="cpu")
+                chunks.append(ContextChunk(chunk.starts[first:end], offsets, sum(lens), max(lens)))
+                rows.append(ChunkRows(number, before, before + sum(lens)))
+        own = [start - starts[first] for start in starts[first : end + 1]]
+        plan = PrefillMetadata(
+            block_table=prefill.block_table[first:end],
+            query_start_loc=torch.tensor(own, dtype=torch.int32, device="cpu"),
+            max_query_len=max(after - before for before, after in itertools.pairwise(own)),
+            context_chunks=tuple(chunks),
+            block_size=prefill.block_size,
+        )
+        parts.append(PrefillPart(starts[first], starts[end], plan, tuple(rows)))
+        first = end
+    return tuple(parts) if len(parts) > 1 else ()
 
 
 def _rank_local_decode_lens(

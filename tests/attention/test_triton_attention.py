@@ -159,6 +159,29 @@ def test_wide_out(causal):
 
 
 @runs
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_written_without_lse(dtype, causal):
+    """Without an LSE the kernel writes the same output, in place, into rows with gaps, and nothing between the rows."""
+    inputs = make_inputs(*RAGGED, 2, (16, 16, 16), dtype)
+    cu_q, cu_k = (offsets(lens).to(DEVICE) for lens in RAGGED)
+    for out_dtype in (dtype, torch.float32):
+        wanted = attend(inputs, *RAGGED, causal, out_dtype=out_dtype)
+        wide = torch.full((72, 3, 40), 7.0, dtype=out_dtype, device=DEVICE)
+        for view in (wide[1:71, :2, :16], wide[1:71, 1:, 4:36:2]):
+            wide.fill_(7.0)
+            given = (*inputs, cu_q, cu_k, 33, 67, SCALE, causal, out_dtype, view)
+            out, lse = attention.flash_attn_varlen(*given)
+            assert out is view and lse is None
+            assert_same_bits(view.contiguous(), wanted.out)
+            held = torch.full_like(wanted.lse, torch.nan)
+            assert attention.flash_attn_varlen(*given, held)[1] is held
+            assert_same_bits(held, wanted.lse)
+            view.fill_(7.0)
+            assert wide.eq(7.0).all()
+
+
+@runs
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 4.0])
 def test_scales(scale):
     """Attention is right for a large scale, for scale 0, and for a negative scale (it reverses the order of scores)."""

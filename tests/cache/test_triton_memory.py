@@ -363,6 +363,25 @@ def test_merge_refuses_to_hide(bad, other):
 
 
 @runs
+@pytest.mark.parametrize("dtype", COMPUTED)
+def test_merge_in_place(dtype):
+    """A merge writes into one of its states, or rounds to an output of another dtype; the values are the same."""
+    a, a_lse, b, b_lse = (x.contiguous() for x in make_states(19, 5, 24, dtype))
+    wanted, wanted_lse = merge.merge_attn_states(a, a_lse, b, b_lse)
+    rounded, lse = torch.empty_like(a, dtype=torch.float16), torch.empty_like(a_lse)
+    merge.merge_attn_states(a, a_lse, b, b_lse, rounded, lse)
+    if dtype == torch.float32:
+        assert_same_bits(rounded, wanted.half())
+    assert_same_bits(lse, wanted_lse)
+    for number in range(2):
+        copies = a.clone(), a_lse.clone(), b.clone(), b_lse.clone()
+        out, lse = merge.merge_attn_states(*copies, *copies[2 * number : 2 * number + 2])
+        assert out is copies[2 * number] and lse is copies[2 * number + 1]
+        assert_same_bits(out, wanted)
+        assert_same_bits(lse, wanted_lse)
+
+
+@runs
 def test_merge_nothing():
     for shape in ((0, 3, 8), (3, 0, 8)):
         out, lse = merge.merge_attn_states(*make_states(*shape, torch.float32))

@@ -28,16 +28,16 @@ REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
 
 # The constructors of these records check nothing. A function that takes a record checks the fields of the record.
 UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
-             "ContextParallelMetadata", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters", "MLAMetadata",
-             "PrefillMetadata", "ScheduleChoice"}  # fmt: skip
+             "ContextParallelMetadata", "ChunkRows", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters",
+             "MLAMetadata", "PrefillMetadata", "PrefillPart", "ScheduleChoice"}  # fmt: skip
 NOT_CALLED = UNCHECKED | {"PRESETS", "QueryLenSupport", "GroupError", "UnsupportedConfiguration"}
 
 # Calls that may succeed with a malformed value: regular expressions for (call, argument, value), and the reason.
 LEGITIMATE = {
-    (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.context_chunks.*", r".*"):
+    (r"run_prefill_.*|gather_context|dcp_gather_context", r"metadata\.(context_chunks|parts).*", r".*"):
         "the functions read only the chunk that is passed",
     (r"MLAMetadataBuilder.update_captured",
-     r"captured\.(slot_mapping|num_\w+|prefill|cascade|workspace_tokens|schedule_choice)\b.*", r".*"):
+     r"captured\.(slot_mapping|num_\w+|prefill|cascade|workspace|workspace_tokens|schedule_choice)\b.*", r".*"):
         "the method reads neither the buffers of the caller nor the fields that it does not write",
     (r"MLAMetadataBuilder.update_captured", r"captured\.decode\.(block_table|query_start_loc)", r".*"):
         "these are buffers of the caller, which the method does not read",
@@ -45,6 +45,7 @@ LEGITIMATE = {
      r"a meta tensor"):
         "elementwise operations or views accept tensors of any device",
     (r"DecodeGraph", r"step", r"a class"): "a class can be called",
+    (r"ContextWorkspace", r"memory", r"a vector|a meta tensor"): "a layer refuses memory that does not fit",
     (r"CommonAttentionMetadata.from_lens", r"seq_lens", r"a uint8 tensor"): "lengths may have any int dtype",
     (r"MLAAttention\..*", r"metadata\.schedule_choice\..*", r".*"): "a report of the planner; no op reads its numbers",
     (r"forward_prefill|simulate", r"gather|program", r"a class"): "a class can be called; the class raises the error",

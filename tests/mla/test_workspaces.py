@@ -57,14 +57,20 @@ def test_a_chunk_beyond_the_profiled_workspace_raises(ops, plain_errors):
 def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
     """The memory-profile run expands `workspace_tokens` tokens, which are MOST_WORKSPACE_TOKENS by default."""
     expanded = []
-    module = __import__(f"{ops.__name__}.mla.layer", fromlist=["layer"])
-    monkeypatch.setattr(module, "expand_kv", lambda latents, *_: expanded.append(latents.shape[0]))
+    module = {reference: "reference.mla.layer", fast: "fast.mla.memory_profile"}[ops]
+
+    def expand_kv(latents, *_, workspace=None):
+        if workspace is not None:
+            expanded.append(latents.shape[0])
+
+    monkeypatch.setattr(f"{module}.expand_kv", expand_kv)
     weights = make_weights(CONFIG, torch.float32)
     cache = torch.zeros(1, 16, CONFIG.head_size)
     hidden, positions = torch.zeros(3, CONFIG.hidden_size), torch.arange(3)
     for options, wanted in (({}, MOST_WORKSPACE_TOKENS), ({"workspace_tokens": 80}, 80)):
         make_layer(ops, CONFIG, weights, torch.float32, **options)(hidden, positions, cache, None)
-        assert expanded.pop() == wanted
+        assert expanded.pop() == wanted and not expanded
+    assert not cache.any()
     with pytest.raises(ValueError, match="^workspace_tokens: expected a positive int, got 0$"):
         make_layer(ops, CONFIG, weights, torch.float32, workspace_tokens=0)
 

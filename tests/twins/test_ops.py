@@ -74,12 +74,14 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
 
     lse = torch.float64 if dtype == torch.float64 else torch.float32
     backend = backend_here(dtype)
-    attention = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True, dtype, backend)
     advanced = [
         (torch.tensor([5, 6, 7]).to(ids), torch.arange(4).to(ids), torch.arange(4), integers(20, 33, 0),
          integers(0, 1, 3, 4), torch.arange(4), torch.arange(12).view(3, 4).int(), 16, ownership, 64, backend)
         for ids, ownership in ((torch.int64, [1, 0, 1]), (torch.int32, [2, 1, 8]))
     ]  # fmt: skip
+    offsets_and_settings = (offsets([4, 2]), offsets([5, 2]), 4, 5, 0.3, True)
+    attention = (*offsets_and_settings, dtype, backend)
+    states = (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse))
     return {
         "mla_twins::advance_step": advanced,
         "mla_twins::apply_rope": [
@@ -109,10 +111,21 @@ def samples(dtype: torch.dtype) -> dict[str, list[tuple]]:
             (rand(6, 3, 8), rand(7, 3, 8), None, rand(7, 3, 5), *attention),
             (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *attention),
         ],
-        "mla_twins::merge_attn_states": [
-            (rand(6, 3, 5), torch.randn(3, 6, dtype=lse), rand(6, 3, 5), torch.randn(3, 6, dtype=lse), backend)
+        "mla_twins::flash_attn_varlen_out": [
+            (rand(6, 3, 8), rand(7, 3, 6), rand(7, 2), rand(7, 3, 5), *offsets_and_settings,
+             rand(6, 3, 5).to(out_dtype), stored, backend)
+            for out_dtype in (dtype, torch.float32) for stored in (None, torch.zeros(3, 6, dtype=lse))
         ],
+        "mla_twins::merge_attn_states": [(*states, backend)],
+        "mla_twins::merge_attn_states_out": [
+            (*states, rand(6, 3, 5).to(out_dtype), torch.zeros(3, 6, dtype=lse), backend)
+            for out_dtype in (dtype, torch.float32)
+        ],
+        "mla_twins::bmm_out": [(rand(3, 4, 5), rand(3, 5, 2), rand(3, 4, 2))],
         "mla_twins::mla_decode": decodes,
+        "mla_twins::mla_decode_out": [
+            (*given[:-1], torch.zeros(given[0].shape, dtype=given[10]), given[-1]) for given in decodes
+        ],
         # with 8 tokens of 2 heads a message has no padding; padding would stay unwritten
         "mla_twins::pack_attn_state": [(rand(8, 4, 5), torch.randn(4, 8, dtype=lse), 2, backend)],
         "mla_twins::merge_packed_attn_states": [
@@ -199,13 +212,15 @@ config = CONFIGS["low-rank"]
 weights = make_weights(config, torch.float32)
 name = fast.backends.select(fast.backends.KernelRequest("apply_rope", torch.get_default_device(), torch.float32)).name
 bound = {"mla_decode": name, "flash_attn_varlen": name}
-for query_lens, backend in (([1, 1, 1], None), ([1, 1, 1, 6], name), ([1, 1, 1, 6], bound)):
+for query_lens, tail, backend in (
+    ([1, 1, 1], [], None), ([1, 1, 1, 6], [6], name), ([1, 1, 1, 6], [6], bound), ([1, 1, 1, 6, 4], [6, 44], None)
+):
     torch._dynamo.reset()
     layer = make_layer(fast, config, weights, torch.float32, backend=backend)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     for step, seq_lens in enumerate(([20, 33, 1], [21, 34, 2], [48, 50, 17], [49, 51, 18])):
         torch._dynamo.config.error_on_recompile = step > 1  # at the second step max_seq_len becomes a symbol
-        batch = make_batch(query_lens, (seq_lens + [6])[: len(query_lens)])
+        batch = make_batch(query_lens, seq_lens + tail)
         entries = make_entries(batch, config.head_size, torch.float32)
         held = make_cache(batch, entries, config.head_size, torch.float32, new_tokens=False)
         table = torch.full((len(query_lens), 9), 2147480000, dtype=torch.int32)

@@ -1,0 +1,115 @@
+"""Tests of the memory of a step on a GPU: `torch.cuda.max_memory_allocated` of a step and of the memory-profile run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fast
+from reference.interfaces import MLAConfig, context_workspace_size
+
+from ..support.factories import make_layer, make_weights
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+TOKENS, WORKSPACE, BLOCK = 1024, 4096, 64
+
+
+@pytest.fixture(scope="module")
+def config():
+    return MLAConfig.from_preset("deepseek-v2-lite")
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(default_device):
+    """Make tensors on the GPU, whatever `--device` is."""
+    with torch.device("cuda"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def memory_without_poison():
+    """Leave new memory as it is: filling it with NaN takes time, and changes no size."""
+    was = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = was
+
+
+def peak_of(call) -> int:
+    """Return the largest number of bytes that are allocated during a call."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    del result
+    return peak
+
+
+def plan_of(builder, query_lens, context_lens):
+    """Return the plan of a batch whose requests share the first blocks of the cache."""
+    seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
+    columns = -(-max(seq_lens) // BLOCK)
+    table = torch.arange(columns, dtype=torch.int32).repeat(len(seq_lens), 1)
+    return builder.build(0, fast.CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, BLOCK))
+
+
+@pytest.mark.parametrize("shared", ["given", "of the plan"])
+def test_a_prefill_needs_what_the_profile_run_touched(config, shared):
+    """Prefills with contexts of very different lengths have one peak, which is at most that of the profile run.
+
+    The workspace holds its memory after the first step, so it counts in every later step.
+    """
+    dtype = torch.bfloat16
+    workspace = None
+    if shared == "given":
+        workspace = fast.ContextWorkspace(torch.empty(context_workspace_size(config, WORKSPACE), dtype=dtype))
+    layer = make_layer(
+        fast, config, make_weights(config, dtype), dtype, workspace_tokens=WORKSPACE, workspace=workspace
+    )
+    builder = fast.MLAMetadataBuilder(config, BLOCK, 65536, 16, workspace_tokens=WORKSPACE, batch_invariant=True)
+    cache = torch.zeros(1024, BLOCK, config.head_size, dtype=dtype)
+    given = torch.randn(TOKENS, config.hidden_size).to(dtype), torch.arange(TOKENS), cache
+    plans = [
+        plan_of(builder, [1000, 24], contexts) for contexts in ([10, 7], [4000, 96], [60000, 1], [1, 50000])
+    ]  # fmt: skip
+    prompts = plan_of(builder, [1000, 24], [0, 0])
+    for plan in (None, *plans, prompts):  # compiles kernels, and lets cuBLAS allocate its own workspace
+        layer(*given, plan)
+    if workspace is None:
+        builder.workspace.memory = None
+    torch.cuda.empty_cache()
+    profile = peak_of(lambda: layer(*given, None))
+    peaks = [peak_of(lambda plan=plan: layer(*given, plan)) for plan in plans]
+    assert len(set(peaks)) == 1, peaks
+    assert peaks[0] <= profile, f"a step has {peaks[0] - profile} bytes more than the profile run"
+    assert peak_of(lambda: layer(*given, prompts)) <= profile
+    memory = builder.workspace.memory if workspace is None else workspace.memory
+    assert memory.shape[0] == context_workspace_size(config, WORKSPACE)
+
+
+def test_no_allocation_in_the_context_loop(config):
+    """With a workspace and an output, a prefill over four chunks allocates as much as a prefill over one chunk."""
+    dtype = torch.bfloat16
+    shape = TOKENS, config.num_heads
+    q = torch.randn(*shape, config.qk_head_dim).to(dtype)
+    latents, k_pe = torch.randn(TOKENS, config.kv_lora_rank).to(dtype), torch.randn(TOKENS, 64).to(dtype)
+    cache = torch.randn(1024, BLOCK, config.head_size).to(dtype)
+    up = torch.randn(config.kv_lora_rank, config.num_heads, config.qk_nope_head_dim + config.v_head_dim).to(dtype)
+    w_uk, w_uv = up.split([config.qk_nope_head_dim, config.v_head_dim], -1)
+    builder = fast.MLAMetadataBuilder(config, BLOCK, 65536, 16, workspace_tokens=WORKSPACE, batch_invariant=True)
+    out, workspace = torch.empty(*shape, config.v_head_dim, dtype=dtype), fast.ContextWorkspace()
+    workspace.reserve(context_workspace_size(config, WORKSPACE), dtype, q.device)
+    peaks = []
+    for context in (WORKSPACE, 4 * WORKSPACE, 8 * WORKSPACE):
+        plan = plan_of(builder, [TOKENS], [context]).prefill
+        assert len(plan.context_chunks) == context // WORKSPACE
+
+        def run(plan=plan):
+            return fast.forward_prefill(q, latents, k_pe, cache, plan, w_uk, w_uv, 0.1, return_lse=False, out=out,
+                                        workspace=workspace)  # fmt: skip
+
+        run()
+        peaks.append(peak_of(run))
+    assert len(set(peaks)) == 1, peaks
