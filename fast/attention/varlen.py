@@ -144,7 +144,7 @@ def _flash_attn_varlen(
 ):
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])
     launch = backends.kernel(backend, "flash_attn_varlen")
     return launch(
         q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype

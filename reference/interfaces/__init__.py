@@ -22,6 +22,7 @@ from .attention_arguments import (
 )
 from .batch_arguments import (
     check_batch_block_size,
+    check_batch_size,
     check_captured,
     check_captured_lens,
     check_chunking,
@@ -39,6 +40,7 @@ from .batch_arguments import (
     longest_query,
     requests_with_tokens,
 )
+from .bounds import bounded_batch, check_host_lens, has_host_lens, longest_decode_lens
 from .builder import AttentionMetadataBuilder, captured_batch, graph_support_of, most_captured_tokens
 from .cache_arguments import (
     check_block_mapping,
@@ -178,12 +180,14 @@ __all__ = [
     "TokenOwnership",
     "UnsupportedConfiguration",
     "YarnConfig",
+    "bounded_batch",
     "captured_batch",
     "captured_tensors",
     "check",
     "check_attention",
     "check_attention_settings",
     "check_batch_block_size",
+    "check_batch_size",
     "check_block_mapping",
     "check_block_size",
     "check_blocks",
@@ -214,6 +218,7 @@ __all__ = [
     "check_graph_query_len",
     "check_graph_sizes",
     "check_graph_support",
+    "check_host_lens",
     "check_int",
     "check_interleave",
     "check_lengths",
@@ -253,6 +258,7 @@ __all__ = [
     "get_dcp_local_seq_lens",
     "graph_kind",
     "graph_support_of",
+    "has_host_lens",
     "infer_global_hyperparameters",
     "invariant_split_rule",
     "invariant_split_tiles",
@@ -260,6 +266,7 @@ __all__ = [
     "kv_cache_shape",
     "latent_norm_eps",
     "linear_output",
+    "longest_decode_lens",
     "longest_query",
     "most_captured_tokens",
     "most_invariant_splits",

@@ -165,7 +165,7 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
         check_decode_values(metadata.cascade.suffix, split, block_size, num_blocks)
     check_offsets("metadata.prefill.query_start_loc", prefill.query_start_loc, end - split)
     for chunk in prefill.context_chunks:
-        check_offsets("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
+        check_offsets("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, most=chunk.num_tokens)
         held_starts, held_offsets = chunk.held
         first, lengths = held_starts.tolist(), held_offsets.diff().tolist()
         earliest = min(first, default=0)

@@ -306,7 +306,7 @@ def test_refused_batches(ops, plain_errors):
 
 
 def test_replaced_buffers(plain_errors):
-    """A buffer that the caller replaced raises before a replay; with the buffer of the capture the graph works again."""
+    """A buffer that the caller replaced raises before a replay; with the captured buffer the graph works again."""
     config, dtype = DIRECT, torch.float32
     weights = {name: weight.cpu() for name, weight in make_weights(config, dtype).items()}
     _, held, graph = make_graph(fast, config, weights, dtype, DEVICE, 3)
