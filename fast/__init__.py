@@ -86,7 +86,7 @@ from .mla.weights import (
 )
 from .planning.advance import advance_step
 from .planning.batch import reorder_batch_to_split_decodes_and_prefills, split_decodes_and_prefills
-from .planning.context_chunks import plan_context_chunks, rank_local_chunk
+from .planning.context_chunks import clamp_context_chunk, plan_context_chunks, rank_local_chunk
 from .planning.decode_schedule import plan_decode
 from .planning.graphs import DecodeGraph
 from .planning.local_attention import make_local_attention_virtual_batches
@@ -139,6 +139,7 @@ __all__ = [
     "choose_paths",
     "choose_schedule",
     "chunked_prefill_workspace_size",
+    "clamp_context_chunk",
     "common_prefix_len",
     "compute_visible_lens",
     "concat_and_cache_mla",

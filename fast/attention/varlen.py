@@ -213,4 +213,4 @@ def _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k) -> None:
     """Check the values of the offsets if the tensors are on a CPU."""
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])

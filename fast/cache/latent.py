@@ -142,7 +142,7 @@ def gather_and_maybe_dequant_cache(
         block_table: [B, W].
         cu_seq_lens: [B + 1], prefix sum of the numbers of tokens that are gathered for each request.
         starts: [B], first gathered token of each request.
-        num_tokens: number of gathered tokens of all requests, cu_seq_lens[-1].
+        num_tokens: number of rows of the result, at least cu_seq_lens[-1]; rows behind the last request become 0.
         cache_format: format of the cache.
         out_dtype: dtype of the result; None takes the dtype of the cache. A format with its own storage dtype needs an
             `out_dtype`.
@@ -181,7 +181,7 @@ def gather_and_maybe_dequant_cache(
 
 def _launch_gather_into(kv_cache, block_table, cu_seq_lens, starts, out, backend):
     if kv_cache.device.type == "cpu":
-        check_offsets("cu_seq_lens", cu_seq_lens, out.shape[0])
+        check_offsets("cu_seq_lens", cu_seq_lens, most=out.shape[0])
         check(not bool((starts < 0).any()), "starts", "values >= 0", starts.tolist())
         lengths = cu_seq_lens.diff().long()
         ends = torch.where(lengths > 0, starts + lengths, 0).tolist()

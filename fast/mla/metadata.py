@@ -1,6 +1,7 @@
 """The plan of a step, computed from the batch that a scheduler chose.
 
-Plans are computed on the CPU from the CPU fields of the batch. No value is read from a GPU.
+Plans are computed on the CPU from the CPU fields of the batch. No value is read from a GPU. If the engine gives no
+lengths on the CPU, plans are computed from upper bounds, and kernels write the true lengths into tensors of the plan.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from reference.interfaces import (
     QueryLenSupport,
     ScheduleCosts,
     TokenOwnership,
+    bounded_batch,
     check,
     check_batch_block_size,
     check_chunking,
@@ -49,12 +51,15 @@ from reference.interfaces import (
     choose_schedule,
     context_unit,
     get_dcp_local_seq_lens,
+    has_host_lens,
+    longest_decode_lens,
 )
 
 from ..backends import BackendChoice, bind
 from ..planning.batch import split_decodes_and_prefills
-from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
+from ..planning.context_chunks import clamp_context_chunk, plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
+from ..planning.visible_lens import compute_visible_lens
 from .choose_path import choose_path, choose_paths
 from .device_choices import DecodeLayer
 from .staging import StagingBuffer, to_device
@@ -82,7 +87,8 @@ def build_mla_metadata(
 ) -> MLAMetadata:
     """Plan one step: leading requests that may take the absorbed path are decodes; all other requests are prefills.
 
-    See `reference.mla.metadata.build_mla_metadata` for which requests may take the absorbed path.
+    See `reference.mla.metadata.build_mla_metadata` for which requests may take the absorbed path, and for batches
+    without lengths on the CPU.
 
     Args:
         common: batch of the step.
@@ -124,6 +130,7 @@ def build_mla_metadata(
             - the block table is narrower than the longest request;
             - the workspace is smaller than one `context_unit`;
             - a padding row (S = 0 < Sq) is not among the decodes;
+            - without lengths on the CPU: the step may have prefills, and the offsets or the upper bounds are missing;
             - `require_order` is True, and an absorbed request comes after an expanded request.
     """
     backend = bind(backend, PLANNING_OPS)
@@ -143,8 +150,10 @@ def build_mla_metadata(
     check_interleave(interleave, block_size)
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size * size)
-    if ownership is not None and common.slot_mapping.device.type == "cpu":
+    host_lens, given = has_host_lens(common), common
+    if ownership is not None and host_lens and common.slot_mapping.device.type == "cpu":
         check_rank_local_slots(common, ownership)
+    common = bounded_batch(common, decode_threshold, query_len_support, block_size * size)
     requests, starts_cpu = common.num_reqs, common.query_start_loc_cpu
     check_chunking(workspace_tokens, context_unit(block_size, size, interleave))
     decodes, query_lens = requests, None
@@ -166,7 +175,7 @@ def build_mla_metadata(
 
     # tensors of the plan that are not views of the batch; one copy sends all of these tensors to the device
     made: dict[str, Tensor] = {}
-    if not one_each:
+    if not one_each and host_lens:
         before = common.seq_lens_cpu[:decodes] - starts_cpu[1 : decodes + 1]
         rows = torch.arange(1, decode_tokens + 1, dtype=torch.int32, device="cpu")
         visible = torch.repeat_interleave(before, query_lens[:decodes], output_size=decode_tokens)
@@ -174,7 +183,7 @@ def build_mla_metadata(
         if ownership is not None:
             visible = get_dcp_local_seq_lens(visible, size, ownership.rank, interleave)
         made["visible_lens"] = visible
-    if ownership is not None:
+    if ownership is not None and host_lens:
         made["seq_lens"] = get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, ownership.rank, interleave)
     chunks: tuple[ContextChunk, ...] = ()
     parts: tuple[PrefillPart, ...] = ()
@@ -188,7 +197,7 @@ def build_mla_metadata(
         made |= {f"chunk {number}: {name}": tensor for number, chunk in enumerate(chunks)
                  for name, tensor in chunk.tensors().items()}  # fmt: skip
         whole = PrefillMetadata(common.block_table[decodes:], made["prefill_starts"], 0, chunks, block_size)
-        parts = _split_by_context(whole, contexts)
+        parts = _split_by_context(whole, contexts) if host_lens else ()  # parts need exact lengths
         made |= {f"part {number}: {name}": tensor for number, part in enumerate(parts)
                  for name, tensor in part.tensors().items()}  # fmt: skip
     sent = to_device(made, common.block_table.device, staging)
@@ -199,7 +208,7 @@ def build_mla_metadata(
     seq_lens = sent.get("seq_lens", seq_lens)
     visible_lens = sent.get("visible_lens", seq_lens)  # with one query token per request, the token sees all keys
     prefill_starts = sent.get("prefill_starts", common.query_start_loc[:1])
-    if common.block_table.is_cuda:
+    if common.block_table.device.type != "cpu":
         chunks = tuple(
             dataclasses.replace(chunk, **{name: sent[f"chunk {number}: {name}"] for name in chunk.tensors()})
             for number, chunk in enumerate(chunks)
@@ -239,6 +248,8 @@ def build_mla_metadata(
         ),
         workspace_tokens=workspace_tokens,
     )
+    if not host_lens:
+        metadata = _with_device_lens(metadata, given, ownership, one_each, backend)
     if config is None or decode_tokens == 0 or num_programs == 0:
         return metadata
     query_len = metadata.decode.max_query_len
@@ -246,7 +257,7 @@ def build_mla_metadata(
     num_programs, costs = layer.programs_and_costs(
         query_len, num_programs, schedule_costs, backend, batch_invariant=False
     )
-    lens = _rank_local_decode_lens(common, decodes, ownership)
+    lens = _rank_local_decode_lens(given, decodes, metadata.decode.max_seq_len, ownership)
     return _with_schedule(metadata, lens, num_programs, costs, backend=backend)
 
 
@@ -288,10 +299,44 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
     return tuple(parts)
 
 
+def _with_device_lens(
+    metadata: MLAMetadata,
+    common: CommonAttentionMetadata,
+    ownership: TokenOwnership | None,
+    one_each: bool,
+    backend: BackendChoice,
+) -> MLAMetadata:
+    """Return a plan that was computed from upper bounds, with the true lengths from the device in its tensors.
+
+    If each decode has one token (`one_each`) and one rank owns all tokens, the lengths are also the visible lengths.
+    """
+    decodes, decode, chunks = metadata.num_decodes, metadata.decode, metadata.prefill.context_chunks
+    if not one_each or ownership is not None:
+        starts, lens = decode.query_start_loc, common.seq_lens[:decodes]
+        visible = compute_visible_lens(starts, lens, metadata.num_decode_tokens, ownership, backend=backend)
+        if ownership is not None:
+            lens = get_dcp_local_seq_lens(lens, ownership.size, ownership.rank, ownership.interleave)
+        metadata = dataclasses.replace(
+            metadata, decode=dataclasses.replace(decode, seq_lens=lens, visible_lens=visible)
+        )
+    if chunks:
+        contexts = common.num_computed_tokens[decodes:]
+        clamped = tuple(clamp_context_chunk(chunk, contexts) for chunk in chunks)
+        prefill = dataclasses.replace(metadata.prefill, context_chunks=clamped)
+        metadata = dataclasses.replace(metadata, prefill=prefill)
+    return metadata
+
+
 def _rank_local_decode_lens(
-    common: CommonAttentionMetadata, num_decodes: int, ownership: TokenOwnership | None
+    common: CommonAttentionMetadata, num_decodes: int, max_seq_len: int, ownership: TokenOwnership | None
 ) -> Int32[Tensor, " decodes"]:
-    """Return the number of rank-local keys of each decode, on the CPU."""
+    """Return the number of rank-local keys of each decode, on the CPU.
+
+    Without lengths on the CPU, return the lengths for which a schedule saves most (`longest_decode_lens`);
+    `max_seq_len` is the upper bound of the rank-local keys of a decode.
+    """
+    if not has_host_lens(common):
+        return longest_decode_lens(num_decodes, max_seq_len)
     lens = common.seq_lens_cpu[:num_decodes]
     return (
         lens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from jaxtyping import Int32
 from torch import Tensor
@@ -109,9 +111,7 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
     if misaligned.numel():
         request = int(misaligned[0])
         check(False, "chunk.starts", f"multiples of {period}", f"{int(chunk.starts[request])} at request {request}")
-    lengths = get_dcp_local_seq_lens(chunk.cu_seq_lens.diff(), ownership.size, None, ownership.interleave)
-    offsets = torch.zeros(ownership.size, lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
-    torch.cumsum(lengths.T, 1, dtype=torch.int32, out=offsets[:, 1:])
+    offsets = _rank_local_offsets(chunk.cu_seq_lens.diff(), ownership)
     return ContextParallelChunk(
         starts=chunk.starts,
         cu_seq_lens=chunk.cu_seq_lens,
@@ -123,3 +123,39 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
         padded_tokens=int(offsets[0, -1]),
         ownership=ownership,
     )
+
+
+def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) -> ContextChunk:
+    """Return a chunk that was planned from upper bounds of the context lengths, cut to the true lengths.
+
+    See `reference.planning.context_chunks.clamp_context_chunk` for the numbers that stay upper bounds. The host reads
+    no value of the tensors.
+
+    Args:
+        chunk: chunk of `plan_context_chunks` or `rank_local_chunk`.
+        context_lens: [B], context length of each request; on the device of the chunk.
+
+    Returns:
+        The chunk with other `cu_seq_lens` and, on a rank, other `local_cu_seq_lens`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match.
+    """
+    check_type("chunk", chunk, ContextChunk)
+    check_tensor("context_lens", context_lens, ("B",), (torch.int32,))
+    check_chunk(chunk, context_lens.shape[0], context_lens.device)
+    lengths = torch.minimum(chunk.cu_seq_lens.diff(), (context_lens - chunk.starts).clamp_(min=0))
+    offsets = torch.zeros_like(chunk.cu_seq_lens)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=offsets[1:])
+    changed = {"cu_seq_lens": offsets}
+    if isinstance(chunk, ContextParallelChunk):
+        changed["local_cu_seq_lens"] = _rank_local_offsets(lengths, chunk.ownership)
+    return dataclasses.replace(chunk, **changed)
+
+
+def _rank_local_offsets(lengths: Tensor, ownership: TokenOwnership) -> Tensor:
+    """Return for each rank the prefix sum of the number of tokens that the rank owns of each request, [D, B + 1]."""
+    lengths = get_dcp_local_seq_lens(lengths, ownership.size, None, ownership.interleave)
+    offsets = torch.zeros(ownership.size, lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths.T, 1, dtype=torch.int32, out=offsets[:, 1:])
+    return offsets

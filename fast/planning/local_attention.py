@@ -8,6 +8,7 @@ from reference.interfaces import (
     CommonAttentionMetadata,
     check,
     check_batch_block_size,
+    check_host_lens,
     check_int,
     check_table_width,
 )
@@ -35,6 +36,7 @@ def make_local_attention_virtual_batches(
     """
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size)
+    check_host_lens(common)
     check_int("attention_chunk_size", attention_chunk_size, 1, f"a multiple of the block size {block_size}")
     chunk = attention_chunk_size
     check(chunk >= 1 and chunk % block_size == 0, "attention_chunk_size", f"a multiple of the block size {block_size}",

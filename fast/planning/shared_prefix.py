@@ -10,6 +10,7 @@ from reference.interfaces import (
     DecodeMetadata,
     check,
     check_decode_plan,
+    check_host_lens,
     check_int,
     check_table_width,
     check_tensor,
@@ -31,6 +32,7 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
         ValueError: `block_size` is below 1, or the block table is narrower than the longest request.
     """
     check_table_width(common, block_size)
+    check_host_lens(common)
     real = (common.seq_lens_cpu > 0).nonzero().flatten()
     if real.numel() == 0:
         return 0

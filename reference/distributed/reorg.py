@@ -27,7 +27,8 @@ def reorg_kvcache(
         chunk: chunk whose cache entries were gathered.
 
     Returns:
-        [num_tokens, Lkv + R], with num_tokens from `chunk`.
+        [num_tokens, Lkv + R], with num_tokens from `chunk`. Rows behind the last request are 0; a chunk has such rows
+        if it was planned from upper bounds of the lengths.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the offsets of the chunk do not fit the numbers of tokens
@@ -46,4 +47,5 @@ def reorg_kvcache(
             rows.append(gathered[rank, next_row[rank] : next_row[rank] + taken])
             next_row[rank] += taken
             token, rank = token + taken, (rank + 1) % size
+    rows.append(gathered.new_zeros(chunk.num_tokens - int(chunk.cu_seq_lens[-1]), gathered.shape[2]))
     return torch.cat(rows)

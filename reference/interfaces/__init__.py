@@ -23,6 +23,7 @@ from .attention_arguments import (
 )
 from .batch_arguments import (
     check_batch_block_size,
+    check_batch_size,
     check_captured,
     check_captured_lens,
     check_chunking,
@@ -40,6 +41,7 @@ from .batch_arguments import (
     longest_query,
     requests_with_tokens,
 )
+from .bounds import bounded_batch, check_host_lens, has_host_lens, longest_decode_lens
 from .builder import AttentionMetadataBuilder, captured_batch, graph_support_of, most_captured_tokens
 from .cache_arguments import (
     check_block_mapping,
@@ -195,6 +197,7 @@ __all__ = [
     "YarnConfig",
     "advanced_batch",
     "aligned",
+    "bounded_batch",
     "captured_batch",
     "captured_tensors",
     "check",
@@ -203,6 +206,7 @@ __all__ = [
     "check_attention",
     "check_attention_settings",
     "check_batch_block_size",
+    "check_batch_size",
     "check_block_mapping",
     "check_block_size",
     "check_blocks",
@@ -234,6 +238,7 @@ __all__ = [
     "check_graph_query_len",
     "check_graph_sizes",
     "check_graph_support",
+    "check_host_lens",
     "check_int",
     "check_interleave",
     "check_lengths",
@@ -277,6 +282,7 @@ __all__ = [
     "get_dcp_local_seq_lens",
     "graph_kind",
     "graph_support_of",
+    "has_host_lens",
     "infer_global_hyperparameters",
     "invariant_split_rule",
     "invariant_split_tiles",
@@ -284,6 +290,7 @@ __all__ = [
     "kv_cache_shape",
     "latent_norm_eps",
     "linear_output",
+    "longest_decode_lens",
     "longest_query",
     "most_captured_tokens",
     "most_invariant_splits",

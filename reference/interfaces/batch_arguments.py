@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .attention_arguments import check_schedule
+from .bounds import check_bounds, check_host_lens, has_host_lens
 from .builder import AttentionMetadataBuilder, captured_batch
 from .checks import (
     check,
@@ -27,16 +28,21 @@ from .support import GraphSupport, QueryLenSupport
 CPU = torch.device("cpu")
 
 
-def check_common(common: CommonAttentionMetadata) -> None:
-    """Check shapes, dtypes and devices of a batch, which the caller may have made without `make`; read no values."""
+def check_common(common: CommonAttentionMetadata, host_lens: bool = True) -> None:
+    """Check shapes, dtypes and devices of a batch, which the caller may have made without `make`; read no values.
+
+    Args:
+        common: the batch.
+        host_lens: whether the caller needs the lengths on the CPU; False allows a batch without them.
+    """
     check_type("common", common, CommonAttentionMetadata)
     int32 = (torch.int32,)
-    check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), int32, CPU)
-    requests = common.seq_lens_cpu.shape[0]
-    check_tensor("common.query_start_loc_cpu", common.query_start_loc_cpu, (requests + 1,), int32, CPU)
-    check_tensor("common.block_table", common.block_table, (requests, "W"), int32)
-    device = common.block_table.device
+    if host_lens:
+        check_host_lens(common)
+    check_tensor("common.block_table", common.block_table, ("B", "W"), int32)
+    requests, device = common.block_table.shape[0], common.block_table.device
     check_tensor("common.seq_lens", common.seq_lens, (requests,), int32, device)
+    check_bounds(common)
     check_tensor("common.query_start_loc", common.query_start_loc, (requests + 1,), int32, device)
     check_tensor("common.slot_mapping", common.slot_mapping, ("slots",), (torch.int64,), device)
     check_int("common.max_query_len", common.max_query_len, 0)
@@ -47,8 +53,13 @@ def check_common(common: CommonAttentionMetadata) -> None:
 
 
 def requests_with_tokens(common: CommonAttentionMetadata) -> int:
-    """Return the number of requests without those at the end of the batch that have no query token."""
+    """Return the number of requests without those at the end of the batch that have no query token.
+
+    If the offsets are on the device only, the result is the number of all requests.
+    """
     starts = common.query_start_loc_cpu
+    if starts is None:
+        return common.num_reqs
     return int((starts[:-1] < starts[-1]).sum())
 
 
@@ -58,25 +69,32 @@ def graph_kind(common: CommonAttentionMetadata, threshold: int, support: GraphSu
     Args:
         common: the batch.
         threshold: largest query length of a decode.
-        support: the widest kind that may be used.
+        support: the widest kind that may be used. If the offsets are on the device only, `max_query_len` is taken as
+            the longest query, and requests without tokens are taken to stand at the end.
 
     Returns:
         NONE if no graph can serve the batch. ONE_QUERY_LEN if all requests have the same query length (only requests at
         the end may have no token), and this length is 1 or `support` is ONE_QUERY_LEN. Otherwise ANY.
     """
-    check_common(common)
-    lens = common.query_start_loc_cpu.diff()
-    longest = int(lens.max()) if lens.numel() else 0
-    if support is GraphSupport.NONE or not 1 <= longest <= threshold or int(lens.min()) < 0:
+    check_common(common, host_lens=False)
+    longest = longest_query(common)
+    if support is GraphSupport.NONE or not 1 <= longest <= threshold or common.num_actual_tokens == 0:
         return GraphSupport.NONE
-    equal = bool((lens[: requests_with_tokens(common)] == longest).all())
+    equal = common.num_actual_tokens % longest == 0
+    if common.query_start_loc_cpu is not None:
+        lens = common.query_start_loc_cpu.diff()
+        if int(lens.min()) < 0:
+            return GraphSupport.NONE
+        equal = bool((lens[: requests_with_tokens(common)] == longest).all())
     if equal and (longest == 1 or support is GraphSupport.ONE_QUERY_LEN):
         return GraphSupport.ONE_QUERY_LEN
     return support if support is GraphSupport.ANY else GraphSupport.NONE
 
 
 def longest_query(common: CommonAttentionMetadata) -> int:
-    """Return the length of the longest query of a batch, which may be below `max_query_len`."""
+    """Return the length of the longest query; `max_query_len`, an upper bound, if the offsets are on the device."""
+    if common.query_start_loc_cpu is None:
+        return common.max_query_len if common.num_reqs else 0
     lens = common.query_start_loc_cpu.diff()
     return int(lens.max()) if lens.numel() else 0
 
@@ -93,16 +111,18 @@ def check_captured_lens(common: CommonAttentionMetadata, graph: GraphSupport) ->
         ValueError: shapes, dtypes or devices do not match; the batch has no request or no query token; the query
             lengths do not fit `graph` and `max_query_len`; there are fewer slots than tokens.
     """
-    check_common(common)
+    check_common(common, host_lens=False)
     check_type("graph", graph, GraphSupport)
     check(graph is not GraphSupport.NONE, "graph", "ONE_QUERY_LEN or ANY", graph.name)
-    requests, longest, lens = common.num_reqs, common.max_query_len, common.query_start_loc_cpu.diff()
+    requests, longest, starts = common.num_reqs, common.max_query_len, common.query_start_loc_cpu
     check(requests > 0 and longest > 0, "common", "at least one request with a query token",
           f"{requests} requests of at most {longest} tokens")  # fmt: skip
     tokens = common.num_actual_tokens
     if graph is GraphSupport.ONE_QUERY_LEN:
-        equal = bool((lens[: requests_with_tokens(common)] == longest).all())
-        check(equal, "common", f"decodes of one query length, {longest}", f"lengths {lens.tolist()[:8]}")
+        lens = None if starts is None else starts.diff()
+        equal = lens is None or bool((lens[: requests_with_tokens(common)] == longest).all())
+        if not equal:
+            check(False, "common", f"decodes of one query length, {longest}", f"lengths {lens.tolist()[:8]}")
         tokens = requests * longest
     found = longest_query(common)
     check(found <= longest, "common.max_query_len", f"at least the longest query, {found}", longest)
@@ -116,14 +136,16 @@ def check_captured_lens(common: CommonAttentionMetadata, graph: GraphSupport) ->
 
 def check_update(captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
     """Check that a captured plan can hold the decodes of another batch; read no values on the device."""
-    check_common(common)
+    check_common(common, host_lens=False)
     requests, tokens, longest = captured.num_decodes, captured.num_decode_tokens, captured.decode.max_query_len
-    lens = common.query_start_loc_cpu.diff()
+    lens = None if common.query_start_loc_cpu is None else common.query_start_loc_cpu.diff()
     if captured.decode.graph is GraphSupport.ANY:
-        fits = bool(((lens >= 0) & (lens <= longest)).all()) and common.num_actual_tokens <= tokens
+        fits = longest_query(common) <= longest and common.num_actual_tokens <= tokens
+        fits = fits and (lens is None or bool((lens >= 0).all()))
         wanted = f"{requests} requests of at most {longest} tokens, {tokens} in all, as captured"
     else:
-        fits = bool((lens[: requests_with_tokens(common)] == longest).all())
+        fits = lens is None or bool((lens[: requests_with_tokens(common)] == longest).all())
+        fits = fits and common.num_actual_tokens <= tokens and common.num_actual_tokens % longest == 0
         wanted = f"{requests} requests of {longest} tokens, as captured"
     got = f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {longest_query(common)}"
     check(fits and common.num_reqs == requests, "common", wanted, got)
@@ -165,6 +187,21 @@ def check_common_prefix(common: CommonAttentionMetadata, common_prefix_len: int,
               common_prefix_len)  # fmt: skip
 
 
+def check_batch_size(common: CommonAttentionMetadata, max_num_seqs: int, max_model_len: int) -> None:
+    """Check that a batch has at most `max_num_seqs` requests, and a request at most `max_model_len` tokens.
+
+    Without lengths on the CPU, the upper bounds of the lengths are checked.
+    """
+    check_common(common, host_lens=False)
+    requests = common.num_reqs
+    check(requests <= max_num_seqs, "common", f"at most {max_num_seqs} requests", requests)
+    lens = common.seq_lens_cpu if has_host_lens(common) else common.seq_lens_cpu_upper_bound
+    if requests and lens is not None and int(lens.max()) > max_model_len:
+        request = int(lens.argmax())
+        name = "common" if has_host_lens(common) else "common.seq_lens_cpu_upper_bound"
+        check(False, name, f"at most {max_model_len} tokens a request", f"{int(lens[request])} at request {request}")
+
+
 def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> None:
     """Check that the slots of a batch were computed for `block_size`, if the batch records its block size."""
     check_type("common", common, CommonAttentionMetadata)
@@ -175,9 +212,14 @@ def check_batch_block_size(common: CommonAttentionMetadata, block_size: int) -> 
 
 
 def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
-    """Check that the block table has a column for every block of every request. The check reads values on the CPU."""
-    check_common(common)
+    """Check that the block table has a column for every block of every request. The check reads values on the CPU.
+
+    Without lengths on the CPU nothing is compared: kernels treat longer requests as if they ended with the block table.
+    """
+    check_common(common, host_lens=False)
     check_int("block_size", block_size)
+    if not has_host_lens(common):
+        return
     width = common.block_table.shape[1]
     longest = int(common.seq_lens_cpu.max()) if common.num_reqs else 0
     check(longest <= common.max_seq_len, "common.max_seq_len", f"at least the longest request, {longest}",
@@ -249,26 +291,32 @@ def check_graph_query_len(graph: Any) -> None:
 
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
     """Check that a batch fits into the buffers of a decode graph; read no values on the device."""
-    check_common(common)
+    check_common(common, host_lens=False)
     largest, q = graph.batch_sizes[-1], graph.query_len
     requests, tokens = common.num_reqs, common.num_actual_tokens
     used = requests_with_tokens(common)
     check(used <= largest, "common", f"at most {largest} requests, the largest of batch_sizes", used)
-    lens = common.query_start_loc_cpu.diff()
     mixed = graph.graph_support is GraphSupport.ANY
-    wrong = ((lens < 0) | (lens > q) if mixed else lens[:used] != q).nonzero()
-    if wrong.numel():
-        request = int(wrong[0])
-        check(False, "common", f"{'at most ' * mixed}{q} tokens of each request, as captured",
-              f"{int(lens[request])} at request {request}")  # fmt: skip
+    wanted = f"{'at most ' * mixed}{q} tokens of each request, as captured"
+    if common.query_start_loc_cpu is None:
+        longest = common.max_query_len
+        check(longest <= q and tokens <= used * q and (mixed or tokens % q == 0), "common", wanted,
+              f"{tokens} tokens in {used} requests of at most {longest}")  # fmt: skip
+    else:
+        lens = common.query_start_loc_cpu.diff()
+        wrong = ((lens < 0) | (lens > q) if mixed else lens[:used] != q).nonzero()
+        if wrong.numel():
+            request = int(wrong[0])
+            check(False, "common", wanted, f"{int(lens[request])} at request {request}")
     block_size, ownership = graph.builder.block_size, graph.builder.ownership
     check_batch_block_size(common, block_size)
     width = common.block_table.shape[1]
     check(width <= graph.max_blocks, "common.block_table", f"at most {graph.max_blocks} columns, as captured", width)
     check_table_width(common, block_size * (1 if ownership is None else ownership.size))
     most = graph.max_seq_len
-    longer = (common.seq_lens_cpu > most).nonzero()
-    if longer.numel():
+    if not has_host_lens(common):
+        check(common.max_seq_len <= most, "common.max_seq_len", f"at most {most}, as captured", common.max_seq_len)
+    elif (longer := (common.seq_lens_cpu > most).nonzero()).numel():
         request = int(longer[0])
         check(False, "common", f"at most {most} tokens a request, as captured",
               f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip

@@ -180,7 +180,7 @@ def check_rank_offsets(
 
     The check reads values on the CPU.
     """
-    check_offsets("chunk.cu_seq_lens", cu_seq_lens, num_tokens)
+    check_offsets("chunk.cu_seq_lens", cu_seq_lens, most=num_tokens)
     rank_local_lens = get_dcp_local_seq_lens(cu_seq_lens.diff(), local_cu_seq_lens.shape[0], None, interleave).T
     fits = bool((local_cu_seq_lens[:, 0] == 0).all()) and torch.equal(local_cu_seq_lens.diff(dim=1), rank_local_lens)
     check(fits, "chunk.local_cu_seq_lens", "the prefix sums of each rank's tokens in the chunk",

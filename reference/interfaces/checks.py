@@ -286,8 +286,11 @@ def check_dtype(argument: str, dtype: torch.dtype) -> None:
         check(False, argument, f"one of {', '.join(map(str, FLOAT_DTYPES))}", dtype)
 
 
-def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> None:
-    """Check the values of a prefix sum: it starts at 0, never decreases, and ends at `total` if `total` is given."""
+def check_offsets(argument: str, offsets: Tensor, total: int | None = None, most: int | None = None) -> None:
+    """Check the values of a prefix sum: it starts at 0 and never decreases.
+
+    It ends at `total` if `total` is given, and at `most` or before if `most` is given.
+    """
     values = offsets.tolist()
     check(len(values) > 0 and values[0] == 0, argument, "a first element of 0", values[0] if values else "no element")
     for request, (low, high) in enumerate(itertools.pairwise(values)):
@@ -295,6 +298,8 @@ def check_offsets(argument: str, offsets: Tensor, total: int | None = None) -> N
             check(False, argument, "values that never decrease", f"{low} then {high} at request {request}")
     if total is not None:
         check(values[-1] == total, argument, f"a last element of {total}", values[-1])
+    if most is not None:
+        check(values[-1] <= most, argument, f"a last element of at most {most}", values[-1])
 
 
 def check_lengths(

@@ -21,8 +21,8 @@ class ContextChunk:
     Attributes:
         starts: [B], position of each request's first token in this chunk.
         cu_seq_lens: [B + 1], prefix sum of the number of tokens that each request has in this chunk (0 is legal).
-        num_tokens: cu_seq_lens[-1], tokens in this chunk.
-        max_seq_len: the largest number of tokens that one request has in this chunk.
+        num_tokens: cu_seq_lens[-1], tokens in this chunk; an upper bound if the chunk was planned from upper bounds.
+        max_seq_len: the largest number of tokens that one request has in this chunk, or an upper bound of it.
     """
 
     starts: Int32[Tensor, " B"]

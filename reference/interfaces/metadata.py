@@ -70,8 +70,10 @@ class CommonAttentionMetadata:
         seq_lens: [B], tokens of each request after this step (context + query).
         query_start_loc: [B + 1], prefix sum of the query lengths; a query length of 0 is legal.
         seq_lens_cpu: [B], copy of `seq_lens` on the CPU. Plans are computed from this copy, so that no value has to be
-            read back from the device.
-        query_start_loc_cpu: [B + 1], copy of `query_start_loc` on the CPU. Plans are computed from this copy too.
+            read back from the device. None if the engine does not know the lengths; plans are then computed from upper
+            bounds and on the device.
+        query_start_loc_cpu: [B + 1], copy of `query_start_loc` on the CPU. None only without `seq_lens_cpu`, in a step
+            that has decodes alone.
         block_table: [B, W], block ids of each request; entries after the last block of a request may have any value.
         slot_mapping: [T], cache slot of each token; -1 for a token that is not written to the cache. Tokens with index
             `num_actual_tokens` or more are padding and have slot -1.
@@ -81,23 +83,26 @@ class CommonAttentionMetadata:
             on the CPU.
         block_size: tokens per block for which `slot_mapping` was computed, or None if this number was not recorded.
             Planning this batch for a different block size raises.
+        seq_lens_cpu_upper_bound: [B], upper bound of the tokens of each request, on the CPU. It is read only if
+            `seq_lens_cpu` is None; a step with prefills needs it then.
     """
 
     seq_lens: Int32[Tensor, " B"]
     query_start_loc: Int32[Tensor, " B+1"]
-    seq_lens_cpu: Int32[Tensor, " B"]
-    query_start_loc_cpu: Int32[Tensor, " B+1"]
+    seq_lens_cpu: Int32[Tensor, " B"] | None
+    query_start_loc_cpu: Int32[Tensor, " B+1"] | None
     block_table: Int32[Tensor, "B W"]
     slot_mapping: Int64[Tensor, " T"]
     max_query_len: int
     num_actual_tokens: int
     max_seq_len: int
     block_size: int | None = None
+    seq_lens_cpu_upper_bound: Int32[Tensor, " B"] | None = None
 
     @property
     def num_reqs(self) -> int:
         """Return B, the number of requests."""
-        return self.seq_lens_cpu.shape[0]
+        return self.seq_lens.shape[0]
 
     @property
     def num_computed_tokens(self) -> Int32[Tensor, " B"]:
@@ -106,7 +111,8 @@ class CommonAttentionMetadata:
 
     @property
     def num_computed_tokens_cpu(self) -> Int32[Tensor, " B"]:
-        """Return the context lengths [B] on the CPU; 0 for padding rows."""
+        """Return the context lengths [B] on the CPU; 0 for padding rows. The batch must have lengths on the CPU."""
+        check(self.seq_lens_cpu is not None, "seq_lens_cpu", "a tensor on the CPU", None)
         return (self.seq_lens_cpu - self.query_start_loc_cpu.diff()).clamp_(min=0)
 
     @classmethod

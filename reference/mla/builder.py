@@ -25,9 +25,11 @@ from ..interfaces import (
     PathCosts,
     QueryLenSupport,
     ScheduleCosts,
+    TokenOwnership,
     captured_tensors,
     check,
     check_batch_block_size,
+    check_batch_size,
     check_captured,
     check_chunking,
     check_common_prefix,
@@ -41,12 +43,12 @@ from ..interfaces import (
     check_interleave,
     check_schedule_costs,
     check_table_width,
-    check_tensor,
     check_type,
     check_update,
     chunked_prefill_workspace_size,
     context_unit,
     graph_kind,
+    has_host_lens,
     longest_query,
     reorder_batch_threshold,
 )
@@ -149,7 +151,9 @@ class MLAMetadataBuilder:
         Args:
             common_prefix_len: context tokens that all decodes share; 0 for none. The plan has a cascade if attending
                 this prefix once is faster (`use_cascade_attention`).
-            common: the batch, in the order that the swaps of `reorder_batch` give.
+            common: the batch, in the order that the swaps of `reorder_batch` give. Without lengths on the CPU
+                (`common.seq_lens_cpu` is None), the plan is computed from upper bounds as in `build_mla_metadata`, has
+                no cascade, and gets a schedule unless no batch within these bounds could gain by one.
             fast_build: whether to leave out the cascade and the schedule, which only make the kernels faster. A
                 batch-invariant builder keeps the schedule, because the bits of the result depend on the schedule.
 
@@ -160,7 +164,9 @@ class MLAMetadataBuilder:
         """
         check_int("common_prefix_len", common_prefix_len, 0)
         check_flag("fast_build", fast_build)
-        self._check_sizes(common)
+        check_batch_size(common, self.max_num_seqs, self.max_model_len)
+        if not has_host_lens(common):  # the engine's bound may be larger than the longest possible request
+            common = dataclasses.replace(common, max_seq_len=min(common.max_seq_len, self.max_model_len))
         metadata = build_mla_metadata(
             common, self.block_size, self.workspace_tokens, self.reorder_batch_threshold, self._path_config,
             self.costs, self.query_len_support, require_order=True, ownership=self.ownership, num_programs=0,
@@ -172,21 +178,11 @@ class MLAMetadataBuilder:
             return metadata
         return self._with_hints(metadata, common_prefix_len, common)
 
-    def _check_sizes(self, common: CommonAttentionMetadata) -> None:
-        """Raise if a batch has more than `max_num_seqs` requests, or a request has more than `max_model_len` tokens."""
-        check_type("common", common, CommonAttentionMetadata)
-        check_tensor("common.seq_lens_cpu", common.seq_lens_cpu, ("B",), (torch.int32,), torch.device("cpu"))
-        check(common.num_reqs <= self.max_num_seqs, "common", f"at most {self.max_num_seqs} requests", common.num_reqs)
-        if common.num_reqs and int(common.seq_lens_cpu.max()) > self.max_model_len:
-            request = int(common.seq_lens_cpu.argmax())
-            check(False, "common", f"at most {self.max_model_len} tokens a request",
-                  f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
-
     def _with_hints(
         self, metadata: MLAMetadata, common_prefix_len: int, common: CommonAttentionMetadata
     ) -> MLAMetadata:
         """Return the plan with a cascade or a schedule, if the cascade or the schedule makes the decode faster."""
-        if common_prefix_len > 0 and not self.batch_invariant and self.ownership is None:
+        if common_prefix_len > 0 and not self.batch_invariant and self.ownership is None and has_host_lens(common):
             check_common_prefix(common, common_prefix_len, metadata.num_decodes)
             lengths = common.seq_lens_cpu[: metadata.num_decodes]
             query_lens = common.query_start_loc_cpu.diff()[: metadata.num_decodes]
@@ -195,7 +191,7 @@ class MLAMetadataBuilder:
                 cascade = split_shared_prefix(metadata.decode, common_prefix_len, self.block_size, row)
                 return dataclasses.replace(metadata, cascade=cascade)
         programs = self._programs_for(metadata.decode.max_query_len)
-        lens = _rank_local_decode_lens(common, metadata.num_decodes, self.ownership)
+        lens = _rank_local_decode_lens(common, metadata.num_decodes, metadata.decode.max_seq_len, self.ownership)
         return _with_schedule(metadata, lens, programs, self.schedule_costs, self.batch_invariant)
 
     def _programs_for(self, query_len: int) -> int:
@@ -236,7 +232,7 @@ class MLAMetadataBuilder:
         check(kind is not GraphSupport.NONE, "common", f"decodes of {one}up to {self.reorder_batch_threshold} tokens",
               f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
               )  # fmt: skip
-        self._check_sizes(common)
+        check_batch_size(common, self.max_num_seqs, self.max_model_len)
         table_keys = (
             common.block_table.shape[1] * self.block_size * (1 if self.ownership is None else self.ownership.size)
         )
@@ -284,9 +280,11 @@ class MLAMetadataBuilder:
         check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
         check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
         check_update(captured, common)
-        self._check_sizes(common)
-        bound = captured.decode.max_seq_len
-        longest = int(_rank_local_decode_lens(common, common.num_reqs, self.ownership).max())
+        check_batch_size(common, self.max_num_seqs, self.max_model_len)
+        bound, longest = captured.decode.max_seq_len, common.max_seq_len
+        if self.ownership is not None:  # rank 0 owns the most tokens
+            longest = TokenOwnership(self.ownership.size, 0, self.ownership.interleave).count(longest)
+        longest = int(_rank_local_decode_lens(common, common.num_reqs, longest, self.ownership).max())
         check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
         shape = {"max_query_len": captured.decode.max_query_len, "num_actual_tokens": captured.num_decode_tokens,
                  "slot_mapping": captured.slot_mapping}  # fmt: skip
@@ -347,7 +345,7 @@ class MLAMetadataBuilder:
 
         Args:
             query_lens: [B], new tokens of each request, on the CPU.
-            context_lens: [B], cached tokens of each request, on the CPU.
+            context_lens: [B], cached tokens of each request, on the CPU; upper bounds if the engine does not know them.
 
         Returns:
             Pairs of indices (i, j), i < j, to be swapped one after another.

@@ -26,6 +26,7 @@ from ..interfaces import (
     QueryLenSupport,
     ScheduleCosts,
     TokenOwnership,
+    bounded_batch,
     check,
     check_batch_block_size,
     check_config,
@@ -42,10 +43,13 @@ from ..interfaces import (
     check_table_width,
     check_threshold,
     choose_schedule,
+    has_host_lens,
+    longest_decode_lens,
 )
 from ..planning.batch import split_decodes_and_prefills
-from ..planning.context_chunks import plan_context_chunks, rank_local_chunk
+from ..planning.context_chunks import clamp_context_chunk, plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
+from ..planning.visible_lens import compute_visible_lens
 from .choose_path import choose_paths
 
 
@@ -81,6 +85,16 @@ def build_mla_metadata(
     request that may take the absorbed path but comes after an expanded request is therefore expanded. The result is
     correct, but slower; `reorder_batch_to_split_decodes_and_prefills` gives an order without such requests.
 
+    An engine may not know the lengths on the host: `common.seq_lens_cpu` is None. The paths and the chunks are then
+    planned from upper bounds, and the tensors of the plan get the true lengths from the device:
+
+    - A step that has only decodes needs `max_query_len` and `max_seq_len`, and nothing else on the CPU.
+    - A step that may have prefills (a query above `decode_threshold`) needs `query_start_loc_cpu` and
+      `seq_lens_cpu_upper_bound`. `choose_path` gets the bounds of the contexts. The chunks are cut to the true lengths
+      (`clamp_context_chunk`), so the result does not depend on the bounds, except by rounding.
+    - The choice of a schedule is made for the batch in which a schedule saves most: one request of `max_seq_len` keys,
+      and one key in all other requests. `schedule_choice` has the numbers of this batch.
+
     Args:
         common: the batch.
         block_size: tokens per block.
@@ -114,6 +128,7 @@ def build_mla_metadata(
             - `workspace_tokens` is below one unit (`context_unit`);
             - on a CPU: there are more slots than the rank owns new tokens;
             - a padding row with query tokens (S = 0 < Sq) is among the prefills;
+            - without lengths on the CPU: the step may have prefills, and the offsets or the upper bounds are missing;
             - `require_order` is True, and a request that may take the absorbed path comes after an expanded request.
     """
     check_threshold(decode_threshold, query_len_support)
@@ -131,8 +146,10 @@ def build_mla_metadata(
     check_interleave(interleave, block_size)
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size * size)
-    if ownership is not None and common.slot_mapping.device.type == "cpu":
+    host_lens, given = has_host_lens(common), common
+    if ownership is not None and host_lens and common.slot_mapping.device.type == "cpu":
         check_rank_local_slots(common, ownership)
+    common = bounded_batch(common, decode_threshold, query_len_support, block_size * size)
     starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
     query_lens = [end - start for start, end in itertools.pairwise(starts)]
     contexts = common.num_computed_tokens_cpu
@@ -165,7 +182,7 @@ def build_mla_metadata(
         visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
     chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, size, interleave)
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
-    decode_lens = _rank_local_decode_lens(common, decodes, ownership)
+    decode_lens = _rank_local_decode_lens(common, decodes, common.max_seq_len, ownership)
     longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
     seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
     if ownership is not None:
@@ -178,7 +195,7 @@ def build_mla_metadata(
         kind, which = ContextParallelMetadata, {"ownership": ownership}
     starts_on_cpu = torch.tensor(prefill_starts, dtype=torch.int32, device="cpu")
     whole = PrefillMetadata(common.block_table[decodes:], starts_on_cpu, 0, chunks, block_size)
-    parts = _split_by_context(whole, contexts[decodes:])
+    parts = _split_by_context(whole, contexts[decodes:]) if host_lens else ()
     metadata = kind(
         **which,
         slot_mapping=common.slot_mapping,
@@ -204,6 +221,9 @@ def build_mla_metadata(
         ),
         workspace_tokens=workspace_tokens,
     )
+    if not host_lens:
+        metadata = _with_device_lens(metadata, given, ownership)
+        decode_lens = longest_decode_lens(decodes, metadata.decode.max_seq_len)
     if config is None or decode_tokens == 0:
         return metadata
     return _with_schedule(metadata, decode_lens, 1 if num_programs is None else num_programs, schedule_costs)
@@ -248,10 +268,34 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
     return tuple(parts) if len(parts) > 1 else ()
 
 
+def _with_device_lens(
+    metadata: MLAMetadata, common: CommonAttentionMetadata, ownership: TokenOwnership | None
+) -> MLAMetadata:
+    """Return a plan that was computed from upper bounds, with the true lengths from the device in its tensors."""
+    decodes, device = metadata.num_decodes, common.block_table.device
+    starts, lens = common.query_start_loc[: decodes + 1], common.seq_lens[:decodes]
+    visible_lens = compute_visible_lens(starts, lens, metadata.num_decode_tokens, ownership)
+    if ownership is not None:
+        lens = torch.tensor([ownership.count(length) for length in lens.tolist()], dtype=torch.int32, device=device)
+    contexts = common.num_computed_tokens[decodes:]
+    chunks = tuple(clamp_context_chunk(chunk, contexts) for chunk in metadata.prefill.context_chunks)
+    return dataclasses.replace(
+        metadata,
+        decode=dataclasses.replace(metadata.decode, seq_lens=lens, visible_lens=visible_lens),
+        prefill=dataclasses.replace(metadata.prefill, context_chunks=chunks),
+    )
+
+
 def _rank_local_decode_lens(
-    common: CommonAttentionMetadata, num_decodes: int, ownership: TokenOwnership | None
+    common: CommonAttentionMetadata, num_decodes: int, max_seq_len: int, ownership: TokenOwnership | None
 ) -> Int32[Tensor, " decodes"]:
-    """Return the number of rank-local keys of each decode, as a tensor on the CPU."""
+    """Return the number of rank-local keys of each decode, as a tensor on the CPU.
+
+    Without lengths on the CPU, return the lengths for which a schedule saves most (`longest_decode_lens`);
+    `max_seq_len` is the upper bound of the rank-local keys of a decode.
+    """
+    if not has_host_lens(common):
+        return longest_decode_lens(num_decodes, max_seq_len)
     lens = common.seq_lens_cpu[:num_decodes]
     if ownership is None:
         return lens

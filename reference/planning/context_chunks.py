@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import torch
@@ -128,3 +129,38 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
         padded_tokens=local[0][-1],
         ownership=ownership,
     )
+
+
+def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) -> ContextChunk:
+    """Return a chunk that was planned from upper bounds of the context lengths, cut to the true lengths.
+
+    An engine may not know the context lengths on the host. Its chunks are then planned from upper bounds, and this
+    function corrects the tensors of each chunk on the device. The numbers that the host needs (`num_tokens`,
+    `max_seq_len`, `local_tokens`, `padded_tokens`) stay upper bounds. A request may have no token left in a chunk.
+
+    Args:
+        chunk: chunk of `plan_context_chunks` or `rank_local_chunk`.
+        context_lens: [B], context length of each request, at most the upper bound; on the device of the chunk.
+
+    Returns:
+        The chunk with other `cu_seq_lens` and, on a rank, other `local_cu_seq_lens`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match.
+    """
+    check_type("chunk", chunk, ContextChunk)
+    check_tensor("context_lens", context_lens, ("B",), (torch.int32,))
+    check_chunk(chunk, context_lens.shape[0], context_lens.device)
+    lengths = []
+    for start, length, context in zip(
+        chunk.starts.tolist(), chunk.cu_seq_lens.diff().tolist(), context_lens.tolist(), strict=True
+    ):
+        lengths.append(max(0, min(start + length, context) - start))
+    device = chunk.starts.device
+    changed = {"cu_seq_lens": [0, *itertools.accumulate(lengths)]}
+    if isinstance(chunk, ContextParallelChunk):
+        size, interleave = chunk.ownership.size, chunk.ownership.interleave
+        ranks = [TokenOwnership(size, rank, interleave) for rank in range(size)]
+        changed["local_cu_seq_lens"] = [[0, *itertools.accumulate(map(rank.count, lengths))] for rank in ranks]
+    tensors = {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in changed.items()}
+    return dataclasses.replace(chunk, **tensors)

@@ -8,6 +8,7 @@ from ..interfaces import (
     CommonAttentionMetadata,
     check,
     check_batch_block_size,
+    check_host_lens,
     check_int,
     check_table_width,
 )
@@ -38,6 +39,7 @@ def make_local_attention_virtual_batches(
     """
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size)
+    check_host_lens(common)
     check_int("attention_chunk_size", attention_chunk_size, 1, f"a multiple of the block size {block_size}")
     whole = attention_chunk_size >= 1 and attention_chunk_size % block_size == 0
     check(whole, "attention_chunk_size", f"a multiple of the block size {block_size}", attention_chunk_size)

@@ -10,6 +10,7 @@ from ..interfaces import (
     DecodeMetadata,
     check,
     check_decode_plan,
+    check_host_lens,
     check_int,
     check_table_width,
     check_tensor,
@@ -32,6 +33,7 @@ def common_prefix_len(common: CommonAttentionMetadata, block_size: int) -> int:
         ValueError: `block_size` is below 1; the block table has too few columns for a request.
     """
     check_table_width(common, block_size)
+    check_host_lens(common)
     contexts, lengths = common.num_computed_tokens_cpu.tolist(), common.seq_lens_cpu.tolist()
     real = [request for request in range(common.num_reqs) if lengths[request] > 0]
     if not real:

@@ -57,6 +57,9 @@ def gather_and_maybe_dequant_cache(
 
     See `reference.gather_and_maybe_dequant_cache` for the arguments.
     """
+    used = int(cu_seq_lens[-1])
+    out[used:] = 0  # rows behind the last request
+    out = out[:used]
     block_size, width = kv_cache.shape[1:]
     for first in range(0, out.shape[0], CHUNK_TOKENS):  # in chunks, so that the index tensors stay small
         tokens = torch.arange(first, min(first + CHUNK_TOKENS, out.shape[0]), device=out.device)

@@ -23,6 +23,9 @@ def reorg_kvcache(
         interleave: consecutive tokens that one rank owns.
         out: written in place.
     """
+    used = int(cu_seq_lens[-1])
+    out[used:] = 0  # rows behind the last request
+    out = out[:used]
     size, padded, width = gathered.shape
     for first in range(0, out.shape[0], CHUNK_TOKENS):  # in chunks, so that the index tensors stay small
         tokens = torch.arange(first, min(first + CHUNK_TOKENS, out.shape[0]), device=out.device)

@@ -1,0 +1,105 @@
+"""Batches of engines that give no lengths on the host: upper bounds take the place of the lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from jaxtyping import Int32
+from torch import Tensor
+
+from .checks import check, check_tensor
+from .metadata import CommonAttentionMetadata
+from .support import QueryLenSupport
+
+CPU = torch.device("cpu")
+
+
+def has_host_lens(common: CommonAttentionMetadata) -> bool:
+    """Return whether a batch has its sequence lengths on the CPU. Without them, plans are computed from bounds."""
+    return common.seq_lens_cpu is not None
+
+
+def check_host_lens(common: CommonAttentionMetadata) -> None:
+    """Check that a batch has its lengths and offsets on the CPU, for functions that cannot plan without them."""
+    for name in ("seq_lens_cpu", "query_start_loc_cpu"):
+        check(getattr(common, name) is not None, f"common.{name}", "a tensor on the CPU", None)
+
+
+def bounded_batch(
+    common: CommonAttentionMetadata, decode_threshold: int, query_len_support: QueryLenSupport, column_tokens: int
+) -> CommonAttentionMetadata:
+    """Return the batch with upper bounds in place of the lengths that are missing on the CPU.
+
+    The paths and the chunks of a step are planned from the returned batch. Only its CPU fields and `max_seq_len` are
+    new:
+
+    - `seq_lens_cpu` has the bounds `seq_lens_cpu_upper_bound`, or `max_seq_len` for every request if these are missing
+      and every request is a decode. No bound is above `max_seq_len` or above what fits into the block table, which is
+      the new `max_seq_len`.
+    - If `query_start_loc_cpu` is missing, every request is a decode, and the first requests get `max_query_len` tokens
+      each until all `num_actual_tokens` tokens are assigned. The numbers of tokens and requests of the plan are right;
+      the offsets of the plan are those on the device.
+
+    Args:
+        common: the batch; it is returned unchanged if it has `seq_lens_cpu`.
+        decode_threshold: requests with at most this number of query tokens decode.
+        query_len_support: query lengths that the decode kernel supports.
+        column_tokens: tokens of a sequence that one column of the block table holds.
+
+    Raises:
+        ValueError: the batch may have prefills, and its offsets or the bounds of its lengths are missing; a bound is
+            negative.
+    """
+    if has_host_lens(common):
+        return common
+    requests, longest, tokens = common.num_reqs, common.max_query_len, common.num_actual_tokens
+    starts, most = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
+    if starts is None:
+        check(longest <= decode_threshold, "common.query_start_loc_cpu",
+              f"offsets on the CPU for queries of more than {decode_threshold} tokens", None)  # fmt: skip
+        check(tokens <= requests * longest, "common.num_actual_tokens",
+              f"at most {requests * longest} for {requests} requests of at most {longest} tokens", tokens)  # fmt: skip
+        uniform = query_len_support is not QueryLenSupport.UNIFORM or tokens == requests * longest
+        check(uniform, "common.query_start_loc_cpu", "offsets on the CPU for queries of several lengths with UNIFORM",
+              None)  # fmt: skip
+        starts = (longest * torch.arange(requests + 1, dtype=torch.int32, device=CPU)).clamp_(max=tokens)
+    elif most is None:
+        queries = int(starts.diff().max()) if requests else 0
+        check(queries <= decode_threshold, "common.seq_lens_cpu_upper_bound",
+              f"bounds on the CPU for queries of more than {decode_threshold} tokens", None)  # fmt: skip
+    limit = min(common.max_seq_len, common.block_table.shape[1] * column_tokens)
+    if most is None:
+        most = torch.full((requests,), limit, dtype=torch.int32, device=CPU)
+    negative = (most < 0).nonzero()
+    if negative.numel():
+        request = int(negative[0])
+        check(False, "common.seq_lens_cpu_upper_bound", "bounds >= 0", f"{int(most[request])} at request {request}")
+    bounds = {"seq_lens_cpu": most.clamp(max=limit), "max_seq_len": limit}
+    return dataclasses.replace(common, query_start_loc_cpu=starts, **bounds)
+
+
+def longest_decode_lens(num_decodes: int, max_seq_len: int) -> Int32[Tensor, " decodes"]:
+    """Return the lengths of the batch for which a schedule saves most: one longest request, and one key in all others.
+
+    Without lengths on the host, the choice whether a decode gets a schedule (`choose_schedule`) is made for this batch.
+    The decode then has no schedule only if no batch of this size could gain by one.
+
+    Args:
+        num_decodes: number of requests.
+        max_seq_len: upper bound of the keys of a request.
+    """
+    lens = torch.ones(num_decodes, dtype=torch.int32, device=CPU)
+    lens[:1] = max_seq_len
+    return lens
+
+
+def check_bounds(common: CommonAttentionMetadata) -> None:
+    """Check the CPU tensors of a batch, each of which may be missing: shapes, dtypes and devices; read no values."""
+    requests = common.num_reqs
+    shapes = {"seq_lens_cpu": requests, "query_start_loc_cpu": requests + 1, "seq_lens_cpu_upper_bound": requests}
+    for name, size in shapes.items():
+        if getattr(common, name) is not None:
+            check_tensor(f"common.{name}", getattr(common, name), (size,), (torch.int32,), CPU)
+    both = common.seq_lens_cpu is None or common.query_start_loc_cpu is not None
+    check(both, "common.query_start_loc_cpu", "offsets on the CPU beside seq_lens_cpu", None)
