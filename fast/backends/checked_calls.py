@@ -192,10 +192,10 @@ def _part_of_new_kind(argument: Any) -> tuple:
 
 
 def _needs_dispatcher(arguments: tuple, grad: bool) -> bool:
-    """Return whether a tensor needs what only torch's dispatcher gives: gradients, or the negation of a lazy view."""
+    """Return whether a tensor needs what only torch's dispatcher gives: gradients, negated views, or shapes alone."""
     for argument in arguments:
         if isinstance(argument, Tensor):
-            if argument.is_neg() or (grad and argument.requires_grad):
+            if argument.is_neg() or argument.is_meta or (grad and argument.requires_grad):
                 return True
         elif isinstance(argument, tuple) and hasattr(argument, "_fields") and _needs_dispatcher(argument, grad):
             return True

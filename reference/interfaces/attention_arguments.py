@@ -146,8 +146,8 @@ def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: i
     check(longest <= metadata.max_seq_len, "metadata.seq_lens", f"lengths up to max_seq_len {metadata.max_seq_len}",
           longest)  # fmt: skip
     check_blocks(metadata.block_table, lengths, block_size, num_blocks, "metadata.block_table")
-    bounds = torch.zeros_like(metadata.visible_lens)
-    bounds[:used] = torch.repeat_interleave(metadata.seq_lens, metadata.query_start_loc.diff())
+    bounds = torch.repeat_interleave(metadata.seq_lens, metadata.query_start_loc.diff())
+    bounds = torch.nn.functional.pad(bounds, (0, num_tokens - used))
     wrong = ((metadata.visible_lens < 0) | (metadata.visible_lens > bounds)).nonzero()
     if wrong.numel():
         row = int(wrong[0])
