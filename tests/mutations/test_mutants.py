@@ -29,7 +29,8 @@ def test_table():
     transport = {ROOT / "reference" / "distributed" / f"{name}.py" for name in ("groups", "simulation", "arguments")}
     subjects = set(subjects) - transport
     assert set(TABLE) == {str(path.relative_to(ROOT)) for path in subjects} | {
-        f"reference/interfaces/{name}.py" for name in ("ownership", "sizes", "slots", "decode_schedule", "builder")
+        f"reference/interfaces/{name}.py"
+        for name in ("advance_arguments", "ownership", "sizes", "slots", "decode_schedule", "builder")
     }
     for file, judge in TABLE.items():
         assert (ROOT / file).is_file(), file

@@ -74,6 +74,7 @@ SIZES = Judge(
     )
 )
 SLOTS = Judge(("interfaces/test_from_lens", "planning/test_batch", "interfaces/test_limits"))
+ADVANCE = Judge(("planning/test_advance",))
 GRAPHS = Judge(("planning/test_graphs", "mla/test_block_sizes", "interfaces/test_bad_input"))
 KERNELS = Judge(
     (
@@ -103,18 +104,20 @@ TABLE = {
         "planning/context_chunks": SCHEDULE, "planning/decode_schedule": SCHEDULE, "planning/shared_prefix": CASCADE,
         "mla/choose_path": PATH, "mla/cascade": CASCADE, "mla/metadata": BUILDER, "mla/builder": BUILDER,
         "mla/captured": Judge(("interfaces/test_builders", "planning/test_graphs", "mla/test_builder")),
-        "planning/graphs": GRAPHS,
+        "planning/graphs": GRAPHS, "planning/advance": ADVANCE,
         "mla/context_parallel": CONTEXT_PARALLEL, "distributed/merge": CONTEXT_PARALLEL,
         "distributed/reorg": CONTEXT_PARALLEL,
     }.items()},
     "fast/mla/staging.py": BUILDER,
     "fast/mla/device_choices.py": Judge(("backends/test_registry", "planning/test_schedule_choice")),
+    "reference/interfaces/advance_arguments.py": ADVANCE,
     "reference/interfaces/ownership.py": OWNERSHIP,
     "reference/interfaces/sizes.py": SIZES,
     "reference/interfaces/decode_schedule.py": SCHEDULE_CHOICE,
     "reference/interfaces/builder.py": GRAPHS,
     "reference/interfaces/slots.py": SLOTS,
     "fast/kernels/cpu/__init__.py": KERNELS,
+    "fast/kernels/cpu/advance.py": ADVANCE,
     "fast/kernels/cpu/attention.py": KERNELS,
     "fast/kernels/cpu/cache.py": KERNELS,
     "fast/kernels/cpu/context_parallel.py": CONTEXT_PARALLEL,
@@ -130,6 +133,7 @@ TABLE = {
     "fast/integrations/transformers/padding.py": ADAPTER,
 }  # fmt: skip
 SUBJECTS = {  # subject of a file: the value of the first key that occurs in the file's path
+    "fast/kernels/cpu/advance": "planning",
     "fast/kernels/cpu/schedule": "planning",
     "fast/kernels/cpu/": "cpu kernels",
     "fast/kernels/rotation": "cpu kernels",
