@@ -96,6 +96,9 @@ class MLAMetadataBuilder:
             these ops that the named backend declares; a mapping gives the backend name of each op. For all other ops,
             and with None, the backend is chosen by capability (`fast.backends`).
 
+    Attributes:
+        workspace: `ContextWorkspace` of all plans with context; the layers that get these plans share it.
+
     Raises:
         ValueError: a number is below its minimum; TP does not divide the number of heads; `batch_invariant` is used
             with the merge "ag_rs".

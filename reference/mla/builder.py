@@ -84,6 +84,9 @@ class MLAMetadataBuilder:
         cache_format: format of the cache, for `choose_path` and the choice of a cascade.
         dtype: dtype of queries and keys, for `choose_path` and the choice of a cascade. A plan is valid for any dtype.
 
+    Attributes:
+        workspace: the `ContextWorkspace` of all plans with context; the layers that get these plans share it.
+
     Raises:
         ValueError: a number is below its smallest valid value; TP does not divide the heads; `batch_invariant` is
             combined with the merge "ag_rs".
