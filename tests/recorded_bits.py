@@ -51,8 +51,8 @@ LENGTHS = {  # query lengths and sequence lengths
 def digest_of(value: Any) -> str:
     """Return the first 16 hex digits of the sha256 of all tensors and numbers in a result, NaN payloads included.
 
-    `InvariantSplitRule` and `GraphSupport` are left out, because the results of earlier commits lack such fields. A
-    change of such a field also changes outputs.
+    `InvariantSplitRule`, `GraphSupport`, and the parts and the workspace of a plan are left out, because the results of
+    earlier commits lack such fields. A change of such a field also changes outputs.
     """
     found = hashlib.sha256()
 
@@ -61,7 +61,8 @@ def digest_of(value: Any) -> str:
             found.update(f"{list(value.shape)} {value.dtype}".encode())
             found.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            held = [getattr(value, field.name) for field in dataclasses.fields(value)]
+            names = [field.name for field in dataclasses.fields(value) if field.name not in ("parts", "workspace")]
+            held = [getattr(value, name) for name in names]
             add([x for x in held if not isinstance(x, InvariantSplitRule | GraphSupport)])
         elif isinstance(value, list | tuple):
             found.update(f"{len(value)} of".encode())

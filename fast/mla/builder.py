@@ -105,6 +105,9 @@ class MLAMetadataBuilder:
             name holds for each of these ops that the named backend declares; a mapping gives the backend name of each
             op. For all other ops, and with None, the backend is chosen by capability (`fast.backends`).
 
+    Attributes:
+        workspace: `ContextWorkspace` of all plans with context; the layers that get these plans share it.
+
     Raises:
         ValueError: a number is below its minimum; TP does not divide the number of heads; `batch_invariant` is used
             with the merge "ag_rs"; `graph_support` is ANY and `query_len_support` is UNIFORM.

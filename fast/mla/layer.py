@@ -157,7 +157,8 @@ class MLAAttention(nn.Module):
             module: the attention module. The projections of the module have all heads. The layer takes the epsilon from
                 the latent norms of the module. With `context_parallel`, the layer takes views of the weights of this
                 rank's heads.
-            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `backend`).
+            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `workspace`,
+                `backend`).
 
         Raises:
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have

@@ -93,6 +93,9 @@ class MLAMetadataBuilder:
             `query_len_support` is UNIFORM. A plan for one query length needs kernels with less support. Plans for one
             token of each request are always such plans.
 
+    Attributes:
+        workspace: the `ContextWorkspace` of all plans with context; the layers that get these plans share it.
+
     Raises:
         ValueError: a number is below its smallest valid value; TP does not divide the heads; `batch_invariant` is
             combined with the merge "ag_rs"; `graph_support` is ANY and `query_len_support` is UNIFORM.

@@ -152,7 +152,8 @@ class MLAAttention(nn.Module):
             module: the attention module. The layer takes the epsilon of the module's latent norms. With
                 `context_parallel` the module has the projections of all heads, and the layer uses views of the weights
                 of this rank's heads.
-            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `cache_format`).
+            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`,
+                `cache_format`, `workspace`).
 
         Raises:
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have different

@@ -529,7 +529,8 @@ def to_cpu(value):
     if isinstance(value, torch.Tensor):
         return value.cpu()
     if isinstance(value, tuple):
-        return tuple(map(to_cpu, value))
+        made = tuple(map(to_cpu, value))
+        return type(value)(*made) if hasattr(value, "_fields") else made
     if dataclasses.is_dataclass(value):
         fields = {field.name: to_cpu(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **fields)

@@ -39,7 +39,7 @@ def same(ours, theirs, name="metadata"):
         assert len(ours) == len(theirs), name
         for index, pair in enumerate(zip(ours, theirs, strict=True)):
             same(*pair, f"{name}[{index}]")
-    elif isinstance(ours, ContextWorkspace):  # memory, which is not part of what a plan says
-        assert type(theirs) is ContextWorkspace, name
+    elif isinstance(ours, ContextWorkspace):  # memory, which is no part of the numbers of a plan
+        assert type(ours) is type(theirs), name
     else:
         assert ours == theirs and type(ours) is type(theirs), name
