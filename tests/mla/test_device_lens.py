@@ -164,21 +164,31 @@ def test_schedules(ops):
 def test_refusals(ops, plain_errors):
     common = make_batch(*MIXED, BLOCK).common
     builder = make_builder(ops)
-    with pytest.raises(ValueError, match="^common.query_start_loc_cpu: expected offsets on the CPU for queries of more"):
+    with pytest.raises(
+        ValueError, match="^common.query_start_loc_cpu: expected offsets on the CPU for queries of more"
+    ):
         builder.build(0, without_lens(common, 0, True))
     with pytest.raises(ValueError, match="^common.seq_lens_cpu_upper_bound: expected bounds on the CPU for queries of"):
         builder.build(0, without_lens(common, bounds=False))
-    with pytest.raises(ValueError, match="^common.query_start_loc_cpu: expected offsets on the CPU beside seq_lens_cpu,"):
+    with pytest.raises(
+        ValueError, match="^common.query_start_loc_cpu: expected offsets on the CPU beside seq_lens_cpu,"
+    ):
         builder.build(0, replace(common, query_start_loc_cpu=None))
     bounds = integers(33, 17, 90, -1, 41).cpu()
-    with pytest.raises(ValueError, match="^common.seq_lens_cpu_upper_bound: expected bounds >= 0, got -1 at request 3$"):
+    with pytest.raises(
+        ValueError, match="^common.seq_lens_cpu_upper_bound: expected bounds >= 0, got -1 at request 3$"
+    ):
         builder.build(0, replace(without_lens(common), seq_lens_cpu_upper_bound=bounds))
-    with pytest.raises(ValueError, match="^common.seq_lens_cpu_upper_bound: expected at most 4096 tokens a request, got"):
+    with pytest.raises(
+        ValueError, match="^common.seq_lens_cpu_upper_bound: expected at most 4096 tokens a request, got"
+    ):
         builder.build(0, without_lens(common, 5000))
     with pytest.raises(ValueError, match=r"^common.seq_lens_cpu_upper_bound: expected shape \[5\], got \[4\]$"):
         builder.build(0, replace(without_lens(common), seq_lens_cpu_upper_bound=bounds[:4]))
     uneven = without_lens(make_batch([2, 1], [9, 9], BLOCK).common, 0, True)
-    with pytest.raises(ValueError, match="^common.query_start_loc_cpu: expected offsets on the CPU for queries of sever"):
+    with pytest.raises(
+        ValueError, match="^common.query_start_loc_cpu: expected offsets on the CPU for queries of sever"
+    ):
         make_builder(ops, query_len_support=QueryLenSupport.UNIFORM).build(0, uneven)
     with pytest.raises(ValueError, match="^common.num_actual_tokens: expected at most 4 for 2 requests of at most 2"):
         builder.build(0, replace(uneven, num_actual_tokens=5))

@@ -68,6 +68,7 @@ def test_repeated_lines_are_seen(tmp_path):
 # modules that may use the number of bytes of an element, and the reason
 COUNTS_BYTES = {
     "reference/interfaces/cache_format.py": "the formats",
+    "reference/interfaces/graphs.py": "memory of a captured set",
     "fast/backends/selection.py": "alignment of pointers and strides to the words of the copy engine",
     "reference/distributed/merge.py": "messages between ranks, which hold states of two dtypes",
     "fast/distributed/merge.py": "messages between ranks",
