@@ -224,6 +224,8 @@ def valid_calls(ops: ModuleType) -> list[Call]:
              batch_invariant=False),
         call("rank_local_chunk", chunk=ops.plan_context_chunks(integers(20, 0, 33), 128, 16, 2, 2)[0],
              ownership=ownership),
+        call("clamp_context_chunk", chunk=ops.plan_context_chunks(integers(20, 0, 33), 128, 16)[0],
+             context_lens=integers(18, 0, 33)),
         call("chunked_prefill_workspace_size", max_model_len=4096, max_num_seqs=8, block_size=16,
              context_parallel_size=2, interleave=2),
         call("reorder_batch_threshold", query_len_support=QueryLenSupport.VARLEN, num_speculative_tokens=2),

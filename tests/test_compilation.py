@@ -107,7 +107,8 @@ STEPS = (
 def serve(config, dtype, threshold, batch_invariant=False):
     """Run a layer in steps of every kind and of many sizes.
 
-    With `batch_invariant` each step also runs with a planned and with an unplanned batch-invariant schedule.
+    With `batch_invariant` each step also runs with a planned and with an unplanned batch-invariant schedule. A step
+    of decodes also runs as in the capture of a graph.
     """
     layer = make_layer(fast, config, make_weights(config, dtype), dtype)
     costs = measured_schedule_costs(config.num_heads)
@@ -120,6 +121,10 @@ def serve(config, dtype, threshold, batch_invariant=False):
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
         layer(*inputs, plan)
+        if max(query_lens) <= threshold:
+            tokens = sum(query_lens)
+            captured = fast.plan_captured_decodes(batch.common, 16, 0, costs, batch_invariant)
+            layer(inputs[0][:tokens], inputs[1][:tokens], cache, captured)
         planned = fast.plan_decode(plan.decode.seq_lens, 9, costs, batch_invariant)
         layer(*inputs, replace(plan, schedule=planned))
         if batch_invariant:
@@ -127,13 +132,14 @@ def serve(config, dtype, threshold, batch_invariant=False):
 
 
 LAUNCHERS = (
-    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.decode", "triton.merge",
-    "triton.rope", "triton.schedule", "triton.scheduled_decode",
+    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.captured", "triton.decode",
+    "triton.merge", "triton.rope", "triton.schedule", "triton.scheduled_decode",
 )  # fmt: skip
 KERNELS = {
     "_advance_step_kernel", "_combine_scheduled_kernel", "_combine_splits_kernel", "_copy_blocks_kernel",
     "_decode_kernel", "_flash_attn_varlen_kernel", "_gather_kernel", "_merge_kernel", "_plan_decode_kernel",
-    "_rope_kernel", "_rope_norm_cache_kernel", "_scheduled_decode_kernel", "_write_kernel",
+    "_rope_kernel", "_rope_norm_cache_kernel", "_scheduled_decode_kernel", "_visible_lens_kernel", "_write_kernel",
+    "_zero_padding_kernel",
 }  # fmt: skip
 
 

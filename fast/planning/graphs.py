@@ -104,7 +104,7 @@ class DecodeGraph:
                 self.batch_sizes[-1], query_len, max_blocks, hidden_size, dtype, self.device
             )
         self._captured = self.buffers.named()
-        self._pool_bytes = 0
+        self._buffer_bytes, self._pool_bytes = self.buffers.size_in_bytes, 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):
@@ -113,7 +113,7 @@ class DecodeGraph:
     @property
     def memory(self) -> GraphMemory:
         """Return the bytes of the buffers, and of the memory pool that all graphs share."""
-        return GraphMemory(sum(tensor.nbytes for _, tensor in self._captured), self._pool_bytes)
+        return GraphMemory(self._buffer_bytes, self._pool_bytes)
 
     @torch.no_grad()
     def _capture(self) -> None:

@@ -248,6 +248,7 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
             pairs += [("schedule.tile_ranges", captured.schedule.tile_ranges, plan.schedule.tile_ranges)]
     for name, held, made in pairs:
         check_tensor(f"captured.{name}", held, tuple(made.shape), (made.dtype,), made.device)
+    check_type("captured.captured", captured.captured, (tuple, type(None)), "a tuple or None")
     check(captured.captured is not None, "captured", "a plan of build_for_cudagraph_capture", "the plan of one step")
     check_not_replaced(captured.captured, captured_tensors(captured))
 

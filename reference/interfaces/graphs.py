@@ -67,7 +67,7 @@ class GraphBuffers:
         return tuple((f"buffers.{field.name}", getattr(self, field.name)) for field in fields(self))
 
     @property
-    def nbytes(self) -> int:
+    def size_in_bytes(self) -> int:
         """Return the bytes of all buffers."""
         return sum(tensor.nbytes for _, tensor in self.named())
 

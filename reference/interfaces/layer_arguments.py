@@ -152,6 +152,7 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
     check_int("metadata.workspace_tokens", metadata.workspace_tokens, 0)
     check_type("metadata.schedule_choice", metadata.schedule_choice, ScheduleChoice)
     check_type("metadata.workspace", metadata.workspace, ContextWorkspace)
+    check_type("metadata.captured", metadata.captured, (tuple, type(None)), "a tuple or None")
     for chunk in prefill.context_chunks:
         check(chunk.num_tokens <= workspace_tokens, "metadata.workspace_tokens",
               f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens",

@@ -100,7 +100,7 @@ class DecodeGraph:
     @property
     def memory(self) -> GraphMemory:
         """Return the bytes of the buffers of the largest batch size; there is no graph and no memory pool."""
-        return GraphMemory(self._padding(self.batch_sizes[-1]).nbytes, 0)
+        return GraphMemory(self._padding(self.batch_sizes[-1]).size_in_bytes, 0)
 
     def run(
         self,

@@ -248,14 +248,14 @@ def test_a_graph_binds_what_a_backend_declares(backend, planner, launched):
     graph = fast.DecodeGraph(lambda hidden, *_: hidden, builder, [2], 2, DIRECT.hidden_size, torch.float32, "cpu")
     graph.replay(2)
     counter = "decoder" if backend == "decoder" else "cpu"
-    assert launched == {(counter, "decode_programs"), (counter, "schedule_costs"), (planner, "plan_decode")}
+    assert launched == {(counter, "decode_programs"), (counter, "schedule_costs"), (planner, "plan_decode"),
+                        ("cpu", "compute_visible_lens")}  # fmt: skip
 
 
 WRONG = [
     ("nosuch", "^backend: expected one of cpu, triton, hopper, got nosuch$"),
     (7, "^backend: expected None, a name or a mapping from op to name, got int$"),
-    ({"mla_decod": "cpu"},
-     "^backend: expected a mapping from some of advance_step, .*, weight_attn_out, got mla_decod$"),
+    ({"mla_decod": "cpu"}, "^backend: expected a mapping from some of advance_step, .*_tokens, got mla_decod$"),
     ({"mla_decode": "nosuch"}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got nosuch$"),
     ({"mla_decode": None}, r"^backend\['mla_decode'\]: expected one of cpu, triton, hopper, got None$"),
     ({"plan_decode": "cpu", "apply_rope": "hopper"}, "^hopper: has no kernel for apply_rope$"),

@@ -69,6 +69,7 @@ def test_repeated_lines_are_seen(tmp_path):
 COUNTS_BYTES = {
     "reference/interfaces/cache_format.py": "the formats",
     "reference/interfaces/checks.py": "addresses of tensors that must not overlap",
+    "reference/interfaces/graphs.py": "memory of a captured set",
     "fast/backends/selection.py": "alignment of pointers and strides to the words of the copy engine",
     "reference/distributed/merge.py": "messages between ranks, which hold states of two dtypes",
     "fast/distributed/merge.py": "messages between ranks",
