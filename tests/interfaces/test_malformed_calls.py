@@ -29,7 +29,8 @@ REFUSALS = ("ValueError", "TypeError", "UnsupportedConfiguration")
 # The constructors of these records check nothing. A function that takes a record checks the fields of the record.
 UNCHECKED = {"AttentionState", "BatchSplit", "CascadeMetadata", "ContextChunk", "ContextParallelChunk",
              "ContextParallelMetadata", "ChunkRows", "DecodeMetadata", "DecodeSchedule", "GlobalHyperparameters",
-             "GraphBuffers", "GraphMemory", "MLAMetadata", "PrefillMetadata", "PrefillPart", "ScheduleChoice"}  # fmt: skip
+             "GraphBuffers", "GraphMemory", "MLAMetadata", "PrefillMetadata", "PrefillPart",
+             "ScheduleChoice"}  # fmt: skip
 NOT_CALLED = UNCHECKED | {"PRESETS", "GraphSupport", "QueryLenSupport", "GroupError", "UnsupportedConfiguration"}
 
 # Calls that may succeed with a malformed value: regular expressions for (call, argument, value), and the reason.
