@@ -20,7 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAConfig, MLAMetadata, check
+from reference.interfaces import (
+    AttentionState,
+    CommonAttentionMetadata,
+    ContextWorkspace,
+    MLAConfig,
+    MLAMetadata,
+    check,
+)
 
 from ..backends import BackendChoice, bind
 from ..parity import Parity, compare, compare_exact, compare_states
@@ -98,7 +105,7 @@ def widen(argument: Any) -> Any:
 
 
 def flatten(value: Any) -> Tensor:
-    """Return all numbers of a tensor or plan, in order, as one vector."""
+    """Return all numbers of a tensor or plan, in order, as one vector. The workspace of a plan has no numbers."""
     if isinstance(value, Tensor):
         return value.flatten()
     if dataclasses.is_dataclass(value):
@@ -109,7 +116,9 @@ def flatten(value: Any) -> Tensor:
         parts = [flatten(each) for each in value]
         counts = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
         return torch.cat([counts, *(part.cpu() for part in parts)])
-    return torch.empty(0) if value is None else torch.tensor([value])
+    if value is None or isinstance(value, ContextWorkspace):
+        return torch.empty(0)
+    return torch.tensor([value])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

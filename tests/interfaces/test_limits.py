@@ -194,8 +194,6 @@ def test_a_table_without_columns(ops):
 
 def test_a_workspace_larger_than_needed(ops):
     """A workspace may have more rows than a chunk of context needs, and the rows that are not needed do not change."""
-    if ops.__name__ == "reference":
-        pytest.skip("the reference takes no workspace")
     chunk = ops.plan_context_chunks(integers(50).cpu(), 64, 4, 2, 1)[0]
     cache, table = torch.randn(9, 4, 6), torch.arange(8, dtype=torch.int32)[None]
     plan = PrefillMetadata(table, offsets([1]), 1, (), 4)
