@@ -124,6 +124,8 @@ def serve(config, dtype, threshold, batch_invariant=False):
         if max(query_lens) <= threshold:
             tokens = sum(query_lens)
             captured = fast.plan_captured_decodes(batch.common, 16, 0, costs, batch_invariant)
+            visible = plan.decode.visible_lens  # on a CPU the recorded kernel has written no mask
+            captured = replace(captured, decode=replace(captured.decode, visible_lens=visible))
             layer(inputs[0][:tokens], inputs[1][:tokens], cache, captured)
         planned = fast.plan_decode(plan.decode.seq_lens, 9, costs, batch_invariant)
         layer(*inputs, replace(plan, schedule=planned))

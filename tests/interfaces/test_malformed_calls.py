@@ -40,8 +40,6 @@ LEGITIMATE = {
     (r"MLAMetadataBuilder.update_captured",
      r"captured\.(slot_mapping|num_\w+|prefill|cascade|workspace|workspace_tokens|schedule_choice)\b.*", r".*"):
         "the method reads neither the buffers of the caller nor the fields that it does not write",
-    (r"MLAMetadataBuilder.update_captured", r"captured\.decode\.(block_table|query_start_loc)", r".*"):
-        "these are buffers of the caller, which the method does not read",
     (r"rotary_cos_sin|split_kv_b_proj|get_dcp_local_seq_lens|CommonAttentionMetadata.from_lens", r"\w+",
      r"a meta tensor"):
         "elementwise operations or views accept tensors of any device",
