@@ -32,6 +32,7 @@ from .selection import BoundOps
 MOST_SIGNATURES = 512  # of each op; a decode that grows by one token in each step adds one signature in each step
 MOST_CONFIGS = 4096
 _PER_THREAD = threading.local()
+_ALL_CALLS: list[CheckedCalls] = []
 _PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -47,7 +48,11 @@ class CheckedCalls:
     def __init__(self, dispatched: Callable, launch: Callable, mutates: tuple[int, ...] = ()):
         self._dispatched, self._launch, self._mutates = dispatched, launch, mutates
         self._known: dict[tuple, tuple[str, Launches]] = {}
-        on_change(self._known.clear)
+        _ALL_CALLS.append(self)
+
+    def forget(self) -> None:
+        """Forget all signatures, so that the next call is checked and chooses its backend again."""
+        self._known.clear()
 
     def signature(self, *arguments: Any) -> tuple | None:
         """Return the signature of a call, or None if the call must be checked and dispatched."""
@@ -87,6 +92,15 @@ class CheckedCalls:
             if written is not None and not written.is_inference():
                 torch.autograd.graph.increment_version(written)
         return result
+
+
+def forget_calls() -> None:
+    """Forget the signatures of all ops."""
+    for calls in _ALL_CALLS:
+        calls.forget()
+
+
+on_change(forget_calls)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 
 from fast.backends import Backend, OpSupport
+from fast.backends.checked_calls import forget_calls
 
 
 def with_backends(monkeypatch, *wanted: Backend) -> None:
@@ -13,7 +14,7 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
     registry = sys.modules["fast.backends.registry"]
     monkeypatch.setattr(registry, "_REGISTERED", {backend.name: backend for backend in wanted})
     monkeypatch.setattr(registry, "_ENTRY_POINTS_READ", [True])
-    registry._changed()  # forget the calls that earlier backends served; the fixture of each test forgets them again
+    forget_calls()  # earlier backends served them; the fixture `no_earlier_calls` forgets the calls of this test
     plans = sys.modules["fast.mla.device_choices"]  # this module caches choices: remove the caches until the test ends
     for kept in ("_of_device", "_programs_of_device", "_costs_of_device"):
         function = getattr(plans, kept)
