@@ -250,6 +250,11 @@ def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
         check_tensor(f"captured.{name}", held, tuple(made.shape), (made.dtype,), made.device)
     check_type("captured.captured", captured.captured, (tuple, type(None)), "a tuple or None")
     check(captured.captured is not None, "captured", "a plan of build_for_cudagraph_capture", "the plan of one step")
+    requests, device = captured.num_decodes, plan.decode.seq_lens.device
+    check_tensor("captured.decode.block_table", captured.decode.block_table, (requests, "W"), (torch.int32,), device)
+    check_tensor(
+        "captured.decode.query_start_loc", captured.decode.query_start_loc, (requests + 1,), (torch.int32,), device
+    )
     check_not_replaced(captured.captured, captured_tensors(captured))
 
 
