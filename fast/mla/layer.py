@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from reference.interfaces import (
     MLAMetadata,
     UnsupportedConfiguration,
     check_context_workspace,
+    check_flag,
     check_format,
     check_forward_attention,
     check_int,
@@ -72,6 +74,19 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
     return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
+def _with_wanted_checks(method: Callable) -> Callable:
+    """Let the ops of a method check all arguments in every call if the layer's `check_every_call` is True."""
+
+    @functools.wraps(method)
+    def run(layer: MLAAttention, *arguments: Any, **options: Any) -> Any:
+        if not layer.check_every_call or torch.compiler.is_compiling():
+            return method(layer, *arguments, **options)
+        with backends.check_every_call():
+            return method(layer, *arguments, **options)
+
+    return run
+
+
 class MLAAttention(nn.Module):
     """Multi-head Latent Attention over a paged latent cache, for inference only.
 
@@ -99,6 +114,8 @@ class MLAAttention(nn.Module):
         workspace: memory for the context of one chunk, gathered and expanded; all layers of a model can share it. None
             takes the workspace of the plan (`MLAMetadata.workspace`); the memory-profile run then allocates a workspace
             of the same size and frees it.
+        check_every_call: whether every op checks all arguments in every call. With False, an op that was called before
+            with arguments of the same signature checks only what can differ (`fast.backends.checked_calls`).
         backend: name of a backend (for the ops that this backend declares), mapping from op to backend name, or None.
             For every other op, each call chooses a backend by capability (`fast.backends`).
 
@@ -123,6 +140,7 @@ class MLAAttention(nn.Module):
         cache_format: CacheFormat = COMPUTE_FORMAT,
         *,
         workspace: ContextWorkspace | None = None,
+        check_every_call: bool = False,
         backend: BackendChoice = None,
     ):
         super().__init__()
@@ -135,6 +153,8 @@ class MLAAttention(nn.Module):
         check_int("workspace_tokens", workspace_tokens)
         check_format(cache_format)
         check_context_workspace("workspace", workspace)
+        check_flag("check_every_call", check_every_call)
+        self.check_every_call = check_every_call
         check_norm("kv_a_layernorm", kv_a_layernorm, config.kv_lora_rank)
         if q_a_layernorm is not None:
             check_norm("q_a_layernorm", q_a_layernorm, config.q_lora_rank)
@@ -158,7 +178,7 @@ class MLAAttention(nn.Module):
                 the latent norms of the module. With `context_parallel`, the layer takes views of the weights of this
                 rank's heads.
             options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `workspace`,
-                `backend`).
+                `check_every_call`, `backend`).
 
         Raises:
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have
@@ -216,6 +236,7 @@ class MLAAttention(nn.Module):
         c = self.local_config
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
+    @_with_wanted_checks
     @torch.no_grad()
     def forward(
         self,
@@ -314,6 +335,7 @@ class MLAAttention(nn.Module):
             self._frequencies = rotary_frequencies(c.rope, c.qk_rope_head_dim, wide).to(q.device)
         return self._frequencies
 
+    @_with_wanted_checks
     @torch.no_grad()
     def forward_attention(
         self,

@@ -1,0 +1,207 @@
+"""Tests of calls that were checked before: what a second call skips, and what it must not skip."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fast
+from fast import backends
+from fast.backends import Backend, OpSupport, checked_calls
+from fast.backends.repeated_launches import Launches, launch
+from reference.interfaces import AttentionState
+
+from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights
+
+
+def decode_inputs(dtype=torch.float32):
+    batch = make_batch([1, 1], [20, 33])
+    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, dtype), DIRECT.head_size, dtype)
+    queries = (torch.randn(2, 3, width).to(dtype) for width in (DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim))
+    return (*queries, cache, fast.build_mla_metadata(batch.common, 16, 64).decode, 0.3)
+
+
+@pytest.fixture
+def selections(monkeypatch):
+    """Return a list that gets the op of each choice of a backend."""
+    chosen, right = [], backends.select
+    monkeypatch.setattr(backends, "select", lambda request, *given: chosen.append(request.op) or right(request, *given))
+    return chosen
+
+
+def test_a_second_call_is_not_checked_again(selections):
+    """Equal signatures share one check and one choice, and the result is that of the dispatcher."""
+    inputs = decode_inputs()
+    first, second = (fast.mla_decode(*inputs) for _ in range(2))
+    assert selections == ["mla_decode"]
+    with backends.check_every_call():
+        third = fast.mla_decode(*inputs)
+    assert selections == ["mla_decode"] * 2
+    for state in (second, third):
+        assert state.out.equal(first.out) and state.lse.equal(first.lse)
+    fast.mla_decode(*decode_inputs(torch.float64))
+    assert selections == ["mla_decode"] * 3
+
+
+def test_bad_input_after_good_input(plain_errors):
+    """A call that differs from an earlier call in what a check reads is checked, values on a CPU in every call too."""
+    q, q_pe, cache, plan, scale = decode_inputs()
+    fast.mla_decode(q, q_pe, cache, plan, scale)
+    bad = [
+        ((q.double(), q_pe, cache, plan, scale), "^q_pe: "),
+        ((q[:, :, 1:], q_pe, cache, plan, scale), "^kv_cache: "),
+        ((q, q_pe, cache, replace(plan, block_size=32), scale), "^metadata.block_size: "),
+        ((q, q_pe, cache, replace(plan, max_query_len=True), scale), "^metadata.max_query_len: "),
+        ((q, q_pe, cache, replace(plan, seq_lens=plan.seq_lens + 10_000), scale), "^metadata.seq_lens: "),
+        ((q, q_pe, cache, plan, True), "^softmax_scale: "),
+        ((q.to_sparse(), q_pe, cache, plan, scale), "^ql_nope: "),
+    ]
+    for arguments, message in bad:
+        with pytest.raises((TypeError, ValueError), match=message):
+            fast.mla_decode(*arguments)
+    plan.seq_lens[0] = -1  # a value changes in place: the signature is the same
+    with pytest.raises(ValueError, match="^metadata.seq_lens: expected lengths >= 0"):
+        fast.mla_decode(q, q_pe, cache, plan, scale)
+
+
+def test_overlap_is_checked_in_every_call(plain_errors):
+    """Whether `out` overlaps an input is not part of a signature."""
+    q, q_pe, cache, plan, scale = decode_inputs()
+    fast.mla_decode(q, q_pe, cache, plan, scale, out=torch.empty_like(q))
+    with pytest.raises(ValueError, match="^out: "):
+        fast.mla_decode(q, q_pe, cache, plan, scale, out=q)
+
+
+def test_another_backend_is_chosen_again():
+    """A backend that is registered later serves the next call with a signature that was seen before."""
+    state = AttentionState(torch.randn(2, 3, 4), torch.randn(3, 2))
+    fast.merge_attn_states(state, state)
+    zeros = AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
+    late = Backend("late", 50, "cpu", {"merge_attn_states": OpSupport(lambda *_: tuple(zeros))})
+    backends.register(late)
+    try:
+        assert fast.merge_attn_states(state, state).out.equal(zeros.out)
+    finally:
+        backends.unregister("late")
+    assert not fast.merge_attn_states(state, state).out.equal(zeros.out)
+
+
+def test_the_dispatcher_sees_what_only_it_can_serve():
+    """Gradients, negated views, plain mappings, profilers and dispatch modes take the way through the dispatcher."""
+    calls = checked_calls.CheckedCalls(lambda *_: "dispatched", lambda *_: "launched")
+
+    def way(*arguments):
+        return calls.run(calls.signature(*arguments), "cpu", *arguments)
+
+    x = torch.randn(4)
+    assert way(x) == "launched"
+    assert way(x.clone().requires_grad_()) == "dispatched"
+    with torch.no_grad():
+        assert way(x.clone().requires_grad_()) == "launched"
+    assert way(torch.complex(x, x).conj().imag) == "dispatched"
+    assert way(x, {"mla_decode": "cpu"}) == "dispatched" and way(x, backends.bind("cpu")) == "launched"
+    assert way(torch.empty(4, device="meta")) == "dispatched"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert way(x) == "dispatched"
+    with backends.check_every_call():
+        assert way(x) == "dispatched"
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert way(x) == "dispatched"
+
+
+def test_number_of_kept_signatures(monkeypatch):
+    """The oldest signature is forgotten when there are too many."""
+    monkeypatch.setattr(checked_calls, "MOST_SIGNATURES", 3)
+    calls = checked_calls.CheckedCalls(lambda *_: None, lambda *_: None)
+    signatures = [calls.signature(torch.zeros(size)) for size in range(5)]
+    for size, signature in enumerate(signatures):
+        calls.run(signature, "cpu", torch.zeros(size))
+    assert [calls.backend_of(signature) for signature in signatures] == [None, None, "cpu", "cpu", "cpu"]
+
+
+def test_a_plan_is_not_kept_alive():
+    """A signature keeps no tensor and no plan."""
+    import gc
+    import weakref
+
+    inputs = decode_inputs()
+    fast.mla_decode(*inputs)
+    kept = [weakref.ref(each) for each in inputs[:4]]
+    del inputs
+    gc.collect()
+    assert [each() for each in kept] == [None] * 4
+
+
+def test_a_write_counts_as_a_change():
+    """An op that writes in place raises the version of the tensor, as the dispatcher does."""
+    batch = make_batch([1, 1], [20, 33])
+    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, torch.float32), DIRECT.head_size, torch.float32)
+    arguments = torch.zeros(2, DIRECT.kv_lora_rank), torch.zeros(2, DIRECT.qk_rope_head_dim), cache
+    versions = [cache._version]
+    for _ in range(2):
+        fast.concat_and_cache_mla(*arguments, batch.common.slot_mapping)
+        versions.append(cache._version)
+    assert versions[0] < versions[1] < versions[2]
+
+
+def test_layer_that_checks_every_call(selections):
+    """`check_every_call` lets every op of a layer choose its backend in every call."""
+    batch = make_batch([1, 1], [20, 33])
+    weights, plan = make_weights(DIRECT, torch.float32), fast.build_mla_metadata(batch.common, 16, 64)
+    x, positions = torch.randn(2, DIRECT.hidden_size), torch.tensor([19, 32])
+    outputs, numbers = [], []
+    for wanted in (False, True):
+        layer = make_layer(fast, DIRECT, weights, torch.float32, check_every_call=wanted)
+        entries = torch.manual_seed(0) and make_entries(batch, DIRECT.head_size, torch.float32)
+        for _ in range(2):
+            selections.clear()
+            outputs.append(layer(x, positions, make_cache(batch, entries, DIRECT.head_size, torch.float32), plan))
+            numbers.append(len(selections))
+    assert numbers[0] == numbers[2] == numbers[3] > 0 == numbers[1]
+    assert all(output.equal(outputs[0]) for output in outputs)
+
+
+class FakeKernel:
+    """A kernel with Triton's interface, which counts searches for a compiled kernel and launches."""
+
+    arg_names = ("pointer", "number", "WIDTH")
+
+    def __init__(self):
+        self.searches, self.launches = 0, []
+        self.packed_metadata = ()
+
+    def __getitem__(self, grid):
+        def search(*arguments, **constants):
+            self.searches += 1
+            self.launches.append((grid, arguments, constants))
+            return Compiled(self)
+
+        return search
+
+
+class Compiled:
+    packed_metadata = ()
+
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.kernel.launches.append((grid, arguments, None))
+
+
+def test_repeated_launches():
+    """The second call takes the compiled kernels of the first one, with its own grid and arguments."""
+    kernel, launches = FakeKernel(), Launches()
+
+    def call(first, second):
+        launch(kernel, (first,), "a", first, WIDTH=4, num_warps=2)
+        launch(kernel, (second, 2), "b", second, WIDTH=8)
+
+    launches.run(call, 1, 2)
+    launches.run(call, 3, 4)
+    assert kernel.searches == 2
+    assert kernel.launches[2:] == [((3, 1, 1), ("a", 3, 4), None), ((4, 2, 1), ("b", 4, 8), None)]
+    call(5, 6)  # outside a repeated call, Triton searches
+    assert kernel.searches == 4
