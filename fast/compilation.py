@@ -1,17 +1,27 @@
-"""Compilation ahead of time: every kernel that a layer can launch is launched once."""
+"""Compilation ahead of time: every kernel that a layer can launch is launched once.
+
+Triton compiles a kernel at its first launch, mostly outside Python's lock. So several threads run the steps of a
+warm-up, and different kernels are compiled at the same time.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
+import functools
 import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor, nn
 
 from reference.distributed.arguments import check_groups, check_invariant_merge
 from reference.distributed.groups import ContextParallel
-from reference.distributed.simulation import simulate
+from reference.distributed.simulation import simulate, thread_state
 from reference.interfaces import (
     COMPUTE_FORMAT,
     MERGES,
@@ -43,6 +53,9 @@ LONG_CONTEXT = 16384  # tokens; so many that a decode splits the request and com
 # Lengths of the only request of a decode. Splits, row blocks and the combine kernel depend on this length.
 ALONE = (64, *(tokens << step for step in range(10) for tokens in (256, 384)))
 MANY_REQUESTS = 512  # so many that they fill any GPU; the kernel then does not split a short decode
+MOST_THREADS = 16  # more threads than different kernels have nothing to do
+
+Launch = Callable[[], object]  # runs a layer or an op once
 
 
 def warmup(
@@ -56,12 +69,14 @@ def warmup(
     context_parallel: ContextParallel | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
+    threads: int | None = None,
+    progress: bool | None = None,
 ) -> list[str]:
     """Compile every kernel that a layer of these dims can launch, so that no request waits for a compilation.
 
     The function runs steps of a layer whose projections return zeros: decodes with and without splits and schedules,
-    and prefills with and without context. It also advances a batch and copies blocks. Triton stores compiled kernels on
-    disk too.
+    and prefills with and without context. It also advances a batch and copies blocks. A captured step launches the
+    kernels of these steps. Triton stores compiled kernels on disk too.
 
     Args:
         config: configuration of the layer.
@@ -74,12 +89,15 @@ def warmup(
             process simulates all ranks (`simulate`), so each process can call `warmup` alone.
         cache_format: format of the layer's cache.
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
+        threads: number of kernels that are compiled at the same time; None takes the number of processor cores, at most
+            `MOST_THREADS`. With `context_parallel`, and on a CPU, one thread runs all steps.
+        progress: whether to show a progress bar on stderr; None shows it if stderr is a terminal.
 
     Returns:
         One line for each kernel that this call compiled, or loaded from Triton's cache on disk.
 
     Raises:
-        ValueError: a size is below 1, the dtype is not supported, or the CUDA device does not exist.
+        ValueError: a size or `threads` is below 1, the dtype is not supported, or the CUDA device does not exist.
         UnsupportedConfiguration: no backend that `backend` allows can serve an op.
     """
     check_dtype("dtype", dtype)
@@ -93,18 +111,91 @@ def warmup(
     seen = device.type != "cuda" or (device.index or 0) < torch.cuda.device_count()
     check(seen, "device", f"one of the {torch.cuda.device_count()} CUDA devices that torch sees", device)
 
+    if threads is None:
+        threads = min(MOST_THREADS, os.cpu_count() or 1)
+    check_int("threads", threads, 1, "at least 1, or None")
+    check(progress is None or isinstance(progress, bool), "progress", "a bool or None", progress)
+
     given = (config, device, dtype, block_size, decode_threshold, batch_invariant, cache_format, backends.bind(backend))
-    with _compiling_ahead() as compiled:
+    with _compiling_ahead() as compiled, _progress_bar(progress) as bar:
         if context_parallel is None:
-            _launch_all(None, *given)
+            _run(_launches(None, *given), threads if device.type == "cuda" else 1, bar)
         else:
             size, total = context_parallel.size, context_parallel.tp_group.size
+
+            def run_rank(ranks: ContextParallel) -> None:
+                _run(_launches(ranks, *given), 1, bar)
+
             for merge in MERGES:
-                simulate(size, context_parallel.interleave, lambda ranks: _launch_all(ranks, *given), total, merge)
+                simulate(size, context_parallel.interleave, run_rank, total, merge)
     return compiled
 
 
-def _launch_all(
+class _Bar:
+    """The progress of a warm-up, counted in launches; the base class shows nothing."""
+
+    def grow(self, launches: int) -> None:
+        """Expect more launches."""
+
+    def advance(self) -> None:
+        """Count one launch."""
+
+
+@contextlib.contextmanager
+def _progress_bar(shown: bool | None) -> Iterator[_Bar]:
+    """Yield a progress bar on stderr if `shown` is True, or if it is None and stderr is a terminal."""
+    if not (sys.stderr.isatty() if shown is None else shown):
+        yield _Bar()
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    class Shown(_Bar):
+        def grow(self, launches: int) -> None:
+            bar.update(task, total=(bar.tasks[0].total or 0) + launches)
+
+        def advance(self) -> None:
+            bar.advance(task)
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("compiling kernels", total=0)
+        yield Shown()
+
+
+def _run(launches: Sequence[Launch], threads: int, bar: _Bar) -> None:
+    """Run all launches in some threads. A kernel that several launches need is compiled by one of the threads.
+
+    Raises:
+        Exception: the first exception of a launch; launches that have not begun are left out.
+    """
+    bar.grow(len(launches))
+    if threads == 1:
+        for launch in launches:
+            launch()
+            bar.advance()
+        return
+    enter = thread_state()
+    with _sharing_compilations() as shared, ThreadPoolExecutor(threads, "warm-up") as pool:
+
+        def run(launch: Launch) -> None:
+            try:
+                with enter():
+                    launch()
+            finally:
+                if shared is not None:
+                    shared.give_up()
+            bar.advance()
+
+        futures = [pool.submit(contextvars.copy_context().run, run, launch) for launch in launches]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _launches(
     ranks: ContextParallel | None,
     config: MLAConfig,
     device: torch.device,
@@ -114,8 +205,8 @@ def _launch_all(
     batch_invariant: bool,
     cache_format: CacheFormat,
     backend: BackendChoice,
-) -> None:
-    """Run all kinds of steps on one rank. Without context parallelism, `ranks` is None."""
+) -> list[Launch]:
+    """Return launches of all kinds of steps on one rank. Without context parallelism, `ranks` is None."""
     num_blocks = -(-LONG_CONTEXT // block_size) + 2
     columns = cache_format.columns(config.kv_lora_rank, config.qk_rope_head_dim)
     kv_cache = allocate_kv_cache(num_blocks, block_size, columns, cache_format.dtype_for(dtype), device).zero_()
@@ -128,6 +219,8 @@ def _launch_all(
     decoded = DecodeLayer(dataclasses.replace(config, num_heads=heads), device, dtype, block_size, cache_format)
     costs = decoded.programs_and_costs(1, 0, None, backend, batch_invariant=True).costs
 
+    launches: list[Launch] = []
+
     def step(
         query_lens: list[int], seq_lens: list[int], threshold: int = decode_threshold, scheduled: bool = True
     ) -> None:
@@ -135,25 +228,58 @@ def _launch_all(
         workspace = 4 * block_size * size * len(query_lens)
         plan = build_mla_metadata(common, block_size, workspace, threshold, ownership=ownership)
         tokens = sum(query_lens)
-        hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
-        positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        layer(hidden_states, positions, kv_cache, plan)
+
+        def inputs() -> tuple[Tensor, Tensor]:
+            hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
+            return hidden_states, torch.zeros(tokens, dtype=torch.int64, device=device)
+
+        def serve(schedule: DecodeSchedule | None) -> None:
+            layer(*inputs(), kv_cache, dataclasses.replace(plan, schedule=schedule))
+
+        def serve_planned(count: int) -> None:
+            serve(plan_decode(plan.decode.seq_lens, count, costs, batch_invariant, backend=backend))
+
+        def attend() -> None:  # an engine with its own projections calls these two methods instead of `forward`
+            hidden_states, positions = inputs()
+            projected = layer.project(hidden_states, positions)
+            # the rows of a mixed step's prefills may begin at an address that is not a multiple of 16 bytes
+            output = hidden_states.new_empty(tokens + 1, local.num_heads, config.v_head_dim)[1:]
+            layer.forward_attention(*projected, kv_cache, plan, output)
+
+        launches.append(functools.partial(serve, None))
         if plan.num_decodes and scheduled:
             programs = decoded.programs_and_costs(
                 max(query_lens), None, costs, backend, batch_invariant=False
             ).num_programs
             few_and_many = (1, 16) if len(query_lens) == 1 else ()  # 16: partial outputs to combine
-            for count in {programs, *few_and_many} - {0}:
-                schedule = plan_decode(plan.decode.seq_lens, count, costs, batch_invariant, backend=backend)
-                layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
+            launches.extend(
+                functools.partial(serve_planned, count) for count in sorted({programs, *few_and_many} - {0})
+            )
         if plan.num_decodes and batch_invariant:
             schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)
-            layer(hidden_states, positions, kv_cache, dataclasses.replace(plan, schedule=schedule))
-        # an engine with its own projections calls these two methods instead of `forward`
-        projected = layer.project(hidden_states, positions)
-        # the rows of a mixed step's prefills may begin at an address that is not a multiple of 16 bytes
-        output = hidden_states.new_empty(tokens + 1, local.num_heads, config.v_head_dim)[1:]
-        layer.forward_attention(*projected, kv_cache, plan, output)
+            launches.append(functools.partial(serve, schedule))
+        launches.append(attend)
+
+    def plan_many(requests: int) -> None:
+        lens = torch.zeros(requests, dtype=torch.int32, device=device)
+        plan_decode(lens, 1, costs, batch_invariant, backend=backend)
+
+    def captured() -> None:  # the ops that only captured batches need
+        starts = torch.zeros(2, dtype=torch.int32, device=device)
+        compute_visible_lens(starts, starts[1:], 1, ownership, backend=backend)
+        output = torch.empty(2, local.num_heads, config.v_head_dim, dtype=dtype, device=device)
+        zero_padding_tokens(output, starts, backend=backend)
+
+    def advance(ids: torch.dtype) -> None:
+        token = torch.zeros(1, dtype=ids, device=device)
+        positions = torch.zeros(1, dtype=torch.int64, device=device)
+        common = _batch([1], [1], 2, num_blocks, device)
+        advance_step(token, token.clone(), positions, common, block_size, ownership, backend=backend)
+
+    def copy() -> None:
+        pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
+        copy_blocks([kv_cache], pairs, backend=backend)
+        swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
 
     # Triton compiles another variant if a stride is divisible by 16; some strides depend on the number of tokens
     for query_len in range(1, decode_threshold + 1):
@@ -168,25 +294,15 @@ def _launch_all(
     longer = max(decode_threshold + 1, 17)
     for requests, length in ((1, LONG_CONTEXT), (16, LONG_CONTEXT), (64, longer)):
         step([longer] * requests, [length] * requests, longer)
-    for requests in (300, 1100):
-        lens = torch.zeros(requests, dtype=torch.int32, device=device)
-        plan_decode(lens, 1, costs, batch_invariant, backend=backend)
-    starts = torch.zeros(2, dtype=torch.int32, device=device)  # the ops that only captured batches need
-    compute_visible_lens(starts, starts[1:], 1, ownership, backend=backend)
-    output = torch.empty(2, local.num_heads, config.v_head_dim, dtype=dtype, device=device)
-    zero_padding_tokens(output, starts, backend=backend)
+    launches.extend(functools.partial(plan_many, requests) for requests in (300, 1100))
+    launches.append(captured)
     for long_query in (16 * (decode_threshold // 16 + 1), 2 * decode_threshold + 1):
         for context in (0, 16 * block_size, 3):
             step([long_query], [long_query + context])
-    for ids in (torch.int32, torch.int64):
-        token = torch.zeros(1, dtype=ids, device=device)
-        positions = torch.zeros(1, dtype=torch.int64, device=device)
-        common = _batch([1], [1], 2, num_blocks, device)
-        advance_step(token, token.clone(), positions, common, block_size, ownership, backend=backend)
+    launches.extend(functools.partial(advance, ids) for ids in (torch.int32, torch.int64))
     step([long_query] * 3, [long_query, long_query + 3, long_query])  # requests with and without context
-    pairs = torch.tensor([[0, 1]], dtype=torch.int64, device=device)
-    copy_blocks([kv_cache], pairs, backend=backend)
-    swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
+    launches.append(copy)
+    return launches
 
 
 def _compiling_ahead():
@@ -196,6 +312,15 @@ def _compiling_ahead():
     from .kernels.compile_log import compiling_ahead
 
     return compiling_ahead()
+
+
+def _sharing_compilations():
+    """Return a context manager in which threads share their compilations; it yields None if Triton is missing."""
+    if importlib.util.find_spec("triton") is None:
+        return contextlib.nullcontext()
+    from .kernels.compile_log import share_compilations
+
+    return share_compilations()
 
 
 def _batch(

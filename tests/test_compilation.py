@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextvars
 import importlib
 import logging
 import os
 import re
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import fast
+from fast import compilation
 from fast.kernels import cpu
 from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import DecodeSchedule, MLAConfig
@@ -133,6 +140,32 @@ def serve(config, dtype, threshold, batch_invariant=False):
             layer(*inputs, replace(plan, schedule=DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)))
 
 
+GRAPH_SIZES = (1, 2, 3, 4, 8, 16, 17, 64, 130, 513)
+
+
+def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_SIZES, longest=4096):
+    """Run the steps of `DecodeGraph`s of every query length and of many sizes, captured for long requests."""
+    layer = make_layer(fast, config, make_weights(config, dtype), dtype)
+    cache = torch.zeros(4, 16, config.head_size, dtype=dtype)
+    columns = longest // 16
+    builder = fast.MLAMetadataBuilder(
+        config,
+        16,
+        longest,
+        sizes[-1],
+        num_speculative_tokens=threshold - 1,
+        batch_invariant=batch_invariant,
+        dtype=dtype,
+    )
+    for query_len in range(1, threshold + 1):
+        graph = fast.DecodeGraph(
+            lambda *inputs: layer(*inputs[:2], cache, inputs[2]), builder, sizes, columns, config.hidden_size, dtype,
+            cache.device, query_len,
+        )  # fmt: skip
+        for size in sizes:
+            graph.replay(size)
+
+
 LAUNCHERS = (
     "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.captured", "triton.decode",
     "triton.merge", "triton.rope", "triton.schedule", "triton.scheduled_decode",
@@ -173,6 +206,8 @@ def test_warmup_specialises_for_every_step(launches, config, dtype):
     assert {key[0] for key in ahead} == KERNELS - ({"_rope_kernel"} if config.qk_rope_head_dim == 0 else set())
     serve(config, dtype, 3)
     assert set(launches) == ahead
+    serve_captured(config, dtype, 3)
+    assert set(launches) == ahead
 
 
 def test_warmup_specialises_for_batch_invariance(launches):
@@ -181,6 +216,7 @@ def test_warmup_specialises_for_batch_invariance(launches):
     ahead = set(launches)
     assert {"_plan_invariant_kernel", "_combine_invariant_kernel"} <= {key[0] for key in ahead}
     serve(LOW_RANK, torch.bfloat16, 3, batch_invariant=True)
+    serve_captured(LOW_RANK, torch.bfloat16, 3, batch_invariant=True)
     assert set(launches) == ahead
 
 
@@ -269,14 +305,59 @@ def test_too_wide_for_a_chip():
 
 
 @gpu_only
+@pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_warmup_leaves_nothing_to_compile(dtype):
+def test_warmup_leaves_nothing_to_compile(dtype, batch_invariant):
     from fast.kernels.compile_log import compiling_ahead
 
-    fast.warmup(LOW_RANK, device="cuda", dtype=dtype, block_size=16, decode_threshold=3)
+    fast.warmup(
+        LOW_RANK, device="cuda", dtype=dtype, block_size=16, decode_threshold=3, batch_invariant=batch_invariant
+    )
     with torch.device("cuda"), compiling_ahead() as compiled:
-        serve(LOW_RANK, dtype, 3)
+        serve(LOW_RANK, dtype, 3, batch_invariant)
+        serve_captured(LOW_RANK, dtype, 3, batch_invariant)
     assert compiled == []
+
+
+@gpu_only
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_warmup_leaves_nothing_to_compile_of_published_dims(heads, batch_invariant):
+    """The same with the dims of DeepSeek-V2-Lite, which the kernels for Hopper serve, eagerly and in graphs."""
+    from fast.kernels.compile_log import compiling_ahead
+
+    config = replace(MLAConfig.from_preset("deepseek-v2-lite"), num_heads=heads)
+    dtype = torch.bfloat16
+    fast.warmup(config, dtype=dtype, block_size=16, decode_threshold=2, batch_invariant=batch_invariant)
+    with torch.device("cuda"), compiling_ahead() as compiled:
+        serve(config, dtype, 2, batch_invariant)
+        serve_captured(config, dtype, 2, batch_invariant, longest=32768)
+    assert compiled == []
+
+
+WARM_UP_COLD_S, WARM_UP_WARM_S, CORES = 90.0, 5.0, 16
+TIMED_WARM_UP = """
+import sys, time, fast
+start = time.perf_counter()
+lines = fast.warmup(fast.MLAConfig.from_preset("deepseek-v3"), progress=False)
+print(len(lines), time.perf_counter() - start)
+"""
+
+
+@gpu_only
+def test_time_of_warmup(tmp_path):
+    """With DeepSeek-V3's dims, warm-up is fast enough with an empty cache of Triton, and with a full one."""
+    found = []
+    for _ in range(2):
+        settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", TIMED_WARM_UP], capture_output=True, text=True, check=True,
+                              env=settings, timeout=600)  # fmt: skip
+        found.append(done.stdout.split())
+    (cold_lines, cold), (warm_lines, warm) = found
+    assert cold_lines == warm_lines
+    if (os.cpu_count() or 1) >= CORES:
+        assert float(cold) <= WARM_UP_COLD_S
+        assert float(warm) <= WARM_UP_WARM_S
 
 
 @gpu_only
@@ -287,3 +368,105 @@ def test_first_use_is_told(caplog):
         cache = torch.empty(2, 19, 60)
         fast.concat_and_cache_mla(kv_c, k_pe, cache, torch.arange(3))
     assert "compiling write_kernel (" in caplog.text and "LATENT 56" in caplog.text
+
+
+# Threads that compile at the same time, and the progress bar.
+
+
+def test_a_kernel_is_compiled_by_one_thread():
+    """Other threads wait until the kernel is compiled. If the compilation failed, the next thread compiles it."""
+    pytest.importorskip("triton")
+    from fast.kernels.compile_log import SharedCompilations
+
+    shared, events = SharedCompilations(), []
+
+    def other() -> None:
+        events.append(shared.claim("kernel"))
+        shared.finish("kernel")
+
+    assert shared.claim("kernel") and shared.claim("another")
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and events == []
+    assert shared.finish("kernel")
+    thread.join(10)
+    assert events == [False] and not shared.claim("kernel") and not shared.finish("kernel")
+    thread = threading.Thread(target=lambda: events.append(shared.claim("another")))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive()
+    shared.give_up()
+    thread.join(10)
+    assert events == [False, True]
+
+
+def test_shared_compilations_are_told_once(monkeypatch, caplog):
+    """A thread that loads a kernel which another thread compiled adds no line and logs nothing."""
+    pytest.importorskip("triton")
+    from fast.kernels import compile_log
+
+    runtime = SimpleNamespace(jit_cache_hook=None, jit_post_compile_hook=None)
+    monkeypatch.setattr(compile_log.knobs, "runtime", runtime)
+    compile_log.install()
+    caplog.set_level(logging.INFO, "fast.kernels")
+    with compile_log.compiling_ahead() as lines, compile_log.share_compilations():
+
+        def compile_once() -> None:
+            assert runtime.jit_cache_hook(**facts("fast.kernels.triton.decode")) is None
+            runtime.jit_post_compile_hook(**facts("fast.kernels.triton.decode"))
+
+        threads = [threading.Thread(target=contextvars.copy_context().run, args=(compile_once,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    assert len(lines) == 1 and [record.msg for record in caplog.records] == ["compiling %s", "compiled %s in %.1f s"]
+
+
+class CountingBar(compilation._Bar):
+    def __init__(self):
+        self.expected = self.done = 0
+
+    def grow(self, launches):
+        self.expected += launches
+
+    def advance(self):
+        self.done += 1
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_launches_run_in_threads(threads):
+    """Every launch runs once with the settings of the caller, and the bar counts it; an error ends the warm-up."""
+    bar, ran = CountingBar(), []
+
+    def launch(number: int) -> None:
+        assert torch.is_inference_mode_enabled() and torch.get_default_device().type == "meta"
+        ran.append((number, threading.get_ident()))
+
+    with torch.inference_mode(), torch.device("meta"):
+        compilation._run([partial(launch, number) for number in range(20)], threads, bar)
+    assert sorted(number for number, _ in ran) == list(range(20)) and (bar.expected, bar.done) == (20, 20)
+    assert (threading.get_ident() in {thread for _, thread in ran}) == (threads == 1)
+
+    def fail() -> None:
+        raise fast.UnsupportedConfiguration(["no kernel"])
+
+    with pytest.raises(fast.UnsupportedConfiguration, match="no kernel"):
+        compilation._run([fail, *[lambda: time.sleep(0.01)] * 50], threads, bar)
+    assert bar.done < 70
+
+
+def test_progress_bar(plain_errors, monkeypatch, capsys):
+    """The bar is shown on stderr if it is asked for, and not if stderr is no terminal."""
+    monkeypatch.setattr(compilation, "_launches", lambda *given: [lambda: None] * 7)
+    settings = {"device": "cpu", "dtype": torch.float32, "block_size": 16}
+    fast.warmup(DIRECT, **settings)
+    assert capsys.readouterr() == ("", "")
+    fast.warmup(DIRECT, **settings, progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == "" and "compiling kernels" in shown.err and "100%" in shown.err
+    with pytest.raises(ValueError, match="^progress: expected a bool or None, got 3$"):
+        fast.warmup(DIRECT, **settings, progress=3)
+    with pytest.raises(ValueError, match="^threads: expected at least 1, or None, got 0$"):
+        fast.warmup(DIRECT, **settings, threads=0)

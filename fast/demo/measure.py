@@ -115,6 +115,7 @@ def compile_ahead(job: Job, console: Console) -> None:
     compiled = warmup(
         job.config, device=job.device, dtype=job.dtype, block_size=job.args.block_size,
         decode_threshold=LONGEST_DECODE, context_parallel=job.context_parallel, backend=job.args.backend,
+        progress=False,
     )  # fmt: skip
     console.print(f"compiled {len(compiled)} kernels in {time.perf_counter() - started:.0f} s")
 

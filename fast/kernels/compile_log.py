@@ -1,10 +1,15 @@
-"""Log the name of each kernel before Triton compiles the kernel, and log the compile time afterwards."""
+"""Log the name of each kernel before Triton compiles the kernel, and log the compile time afterwards.
+
+Threads that warm up together share their compilations: while one thread compiles a kernel, the others wait for it and
+then load it from Triton's cache on disk.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
@@ -15,6 +20,60 @@ from triton import knobs
 logger = logging.getLogger("fast.kernels")
 _AHEAD: ContextVar[list[str] | None] = ContextVar("ahead", default=None)  # the list that `compiling_ahead` yields
 _STARTED: ContextVar[float] = ContextVar("started", default=0.0)
+
+
+class SharedCompilations:
+    """Compilations of several threads, of which each kernel variant is compiled by one thread.
+
+    Each thread copies the context of the thread that called `share_compilations`, and calls `give_up` at its end.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._compiling: dict[Any, int] = {}  # kernel variant: thread that compiles it
+        self._compiled: set[Any] = set()
+
+    def claim(self, variant: Any) -> bool:
+        """Return True if this thread must compile the variant; otherwise wait until another thread has compiled it."""
+        with self._changed:
+            while variant in self._compiling:
+                self._changed.wait()
+            if variant in self._compiled:
+                return False
+            self._compiling[variant] = threading.get_ident()
+            return True
+
+    def finish(self, variant: Any) -> bool:
+        """Record that the variant is compiled; return True if this thread has compiled it."""
+        with self._changed:
+            if self._compiling.get(variant) != threading.get_ident():
+                return False
+            del self._compiling[variant]
+            self._compiled.add(variant)
+            self._changed.notify_all()
+            return True
+
+    def give_up(self) -> None:
+        """Drop the variants that this thread has not finished, because their compilation failed."""
+        with self._changed:
+            mine = [variant for variant, thread in self._compiling.items() if thread == threading.get_ident()]
+            for variant in mine:
+                del self._compiling[variant]
+            self._changed.notify_all()
+
+
+_SHARED: ContextVar[SharedCompilations | None] = ContextVar("shared", default=None)
+
+
+@contextlib.contextmanager
+def share_compilations() -> Iterator[SharedCompilations]:
+    """Let the threads that copy this context share their compilations."""
+    shared = SharedCompilations()
+    token = _SHARED.set(shared)
+    try:
+        yield shared
+    finally:
+        _SHARED.reset(token)
 
 
 @contextlib.contextmanager
@@ -56,7 +115,10 @@ def _chained(ours, theirs):
     return hook
 
 
-def _before(*, fn, compile, **_: Any) -> None:
+def _before(*, fn, compile, key=None, **_: Any) -> None:
+    shared = _SHARED.get()
+    if shared is not None and not shared.claim(_variant(fn, key, compile)):
+        return  # another thread has compiled the kernel; Triton loads it from the disk
     kernel = describe(fn.name, compile["signature"], compile["constants"])
     if (lines := _AHEAD.get()) is not None:
         lines.append(kernel)
@@ -66,8 +128,16 @@ def _before(*, fn, compile, **_: Any) -> None:
     _STARTED.set(time.perf_counter())
 
 
-def _after(*, fn, **_: Any) -> None:
+def _after(*, fn, compile, key=None, **_: Any) -> None:
+    shared = _SHARED.get()
+    if shared is not None and not shared.finish(_variant(fn, key, compile)):
+        return
     logger.info("compiled %s in %.1f s", fn.name.strip("_"), time.perf_counter() - _STARTED.get())
+
+
+def _variant(fn, key: Any, compile: Mapping[str, Any]) -> tuple:
+    """Return what identifies a kernel variant on a device."""
+    return fn.module, fn.name, str(key), compile.get("device")
 
 
 def describe(name: str, signature: Mapping[str, Any], constants: Mapping) -> str:

@@ -191,7 +191,7 @@ def simulate(
     turns, everyone = _Turns(total), tuple(range(total))
     boards: list[dict[int, list[_Contribution]]] = [{} for _ in range(1 + total // size)]
     results: list[Any] = [None] * total
-    enter = _thread_state()
+    enter = thread_state()
 
     def run(rank: int) -> None:
         failure = None
@@ -223,7 +223,7 @@ def simulate(
     return results
 
 
-def _thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
+def thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a function whose context manager gives another thread the PyTorch settings of this thread.
 
     PyTorch keeps the gradient mode, the inference mode, the default device and the CUDA stream for each thread.

@@ -28,7 +28,7 @@ from ..support.backends import cpu_backend, with_backends
 from ..support.compiled import Recorded, RecordedGluon, Source, compiled
 from ..support.decode_inputs import cut_of, schedule_of
 from ..support.factories import LOW_RANK, integers, offsets
-from ..test_compilation import LAUNCHERS, serve
+from ..test_compilation import LAUNCHERS, serve, serve_captured
 
 triton = pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -519,4 +519,5 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
     assert {"_row_blocks_16_32_kernel", "_row_blocks_64_kernel"} & {key[0] for key in ahead}
     assert ("_two_phases_kernel" in {key[0] for key in ahead}) == (batch_invariant and (heads, latent) == (40, 512))
     serve(config, torch.bfloat16, 3, batch_invariant)
+    serve_captured(config, torch.bfloat16, 3, batch_invariant)
     assert set(found) == ahead
