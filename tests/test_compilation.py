@@ -385,6 +385,7 @@ def test_a_kernel_is_compiled_by_one_thread():
         shared.finish("kernel")
 
     assert shared.claim("kernel") and shared.claim("another")
+    assert shared.claim("kernel"), "a thread does not wait for itself"
     thread = threading.Thread(target=other)
     thread.start()
     thread.join(0.2)

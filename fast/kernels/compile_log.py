@@ -36,7 +36,7 @@ class SharedCompilations:
     def claim(self, variant: Any) -> bool:
         """Return True if this thread must compile the variant; otherwise wait until another thread has compiled it."""
         with self._changed:
-            while variant in self._compiling:
+            while self._compiling.get(variant, threading.get_ident()) != threading.get_ident():
                 self._changed.wait()
             if variant in self._compiled:
                 return False
