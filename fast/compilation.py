@@ -69,7 +69,7 @@ def warmup(
     context_parallel: ContextParallel | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
-    threads: int | None = None,
+    threads: int | None = 1,
     progress: bool | None = None,
 ) -> list[str]:
     """Compile every kernel that a layer of these dims can launch, so that no request waits for a compilation.
@@ -90,7 +90,8 @@ def warmup(
         cache_format: format of the layer's cache.
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
         threads: number of kernels that are compiled at the same time; None takes the number of processor cores, at most
-            `MOST_THREADS`. With `context_parallel`, and on a CPU, one thread runs all steps.
+            `MOST_THREADS`. The default is 1, because several threads were not yet tried on a GPU. With
+            `context_parallel`, and on a CPU, one thread runs all steps.
         progress: whether to show a progress bar on stderr; None shows it if stderr is a terminal.
 
     Returns:

@@ -157,11 +157,13 @@ def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_
         batch_invariant=batch_invariant,
         dtype=dtype,
     )
+
+    def step(hidden_states, positions, plan):
+        visible = torch.zeros_like(plan.decode.visible_lens)  # on a CPU the recorded kernel has written no mask
+        return layer(hidden_states, positions, cache, replace(plan, decode=replace(plan.decode, visible_lens=visible)))
+
     for query_len in range(1, threshold + 1):
-        graph = fast.DecodeGraph(
-            lambda *inputs: layer(*inputs[:2], cache, inputs[2]), builder, sizes, columns, config.hidden_size, dtype,
-            cache.device, query_len,
-        )  # fmt: skip
+        graph = fast.DecodeGraph(step, builder, sizes, columns, config.hidden_size, dtype, cache.device, query_len)
         for size in sizes:
             graph.replay(size)
 

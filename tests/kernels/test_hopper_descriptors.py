@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("triton")
 
-import fast  # noqa: E402
-from fast.kernels.hopper.common.descriptors import descriptor  # noqa: E402
-from reference.interfaces import CommonAttentionMetadata  # noqa: E402
+import fast
+from fast.kernels.hopper.common.descriptors import descriptor
+from reference.interfaces import CommonAttentionMetadata
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 
