@@ -1,0 +1,21 @@
+"""Fixtures for tests that change how a launcher chooses its sizes: no call may use what an earlier call kept."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+
+from fast.backends import checked_calls
+
+LAUNCHER = "fast.kernels.hopper.mla_decode.launch"
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    """Dispatch every call, let Triton find each compiled kernel, and compute the sizes of each launch."""
+    monkeypatch.setattr(checked_calls, "must_be_dispatched", lambda: True)
+    if importlib.util.find_spec("triton") is not None and LAUNCHER in sys.modules:
+        launcher = sys.modules[LAUNCHER]
+        monkeypatch.setattr(launcher, "_launch_sizes", launcher._launch_sizes.__wrapped__)
