@@ -22,8 +22,8 @@ def zero_padding_tokens(
     """Write zeros to the rows of `output` that belong to no request: the rows from `query_start_loc[-1]` on.
 
     A decode kernel leaves these rows undefined. Which rows these are is known on the device only, because a replay of a
-    CUDA graph may have fewer query tokens than the capture. The kernel writes the padding rows and reads nothing else,
-    so a batch without padding costs one short launch, for any number of tokens.
+    CUDA graph may have fewer query tokens than the capture. The kernel has one program for each token. A program whose
+    token is no padding reads one number and ends.
 
     Args:
         output: [T, N, V], written in place.
