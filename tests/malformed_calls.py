@@ -319,7 +319,7 @@ def calls_of_fast(call: Callable[..., Call], method: Callable[..., Call], backen
         call("schedule_costs", **served, cache_format=COMPUTE_FORMAT, **backend),
         Call("warmup", importlib.import_module("fast").warmup, dict(
             **served, decode_threshold=1, batch_invariant=False, context_parallel=None,
-            cache_format=COMPUTE_FORMAT, **backend), runs=False),
+            cache_format=COMPUTE_FORMAT, threads=1, progress=False, **backend), runs=False),
         method(graph, "replay", size=2),
         within("backends", "explain", **served, cache_format=COMPUTE_FORMAT, **backend),
         within("backends", "select", request=backends.KernelRequest("merge_attn_states", CPU, torch.float32),

@@ -13,12 +13,12 @@ import torch
 PARTS = ("plan", "projections", "attention", "movement")
 OTHER = "other"  # kernels of an unknown name
 NAMES = {  # part of a step: texts in the names of its kernels; the first match counts
-    "plan": ("_plan_",),
+    "plan": ("_plan_", "_visible_lens_kernel", "_advance_step_kernel"),
     "attention": ("_flash_attn_varlen", "_row_blocks_", "_two_phases", "_clear_kernel", "_combine_", "decode_kernel"),
     "projections": ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitK", "xmma", "layer_norm", "rms_norm", "RMSNorm",
                     "dot_kernel"),
     "movement": (
-        "_write_kernel", "_gather_kernel", "_copy_blocks", "_rope_", "_merge_", "_reorg_", "_sort_by_owner",
+        "_write_kernel", "_gather_kernel", "_copy_blocks", "_rope_", "_merge_", "_reorg_", "_sort_by_owner", "_zero_padding_kernel",
         "Memcpy", "Memset", "elementwise", "CatArray", "copy", "fill",
     ),
 }  # fmt: skip

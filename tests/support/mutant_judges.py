@@ -59,6 +59,7 @@ CONTEXT_PARALLEL = Judge(
     "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
 )
 # These tests cover the slot mapping of one rank, and the slot mappings of ranks that share a sequence.
+VISIBLE_LENS = Judge(("planning/test_visible_lens", "planning/test_mixed_graphs"))
 SLOT_MAPPING = Judge((*BATCH.modules, "planning/test_rank_slots"))
 OWNERSHIP = Judge(
     ("interfaces/test_interfaces", "planning/test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection
@@ -104,7 +105,7 @@ TABLE = {
         "planning/context_chunks": SCHEDULE, "planning/decode_schedule": SCHEDULE, "planning/shared_prefix": CASCADE,
         "mla/choose_path": PATH, "mla/cascade": CASCADE, "mla/metadata": BUILDER, "mla/builder": BUILDER,
         "mla/captured": Judge(("interfaces/test_builders", "planning/test_graphs", "mla/test_builder")),
-        "planning/graphs": GRAPHS, "planning/advance": ADVANCE,
+        "planning/graphs": GRAPHS, "planning/advance": ADVANCE, "planning/visible_lens": VISIBLE_LENS,
         "mla/context_parallel": CONTEXT_PARALLEL, "distributed/merge": CONTEXT_PARALLEL,
         "distributed/reorg": CONTEXT_PARALLEL,
     }.items()},
@@ -120,6 +121,7 @@ TABLE = {
     "fast/kernels/cpu/advance.py": ADVANCE,
     "fast/kernels/cpu/attention.py": KERNELS,
     "fast/kernels/cpu/cache.py": KERNELS,
+    "fast/kernels/cpu/captured.py": VISIBLE_LENS,
     "fast/kernels/cpu/context_parallel.py": CONTEXT_PARALLEL,
     "fast/kernels/cpu/decode.py": KERNELS,
     "fast/kernels/cpu/merge.py": KERNELS,
