@@ -12,6 +12,7 @@ from reference.interfaces import (
     check_attention,
     check_attention_settings,
     check_dtype,
+    check_eager_offsets,
     check_flag,
     check_offsets,
     check_out,
@@ -80,6 +81,7 @@ def flash_attn_varlen_shared_rope(
     causal: bool,
     out_dtype: torch.dtype | None = None,
     *,
+    bounded: bool = False,
     return_lse: bool = True,
     out: Float[Tensor, "T N Dv"] | None = None,
     backend: BackendChoice = None,
@@ -100,6 +102,7 @@ def flash_attn_varlen_shared_rope(
         softmax_scale: factor of the scores.
         causal: if True, each query sees no key after its own position.
         out_dtype: dtype of `out`; None takes the dtype of `q`.
+        bounded: if True, S is an upper bound of cu_seqlens_k[-1], and later keys are not read.
         return_lse: whether the kernel stores the LSE.
         out: tensor [T, N, Dv] in `out_dtype`, with any strides, that receives the output; it must share no memory with
             the arguments. None allocates a tensor.
@@ -115,23 +118,24 @@ def flash_attn_varlen_shared_rope(
     """
     return _attend(
         q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
-        backend, return_lse, out,
+        backend, bounded, return_lse, out,
     )  # fmt: skip
 
 
 def _attend(
     q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend,
-    return_lse=True, out=None,
+    bounded=False, return_lse=True, out=None,
 ):  # fmt: skip
     calls = _ATTENDS if out is None and return_lse is True else _ATTENDS_INTO
     inputs = (q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k)
     arguments = (*inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
-    signature = calls.signature(*arguments, out_dtype, backend, return_lse, out)
+    signature = calls.signature(*arguments, out_dtype, backend, bounded, return_lse, out)
     chosen = calls.backend_of(signature)
     if chosen is None:
         check_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, k_pe)
         check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
         check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
+        check_flag("bounded", bounded)
         check_flag("return_lse", return_lse)
         request = backends.KernelRequest(
             "flash_attn_varlen", q.device, q.dtype, (("qk_head_dim", q.shape[2]), ("v_head_dim", v.shape[2])),
@@ -139,6 +143,8 @@ def _attend(
             lse=return_lse,
         )  # fmt: skip
         chosen = backends.select(request, backend).name
+    if not bounded:
+        check_eager_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     out_dtype = out_dtype or q.dtype
     if calls is _ATTENDS:
         return AttentionState(*_ATTENDS.run(signature, chosen, *arguments, out_dtype))
@@ -213,4 +219,4 @@ def _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k) -> None:
     """Check the values of the offsets if the tensors are on a CPU."""
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])
+        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # `_attend` checks the end

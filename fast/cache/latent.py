@@ -14,6 +14,8 @@ from reference.interfaces import (
     check_blocks,
     check_cache_write,
     check_device,
+    check_eager_offsets,
+    check_flag,
     check_gather,
     check_offsets,
     check_slots,
@@ -131,6 +133,7 @@ def gather_and_maybe_dequant_cache(
     out_dtype: torch.dtype | None = None,
     *,
     out: Float[Tensor, "num_tokens head_size"] | None = None,
+    bounded: bool = False,
     backend: BackendChoice = None,
 ) -> Float[Tensor, "num_tokens head_size"]:
     """Copy a range of tokens of each request out of the paged cache, and pack these ranges one after another.
@@ -142,12 +145,13 @@ def gather_and_maybe_dequant_cache(
         block_table: [B, W].
         cu_seq_lens: [B + 1], prefix sum of the numbers of tokens that are gathered for each request.
         starts: [B], first gathered token of each request.
-        num_tokens: number of rows of the result, at least cu_seq_lens[-1]; rows behind the last request become 0.
+        num_tokens: number of gathered tokens of all requests, cu_seq_lens[-1].
         cache_format: format of the cache.
         out_dtype: dtype of the result; None takes the dtype of the cache. A format with its own storage dtype needs an
             `out_dtype`.
         out: tensor [num_tokens, Lkv + R] that receives the result, for example the first rows of a workspace; None
             allocates a tensor.
+        bounded: if True, `num_tokens` is an upper bound of cu_seq_lens[-1], and later rows become 0.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -160,17 +164,20 @@ def gather_and_maybe_dequant_cache(
     """
     calls = _GATHERS if out is None else _GATHERS_INTO
     signature = calls.signature(
-        kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype, out, backend
+        kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype, out, bounded, backend
     )
     chosen = calls.backend_of(signature)
     if chosen is None:
         width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
         if out is not None:
             check_tensor("out", out, (num_tokens, width), (dtype,), kv_cache.device)
+        check_flag("bounded", bounded)
         request = backends.cache_request(
             "gather_and_maybe_dequant_cache", kv_cache, cache_format=cache_format, dtype=dtype, out_dtype=dtype
         )
         chosen = backends.select(request, backend).name
+    if not bounded:
+        check_eager_offsets("cu_seq_lens", cu_seq_lens, num_tokens)
     if out is not None:
         _GATHERS_INTO.run(signature, chosen, kv_cache, block_table, cu_seq_lens, starts, out)
         return out

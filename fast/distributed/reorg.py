@@ -8,6 +8,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     ContextParallelChunk,
+    check_eager_offsets,
     check_rank_offsets,
     check_reorg,
     check_tensor,
@@ -45,6 +46,8 @@ def reorg_kvcache(
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     check_reorg(gathered, chunk)
+    if not chunk.bounded:
+        check_eager_offsets("chunk.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
     widths = (("head_dim", gathered.shape[2]),)
     request = backends.KernelRequest("reorg_kvcache", gathered.device, gathered.dtype, widths)
     if out is None:

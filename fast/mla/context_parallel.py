@@ -80,7 +80,7 @@ def dcp_gather_context(
     starts, offsets = chunk.held
     gather_and_maybe_dequant_cache(  # the rows after the rank-local tokens are padding and are never read
         kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, cache_format, dtype,
-        out=handed_in[: chunk.local_tokens], backend=backend,
+        out=handed_in[: chunk.local_tokens], bounded=chunk.bounded, backend=backend,
     )  # fmt: skip
     gathered = group.all_gather(handed_in, out=arriving.view(group.size, padded, width))
     return reorg_kvcache(gathered, chunk, out=workspace[: chunk.num_tokens] if has_room else None, backend=backend)

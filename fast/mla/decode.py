@@ -22,10 +22,10 @@ from reference.interfaces import (
     check_decode_values,
     check_device,
     check_dtype,
+    check_eager_offsets,
     check_format,
     check_int,
     check_number,
-    check_offsets,
     check_out,
     check_type,
     invariant_split_rule,
@@ -178,8 +178,8 @@ def mla_decode(
     if schedule is not None:
         tile_ranges, split_offsets = schedule.tile_ranges, schedule.split_offsets
         batch_invariant, split_rule = schedule.batch_invariant, schedule.split_rule
-    if metadata.graph is not GraphSupport.ANY and ql_nope.device.type == "cpu" and not torch.compiler.is_compiling():
-        check_offsets("metadata.query_start_loc", metadata.query_start_loc, ql_nope.shape[0])  # reads values
+    if metadata.graph is not GraphSupport.ANY:
+        check_eager_offsets("metadata.query_start_loc", metadata.query_start_loc, ql_nope.shape[0])
     inputs = (
         ql_nope, q_pe, kv_cache, metadata.block_table, metadata.seq_lens, metadata.query_start_loc,
         metadata.visible_lens,

@@ -117,7 +117,7 @@ def run_prefill_context_chunk(
     check_expanded(q, k_nope, k_pe, v, metadata, chunk)
     return flash_attn_varlen_shared_rope(
         q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len, chunk.max_seq_len,
-        softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype), backend=backend,
+        softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype), bounded=chunk.bounded, backend=backend,
     )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def gather_context(
         check_rows(workspace, width, chunk.num_tokens, dtype, kv_cache.device)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format, out_dtype,
-        out=None if workspace is None else workspace[: chunk.num_tokens], backend=backend,
+        out=None if workspace is None else workspace[: chunk.num_tokens], bounded=chunk.bounded, backend=backend,
     )  # fmt: skip
 
 

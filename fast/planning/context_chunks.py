@@ -117,6 +117,7 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
         cu_seq_lens=chunk.cu_seq_lens,
         num_tokens=chunk.num_tokens,
         max_seq_len=chunk.max_seq_len,
+        bounded=chunk.bounded,
         local_starts=chunk.starts.div(ownership.size, rounding_mode="floor"),
         local_cu_seq_lens=offsets,
         local_tokens=int(offsets[ownership.rank, -1]),
@@ -136,7 +137,7 @@ def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) 
         context_lens: [B], context length of each request; on the device of the chunk.
 
     Returns:
-        The chunk with other `cu_seq_lens` and, on a rank, other `local_cu_seq_lens`.
+        The chunk with `bounded` True, other `cu_seq_lens` and, on a rank, other `local_cu_seq_lens`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
@@ -150,7 +151,7 @@ def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) 
     changed = {"cu_seq_lens": offsets}
     if isinstance(chunk, ContextParallelChunk):
         changed["local_cu_seq_lens"] = _rank_local_offsets(lengths, chunk.ownership)
-    return dataclasses.replace(chunk, **changed)
+    return dataclasses.replace(chunk, bounded=True, **changed)
 
 
 def _rank_local_offsets(lengths: Tensor, ownership: TokenOwnership) -> Tensor:

@@ -97,7 +97,7 @@ def flash_attn_varlen(
     check_attention_settings(max_seqlen_q, max_seqlen_k, softmax_scale, causal)
     check_dtype("out_dtype", q.dtype if out_dtype is None else out_dtype)
     check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-    check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])
+    check_offsets("cu_seqlens_k", cu_seqlens_k, k.shape[0])
     out = torch.empty(q.shape[0], q.shape[1], v.shape[2], dtype=out_dtype or q.dtype, device=q.device)
     lse = torch.empty(q.shape[1], q.shape[0], dtype=wide_dtype(out.dtype), device=q.device)
     q_offsets, k_offsets = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

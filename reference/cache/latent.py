@@ -111,8 +111,7 @@ def gather_and_maybe_dequant_cache(
         block_table: [B, W], block ids of each request.
         cu_seq_lens: [B + 1], prefix sum of the number of tokens to copy of each request.
         starts: [B], first token to copy of each request.
-        num_tokens: rows of the result, at least cu_seq_lens[-1]. Rows behind the last request are 0; a plan has such
-            rows if its chunks were planned from upper bounds of the lengths.
+        num_tokens: cu_seq_lens[-1], tokens of the result.
         cache_format: format of the cache.
         out_dtype: dtype of the result. None means the dtype of the cache, and is legal only if the format has no
             storage dtype of its own.
@@ -124,7 +123,7 @@ def gather_and_maybe_dequant_cache(
         ValueError: shapes, dtypes or devices do not match; the offsets decrease; a block is outside the cache.
     """
     width, dtype = check_gather(kv_cache, block_table, cu_seq_lens, starts, num_tokens, cache_format, out_dtype)
-    check_offsets("cu_seq_lens", cu_seq_lens, most=num_tokens)
+    check_offsets("cu_seq_lens", cu_seq_lens, num_tokens)
     lengths, first = cu_seq_lens.diff().tolist(), starts.tolist()
     check(all(start >= 0 for start in first), "starts", "values >= 0", first)
     num_blocks, block_size, _ = kv_cache.shape
@@ -137,5 +136,4 @@ def gather_and_maybe_dequant_cache(
             offset = token % block_size
             rows.append(kv_cache[table[token // block_size], offset : offset + copy_end - token])
             token = copy_end
-    rows.append(kv_cache.new_zeros(num_tokens - sum(lengths), width))
     return torch.cat(rows).to(dtype)

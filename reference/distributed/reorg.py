@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..interfaces import (
     ContextParallelChunk,
+    check_offsets,
     check_rank_offsets,
     check_reorg,
 )
@@ -27,8 +28,8 @@ def reorg_kvcache(
         chunk: chunk whose cache entries were gathered.
 
     Returns:
-        [num_tokens, Lkv + R], with num_tokens from `chunk`. Rows behind the last request are 0; a chunk has such rows
-        if it was planned from upper bounds of the lengths.
+        [num_tokens, Lkv + R], with num_tokens from `chunk`. If the chunk is `bounded`, rows behind the last request are
+        0.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match; the offsets of the chunk do not fit the numbers of tokens
@@ -36,6 +37,8 @@ def reorg_kvcache(
     """
     check_reorg(gathered, chunk)
     local, interleave = chunk.local_cu_seq_lens, chunk.ownership.interleave
+    if not chunk.bounded:
+        check_offsets("chunk.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
     check_rank_offsets(chunk.cu_seq_lens, local, interleave, chunk.num_tokens, chunk.padded_tokens)
     offsets, size = local.tolist(), chunk.ownership.size
     rows = [gathered.new_empty(0, gathered.shape[2])]

@@ -8,6 +8,7 @@ from torch import Tensor
 from .cache_format import CacheFormat, check_format, storage_dtypes
 from .checks import (
     check,
+    check_flag,
     check_int,
     check_offsets,
     check_readable,
@@ -153,6 +154,7 @@ def check_chunk(chunk: ContextChunk, requests: int, device: torch.device, name: 
     check_type(name, chunk, ContextChunk)
     check_int(f"{name}.num_tokens", chunk.num_tokens, 0)
     check_int(f"{name}.max_seq_len", chunk.max_seq_len, 0)
+    check_flag(f"{name}.bounded", chunk.bounded)
     check_tensor(f"{name}.starts", chunk.starts, (requests,), int32, device)
     check_tensor(f"{name}.cu_seq_lens", chunk.cu_seq_lens, (requests + 1,), int32, device)
     if isinstance(chunk, ContextParallelChunk):

@@ -302,6 +302,15 @@ def check_offsets(argument: str, offsets: Tensor, total: int | None = None, most
         check(values[-1] <= most, argument, f"a last element of at most {most}", values[-1])
 
 
+def check_eager_offsets(argument: str, offsets: Tensor, total: int) -> None:
+    """Check that a prefix sum on the CPU ends at `total`, unless the code is being compiled.
+
+    A function calls this check before an op that accepts offsets which end earlier.
+    """
+    if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_offsets(argument, offsets, total)
+
+
 def check_lengths(
     query_start_loc: Tensor, seq_lens: Tensor, names: tuple[str, str] = ("query_start_loc", "seq_lens")
 ) -> None:

@@ -21,14 +21,17 @@ class ContextChunk:
     Attributes:
         starts: [B], position of each request's first token in this chunk.
         cu_seq_lens: [B + 1], prefix sum of the number of tokens that each request has in this chunk (0 is legal).
-        num_tokens: cu_seq_lens[-1], tokens in this chunk; an upper bound if the chunk was planned from upper bounds.
-        max_seq_len: the largest number of tokens that one request has in this chunk, or an upper bound of it.
+        num_tokens: cu_seq_lens[-1], tokens in this chunk; an upper bound if `bounded`.
+        max_seq_len: the largest number of tokens that one request has in this chunk; an upper bound if `bounded`.
+        bounded: whether the numbers on the host are upper bounds (`clamp_context_chunk`). A gather of the chunk then
+            has `num_tokens` rows, and the rows from cu_seq_lens[-1] on are 0.
     """
 
     starts: Int32[Tensor, " B"]
     cu_seq_lens: Int32[Tensor, " B+1"]
     num_tokens: int
     max_seq_len: int
+    bounded: bool = False
 
     @property
     def held(self) -> tuple[Int32[Tensor, " B"], Int32[Tensor, " B+1"]]:

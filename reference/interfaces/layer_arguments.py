@@ -172,7 +172,8 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
         for chunk in part.plan.context_chunks:
             check_offsets("metadata.prefill.parts.plan.context_chunks.cu_seq_lens", chunk.cu_seq_lens, chunk.num_tokens)
     for chunk in prefill.context_chunks:
-        check_offsets("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, most=chunk.num_tokens)
+        total = None if chunk.bounded else chunk.num_tokens
+        check_offsets("metadata.prefill.context_chunks.cu_seq_lens", chunk.cu_seq_lens, total, chunk.num_tokens)
         held_starts, held_offsets = chunk.held
         first, lengths = held_starts.tolist(), held_offsets.diff().tolist()
         earliest = min(first, default=0)

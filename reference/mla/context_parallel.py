@@ -69,7 +69,7 @@ def dcp_gather_context(
     """
     width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     check_chunk_ownership(chunk, context_parallel)
-    group, padded, local_tokens = context_parallel.cp_group, chunk.padded_tokens, chunk.local_tokens
+    group, padded = context_parallel.cp_group, chunk.padded_tokens
     exchanged = (group.size + 1) * padded
     if workspace is None:
         workspace = kv_cache.new_empty(exchanged, width, dtype=dtype)
@@ -78,6 +78,7 @@ def dcp_gather_context(
     exchange = workspace[chunk.num_tokens if has_room else 0 :]
     received, sent = exchange[: group.size * padded], exchange[group.size * padded : exchanged]
     starts, offsets = chunk.held
+    local_tokens = int(offsets[-1]) if chunk.bounded else chunk.local_tokens
     sent[:local_tokens] = gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, offsets, starts, local_tokens, cache_format, dtype
     )

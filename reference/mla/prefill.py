@@ -112,9 +112,11 @@ def run_prefill_context_chunk(
         ValueError: shapes, dtypes or devices do not match.
     """
     check_expanded(q, k_nope, k_pe, v, metadata, chunk)
+    k = _concat_key(k_nope, k_pe)
+    if chunk.bounded:  # rows behind the last request belong to no request
+        k, v = (x[: int(chunk.cu_seq_lens[-1])] for x in (k, v))
     return flash_attn_varlen(
-        q, _concat_key(k_nope, k_pe), v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len,
-        chunk.max_seq_len, softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype),
+        q, k, v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len, chunk.max_seq_len, softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype),
     )  # fmt: skip
 
 
@@ -139,7 +141,8 @@ def gather_context(
             a tensor.
 
     Returns:
-        [S, Lkv + R] in `out_dtype`; a view of `workspace` if it is given.
+        [S, Lkv + R] in `out_dtype`, with S = `chunk.num_tokens`; a view of `workspace` if it is given. If the chunk is
+        `bounded`, rows behind the last request are 0.
 
     Raises:
         ValueError: the plan was made for another block size; shapes, dtypes or devices do not match; `workspace` has
@@ -148,9 +151,11 @@ def gather_context(
     width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     if workspace is not None:
         check_rows(workspace, width, chunk.num_tokens, dtype, kv_cache.device)
-    gathered = gather_and_maybe_dequant_cache(
-        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format, out_dtype
+    tokens = int(chunk.cu_seq_lens[-1]) if chunk.bounded else chunk.num_tokens
+    entries = gather_and_maybe_dequant_cache(
+        kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, tokens, cache_format, out_dtype
     )
+    gathered = torch.cat((entries, entries.new_zeros(chunk.num_tokens - tokens, entries.shape[1])))
     return gathered if workspace is None else workspace[: chunk.num_tokens].copy_(gathered)
 
 

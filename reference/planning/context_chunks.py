@@ -123,6 +123,7 @@ def rank_local_chunk(chunk: ContextChunk, ownership: TokenOwnership) -> ContextP
         cu_seq_lens=chunk.cu_seq_lens,
         num_tokens=chunk.num_tokens,
         max_seq_len=chunk.max_seq_len,
+        bounded=chunk.bounded,
         local_starts=torch.tensor([start // ownership.size for start in starts], dtype=torch.int32, device=device),
         local_cu_seq_lens=torch.tensor(local, dtype=torch.int32, device=device),
         local_tokens=local[ownership.rank][-1],
@@ -143,7 +144,7 @@ def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) 
         context_lens: [B], context length of each request, at most the upper bound; on the device of the chunk.
 
     Returns:
-        The chunk with other `cu_seq_lens` and, on a rank, other `local_cu_seq_lens`.
+        The chunk with `bounded` True, other `cu_seq_lens` and, on a rank, other `local_cu_seq_lens`.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match.
@@ -163,4 +164,4 @@ def clamp_context_chunk(chunk: ContextChunk, context_lens: Int32[Tensor, " B"]) 
         ranks = [TokenOwnership(size, rank, interleave) for rank in range(size)]
         changed["local_cu_seq_lens"] = [[0, *itertools.accumulate(map(rank.count, lengths))] for rank in ranks]
     tensors = {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in changed.items()}
-    return dataclasses.replace(chunk, **tensors)
+    return dataclasses.replace(chunk, bounded=True, **tensors)

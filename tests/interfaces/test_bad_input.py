@@ -179,7 +179,7 @@ BAD = [
     ("gather_and_maybe_dequant_cache", "cu_seq_lens", short, "cu_seq_lens"),
     ("gather_and_maybe_dequant_cache", "cu_seq_lens", lambda t: integers(0, 24, 23, 23), "cu_seq_lens"),
     ("gather_and_maybe_dequant_cache", "cu_seq_lens", lambda t: integers(1, 20, 23, 23), "cu_seq_lens"),
-    ("gather_and_maybe_dequant_cache", "num_tokens", lambda n: n - 1, "cu_seq_lens"),
+    ("gather_and_maybe_dequant_cache", "num_tokens", lambda n: n + 1, "cu_seq_lens"),
     ("gather_and_maybe_dequant_cache", "num_tokens", lambda n: -1, "num_tokens"),
     ("gather_and_maybe_dequant_cache", "starts", int64, "starts"),
     ("gather_and_maybe_dequant_cache", "starts", put(1, -16), "starts"),
@@ -389,7 +389,7 @@ STEPS = {
     "chunk past the table": chunk_field("starts", put(0, 1600)),
     "chunk offsets fall": chunk_field("cu_seq_lens", put(1, 1000)),
     "chunk offsets too few": chunk_field("cu_seq_lens", short),
-    "chunk with more tokens than its length": chunk_field("num_tokens", lambda n: n - 1),
+    "chunk of another length": chunk_field("num_tokens", lambda n: n + 1),
 }
 
 
