@@ -116,7 +116,8 @@ def run_prefill_context_chunk(
     if chunk.bounded:  # rows behind the last request belong to no request
         k, v = (x[: int(chunk.cu_seq_lens[-1])] for x in (k, v))
     return flash_attn_varlen(
-        q, k, v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len, chunk.max_seq_len, softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype),
+        q, k, v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len, chunk.max_seq_len, softmax_scale,
+        causal=False, out_dtype=wide_dtype(q.dtype),
     )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ NAMES = {  # part of a step: texts in the names of its kernels; the first match 
     "projections": ("gemm", "gemv", "cutlass", "nvjet", "cublas", "splitK", "xmma", "layer_norm", "rms_norm", "RMSNorm",
                     "dot_kernel"),
     "movement": (
-        "_write_kernel", "_gather_kernel", "_copy_blocks", "_rope_", "_merge_", "_reorg_", "_sort_by_owner", "_zero_padding_kernel",
-        "Memcpy", "Memset", "elementwise", "CatArray", "copy", "fill",
+        "_write_kernel", "_gather_kernel", "_copy_blocks", "_rope_", "_merge_", "_reorg_", "_sort_by_owner",
+        "_zero_padding_kernel", "Memcpy", "Memset", "elementwise", "CatArray", "copy", "fill",
     ),
 }  # fmt: skip
 STEP_MARK, LAYER_MARK = "atanh_kernel", "asinh_kernel"  # in the names of two kernels that no layer launches
