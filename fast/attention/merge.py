@@ -45,6 +45,21 @@ def merge_attn_states(
         ValueError: shapes, dtypes or devices do not match.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
+    if out is not None:
+        check_type("out", out, AttentionState)
+        _check_merge(prefix, suffix)
+        _check_target(out, prefix, suffix)  # at every call: whether two tensors overlap is not part of a signature
+    return merge_states(prefix, suffix, out, graph, backend)
+
+
+def merge_states(
+    prefix: AttentionState,
+    suffix: AttentionState,
+    out: AttentionState | None = None,
+    graph: GraphSupport = GraphSupport.NONE,
+    backend: BackendChoice = None,
+) -> AttentionState:
+    """Compute `merge_attn_states` with an `out` that the caller has checked."""
     calls = _MERGES if out is None else _MERGES_INTO
     signature = calls.signature(prefix, suffix, out, graph, backend)
     chosen = calls.backend_of(signature)
@@ -55,9 +70,11 @@ def merge_attn_states(
     arguments = (prefix.out, prefix.lse, suffix.out, suffix.lse)
     if out is None:
         return AttentionState(*_MERGES.run(signature, chosen, *arguments))
-    _check_target(out, prefix, suffix)  # at every call: whether two tensors overlap is not part of a signature
     _MERGES_INTO.run(signature, chosen, *arguments, out.out, out.lse)
     return out
+
+
+_check_merge = backends.CheckedOnce(check_merge)
 
 
 def _check_target(out: AttentionState, prefix: AttentionState, suffix: AttentionState) -> None:

@@ -63,7 +63,7 @@ def flash_attn_varlen(
             not the number of rows.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    return _attend(
+    return attend(
         q, k, None, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
     )
 
@@ -116,16 +116,34 @@ def flash_attn_varlen_shared_rope(
         ValueError: for the same reasons as `flash_attn_varlen`.
         UnsupportedConfiguration: for the same reasons as `flash_attn_varlen`.
     """
-    return _attend(
+    return attend(
         q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
         backend, bounded, return_lse, out,
     )  # fmt: skip
 
 
-def _attend(
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend,
-    bounded=False, return_lse=True, out=None,
-):  # fmt: skip
+def attend(
+    q: Float[Tensor, "T N D"],
+    k: Float[Tensor, "S N P"],
+    k_pe: Float[Tensor, "S R"] | None,
+    v: Float[Tensor, "S N Dv"],
+    cu_seqlens_q: Int32[Tensor, " offsets"],
+    cu_seqlens_k: Int32[Tensor, " offsets"],
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    out_dtype: torch.dtype | None,
+    backend: BackendChoice,
+    bounded: bool = False,
+    return_lse: bool = True,
+    out: Float[Tensor, "T N Dv"] | None = None,
+    out_is_checked: bool = False,
+) -> AttentionState | Float[Tensor, "T N Dv"]:
+    """Compute `flash_attn_varlen` (`k_pe` None) or `flash_attn_varlen_shared_rope`.
+
+    With `out_is_checked`, the caller knows that `out` has the right shape and dtype and overlaps no argument.
+    """
     calls = _ATTENDS if out is None and return_lse is True else _ATTENDS_INTO
     inputs = (q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k)
     arguments = (*inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
@@ -151,7 +169,7 @@ def _attend(
     tokens, heads, _ = q.shape
     if out is None:
         out = q.new_empty(tokens, heads, v.shape[2], dtype=out_dtype)
-    else:  # at every call: whether two tensors overlap is not part of a signature
+    elif not out_is_checked:  # at every call: whether two tensors overlap is not part of a signature
         given = [each for each in inputs if each is not None]
         check_out("out", out, (tokens, heads, v.shape[2]), out_dtype, q.device, *given)
     lse = q.new_empty(heads, tokens, dtype=wide_dtype(out_dtype)) if return_lse else None
@@ -219,4 +237,4 @@ def _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k) -> None:
     """Check the values of the offsets if the tensors are on a CPU."""
     if q.device.type == "cpu":
         check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # `_attend` checks the end
+        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # `attend` checks the end

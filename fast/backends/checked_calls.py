@@ -2,13 +2,16 @@
 
 A *signature* is everything about the arguments that the checks, the choice of a backend and the launcher read on the
 host: shape, strides, dtype, device and alignment of each tensor, and every other value with its type. The values inside
-a tensor on a GPU are not part of the signature, because no check reads them. The checks of values on the CPU are part
-of each op's launch function, so they run at every call.
+a tensor on a GPU are not part of the signature, because no check reads them. Checks of values on the CPU run at every
+call: in each op's launch function, or in the function that calls the op (`check_eager_offsets`).
+
+A function that calls several ops keeps the checks of its own arguments in the same way (`CheckedOnce`).
 
 These calls are always checked in full, and torch's dispatcher always sees them:
 
 - calls that `torch.compile`, a dispatch mode, a functorch transform or a profiler must see;
-- calls with a tensor that needs a gradient, a subclass of `Tensor`, or a plain mapping as `backend=`;
+- calls with a tensor that needs a gradient, a subclass of `Tensor` other than `Parameter`, or a plain mapping as
+  `backend=`;
 - calls inside `check_every_call()`.
 """
 
@@ -32,7 +35,7 @@ from .selection import BoundOps
 MOST_SIGNATURES = 512  # of each op; a decode that grows by one token in each step adds one signature in each step
 MOST_CONFIGS = 4096
 _PER_THREAD = threading.local()
-_ALL_CALLS: list[CheckedCalls] = []
+_ALL_CALLS: list[CheckedCalls | CheckedOnce] = []
 _PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -94,10 +97,47 @@ class CheckedCalls:
         return result
 
 
+class CheckedOnce:
+    """A check of a function's arguments, which runs once for each signature.
+
+    The check must read only what a signature has; it must not read values of tensors. A record with tensors, such as a
+    plan, counts as the same argument only if it is the same object: all layers of a step get the same plan.
+
+    Args:
+        check: function that raises an error if an argument is wrong. Its result must hold no tensor.
+    """
+
+    def __init__(self, check: Callable):
+        self._check, self._results = check, dict[tuple, Any]()
+        _ALL_CALLS.append(self)
+
+    def forget(self) -> None:
+        """Forget all signatures, so that the check runs again."""
+        self._results.clear()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run the check unless it has passed with this signature; return its result."""
+        if must_be_dispatched():
+            return self._check(*arguments)
+        try:
+            signature = tuple([_IDENTITY_OF.get(type(each), _identity_of_new_kind)(each) for each in arguments])
+            result = self._results.get(signature, _MISSING)
+        except (NoSignature, TypeError, RuntimeError):  # as in `CheckedCalls.signature`
+            return self._check(*arguments)
+        if result is _MISSING:
+            result = self._check(*arguments)
+            if len(self._results) >= MOST_SIGNATURES:
+                self._results.pop(next(iter(self._results), None), None)
+            self._results[signature] = result
+        return result
+
+
 def forget_calls() -> None:
-    """Forget the signatures of all ops."""
+    """Forget the signatures of all ops and checks."""
     for calls in _ALL_CALLS:
         calls.forget()
+    _CONFIGS.clear()
+    _CONFIG_TOKENS.clear()
 
 
 on_change(forget_calls)
@@ -154,7 +194,8 @@ def _part_of_bound_ops(bound: BoundOps) -> tuple:
 
 
 _RECORDS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # signature of each frozen record with tensors
-_CONFIGS: dict[int, Any] = {}  # frozen records without tensors, by id; the reference keeps the id from being used again
+_CONFIGS: dict[int, tuple[Any, object]] = {}  # by id: a frozen record without tensors, and its object in signatures
+_CONFIG_TOKENS: dict[tuple[Any, str], object] = {}  # by value: the object in signatures, the same for equal records
 
 
 def _part_of_record(record: Any) -> tuple:
@@ -167,12 +208,17 @@ def _part_of_record(record: Any) -> tuple:
 
 
 def _part_of_config(config: Any) -> tuple:
-    """Return the identity of a frozen record without tensors: a hash of all its fields takes longer."""
-    if _CONFIGS.get(id(config)) is not config:
+    """Return an object that stands for the value of a frozen record without tensors.
+
+    The fields are hashed once for each record, because the hash takes longer than a check. `_CONFIGS` keeps the record,
+    so that no other record gets its id. The text of the record tells the int 1 from the float 1.0.
+    """
+    kept = _CONFIGS.get(id(config))
+    if kept is None:
         if len(_CONFIGS) >= MOST_CONFIGS:
-            raise NoSignature
-        _CONFIGS[id(config)] = config
-    return type(config), id(config)
+            forget_calls()
+        kept = _CONFIGS[id(config)] = config, _CONFIG_TOKENS.setdefault((config, repr(config)), object())
+    return type(config), kept[1]
 
 
 def _part_of_named_tuple(values: tuple) -> tuple:
@@ -193,16 +239,43 @@ _PART_OF: dict[type, Callable[[Any], tuple]] = {
 def _part_of_new_kind(argument: Any) -> tuple:
     """Return the signature of an argument of a type that was not seen before, and keep how it is computed."""
     kind = type(argument)
-    part = _part_of_value
-    if isinstance(argument, (Tensor, dict, list)):
-        part = _no_part
-    elif hasattr(kind, "_fields"):
-        part = _part_of_named_tuple
-    elif dataclasses.is_dataclass(kind):
-        frozen, compared = kind.__dataclass_params__.frozen, kind.__dataclass_params__.eq
-        part = _no_part if not frozen else _part_of_config if compared else _part_of_record
-    _PART_OF[kind] = part
-    return part(argument)
+    _PART_OF[kind] = _part_for(kind)
+    return _PART_OF[kind](argument)
+
+
+def _part_for(kind: type) -> Callable[[Any], tuple]:
+    """Return the function that computes the signature of an argument of some type."""
+    if issubclass(kind, (Tensor, dict, list)):
+        return _no_part
+    if hasattr(kind, "_fields"):
+        return _part_of_named_tuple
+    if not dataclasses.is_dataclass(kind):
+        return _part_of_value
+    frozen, compared = kind.__dataclass_params__.frozen, kind.__dataclass_params__.eq
+    return _no_part if not frozen else _part_of_config if compared else _part_of_record
+
+
+_MISSING = object()  # in place of a result that may be None
+_TOKENS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # an object in place of each record with tensors
+
+
+def _token_of(record: Any) -> object:
+    """Return an object that stands for a record with tensors and does not keep the record alive."""
+    token = _TOKENS.get(record)
+    if token is None:
+        token = _TOKENS[record] = object()
+    return token
+
+
+_IDENTITY_OF = dict(_PART_OF)
+
+
+def _identity_of_new_kind(argument: Any) -> Any:
+    """Return the part of an argument in a signature of `CheckedOnce`, and keep how it is computed."""
+    kind = type(argument)
+    part = _part_for(kind)
+    _IDENTITY_OF[kind] = _token_of if part is _part_of_record else part
+    return _IDENTITY_OF[kind](argument)
 
 
 def _needs_dispatcher(arguments: tuple, grad: bool) -> bool:

@@ -25,6 +25,7 @@ from reference.interfaces import (
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
+    check_attention_output,
     check_context_workspace,
     check_flag,
     check_format,
@@ -35,9 +36,11 @@ from reference.interfaces import (
     check_number,
     check_projections,
     check_step,
+    check_step_values,
     check_tensor,
     latent_norm_eps,
     linear_output,
+    reserve_largest,
     wide_dtype,
 )
 
@@ -49,15 +52,23 @@ from .cache_write import rope_norm_and_cache
 from .cascade import cascade_attention
 from .context_parallel import DCP_DECODE_OPS, dcp_decode, dcp_gather_context
 from .decode import mla_decode
-from .memory_profile import reserve, touch_largest
+from .memory_profile import touch_largest
 from .padding_tokens import zero_padding_tokens
-from .prefill import PREFILL_OPS, forward_prefill, gather_context
-from .weights import absorb, dense_weight, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
+from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
+from .weights import absorb, dense_weight, is_plain_linear, query_to_latent, split_kv_b_proj, write_values
 
+_check_forward_attention = backends.CheckedOnce(check_forward_attention)
+_check_step = backends.CheckedOnce(check_step)
 LAYER_OPS = (
     "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", "zero_padding_tokens",
     *DCP_DECODE_OPS, *PREFILL_OPS,
 )  # fmt: skip
+
+
+@backends.CheckedOnce
+def _check_inputs(config: MLAConfig, weight: Tensor, hidden_states: Tensor, positions: Tensor) -> None:
+    check_tensor("hidden_states", hidden_states, ("T", config.hidden_size), (weight.dtype,), weight.device)
+    check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
@@ -262,32 +273,36 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: the arguments do not match. The error is raised before anything is written to the cache.
         """
-        weight = self.kv_a_layernorm.weight
-        check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
-        check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
+        _check_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
         c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
         output = q.new_empty(q.shape[0], c.num_heads, c.v_head_dim)
         w_uk, w_uv = self.up_projections()
-        check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, output, self.cache_format)
+        _check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, self.cache_format)
         if metadata is None:
             slots, graph = positions.new_empty(0, dtype=torch.int64), GraphSupport.NONE  # write nothing
         else:
-            check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
-            check_step_ownership(metadata, self.context_parallel)
-            slots, graph = metadata.slot_mapping[: metadata.num_actual_tokens], metadata.decode.graph
-        workspace = self._reserve(metadata, q)
+            self._check_step(metadata, q, kv_cache)
+            slots, graph = rows_of(metadata.slot_mapping, 0, metadata.num_actual_tokens), metadata.decode.graph
+        workspace, largest = self._reserve(metadata, q)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
             positions, q_pe, kv_c, k_pe, kv_cache, slots, self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope,
             cache_format=self.cache_format, frequencies=self._frequencies_for(q), graph=graph, backend=self.backend,
         )  # fmt: skip
-        q = torch.cat((q_nope, q_pe), dim=-1)
-        del q_nope, q_pe, kv_c  # frees the memory of the projections before attention allocates its states
+        del kv_c  # frees the memory of the projections as soon as the step no longer needs it
+        split, end = (0, q.shape[0]) if metadata is None else (metadata.num_decode_tokens, metadata.num_actual_tokens)
+        if split > 0:
+            self._decode(q_nope, q_pe, kv_cache, metadata, output, w_uk, w_uv)
+        if end > split:  # only the expanded path needs both parts of a query in one tensor
+            q = torch.cat((rows_of(q_nope, split, end), rows_of(q_pe, split, end)), dim=-1)
+        del q_nope, q_pe
         if metadata is None:
-            self._touch_largest(q, kv_c_normed, w_uk, w_uv, workspace)
+            touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel)
             output.zero_()
-        else:
-            self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
+        elif end > split:
+            self._prefill(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
+        if end < output.shape[0]:
+            output[end:] = 0
         return self._project_out(output)
 
     def _project_out(self, output: Tensor) -> Tensor:
@@ -297,6 +312,7 @@ class MLAAttention(nn.Module):
             return hidden_states
         return self.context_parallel.tp_group.all_reduce(hidden_states)
 
+    @_with_wanted_checks
     def project(
         self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]
     ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
@@ -305,9 +321,7 @@ class MLAAttention(nn.Module):
         Returns:
             q [T, N, P + R] with its rope part rotated, kv_c_normed [T, Lkv], k_pe [T, R] rotated.
         """
-        weight = self.kv_a_layernorm.weight
-        check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
-        check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
+        _check_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
         c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
         kv_c_normed = rms_norm(kv_c, self.kv_a_layernorm.weight, c.latent_norm_eps)
         q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
@@ -361,66 +375,68 @@ class MLAAttention(nn.Module):
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
-        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output, self.cache_format)
+        _check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format)
+        check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
-            self._touch_largest(q, kv_c_normed, w_uk, w_uv, self._reserve(None, q))
+            _, largest = self._reserve(None, q)
+            touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel)
             output.zero_()
             return
-        check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
-        check_step_ownership(metadata, self.context_parallel)
-        workspace, end = self._reserve(metadata, q), metadata.num_actual_tokens
+        self._check_step(metadata, q, kv_cache)
+        workspace, _ = self._reserve(metadata, q)
+        split, end = metadata.num_decode_tokens, metadata.num_actual_tokens
         concat_and_cache_mla(
-            kv_c_normed[:end], k_pe[:end], kv_cache, metadata.slot_mapping, self.cache_format,
+            rows_of(kv_c_normed, 0, end), rows_of(k_pe, 0, end), kv_cache, metadata.slot_mapping, self.cache_format,
             graph=metadata.decode.graph, backend=self.backend,
         )  # fmt: skip
-        self._attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
+        if split > 0:
+            queries = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+            self._decode(*queries, kv_cache, metadata, output, w_uk, w_uv)
+        if end > split:
+            self._prefill(q[split:end], kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
+        if end < output.shape[0]:
+            output[end:] = 0
 
-    def _reserve(self, metadata: MLAMetadata | None, q: Tensor) -> ContextWorkspace | None:
-        """Return the workspace of a step, with memory for the largest chunk; None if the step expands no context."""
+    def _check_step(self, metadata: MLAMetadata, q: Tensor, kv_cache: Tensor) -> None:
+        """Check the plan of a step before the layer writes anything."""
+        _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
+        check_step_values(metadata, kv_cache)
+        check_step_ownership(metadata, self.context_parallel)
+
+    def _reserve(
+        self, metadata: MLAMetadata | None, q: Tensor
+    ) -> tuple[ContextWorkspace | None, tuple[Tensor, Tensor] | None]:
+        """Return the workspace of a step and its two parts for the largest chunk; None twice without any context."""
         tokens, workspace = self.workspace_tokens, self.workspace
         if metadata is not None:
             chunks = metadata.prefill.context_chunks
             if not chunks:
-                return None
+                return None, None
             tokens = max(min(metadata.workspace_tokens, tokens), max(chunk.num_tokens for chunk in chunks))
         if workspace is None:
             workspace = ContextWorkspace() if metadata is None else metadata.workspace
-        reserve(workspace, self.local_config, tokens, self.context_parallel, q.dtype, q.device)
-        return workspace
+        size = None if self.context_parallel is None else self.context_parallel.size
+        return workspace, reserve_largest(workspace, self.local_config, tokens, size, q.dtype, q.device)
 
-    def _touch_largest(self, q, kv_c_normed, w_uk, w_uv, workspace) -> None:
-        """Allocate the largest buffers of a step with these tokens (`touch_largest`)."""
-        sizes = self.local_config, self.workspace_tokens, self.context_parallel
-        memory = reserve(workspace, *sizes, q.dtype, q.device)
-        touch_largest(q, kv_c_normed, w_uk, w_uv, sizes[0], memory, *sizes[1:])
+    def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace) -> None:
+        """Compute the expanded path for the query tokens of the prefills, and write their rows of `output`.
 
-    def _attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace) -> None:
-        """Compute both paths of attention over a cache that contains the new tokens; write every row of `output`."""
-        end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
-        if split > 0:
-            self._decode(q[:split], kv_cache, metadata, output[:split], *absorb(w_uk, w_uv))
-            if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves tokens behind the last request undefined
-                zero_padding_tokens(
-                    output[:split], metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=self.backend
-                )
-        if end > split:
-            rows, gather = slice(split, end), gather_context
-            if self.context_parallel is not None:
-                gather = functools.partial(
-                    dcp_gather_context, context_parallel=self.context_parallel, backend=self.backend
-                )
-            forward_prefill(
-                q[rows], kv_c_normed[rows], k_pe[rows], kv_cache, metadata.prefill, w_uk, w_uv,
-                self.config.softmax_scale, gather, self.cache_format, return_lse=False, out=output[rows],
-                workspace=workspace, backend=self.backend,
-            )  # fmt: skip
-        if end < output.shape[0]:
-            output[end:] = 0
+        `q` has the rows of the prefills. The other tensors have the rows of the whole step.
+        """
+        gather = gather_context
+        if self.context_parallel is not None:
+            gather = functools.partial(dcp_gather_context, context_parallel=self.context_parallel, backend=self.backend)
+        tokens = metadata.num_decode_tokens, metadata.num_actual_tokens
+        kv_c_normed, k_pe, output = (rows_of(x, *tokens) for x in (kv_c_normed, k_pe, output))
+        forward_prefill(
+            q, kv_c_normed, k_pe, kv_cache, metadata.prefill, w_uk, w_uv, self.config.softmax_scale, gather,
+            self.cache_format, return_lse=False, out=output, workspace=workspace, backend=self.backend,
+        )  # fmt: skip
 
-    def _decode(self, q, kv_cache, metadata, output, w_uk_t, w_uv) -> None:
-        """Compute the absorbed path for the query tokens of the decodes, and write `output`."""
-        c = self.local_config
-        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+    def _decode(self, q_nope, q_pe, kv_cache, metadata, output, w_uk, w_uv) -> None:
+        """Compute the absorbed path for the query tokens of the decodes, and write their rows of `output`."""
+        c, (w_uk_t, w_uv) = self.local_config, absorb(w_uk, w_uv)
+        q_nope, q_pe, output = (rows_of(x, 0, metadata.num_decode_tokens) for x in (q_nope, q_pe, output))
         ql_nope = query_to_latent(q_nope, w_uk_t)
         if metadata.cascade is not None:
             state = cascade_attention(
@@ -436,4 +452,8 @@ class MLAAttention(nn.Module):
                 ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
                 cache_format=self.cache_format, backend=self.backend,
             )  # fmt: skip
-        latent_to_value(state.out, w_uv, out=output)
+        write_values(state.out, w_uv, output)
+        if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves tokens behind the last request undefined
+            zero_padding_tokens(
+                output, metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=self.backend
+            )

@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from reference.distributed.groups import ContextParallel
-from reference.interfaces import ContextWorkspace, MLAConfig, aligned, context_workspace_size, wide_dtype
+from reference.interfaces import MLAConfig, wide_dtype
 
-from .weights import expand_kv
-
-
-def reserve(
-    workspace: ContextWorkspace,
-    config: MLAConfig,
-    workspace_tokens: int,
-    context_parallel: ContextParallel | None,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Float[Tensor, " elements"]:
-    """Return the memory of a workspace, large enough for every chunk of up to `workspace_tokens` tokens.
-
-    Args:
-        workspace: the workspace.
-        config: config with the heads of this rank.
-        workspace_tokens: largest number of tokens of a chunk.
-        context_parallel: groups of the ranks that share sequences, or None.
-        dtype: dtype of the layer.
-        device: device of the layer.
-
-    Raises:
-        ValueError: the memory was given by the caller, and is too small or has another dtype or device.
-    """
-    size = None if context_parallel is None else context_parallel.size
-    return workspace.reserve(context_workspace_size(config, workspace_tokens, size), dtype, device)
+from .weights import expand_into
 
 
 def touch_largest(
@@ -43,8 +17,8 @@ def touch_largest(
     w_uk: Float[Tensor, "Lkv N P"],
     w_uv: Float[Tensor, "Lkv N V"],
     config: MLAConfig,
-    memory: Float[Tensor, " elements"],
-    workspace_tokens: int,
+    context: Float[Tensor, "S head_size"],
+    expanded: Float[Tensor, " elements"],
     context_parallel: ContextParallel | None,
 ) -> None:
     """Allocate the buffers of a step of T tokens, so that a measurement of peak memory includes these buffers.
@@ -59,25 +33,24 @@ def touch_largest(
         w_uk: [Lkv, N, P].
         w_uv: [Lkv, N, V].
         config: config with the heads of this rank.
-        memory: memory of the workspace, from `reserve`.
-        workspace_tokens: number of context tokens that are expanded, the largest number of a chunk.
+        context: [S, Lkv + R], memory for the context tokens of the largest chunk (`reserve_largest`).
+        expanded: memory for the expanded keys and values of these tokens.
         context_parallel: groups of the ranks that share sequences, or None.
     """
-    elements = workspace_tokens * config.head_size
-    context = memory[:elements].view(workspace_tokens, config.head_size).zero_()
-    expand_kv(context[:, : config.kv_lora_rank], w_uk, w_uv, workspace=memory[aligned(elements) :])
+    expand_into(context.zero_()[:, : config.kv_lora_rank], w_uk, w_uv, expanded)
 
     (tokens, heads, _), wide = q.shape, wide_dtype(q.dtype)
 
     def state() -> tuple[Tensor, Tensor]:
         return q.new_empty(tokens, heads, config.v_head_dim, dtype=wide), q.new_empty(heads, tokens, dtype=wide)
 
-    keys = expand_kv(kv_c_normed, w_uk, w_uv)
+    keys = expand_into(kv_c_normed, w_uk, w_uv, None)
     states = [state()]  # over the new tokens
     del keys
     states.append(state())  # over one chunk; the merge writes in place
     del states
 
+    rotated = q.new_empty(tokens, heads, config.qk_rope_head_dim)
     queries = q.new_empty(tokens, heads, config.kv_lora_rank)
     if context_parallel is None:
         held = [queries, q.new_empty(queries.shape), q.new_empty(heads, tokens, dtype=wide)]
@@ -85,4 +58,4 @@ def touch_largest(
         gathered = heads * context_parallel.size
         held = [queries, q.new_empty(tokens, heads + gathered, config.head_size)]
         held += [q.new_empty(tokens, gathered, config.kv_lora_rank + 2) for _ in range(3)]
-    del held
+    del rotated, held

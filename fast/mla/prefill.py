@@ -17,11 +17,9 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     AttentionState,
     CacheFormat,
-    ChunkRows,
     ContextChunk,
     ContextWorkspace,
     PrefillMetadata,
-    PrefillPart,
     check_context,
     check_context_workspace,
     check_expanded,
@@ -35,12 +33,16 @@ from reference.interfaces import (
 )
 
 from .. import backends
-from ..attention.merge import merge_attn_states
-from ..attention.varlen import flash_attn_varlen_shared_rope
+from ..attention.merge import merge_states
+from ..attention.varlen import attend
 from ..backends import BackendChoice
 from ..cache.latent import gather_and_maybe_dequant_cache
-from .weights import expand_kv
+from .weights import expand_into
 
+_check_context = backends.CheckedOnce(check_context)
+_check_expanded = backends.CheckedOnce(check_expanded)
+_check_prefill = backends.CheckedOnce(check_prefill)
+_check_rows = backends.CheckedOnce(check_rows)
 PREFILL_OPS = ("flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states")
 
 
@@ -83,18 +85,20 @@ def run_prefill_new_tokens(
         ValueError: shapes, dtypes or devices do not match, or `out` overlaps another tensor.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_expanded(q, k_nope, k_pe, v, metadata)
+    _check_expanded(q, k_nope, k_pe, v, metadata)
     check_flag("return_lse", return_lse)
     dtype = wide_dtype(q.dtype) if return_lse else q.dtype
     return _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, backend)
 
 
-def _attend_new_tokens(q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, backend):
+def _attend_new_tokens(
+    q, k_nope, k_pe, v, metadata, softmax_scale, dtype, return_lse, out, backend, out_is_checked=False
+):
     """Compute causal attention of the new tokens with an output of any dtype; do not check the plan."""
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
-    return flash_attn_varlen_shared_rope(
-        q, k_nope, k_pe, v, offsets, offsets, longest, longest, softmax_scale, causal=True, out_dtype=dtype,
-        return_lse=return_lse, out=out, backend=backend,
+    return attend(
+        q, k_nope, k_pe, v, offsets, offsets, longest, longest, softmax_scale, True, dtype, backend,
+        return_lse=return_lse, out=out, out_is_checked=out_is_checked,
     )  # fmt: skip
 
 
@@ -114,10 +118,15 @@ def run_prefill_context_chunk(
     Returns:
         out [T, N, V] and lse [N, T], both in float32 (float64 if `q` is float64).
     """
-    check_expanded(q, k_nope, k_pe, v, metadata, chunk)
-    return flash_attn_varlen_shared_rope(
+    _check_expanded(q, k_nope, k_pe, v, metadata, chunk)
+    return _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, backend)
+
+
+def _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, backend):
+    """Compute attention of the new tokens over one chunk of context; do not check the plan."""
+    return attend(
         q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len, chunk.max_seq_len,
-        softmax_scale, causal=False, out_dtype=wide_dtype(q.dtype), bounded=chunk.bounded, backend=backend,
+        softmax_scale, False, wide_dtype(q.dtype), backend, bounded=chunk.bounded,
     )  # fmt: skip
 
 
@@ -152,9 +161,9 @@ def gather_context(
             too few rows.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    width, dtype = check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
+    width, dtype = _check_context(kv_cache, metadata, chunk, cache_format, out_dtype)
     if workspace is not None:
-        check_rows(workspace, width, chunk.num_tokens, dtype, kv_cache.device)
+        _check_rows(workspace, width, chunk.num_tokens, dtype, kv_cache.device)
     return gather_and_maybe_dequant_cache(
         kv_cache, metadata.block_table, chunk.cu_seq_lens, chunk.starts, chunk.num_tokens, cache_format, out_dtype,
         out=None if workspace is None else workspace[: chunk.num_tokens], bounded=chunk.bounded, backend=backend,
@@ -213,7 +222,7 @@ def forward_prefill(
             `workspace` is too small.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
+    _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
     check_function("gather", gather)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
@@ -230,32 +239,33 @@ def forward_prefill(
     if workspace is not None and chunks:
         rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
         gather = functools.partial(gather, workspace=rows)
-    parts = metadata.parts or (_whole(metadata, q.shape[0]),)
-    k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
+    parts = metadata.all_parts(q.shape[0])
+    k_nope, v = expand_into(kv_c_normed, w_uk, w_uv, None)
     states = []  # of each part: an attention state, or only the final output
     for part in parts:
-        tokens = slice(part.first_token, part.end_token)
-        dtype, final = (wide_dtype(q.dtype), None) if part.rows else (q.dtype, out[tokens])
+        tokens = part.first_token, part.end_token
+        dtype, final = (wide_dtype(q.dtype), None) if part.rows else (q.dtype, rows_of(out, *tokens))
+        new_tokens = [rows_of(x, *tokens) for x in (q, k_nope, k_pe, v)]
         states.append(_attend_new_tokens(
-            q[tokens], k_nope[tokens], k_pe[tokens], v[tokens], part.plan, softmax_scale, dtype,
-            return_lse or final is None, final, backend,
+            *new_tokens, part.plan, softmax_scale, dtype, return_lse or final is None, final, backend,
+            out_is_checked=True,
         ))  # fmt: skip
-    del k_nope, v
+    del k_nope, v, new_tokens
     for number, chunk in enumerate(chunks):
         context = gather(kv_cache, metadata, chunk, cache_format=cache_format, out_dtype=q.dtype)
-        k_nope, v = expand_kv(context[:, :latent], w_uk, w_uv, workspace=expanded)
+        k_nope, v = expand_into(context[:, :latent], w_uk, w_uv, expanded)
         for index, part in enumerate(parts):
             last = len(part.rows) - 1
             for place, (part_chunk, own) in enumerate(zip(part.plan.context_chunks, part.rows, strict=True)):
                 if own.chunk == number:
-                    tokens, keys = slice(part.first_token, part.end_token), slice(own.first, own.end)
-                    chunk_state = run_prefill_context_chunk(
-                        q[tokens], k_nope[keys], context[keys, latent:], v[keys], part.plan, part_chunk, softmax_scale,
-                        backend=backend,
-                    )  # fmt: skip
-                    target = out[tokens] if place == last else states[index].out
+                    tokens = part.first_token, part.end_token
+                    keys = [rows_of(x, own.first, own.end) for x in (k_nope, context[:, latent:], v)]
+                    chunk_state = _attend_context(
+                        rows_of(q, *tokens), *keys, part.plan, part_chunk, softmax_scale, backend
+                    )
+                    target = rows_of(out, *tokens) if place == last else states[index].out
                     states[index] = _merge_into(target, chunk_state, states[index], backend)
-                    del chunk_state
+                    del chunk_state, keys
         del k_nope, v, context  # frees the memory of this chunk before the next chunk is expanded
     return AttentionState(out, torch.cat([state.lse for state in states], dim=1)) if return_lse else out
 
@@ -263,13 +273,12 @@ def forward_prefill(
 def _merge_into(target: Tensor, chunk_state: AttentionState, state: AttentionState, backend: BackendChoice):
     """Merge two states; write the output to `target` and the LSE in place. Return the merged state."""
     made = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-    merged = merge_attn_states(chunk_state, state, out=AttentionState(made, state.lse), backend=backend)
+    merged = merge_states(chunk_state, state, AttentionState(made, state.lse), backend=backend)
     if made is not target:
         target.copy_(made)
     return merged
 
 
-def _whole(metadata: PrefillMetadata, num_tokens: int) -> PrefillPart:
-    """Return one part with all requests of a plan that has no parts."""
-    rows = tuple(ChunkRows(number, 0, chunk.num_tokens) for number, chunk in enumerate(metadata.context_chunks))
-    return PrefillPart(0, num_tokens, metadata, rows)
+def rows_of(x: Tensor, first: int, end: int) -> Tensor:
+    """Return x[first:end]; the tensor itself, without the cost of a view, if these are all its rows."""
+    return x if first == 0 and end == x.shape[0] else x[first:end]

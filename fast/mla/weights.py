@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from reference.interfaces import (
     check,
     check_dtype,
+    check_expansion,
     check_int,
+    check_no_overlap,
     check_out,
     check_tensor,
     check_type,
     linear_output,
     split_for_keys,
 )
+
+from .. import backends
 
 
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
@@ -85,11 +89,16 @@ def split_kv_b_proj(
     Raises:
         ValueError: the weight does not have N (P + V) rows.
     """
+    _check_up_projection(kv_b_weight, num_heads, qk_nope_head_dim, v_head_dim)
+    per_head = kv_b_weight.view(num_heads, qk_nope_head_dim + v_head_dim, -1).permute(2, 0, 1)
+    return per_head.split([qk_nope_head_dim, v_head_dim], dim=-1)
+
+
+@backends.CheckedOnce
+def _check_up_projection(kv_b_weight, num_heads, qk_nope_head_dim, v_head_dim):
     for name, value in (("num_heads", num_heads), ("qk_nope_head_dim", qk_nope_head_dim), ("v_head_dim", v_head_dim)):
         check_int(name, value)
     check_tensor("kv_b_weight", kv_b_weight, (num_heads * (qk_nope_head_dim + v_head_dim), "Lkv"))
-    per_head = kv_b_weight.view(num_heads, qk_nope_head_dim + v_head_dim, -1).permute(2, 0, 1)
-    return per_head.split([qk_nope_head_dim, v_head_dim], dim=-1)
 
 
 def absorb(
@@ -103,9 +112,14 @@ def absorb(
     Raises:
         ValueError: shapes, dtypes or devices do not match.
     """
+    _check_absorption(w_uk, w_uv)
+    return w_uk.permute(1, 2, 0), w_uv.transpose(0, 1)
+
+
+@backends.CheckedOnce
+def _check_absorption(w_uk, w_uv):
     check_tensor("w_uk", w_uk, ("Lkv", "N", "P"))
     check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), (w_uk.dtype,), w_uk.device)
-    return w_uk.permute(1, 2, 0), w_uv.transpose(0, 1)
 
 
 def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P Lkv"]) -> Float[Tensor, "T N Lkv"]:
@@ -114,9 +128,14 @@ def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P L
     Raises:
         ValueError: shapes, dtypes or devices do not match.
     """
+    _check_queries(q_nope, w_uk_t)
+    return torch.bmm(q_nope.transpose(0, 1), w_uk_t).transpose(0, 1)
+
+
+@backends.CheckedOnce
+def _check_queries(q_nope, w_uk_t):
     check_tensor("q_nope", q_nope, ("T", "N", "P"))
     check_tensor("w_uk_t", w_uk_t, (*q_nope.shape[1:], "Lkv"), (q_nope.dtype,), q_nope.device)
-    return torch.bmm(q_nope.transpose(0, 1), w_uk_t).transpose(0, 1)
 
 
 def latent_to_value(
@@ -139,12 +158,24 @@ def latent_to_value(
     Raises:
         ValueError: shapes, dtypes or devices do not match, or `out` overlaps an argument.
     """
-    check_tensor("latent", latent, ("T", "N", "Lkv"))
-    check_tensor("w_uv", w_uv, (*latent.shape[1:], "V"), (latent.dtype,), latent.device)
+    _check_latents(latent, w_uv)
     if out is None:
         return torch.bmm(latent.transpose(0, 1), w_uv).transpose(0, 1)
     shape = (*latent.shape[:2], w_uv.shape[2])
     check_out("out", out, shape, latent.dtype, latent.device, latent, w_uv)
+    return write_values(latent, w_uv, out)
+
+
+@backends.CheckedOnce
+def _check_latents(latent, w_uv):
+    check_tensor("latent", latent, ("T", "N", "Lkv"))
+    check_tensor("w_uv", w_uv, (*latent.shape[1:], "V"), (latent.dtype,), latent.device)
+
+
+def write_values(
+    latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"], out: Float[Tensor, "T N V"]
+) -> Float[Tensor, "T N V"]:
+    """Compute `latent_to_value` into a tensor that the caller has checked or allocated; return this tensor."""
     _bmm_into(latent.transpose(0, 1), w_uv, out.transpose(0, 1))
     return out
 
@@ -169,18 +200,29 @@ def expand_kv(
         k_nope [S, N, P] and v [S, N, V], contiguous for each head; views of `workspace` if it is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; `workspace` is too small.
+        ValueError: shapes, dtypes or devices do not match; `workspace` is too small or overlaps an argument.
     """
-    check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
-    dtypes, device = (kv_c_normed.dtype,), kv_c_normed.device
-    check_tensor("w_uk", w_uk, (kv_c_normed.shape[1], "N", "P"), dtypes, device)
-    check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), dtypes, device)
+    check_no_overlap(workspace, kv_c_normed, w_uk, w_uv)
+    return expand_into(kv_c_normed, w_uk, w_uv, workspace)
+
+
+_check_expansion = backends.CheckedOnce(check_expansion)
+
+
+def expand_into(
+    kv_c_normed: Float[Tensor, "S Lkv"],
+    w_uk: Float[Tensor, "Lkv N P"],
+    w_uv: Float[Tensor, "Lkv N V"],
+    workspace: Float[Tensor, " elements"] | None,
+) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
+    """Compute `expand_kv` with a workspace of which the caller knows that it overlaps no argument, or with None."""
+    _check_expansion(kv_c_normed, w_uk, w_uv, workspace)
     tokens, heads = kv_c_normed.shape[0], w_uk.shape[1]
     by_head = kv_c_normed.expand(heads, -1, -1)  # [N, S, Lkv], no copy
     if workspace is None:
         k_nope, v = (torch.bmm(by_head, weight.transpose(0, 1)) for weight in (w_uk, w_uv))
         return k_nope.transpose(0, 1), v.transpose(0, 1)
-    parts = split_for_keys(workspace, tokens, heads, w_uk.shape[2], w_uv.shape[2], kv_c_normed.dtype, device)
+    parts = split_for_keys(workspace, tokens, heads, w_uk.shape[2], w_uv.shape[2])
     k_nope, v = (part.view(heads, tokens, weight.shape[2]) for part, weight in zip(parts, (w_uk, w_uv), strict=True))
     for made, weight in ((k_nope, w_uk), (v, w_uv)):
         _bmm_into(by_head, weight.transpose(0, 1), made)

@@ -108,6 +108,7 @@ from .decode_schedule import (
 from .errors import GroupError, UnsupportedConfiguration
 from .graphs import GraphBuffers, GraphMemory, captured_tensors, check_not_replaced
 from .layer_arguments import (
+    check_attention_output,
     check_config,
     check_costs,
     check_forward_attention,
@@ -115,6 +116,7 @@ from .layer_arguments import (
     check_norm,
     check_projections,
     check_step,
+    check_step_values,
     latent_norm_eps,
 )
 from .metadata import (
@@ -145,12 +147,14 @@ from .slots import slots_of_tokens
 from .support import GraphSupport, QueryLenSupport
 from .workspace import (
     ContextWorkspace,
-    aligned,
     check_context_workspace,
+    check_expansion,
+    check_no_overlap,
     check_rows,
     context_workspace_size,
     expanded_elements,
     reserve_for_chunks,
+    reserve_largest,
     split_for_keys,
 )
 
@@ -197,7 +201,6 @@ __all__ = [
     "UnsupportedConfiguration",
     "YarnConfig",
     "advanced_batch",
-    "aligned",
     "bounded_batch",
     "captured_batch",
     "captured_tensors",
@@ -205,6 +208,7 @@ __all__ = [
     "check_advance",
     "check_advance_values",
     "check_attention",
+    "check_attention_output",
     "check_attention_settings",
     "check_batch_block_size",
     "check_batch_size",
@@ -230,6 +234,7 @@ __all__ = [
     "check_dtype",
     "check_eager_offsets",
     "check_expanded",
+    "check_expansion",
     "check_flag",
     "check_format",
     "check_formatted_cache",
@@ -246,6 +251,7 @@ __all__ = [
     "check_lengths",
     "check_merge",
     "check_modules",
+    "check_no_overlap",
     "check_no_prefill_padding",
     "check_norm",
     "check_not_negative",
@@ -267,6 +273,7 @@ __all__ = [
     "check_slots",
     "check_state",
     "check_step",
+    "check_step_values",
     "check_storage_dtype",
     "check_swap",
     "check_table_width",
@@ -299,6 +306,7 @@ __all__ = [
     "reorder_batch_threshold",
     "requests_with_tokens",
     "reserve_for_chunks",
+    "reserve_largest",
     "slots_of_tokens",
     "split_for_keys",
     "stride_order",

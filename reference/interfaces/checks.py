@@ -153,9 +153,11 @@ def check_tensor(
     if tensor.layout != torch.strided or tensor.is_nested:
         kind = "a nested one" if tensor.is_nested else f"layout {tensor.layout}"
         raise ValueError(f"{argument}: expected a strided tensor, got {kind}")
-    fits = len(shape) == tensor.dim() and all(
-        isinstance(want, str) or want == got for want, got in zip(shape, tensor.shape, strict=True)
-    )
+    fits = len(shape) == tensor.dim()
+    if fits:
+        for want, got in zip(shape, tensor.shape, strict=True):
+            if not isinstance(want, str) and want != got:
+                fits = False
     if not fits:
         raise ValueError(f"{argument}: expected shape [{', '.join(map(str, shape))}], got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:

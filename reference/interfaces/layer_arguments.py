@@ -98,10 +98,9 @@ def check_forward_attention(
     kv_c_normed: Tensor,
     k_pe: Tensor,
     kv_cache: Tensor,
-    output: Tensor,
     cache_format: CacheFormat,
 ) -> None:
-    """Check shapes, dtypes and devices of the arguments of `MLAAttention.forward_attention`; read no values.
+    """Check shapes, dtypes and devices of the inputs of `MLAAttention.forward_attention`; read no values.
 
     `weight` is an up-projection of the layer. All tensors must be on the device of `weight`, and all tensors except the
     cache must have the dtype of `weight`.
@@ -113,17 +112,26 @@ def check_forward_attention(
     check_tensor("k_pe", k_pe, (tokens, config.qk_rope_head_dim), dtypes, device)
     widths = config.kv_lora_rank, config.qk_rope_head_dim
     check_formatted_cache(kv_cache, cache_format, *widths, weight.dtype, device)
-    shape = (tokens, config.num_heads, config.v_head_dim)
-    check_out("output", output, shape, weight.dtype, device, weight, q, kv_c_normed, k_pe, kv_cache)
+
+
+def check_attention_output(config: MLAConfig, output: Tensor, weight: Tensor, q: Tensor, *inputs: Tensor) -> None:
+    """Check the tensor that `MLAAttention.forward_attention` writes; read no values.
+
+    Args:
+        config: config with the heads of this rank.
+        output: [T, N, V].
+        weight: an up-projection of the layer, with the dtype and the device of `output`.
+        q: [T, N, P + R].
+        inputs: the other tensors of which `output` must share no memory.
+    """
+    shape = (q.shape[0], config.num_heads, config.v_head_dim)
+    check_out("output", output, shape, weight.dtype, weight.device, weight, q, *inputs)
 
 
 def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspace_tokens: int) -> None:
-    """Check the plan of a whole step before the layer writes anything.
+    """Check shapes and counts of the plan of a whole step, before the layer writes anything; read no values.
 
-    - Shapes and counts are checked on every device.
-    - Values are checked if the cache is on the CPU and the code is not compiled. In compiled code, each op checks the
-      values of its own arguments before the op writes.
-    - No chunk may have more than `workspace_tokens` tokens, the number with which the memory of the layer was profiled.
+    No chunk may have more than `workspace_tokens` tokens, the number with which the memory of the layer was profiled.
     """
     check(isinstance(metadata, MLAMetadata), "metadata", "an MLAMetadata or None", type(metadata).__name__)
     end, split = metadata.num_actual_tokens, metadata.num_decode_tokens
@@ -157,8 +165,16 @@ def check_step(metadata: MLAMetadata, num_tokens: int, kv_cache: Tensor, workspa
         check(chunk.num_tokens <= workspace_tokens, "metadata.workspace_tokens",
               f"chunks of at most {workspace_tokens} tokens, the layer's workspace_tokens",
               f"a chunk of {chunk.num_tokens} in a plan for {metadata.workspace_tokens}")  # fmt: skip
-    if device.type != "cpu" or torch.compiler.is_compiling():
+
+
+def check_step_values(metadata: MLAMetadata, kv_cache: Tensor) -> None:
+    """Check the values of the plan of a whole step, if the cache is on the CPU and the code is not compiled.
+
+    In compiled code, each op checks the values of its own arguments before the op writes. `check_step` has passed.
+    """
+    if kv_cache.device.type != "cpu" or torch.compiler.is_compiling():
         return
+    end, split, prefill = metadata.num_actual_tokens, metadata.num_decode_tokens, metadata.prefill
     num_blocks, block_size, _ = kv_cache.shape
     check_slots(metadata.slot_mapping[:end], num_blocks * block_size, "metadata.slot_mapping")
     check_decode_values(metadata.decode, split, block_size, num_blocks)

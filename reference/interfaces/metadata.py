@@ -267,6 +267,13 @@ class PrefillMetadata:
     block_size: int
     parts: tuple[PrefillPart, ...] = ()
 
+    def all_parts(self, num_tokens: int) -> tuple[PrefillPart, ...]:
+        """Return `parts`; if there are none, one part with all requests and their `num_tokens` query tokens."""
+        if self.parts:
+            return self.parts
+        rows = tuple(ChunkRows(number, 0, chunk.num_tokens) for number, chunk in enumerate(self.context_chunks))
+        return (PrefillPart(0, num_tokens, self, rows),)
+
 
 @dataclass(frozen=True, eq=False)
 class PrefillPart:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .checks import check, check_dtype, check_int, check_tensor, check_type
+from .checks import check, check_dtype, check_int, check_out, check_tensor, check_type
 from .config import MLAConfig
 from .context_chunk import ContextChunk, ContextParallelChunk
 
@@ -131,6 +131,36 @@ def context_workspace_size(config: MLAConfig, workspace_tokens: int, context_par
     return _elements(workspace_tokens, exchanged, config.head_size, expanded)
 
 
+def reserve_largest(
+    workspace: ContextWorkspace,
+    config: MLAConfig,
+    workspace_tokens: int,
+    context_parallel_size: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Reserve a workspace for every chunk of up to `workspace_tokens` tokens, and return its two parts.
+
+    Args:
+        workspace: the workspace.
+        config: config with the heads of this rank.
+        workspace_tokens: S, largest number of context tokens of a chunk.
+        context_parallel_size: D, ranks that share each sequence; None without context parallelism.
+        dtype: dtype of the layer.
+        device: device of the layer.
+
+    Returns:
+        Two views: [S, Lkv + R] for the gathered context, and [elements], the memory after it, for expanded keys and
+        values.
+
+    Raises:
+        ValueError: the memory was given by the caller, and is too small or has another dtype or device.
+    """
+    memory = workspace.reserve(context_workspace_size(config, workspace_tokens, context_parallel_size), dtype, device)
+    rows = workspace_tokens * config.head_size
+    return memory[:rows].view(workspace_tokens, config.head_size), memory[aligned(rows) :]
+
+
 def reserve_for_chunks(
     workspace: ContextWorkspace, chunks: Iterable[ContextChunk], latents: Tensor, k_pe: Tensor, w_uk: Tensor,
     w_uv: Tensor,
@@ -146,9 +176,9 @@ def reserve_for_chunks(
         w_uv: [Lkv, N, V].
 
     Returns:
-        - [rows, Lkv + R], the whole memory as rows; a gather writes the context into the first rows, and may use all
-          other rows until it returns.
-        - [elements], the memory after the rows of the longest chunk, for expanded keys and values.
+        Two views. The first view, [rows, Lkv + R], is the whole memory as rows; a gather writes the context into the
+        first rows, and may use all other rows until it returns. The second view, [elements], is the memory after the
+        rows of the longest chunk, for expanded keys and values.
     """
     (_, heads, nope), value, head_size = w_uk.shape, w_uv.shape[2], latents.shape[1] + k_pe.shape[1]
     tokens, exchanged = max(chunk.num_tokens for chunk in chunks), 0
@@ -169,14 +199,28 @@ def check_rows(workspace: Tensor, columns: int, rows: int, dtype: torch.dtype, d
           f"{workspace.shape[0]} rows{gaps}")  # fmt: skip
 
 
-def split_for_keys(
-    workspace: Tensor, tokens: int, heads: int, nope: int, value: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Check a flat workspace for expanded keys and values; return [S N P] for the keys and [S N V] for the values."""
-    check_tensor("workspace", workspace, ("elements",), (dtype,), device)
-    least = expanded_elements(tokens, heads, nope, value)
+def check_expansion(latents: Tensor, w_uk: Tensor, w_uv: Tensor, workspace: Tensor | None) -> None:
+    """Check shapes, dtypes and devices of the arguments of `expand_kv`; read no values."""
+    check_tensor("kv_c_normed", latents, ("S", "Lkv"))
+    dtypes, device = (latents.dtype,), latents.device
+    check_tensor("w_uk", w_uk, (latents.shape[1], "N", "P"), dtypes, device)
+    check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), dtypes, device)
+    if workspace is None:
+        return
+    check_tensor("workspace", workspace, ("elements",), dtypes, device)
+    least = expanded_elements(latents.shape[0], *w_uk.shape[1:], w_uv.shape[2])
     gaps = "" if workspace.is_contiguous() else " with gaps"
     check(workspace.shape[0] >= least and not gaps, "workspace", f"at least {least} elements without gaps",
           f"{workspace.shape[0]} elements{gaps}")  # fmt: skip
+
+
+def check_no_overlap(workspace: Tensor | None, *inputs: Tensor) -> None:
+    """Check that the memory of a workspace has no element of the tensors that are read while it is written."""
+    if workspace is not None:
+        check_out("workspace", workspace, tuple(workspace.shape), workspace.dtype, workspace.device, *inputs)
+
+
+def split_for_keys(workspace: Tensor, tokens: int, heads: int, nope: int, value: int) -> tuple[Tensor, Tensor]:
+    """Return the parts of a checked workspace for expanded keys, [S N P], and for expanded values, [S N V]."""
     keys = tokens * heads * nope
-    return workspace[:keys], workspace[aligned(keys) : least]
+    return workspace[:keys], workspace[aligned(keys) : expanded_elements(tokens, heads, nope, value)]

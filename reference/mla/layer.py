@@ -23,7 +23,7 @@ from ..interfaces import (
     MLAConfig,
     MLAMetadata,
     UnsupportedConfiguration,
-    aligned,
+    check_attention_output,
     check_context_workspace,
     check_format,
     check_forward_attention,
@@ -33,10 +33,11 @@ from ..interfaces import (
     check_number,
     check_projections,
     check_step,
+    check_step_values,
     check_tensor,
-    context_workspace_size,
     latent_norm_eps,
     linear_output,
+    reserve_largest,
     wide_dtype,
 )
 from .cascade import cascade_attention
@@ -300,7 +301,8 @@ class MLAAttention(nn.Module):
         """
         c = self.local_config
         w_uk, w_uv = self.up_projections()
-        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, output, self.cache_format)
+        check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format)
+        check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
             workspace = ContextWorkspace() if self.workspace is None else self.workspace
             context, expanded = self._reserve(workspace, self.workspace_tokens, q)
@@ -308,6 +310,7 @@ class MLAAttention(nn.Module):
             output.zero_()
             return
         check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
+        check_step_values(metadata, kv_cache)
         check_step_ownership(metadata, self.context_parallel)
         workspace = metadata.workspace if self.workspace is None else self.workspace
         if metadata.prefill.context_chunks:
@@ -347,8 +350,5 @@ class MLAAttention(nn.Module):
         self, workspace: ContextWorkspace, tokens: int, q: Tensor
     ) -> tuple[Float[Tensor, "S head_size"], Float[Tensor, " elements"]]:
         """Reserve a workspace for chunks of up to `tokens` tokens; return its rows of context and the rest."""
-        c, groups = self.local_config, self.context_parallel
-        elements = context_workspace_size(c, tokens, None if groups is None else groups.size)
-        memory = workspace.reserve(elements, q.dtype, q.device)
-        rows = tokens * c.head_size
-        return memory[:rows].view(tokens, c.head_size), memory[aligned(rows) :]
+        size = None if self.context_parallel is None else self.context_parallel.size
+        return reserve_largest(workspace, self.local_config, tokens, size, q.dtype, q.device)

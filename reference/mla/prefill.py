@@ -19,11 +19,9 @@ from ..interfaces import (
     COMPUTE_FORMAT,
     AttentionState,
     CacheFormat,
-    ChunkRows,
     ContextChunk,
     ContextWorkspace,
     PrefillMetadata,
-    PrefillPart,
     check_context,
     check_context_workspace,
     check_expanded,
@@ -220,7 +218,7 @@ def forward_prefill(
     if workspace is not None and chunks:
         rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
         gather_options["workspace"] = rows
-    parts = metadata.parts or (_whole(metadata, q.shape[0]),)
+    parts = metadata.all_parts(q.shape[0])
     k_nope, v = expand_kv(kv_c_normed, w_uk, w_uv)
     results = []  # for each part: its attention state, or its final output
     for part in parts:
@@ -247,9 +245,3 @@ def forward_prefill(
     outs = [result.out if isinstance(result, AttentionState) else result for result in results]
     out = torch.cat([out.to(q.dtype) for out in outs])
     return AttentionState(out, torch.cat([state.lse for state in results], dim=1)) if return_lse else out
-
-
-def _whole(metadata: PrefillMetadata, num_tokens: int) -> PrefillPart:
-    """Return one part with all requests of a plan that has no parts."""
-    rows = tuple(ChunkRows(number, 0, chunk.num_tokens) for number, chunk in enumerate(metadata.context_chunks))
-    return PrefillPart(0, num_tokens, metadata, rows)

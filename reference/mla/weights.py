@@ -14,7 +14,17 @@ from einops import einsum, rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ..interfaces import check, check_dtype, check_int, check_tensor, check_type, linear_output, split_for_keys
+from ..interfaces import (
+    check,
+    check_dtype,
+    check_expansion,
+    check_int,
+    check_no_overlap,
+    check_tensor,
+    check_type,
+    linear_output,
+    split_for_keys,
+)
 
 
 def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
@@ -164,24 +174,20 @@ def expand_kv(
         w_uk: [Lkv, N, P], key up-projection.
         w_uv: [Lkv, N, V], value up-projection.
         workspace: memory for the results, a contiguous vector in the dtype and on the device of `kv_c_normed` that
-            shares no memory with it. `k_nope` takes the first S N P elements, and `v` begins at the next multiple of
-            128 elements. None allocates the results.
+            shares no memory with the arguments. `k_nope` takes the first S N P elements, and `v` begins at the next
+            multiple of 128 elements. None allocates the results.
 
     Returns:
         k_nope [S, N, P] and v [S, N, V]; views of `workspace` if it is given.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match; `workspace` is too small.
+        ValueError: shapes, dtypes or devices do not match; `workspace` is too small or overlaps an argument.
     """
-    check_tensor("kv_c_normed", kv_c_normed, ("S", "Lkv"))
-    dtypes, device = (kv_c_normed.dtype,), kv_c_normed.device
-    check_tensor("w_uk", w_uk, (kv_c_normed.shape[1], "N", "P"), dtypes, device)
-    check_tensor("w_uv", w_uv, (*w_uk.shape[:2], "V"), dtypes, device)
-    if workspace is not None:
-        sizes = kv_c_normed.shape[0], w_uk.shape[1], w_uk.shape[2], w_uv.shape[2]
-        keys, values = split_for_keys(workspace, *sizes, kv_c_normed.dtype, device)
+    check_expansion(kv_c_normed, w_uk, w_uv, workspace)
+    check_no_overlap(workspace, kv_c_normed, w_uk, w_uv)
     k_nope = einsum(kv_c_normed, w_uk, "tokens latent, latent heads nope -> tokens heads nope")
     v = einsum(kv_c_normed, w_uv, "tokens latent, latent heads value -> tokens heads value")
     if workspace is None:
         return k_nope, v
+    keys, values = split_for_keys(workspace, *k_nope.shape, v.shape[2])
     return keys.view(k_nope.shape).copy_(k_nope), values.view(v.shape).copy_(v)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ import fast
 from fast import backends
 from fast.backends import Backend, OpSupport, checked_calls
 from fast.backends.repeated_launches import Launches, launch
-from reference.interfaces import AttentionState
+from reference.interfaces import AttentionState, ScheduleCosts
 
 from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights
 
@@ -123,9 +125,6 @@ def test_number_of_kept_signatures(monkeypatch):
 
 def test_a_plan_is_not_kept_alive():
     """A signature keeps no tensor and no plan."""
-    import gc
-    import weakref
-
     inputs = decode_inputs()
     fast.mla_decode(*inputs)
     kept = [weakref.ref(each) for each in inputs[:4]]
@@ -205,3 +204,72 @@ def test_repeated_launches():
     assert kernel.launches[2:] == [((3, 1, 1), ("a", 3, 4), None), ((4, 2, 1), ("b", 4, 8), None)]
     call(5, 6)  # outside a repeated call, Triton searches
     assert kernel.searches == 4
+
+
+def test_a_check_runs_once_for_each_signature():
+    """A check that passed is not repeated; another shape, another plan or a failed check is checked again."""
+    seen = []
+
+    def refuse_long(x, plan):
+        seen.append(x.shape[0])
+        if x.shape[0] > 4:
+            raise ValueError("x: expected at most 4 rows")
+        return x.shape[0]
+
+    check, plan = backends.CheckedOnce(refuse_long), decode_inputs()[3]
+    assert [check(torch.zeros(rows), plan) for rows in (3, 3, 4, 3)] == [3, 3, 4, 3] and seen == [3, 4]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^x: expected at most 4 rows$"):
+            check(torch.zeros(5), plan)
+    check(torch.zeros(3), replace(plan))  # equal fields, but another plan
+    assert seen == [3, 4, 5, 5, 3]
+    with backends.check_every_call():
+        check(torch.zeros(3), plan)
+    checked_calls.forget_calls()
+    check(torch.zeros(3), plan)
+    assert seen == [3, 4, 5, 5, 3, 3, 3]
+
+
+def test_a_checked_plan_is_not_kept_alive():
+    """The signatures of checks keep no tensor and no plan either."""
+    check, (q, _, _, plan, _) = backends.CheckedOnce(lambda *_: None), decode_inputs()
+    check(q, plan)
+    kept = weakref.ref(q), weakref.ref(plan)
+    del q, plan, _
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+def test_a_layer_checks_bad_input_after_good_input(plain_errors):
+    """A layer that accepted a step refuses another plan, and the same plan whose values changed on a CPU."""
+    layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float32), torch.float32)
+    batch = make_batch([1, 5], [20, 33])
+    cache = torch.zeros(batch.num_blocks, 16, DIRECT.head_size)
+    hidden, positions = torch.randn(6, DIRECT.hidden_size), torch.arange(6)
+    plan = fast.build_mla_metadata(batch.common, 16, 64)
+    for _ in range(2):
+        layer(hidden, positions, cache, plan)
+    for given, message in (
+        ((hidden[:5], positions[:5], cache, plan), "^metadata: "),
+        ((hidden, positions[:5], cache, plan), "^positions: "),
+        ((hidden, positions, cache[:, :8], plan), "^metadata.decode.block_size: "),
+        ((hidden, positions, cache, replace(plan, num_decodes=2)), "^metadata.num_decodes: "),
+        ((hidden, positions, cache.double(), plan), "^kv_cache: "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer(*given)
+    plan.slot_mapping[0] = 10_000
+    with pytest.raises(ValueError, match="^metadata.slot_mapping: "):
+        layer(hidden, positions, cache, plan)
+
+
+def test_equal_configs_share_signatures(monkeypatch):
+    """A new record with equal values counts as the same argument, and the number of kept records is limited."""
+    monkeypatch.setattr(checked_calls, "MOST_CONFIGS", 5)
+    seen = []
+    check = backends.CheckedOnce(lambda costs: seen.append(costs.request_cost))
+    for _ in range(20):
+        check(ScheduleCosts(request_cost=3))
+    assert 1 <= len(seen) <= 20 // 5 + 1
+    check(ScheduleCosts(request_cost=4))
+    assert seen[-1] == 4

@@ -9,13 +9,14 @@ import pytest
 
 from fast.backends import checked_calls
 
-LAUNCHER = "fast.kernels.hopper.mla_decode.launch"
+KEPT = {"fast.kernels.hopper.mla_decode.launch": "_launch_sizes", "fast.kernels.triton.attention": "_launch_of"}
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
     """Dispatch every call, let Triton find each compiled kernel, and compute the sizes of each launch."""
     monkeypatch.setattr(checked_calls, "must_be_dispatched", lambda: True)
-    if importlib.util.find_spec("triton") is not None and LAUNCHER in sys.modules:
-        launcher = sys.modules[LAUNCHER]
-        monkeypatch.setattr(launcher, "_launch_sizes", launcher._launch_sizes.__wrapped__)
+    if importlib.util.find_spec("triton") is not None:
+        for module in KEPT.keys() & sys.modules.keys():
+            function = getattr(sys.modules[module], KEPT[module])
+            monkeypatch.setattr(sys.modules[module], KEPT[module], function.__wrapped__)

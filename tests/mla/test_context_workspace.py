@@ -247,8 +247,9 @@ def test_no_step_needs_more_than_the_profile_run(config):
 
 def test_growth_is_seen(monkeypatch):
     """Without a workspace, the memory of a prefill follows its context, and the comparison above fails."""
-    monkeypatch.setattr("fast.mla.layer.MLAAttention._reserve", lambda self, metadata, q: None if metadata else
-                        fast.ContextWorkspace())  # fmt: skip
+    reserve = fast.MLAAttention._reserve
+    monkeypatch.setattr(fast.MLAAttention, "_reserve", lambda self, metadata, q: (None, None) if metadata else
+                        reserve(self, metadata, q))  # fmt: skip
     steps = [([20], [4], False), ([20], [64], False), ([20], [900], False)]
     _, short, longer, longest = peaks(SMALL_LATENT, torch.bfloat16, 20, "layer", steps)
     assert short < longer <= longest

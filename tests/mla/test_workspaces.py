@@ -57,13 +57,13 @@ def test_a_chunk_beyond_the_profiled_workspace_raises(ops, plain_errors):
 def test_the_profile_run_touches_the_workspace(ops, monkeypatch):
     """The memory-profile run expands `workspace_tokens` tokens, which are MOST_WORKSPACE_TOKENS by default."""
     expanded = []
-    module = {reference: "reference.mla.layer", fast: "fast.mla.memory_profile"}[ops]
+    function = {reference: "reference.mla.layer.expand_kv", fast: "fast.mla.memory_profile.expand_into"}[ops]
 
-    def expand_kv(latents, *_, workspace=None):
+    def expand(latents, w_uk, w_uv, workspace):
         if workspace is not None:
             expanded.append(latents.shape[0])
 
-    monkeypatch.setattr(f"{module}.expand_kv", expand_kv)
+    monkeypatch.setattr(function, expand)
     weights = make_weights(CONFIG, torch.float32)
     cache = torch.zeros(1, 16, CONFIG.head_size)
     hidden, positions = torch.zeros(3, CONFIG.hidden_size), torch.arange(3)

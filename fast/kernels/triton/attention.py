@@ -10,6 +10,7 @@ of columns of a Triton tile is a power of two:
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, no_type_check
 
 import torch
@@ -21,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from reference.interfaces import UnsupportedConfiguration
 
 from ...backends import launch
+from ..descriptors import box_descriptor
 from ..device import DeviceFacts, device_facts, device_of
 from ..integers import next_power_of_2
 
@@ -343,19 +345,43 @@ def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width
     )
 
 
-def _describable(x: Tensor) -> bool:
-    """Return whether TMA (the GPU's bulk copy engine) can read x.
+class Launch(NamedTuple):
+    """What a launch needs and only widths, dtype and device decide.
 
-    TMA needs an address and strides that are multiples of 16 bytes, and contiguous columns.
+    Attributes:
+        blocks: launch shape.
+        constants: compile-time constants, with USE_TMA if TMA can load tiles of these widths.
+        boxes: boxes that TMA loads from `k_nope`, from `k_nope` again, from the shared rope part and from `v`.
     """
-    steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
-    own = all(stride > 0 for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
-    return x.numel() > 0 and x.stride(-1) == 1 and own and all(step % 16 == 0 for step in steps)
+
+    blocks: Blocks
+    constants: Constants
+    boxes: tuple[tuple[int, ...], ...]
 
 
-def _describe(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Return a TMA descriptor that loads [rows, columns] from one head of x [S, N, columns], or from x [S, columns]."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, *[1] * (x.dim() - 2), columns])
+@functools.lru_cache
+def _launch_of(dtype: torch.dtype, device: DeviceFacts, nope: int, rope: int, value: int) -> Launch:
+    """Return the `Launch` for queries and keys of `nope` + `rope` columns and values of `value` columns."""
+    first, second = _powers_of_two(nope)
+    rope_columns = max(next_power_of_2(rope), SMALLEST_DOT) if rope else 0
+    value_columns = max(next_power_of_2(value), SMALLEST_DOT)
+    blocks = _blocks(dtype, device, first + second + rope_columns, value_columns)
+    unpadded = (first + second, rope_columns, value_columns) == (nope, rope, value)
+    rows = blocks.block_n
+    boxes = ((rows, 1, first), (rows, 1, second or SMALLEST_DOT), (rows, rope_columns or SMALLEST_DOT),
+             (rows, 1, value_columns))  # fmt: skip
+    constants = Constants(
+        P=nope, R=rope, V=value, FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns, BLOCK_N=rows,
+        USE_TMA=device.has_copy_engine and not device.interpreted and dtype.itemsize == 2 and unpadded,
+    )  # fmt: skip
+    return Launch(blocks, constants, boxes)
+
+
+def _descriptors_of(sources: tuple[Tensor, ...], boxes: tuple[tuple[int, ...], ...]) -> list[TensorDescriptor] | None:
+    """Return the TMA descriptors of keys and values; None if TMA cannot read one of them."""
+    made = [box_descriptor(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box)
+            for x, box in zip(sources, boxes, strict=True)]  # fmt: skip
+    return None if None in made else made
 
 
 def flash_attn_varlen(
@@ -388,7 +414,7 @@ def flash_attn_varlen(
         causal: True applies a causal mask, in which the last query of a request sees its last key.
         out_dtype: dtype of the output.
         out: [T, N, V] in `out_dtype`, any strides, written in place; None allocates `out` and `lse`.
-        lse: [N, T], contiguous, written in place; None beside a given `out` stores no LSE.
+        lse: [N, T], contiguous, written in place; None with a given `out` stores no LSE.
 
     Returns:
         out [T, N, V], and lse [N, T] or None.
@@ -406,18 +432,14 @@ def flash_attn_varlen(
         return out, lse
     rope = 0 if k_pe is None else k_pe.shape[1]
     shared = k_pe if rope else k_nope[:, 0]  # without a rope part, any tensor of two dims will do
-    first, second = _powers_of_two(nope)
-    rope_columns = max(next_power_of_2(rope), SMALLEST_DOT) if rope else 0
-    value_columns = max(next_power_of_2(value), SMALLEST_DOT)
-    device = device_facts(q.device)
-    blocks = _blocks(q.dtype, device, first + second + rope_columns, value_columns)
+    blocks, constants, boxes = _launch_of(q.dtype, device_facts(q.device), nope, rope, value)
     sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
-    unpadded = (first + second, rope_columns, value_columns) == (nope, rope, value)
-    copied = device.has_copy_engine and not device.interpreted and q.element_size() == 2
-    use_tma = copied and unpadded and all(map(_describable, sources))
-    if use_tma:
-        columns = (first, second or SMALLEST_DOT, rope_columns or SMALLEST_DOT, value_columns)
-        sources = tuple(_describe(x, blocks.block_n, width) for x, width in zip(sources, columns, strict=True))
+    if constants.USE_TMA:
+        described = _descriptors_of(sources, boxes)
+        if described is None:
+            constants = constants._replace(USE_TMA=False)
+        else:
+            sources = described
     num_tiles = tokens // blocks.block_m + requests
     with device_of(q):
         launch(
@@ -426,10 +448,6 @@ def flash_attn_varlen(
             tokens, keys, requests, num_tiles, softmax_scale, int(causal),
             Strides(*q.stride(), *k_nope.stride(), *shared_strides, *v.stride(), *out.stride()),
             BLOCK_M=blocks.block_m, LOG2_E=LOG2_E,
-            c=Constants(
-                P=nope, R=rope, V=value, FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns,
-                BLOCK_N=blocks.block_n, USE_TMA=use_tma,
-            ),
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+            c=constants, num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip
     return out, lse

@@ -1,31 +1,14 @@
-"""TMA descriptors on the host, each made once. TMA is the GPU's bulk copy engine."""
+"""TMA descriptors of Gluon kernels, each made once."""
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-MOST_DESCRIPTORS = 4096  # a layer needs two for its cache and one for each output that torch's allocator gives out
-
-
-class Memory(NamedTuple):
-    """What a descriptor knows of a tensor. It does not keep the tensor, so a kept descriptor keeps no memory alive.
-
-    Attributes:
-        address: address of the first element.
-        dtype: dtype of the elements.
-    """
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        """Return the address; Triton calls this method as it does for a tensor."""
-        return self.address
+from ...descriptors import MOST_DESCRIPTORS, Memory
 
 
 @functools.lru_cache(MOST_DESCRIPTORS)
