@@ -47,6 +47,7 @@ from .mla.metadata import build_mla_metadata
 from .mla.padding_tokens import zero_padding_tokens
 from .planning.advance import advance_step
 from .planning.decode_schedule import plan_decode
+from .planning.shared_prefix import split_shared_prefix
 from .planning.visible_lens import compute_visible_lens
 
 LONG_CONTEXT = 16384  # tokens; so many that a decode splits the request and combines partial outputs
@@ -261,6 +262,15 @@ def _launches(
             launches.append(functools.partial(serve, schedule))
         launches.append(attend)
 
+    def cascade(requests: int, prefix: int, query_len: int) -> None:
+        lens = [prefix + query_len + 1] * requests
+        common = _batch([query_len] * requests, lens, -(-lens[0] // block_size), num_blocks, device)
+        plan = build_mla_metadata(common, block_size, block_size, decode_threshold, num_programs=0)
+        plan = dataclasses.replace(plan, cascade=split_shared_prefix(plan.decode, prefix, block_size))
+        tokens = requests * query_len
+        hidden_states = torch.zeros(tokens, config.hidden_size, dtype=dtype, device=device)
+        layer(hidden_states, torch.zeros(tokens, dtype=torch.int64, device=device), kv_cache, plan)
+
     def plan_many(requests: int) -> None:
         lens = torch.zeros(requests, dtype=torch.int32, device=device)
         plan_decode(lens, 1, costs, batch_invariant, backend=backend)
@@ -290,6 +300,13 @@ def _launches(
             step([query_len], [max(length, query_len)], scheduled=False)
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
+        if ranks is None and not batch_invariant:  # other builders plan no cascade
+            shared = (block_size, LONG_CONTEXT // 2 // block_size * block_size)
+            launches.extend(
+                functools.partial(cascade, requests, prefix, query_len)
+                for requests in (3, 16, MANY_REQUESTS, MANY_REQUESTS + 1)
+                for prefix in shared
+            )
     # `choose_path` may also choose the absorbed path for longer queries.
     # 17 tokens have more than 16 rows with any number of heads.
     longer = max(decode_threshold + 1, 17)

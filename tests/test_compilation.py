@@ -107,7 +107,7 @@ def test_what_is_told(monkeypatch, caplog):
 
 STEPS = (
     ([1], [17]), ([1] * 16, [33] * 16), ([2, 1, 3, 0], [500, 1, 70, 9]), ([3] * 48, [31] * 48),
-    ([1, 1, 16, 5], [97, 0, 33, 5]), ([64], [64]), ([4, 37, 9], [4, 100, 75]), ([1, 20, 17], [9, 2000, 900]),
+    ([1] * 7, [2000] * 7), ([2] * 300, [40] * 300), ([1, 1, 16, 5], [97, 0, 33, 5]), ([64], [64]), ([4, 37, 9], [4, 100, 75]), ([1, 20, 17], [9, 2000, 900]),
 )  # fmt: skip
 
 
@@ -128,6 +128,9 @@ def serve(config, dtype, threshold, batch_invariant=False):
         tokens = batch.common.slot_mapping.shape[0]
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
         layer(*inputs, plan)
+        shared = (min(seq_lens) - 1) // 16 * 16
+        if max(query_lens) <= threshold and shared > 0 and not batch_invariant:
+            layer(*inputs, replace(plan, cascade=fast.split_shared_prefix(plan.decode, shared, 16)))
         if max(query_lens) <= threshold:
             tokens = sum(query_lens)
             captured = fast.plan_captured_decodes(batch.common, 16, 0, costs, batch_invariant)

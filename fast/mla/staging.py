@@ -34,15 +34,15 @@ def to_device(
 
 
 class StagingBuffer:
-    """Pinned memory through which plans are sent to a GPU, in two halves that are used alternately.
+    """Pinned memory through which plans are sent to a GPU; the host never waits for the GPU.
 
-    An event guards each half: the half is written again only after the last copy from this half has run. The CPU can
-    therefore plan the next step while the GPU runs the current step. The host waits only if both of the last two copies
-    have not run yet. Only one thread may use a buffer.
+    The memory has one part for each plan that is on its way. An event tells whether the last copy from a part has run.
+    A plan takes a part whose copy has run; if there is none, it takes a new part. So there are as many parts as the
+    host is steps ahead of the GPU. Only one thread may use a buffer.
     """
 
     def __init__(self):
-        self._halves: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = {}
+        self._parts: dict[torch.device, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
     def send(self, pieces: list[Tensor], device: torch.device) -> Tensor:
         """Return the given vectors, one after another, as one int32 vector on a CUDA device.
@@ -52,15 +52,14 @@ class StagingBuffer:
             device: device of the result.
         """
         total = sum(piece.shape[0] for piece in pieces)
-        halves = self._halves.setdefault(device, [])
-        half, event = torch.empty(0, dtype=torch.int32, device="cpu"), torch.cuda.Event()
-        if len(halves) == 2:
-            half, event = halves.pop(0)
-            event.synchronize()
-        if half.shape[0] < total:
-            half = torch.empty(2 * total, dtype=torch.int32, device="cpu", pin_memory=True)
-        try:
-            return torch.cat(pieces, out=half[:total]).to(device, non_blocking=True)
-        finally:
-            event.record(torch.cuda.current_stream(device))
-            halves.append((half, event))
+        parts = self._parts.setdefault(device, [])
+        free = next((number for number, (_, event) in enumerate(parts) if event.query()), None)
+        part, event = (None, torch.cuda.Event()) if free is None else parts.pop(free)
+        with torch.inference_mode(False):  # later steps may run outside of the inference mode of this step
+            if part is None or part.shape[0] < total:
+                part = torch.empty(2 * total, dtype=torch.int32, device="cpu", pin_memory=True)
+            try:
+                return torch.cat(pieces, out=part[:total]).to(device, non_blocking=True)
+            finally:
+                event.record(torch.cuda.current_stream(device))
+                parts.append((part, event))

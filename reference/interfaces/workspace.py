@@ -74,7 +74,8 @@ class ContextWorkspace:
         if torch.compiler.is_compiling():  # the compiled graph owns its memory, and must not change this object
             return torch.empty(elements, dtype=dtype, device=device)
         memory = self.memory = None  # free the old memory before the new memory is allocated
-        self.memory = torch.empty(elements, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # later steps may run outside of the inference mode of this step
+            self.memory = torch.empty(elements, dtype=dtype, device=device)
         return self.memory
 
 

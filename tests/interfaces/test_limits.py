@@ -282,18 +282,19 @@ def test_chunks_begin_at_multiples_of_d_i(ops, size, interleave):
 
 
 class Event:
-    """A replacement of CUDA events that logs its creation, each record and each wait."""
+    """A replacement of CUDA events that logs its creation and each record; a test sets `ran` after a record."""
 
     def __init__(self, log):
-        self.log = log
+        self.log, self.ran = log, True
         log.append(("new", self))
 
     def record(self, stream):
         assert stream == "stream"
+        self.ran = False
         self.log.append(("record", self))
 
-    def synchronize(self):
-        self.log.append(("wait", self))
+    def query(self):
+        return self.ran
 
 
 @pytest.fixture
@@ -312,25 +313,39 @@ def without_a_gpu(monkeypatch):
     return found
 
 
-def test_staging_waits_before_it_writes_again(without_a_gpu):
-    """Two plans may be in flight at once.
-
-    Every further plan waits for the last plan but one and reuses the memory of that plan.
-    """
+def test_staging_writes_only_what_has_been_copied(without_a_gpu):
+    """A plan takes memory whose copy has run, or new memory; it never waits."""
     from fast.mla.builder import StagingBuffer
 
-    staging, log, events = StagingBuffer(), without_a_gpu.log, []
-    for number, sizes in enumerate([(3, 2), (1,), (4, 6), (2,), (11,), (30,)]):
-        tensors = [torch.full((size,), number, dtype=torch.int32) for size in sizes]
+    staging, log, made = StagingBuffer(), without_a_gpu.log, []
+    # sizes of the plan, the copies that have run before it, and the event that the plan takes: None means a new one
+    for number, (sizes, ran, taken) in enumerate([
+        ((3, 2), (), None), ((1,), (), None), ((4,), (0,), 0), ((2,), (), None), ((11,), (1, 2), 1), ((9,), (), 2)
+    ]):  # fmt: skip
+        for event in ran:
+            made[event].ran = True
         log.clear()
+        tensors = [torch.full((size,), number, dtype=torch.int32) for size in sizes]
         assert staging.send(tensors, torch.device("cpu")).tolist() == [number] * sum(sizes)
-        waited, recorded = ([event for what, event in log if what == word] for word in ("wait", "record"))
-        events += recorded
-        assert len(recorded) == 1 and waited == ([] if number < 2 else [events[number - 2]])
-        assert number < 2 or recorded == waited, "the reused memory has another event"
-        assert [what for what, _ in log if what != "new"][-1] == "record", "the event is not recorded after the copy"
-    # memory that is too small is replaced by memory for twice the needed elements, here for 5, 1, 11 and 30 elements
-    assert [memory.shape[0] for memory in without_a_gpu.pinned] == [10, 2, 22, 60]
+        recorded = [event for what, event in log if what == "record"]
+        assert len(recorded) == 1 and log[-1][0] == "record", "the event is not recorded after the copy"
+        made += recorded if taken is None else []
+        assert recorded == [made[-1 if taken is None else taken]]
+    # memory that is too small is replaced by memory for twice the needed elements, here for 5, 1, 2, 11 and 9 elements
+    assert [memory.shape[0] for memory in without_a_gpu.pinned] == [10, 2, 4, 22, 18]
+
+
+def test_staging_in_and_outside_of_inference_mode(without_a_gpu):
+    """Memory that was made in inference mode is written outside of it."""
+    from fast.mla.builder import StagingBuffer
+
+    staging, piece = StagingBuffer(), torch.arange(3, dtype=torch.int32)
+    with torch.inference_mode():
+        staging.send([piece], torch.device("cpu"))
+    for _, event in without_a_gpu.log:
+        event.ran = True
+    assert staging.send([piece], torch.device("cpu")).tolist() == [0, 1, 2]
+    assert len(without_a_gpu.pinned) == 1
 
 
 def test_plans_go_to_a_device_in_one_copy(without_a_gpu):
