@@ -24,22 +24,12 @@ from .attention_arguments import (
 from .batch_arguments import (
     check_batch_block_size,
     check_batch_size,
-    check_captured,
-    check_captured_lens,
     check_chunking,
     check_common,
     check_common_prefix,
-    check_graph_batch,
-    check_graph_query_len,
-    check_graph_sizes,
-    check_graph_support,
     check_no_prefill_padding,
     check_table_width,
     check_threshold,
-    check_update,
-    graph_kind,
-    longest_query,
-    requests_with_tokens,
 )
 from .bounds import bounded_batch, check_host_lens, has_host_lens, longest_decode_lens
 from .builder import AttentionMetadataBuilder, captured_batch, graph_support_of, most_captured_tokens
@@ -106,6 +96,19 @@ from .decode_schedule import (
     most_invariant_splits,
 )
 from .errors import GroupError, UnsupportedConfiguration
+from .graph_arguments import (
+    check_captured,
+    check_captured_lens,
+    check_graph_batch,
+    check_graph_query_len,
+    check_graph_sizes,
+    check_graph_support,
+    check_update,
+    graph_kind,
+    has_one_query_len,
+    longest_query,
+    requests_with_tokens,
+)
 from .graphs import GraphBuffers, GraphMemory, captured_tensors, check_not_replaced
 from .layer_arguments import (
     check_config,
@@ -285,6 +288,7 @@ __all__ = [
     "graph_kind",
     "graph_support_of",
     "has_host_lens",
+    "has_one_query_len",
     "infer_global_hyperparameters",
     "invariant_split_rule",
     "invariant_split_tiles",
