@@ -14,6 +14,7 @@ from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
+    ONE_RANK,
     CacheFormat,
     CommonAttentionMetadata,
     ContextWorkspace,
@@ -139,10 +140,10 @@ class MLAMetadataBuilder:
         check_schedule_costs(schedule_costs, "schedule_costs")
         self._graph_support = check_graph_support(graph_support, query_len_support)
         self.ownership = None if context_parallel is None else context_parallel.ownership
-        size, interleave = (1, 1) if self.ownership is None else (self.ownership.size, self.ownership.interleave)
-        check_interleave(interleave, block_size)
-        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, size, interleave)
-        unit = context_unit(block_size, size, interleave)
+        owned = ONE_RANK if self.ownership is None else self.ownership
+        check_interleave(owned.interleave, block_size)
+        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, owned.size, owned.interleave)
+        unit = context_unit(block_size, owned.size, owned.interleave)
         self._decode_heads = (
             config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         )

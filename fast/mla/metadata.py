@@ -15,6 +15,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    ONE_RANK,
     CacheFormat,
     ChunkRows,
     CommonAttentionMetadata,
@@ -146,7 +147,8 @@ def build_mla_metadata(
     check_flag("require_order", require_order)
     check_ownership(ownership)
     check_type("staging", staging, (StagingBuffer, type(None)), "a StagingBuffer or None")
-    size, interleave = (1, 1) if ownership is None else (ownership.size, ownership.interleave)
+    owned = ONE_RANK if ownership is None else ownership
+    size, rank, interleave = owned.size, owned.rank, owned.interleave
     check_interleave(interleave, block_size)
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size * size)
@@ -181,10 +183,10 @@ def build_mla_metadata(
         visible = torch.repeat_interleave(before, query_lens[:decodes], output_size=decode_tokens)
         visible = visible.add_(rows).clamp_(min=0)  # S - Sq + i + 1, clamped to 0 for padding rows (S = 0)
         if ownership is not None:
-            visible = get_dcp_local_seq_lens(visible, size, ownership.rank, interleave)
+            visible = get_dcp_local_seq_lens(visible, size, rank, interleave)
         made["visible_lens"] = visible
     if ownership is not None and host_lens:
-        made["seq_lens"] = get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, ownership.rank, interleave)
+        made["seq_lens"] = get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, rank, interleave)
     chunks: tuple[ContextChunk, ...] = ()
     parts: tuple[PrefillPart, ...] = ()
     if decodes < requests:
@@ -220,8 +222,8 @@ def build_mla_metadata(
     longest = common.max_seq_len
     if decodes < requests:
         longest = int(common.seq_lens_cpu[:decodes].max()) if decodes else 0
-    if ownership is not None:  # rank 0 owns the most tokens
-        longest = TokenOwnership(size, 0, interleave).count(longest)
+    if ownership is not None:
+        longest = ownership.most(longest)
     kind, which = (MLAMetadata, {}) if ownership is None else (ContextParallelMetadata, {"ownership": ownership})
     metadata = kind(
         **which,

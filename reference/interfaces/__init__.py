@@ -131,7 +131,15 @@ from .metadata import (
     PrefillMetadata,
     PrefillPart,
 )
-from .ownership import MERGES, TokenOwnership, check_interleave, check_rank, dcp_wire_bytes, get_dcp_local_seq_lens
+from .ownership import (
+    MERGES,
+    ONE_RANK,
+    TokenOwnership,
+    check_interleave,
+    check_rank,
+    dcp_wire_bytes,
+    get_dcp_local_seq_lens,
+)
 from .presets import PRESETS
 from .rope_config import RopeConfig, YarnConfig, yarn_mscale
 from .sizes import (
@@ -167,6 +175,7 @@ __all__ = [
     "MOST_WORKSPACE_TOKENS",
     "NEUTRAL_COSTS",
     "NEUTRAL_SPLIT_RULE",
+    "ONE_RANK",
     "PRESETS",
     "AttentionMetadataBuilder",
     "AttentionState",

@@ -15,6 +15,7 @@ from .builder import AttentionMetadataBuilder, captured_batch
 from .checks import check, check_int, check_tensor, check_type, is_positive_int
 from .graphs import GraphBuffers, captured_tensors, check_not_replaced
 from .metadata import CommonAttentionMetadata, MLAMetadata
+from .ownership import ONE_RANK
 from .support import GraphSupport, QueryLenSupport
 
 CPU = torch.device("cpu")
@@ -216,7 +217,8 @@ def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, comm
     check_batch_block_size(common, block_size)
     width = common.block_table.shape[1]
     check(width <= graph.max_blocks, "common.block_table", f"at most {graph.max_blocks} columns, as captured", width)
-    check_table_width(common, block_size * (1 if ownership is None else ownership.size))
+    owned = ONE_RANK if ownership is None else ownership
+    check_table_width(common, block_size * owned.size)
     most = graph.max_seq_len
     if not has_host_lens(common):
         check(common.max_seq_len <= most, "common.max_seq_len", f"at most {most}, as captured", common.max_seq_len)

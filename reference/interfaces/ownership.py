@@ -78,6 +78,16 @@ class TokenOwnership:
         rounds, rest = divmod(num_tokens, self.size * self.interleave)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
+    def most(self, num_tokens: int) -> int:
+        """Return the largest number of the first `num_tokens` tokens of a sequence that any rank owns.
+
+        Rank 0 owns this number, because every round begins with the tokens of rank 0.
+        """
+        return TokenOwnership(self.size, 0, self.interleave).count(num_tokens)
+
+
+ONE_RANK = TokenOwnership(1, 0)  # one rank owns all tokens: the meaning of `ownership=None`
+
 
 def get_dcp_local_seq_lens(
     seq_lens: Int32[Tensor, " B"], context_parallel_size: int, rank: int | None = None, interleave: int = 1

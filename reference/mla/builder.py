@@ -14,6 +14,7 @@ from ..distributed.groups import ContextParallel
 from ..interfaces import (
     COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
+    ONE_RANK,
     CacheFormat,
     CommonAttentionMetadata,
     ContextWorkspace,
@@ -127,10 +128,10 @@ class MLAMetadataBuilder:
         check_dtype("dtype", dtype)
         self._graph_support = check_graph_support(graph_support, query_len_support)
         self.ownership = None if context_parallel is None else context_parallel.ownership
-        size, interleave = (1, 1) if self.ownership is None else (self.ownership.size, self.ownership.interleave)
-        check_interleave(interleave, block_size)
-        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, size, interleave)
-        unit = context_unit(block_size, size, interleave)
+        owned = ONE_RANK if self.ownership is None else self.ownership
+        check_interleave(owned.interleave, block_size)
+        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, owned.size, owned.interleave)
+        unit = context_unit(block_size, owned.size, owned.interleave)
         if context_parallel is not None:
             context_parallel.gathered_heads(config.num_heads)  # raises if TP does not divide the heads
         if num_programs is not None and not callable(num_programs):
