@@ -97,6 +97,8 @@ from .decode_schedule import (
 )
 from .errors import GroupError, UnsupportedConfiguration
 from .graph_arguments import (
+    batch_of_capture,
+    batch_of_update,
     check_captured,
     check_captured_lens,
     check_graph_batch,
@@ -109,7 +111,7 @@ from .graph_arguments import (
     longest_query,
     requests_with_tokens,
 )
-from .graphs import GraphBuffers, GraphMemory, captured_tensors, check_not_replaced
+from .graphs import GraphBuffers, GraphMemory, captured_tensors, check_not_replaced, write_captured
 from .layer_arguments import (
     check_config,
     check_costs,
@@ -210,6 +212,8 @@ __all__ = [
     "YarnConfig",
     "advanced_batch",
     "aligned",
+    "batch_of_capture",
+    "batch_of_update",
     "bounded_batch",
     "captured_batch",
     "captured_tensors",
@@ -316,5 +320,6 @@ __all__ = [
     "split_for_keys",
     "stride_order",
     "wide_dtype",
+    "write_captured",
     "yarn_mscale",
 ]

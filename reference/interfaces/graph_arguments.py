@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .attention_arguments import check_schedule
-from .batch_arguments import check_batch_block_size, check_common, check_table_width
-from .bounds import has_host_lens
-from .builder import AttentionMetadataBuilder, captured_batch
+from .batch_arguments import check_batch_block_size, check_batch_size, check_common, check_table_width
+from .bounds import has_host_lens, longest_decode_lens
+from .builder import AttentionMetadataBuilder, captured_batch, most_captured_tokens
 from .checks import check, check_int, check_tensor, check_type, is_positive_int
+from .decode_schedule import DecodeSchedule
 from .graphs import GraphBuffers, captured_tensors, check_not_replaced
-from .metadata import CommonAttentionMetadata, MLAMetadata
-from .ownership import ONE_RANK
+from .metadata import CommonAttentionMetadata, DecodeMetadata, MLAMetadata
+from .ownership import ONE_RANK, get_dcp_local_seq_lens
 from .support import GraphSupport, QueryLenSupport
 
 CPU = torch.device("cpu")
@@ -112,8 +114,94 @@ def check_captured_lens(common: CommonAttentionMetadata, graph: GraphSupport) ->
     return tokens
 
 
-def check_update(captured: MLAMetadata, common: CommonAttentionMetadata) -> None:
-    """Check that a captured plan can hold the decodes of another batch; read no values on the device."""
+def batch_of_capture(
+    builder: AttentionMetadataBuilder, common: CommonAttentionMetadata, kind: GraphSupport, threshold: int
+) -> CommonAttentionMetadata:
+    """Return the batch of a capture with upper bounds of every replay: the longest query and the longest request.
+
+    Args:
+        builder: builder that plans the graph.
+        common: the batch, in the buffers that the graph reads.
+        kind: kind of the graph that serves the batch (`graph_kind`).
+        threshold: largest query length of a decode.
+
+    Raises:
+        ValueError: no graph can serve the batch; the batch has more or longer requests than the builder allows; the
+            slots were computed for another block size; the block table has too few columns.
+    """
+    one = "" if builder.graph_support is GraphSupport.ANY else "one query length "
+    check(kind is not GraphSupport.NONE, "common", f"decodes of {one}up to {threshold} tokens",
+          f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
+          )  # fmt: skip
+    check_batch_size(common, builder.max_num_seqs, builder.max_model_len)
+    longest = most_captured_tokens(builder, common.block_table.shape[1])
+    common = replace(common, max_query_len=longest_query(common), max_seq_len=longest)
+    _check_blocks_of(builder, common)
+    return common
+
+
+def batch_of_update(
+    builder: AttentionMetadataBuilder, captured: MLAMetadata, common: CommonAttentionMetadata
+) -> CommonAttentionMetadata:
+    """Return the batch of the next replay with the query length, tokens and slots of a captured plan.
+
+    Args:
+        builder: builder that plans the graph.
+        captured: the captured plan.
+        common: the batch of the next replay.
+
+    Raises:
+        TypeError: `captured` is not the plan of a decode, or `common` is not a batch.
+        ValueError: the captured plan cannot hold the batch; the batch has more or longer requests than the builder
+            allows; a request has more rank-local keys than the captured plan allows; the slots were computed for
+            another block size; the block table has too few columns.
+    """
+    check_update(captured, common, builder.block_size)
+    check_batch_size(common, builder.max_num_seqs, builder.max_model_len)
+    owned = ONE_RANK if builder.ownership is None else builder.ownership
+    if not has_host_lens(common):
+        lens = longest_decode_lens(common.num_reqs, owned.most(common.max_seq_len))
+    elif owned.size == 1:
+        lens = common.seq_lens_cpu
+    else:
+        lens = get_dcp_local_seq_lens(common.seq_lens_cpu, owned.size, owned.rank, owned.interleave)
+    bound, longest = captured.decode.max_seq_len, int(lens.max())
+    check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
+    common = replace(
+        common,
+        max_query_len=captured.decode.max_query_len,
+        num_actual_tokens=captured.num_decode_tokens,
+        slot_mapping=captured.slot_mapping,
+    )
+    _check_blocks_of(builder, common)
+    return common
+
+
+def _check_blocks_of(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> None:
+    """Check the block size and the block table of a batch that a builder plans for a graph."""
+    owned = ONE_RANK if builder.ownership is None else builder.ownership
+    check_batch_block_size(common, builder.block_size)
+    check_table_width(common, builder.block_size * owned.size)
+
+
+def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_size: int) -> None:
+    """Check that a captured plan can hold the decodes of another batch; read no values on the device.
+
+    Args:
+        captured: the captured plan.
+        common: the batch.
+        block_size: tokens per block; the captured plan must have the same number.
+    """
+    check_type("captured", captured, MLAMetadata)
+    check_type("captured.decode", captured.decode, DecodeMetadata)
+    check_int("captured.num_decodes", captured.num_decodes, 0)
+    check_int("captured.decode.max_query_len", captured.decode.max_query_len, 0)
+    check_int("captured.decode.max_seq_len", captured.decode.max_seq_len, 0)
+    check_int("captured.decode.block_size", captured.decode.block_size)
+    check(captured.decode.block_size == block_size, "captured.decode.block_size",
+          f"{block_size}, as in the builder", captured.decode.block_size)  # fmt: skip
+    check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
+    check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
     check_common(common, host_lens=False)
     requests, tokens, longest = captured.num_decodes, captured.num_decode_tokens, captured.decode.max_query_len
     starts = common.query_start_loc_cpu
