@@ -54,6 +54,7 @@ from reference.interfaces import (
     get_dcp_local_seq_lens,
     has_host_lens,
     longest_decode_lens,
+    visible_lens_of_tokens,
 )
 
 from ..backends import BackendChoice, bind
@@ -178,13 +179,9 @@ def build_mla_metadata(
     # tensors of the plan that are not views of the batch; one copy sends all of these tensors to the device
     made: dict[str, Tensor] = {}
     if not one_each and host_lens:
-        before = common.seq_lens_cpu[:decodes] - starts_cpu[1 : decodes + 1]
-        rows = torch.arange(1, decode_tokens + 1, dtype=torch.int32, device="cpu")
-        visible = torch.repeat_interleave(before, query_lens[:decodes], output_size=decode_tokens)
-        visible = visible.add_(rows).clamp_(min=0)  # S - Sq + i + 1, clamped to 0 for padding rows (S = 0)
-        if ownership is not None:
-            visible = get_dcp_local_seq_lens(visible, size, rank, interleave)
-        made["visible_lens"] = visible
+        made["visible_lens"] = visible_lens_of_tokens(
+            starts_cpu[: decodes + 1], common.seq_lens_cpu[:decodes], decode_tokens, size, rank, interleave
+        )
     if ownership is not None and host_lens:
         made["seq_lens"] = get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, rank, interleave)
     chunks: tuple[ContextChunk, ...] = ()

@@ -141,6 +141,7 @@ from .ownership import (
     check_rank,
     dcp_wire_bytes,
     get_dcp_local_seq_lens,
+    visible_lens_of_tokens,
 )
 from .presets import PRESETS
 from .rope_config import RopeConfig, YarnConfig, yarn_mscale
@@ -319,6 +320,7 @@ __all__ = [
     "slots_of_tokens",
     "split_for_keys",
     "stride_order",
+    "visible_lens_of_tokens",
     "wide_dtype",
     "write_captured",
     "yarn_mscale",
