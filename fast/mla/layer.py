@@ -36,6 +36,7 @@ from reference.interfaces import (
     check_projections,
     check_step,
     check_tensor,
+    is_plain_linear,
     latent_norm_eps,
     linear_output,
     wide_dtype,
@@ -52,7 +53,7 @@ from .decode import mla_decode
 from .memory_profile import reserve, touch_largest
 from .padding_tokens import zero_padding_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context
-from .weights import absorb, dense_weight, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
+from .weights import absorb, dense_weight, latent_to_value, query_to_latent, split_kv_b_proj
 
 LAYER_OPS = (
     "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", "zero_padding_tokens",

@@ -74,6 +74,7 @@ from .checks import (
     check_slots,
     check_tensor,
     check_type,
+    is_plain_linear,
     is_positive_int,
     linear_output,
     wide_dtype,
@@ -112,6 +113,7 @@ from .graph_arguments import (
     requests_with_tokens,
 )
 from .graphs import GraphBuffers, GraphMemory, captured_tensors, check_not_replaced, write_captured
+from .kv_cache import allocate_kv_cache
 from .layer_arguments import (
     check_config,
     check_costs,
@@ -213,6 +215,7 @@ __all__ = [
     "YarnConfig",
     "advanced_batch",
     "aligned",
+    "allocate_kv_cache",
     "batch_of_capture",
     "batch_of_update",
     "bounded_batch",
@@ -306,6 +309,7 @@ __all__ = [
     "infer_global_hyperparameters",
     "invariant_split_rule",
     "invariant_split_tiles",
+    "is_plain_linear",
     "is_positive_int",
     "kv_cache_shape",
     "latent_norm_eps",
