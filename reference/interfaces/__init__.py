@@ -18,6 +18,7 @@ from .attention_arguments import (
     check_expanded,
     check_merge,
     check_prefill,
+    check_prefix_split,
     check_schedule,
     check_state,
 )
@@ -275,6 +276,7 @@ __all__ = [
     "check_out",
     "check_ownership",
     "check_prefill",
+    "check_prefix_split",
     "check_projections",
     "check_rank",
     "check_rank_local_slots",
