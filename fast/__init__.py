@@ -44,12 +44,14 @@ from reference.interfaces import (
     TokenOwnership,
     UnsupportedConfiguration,
     YarnConfig,
+    allocate_kv_cache,
     choose_schedule,
     chunked_prefill_workspace_size,
     context_workspace_size,
     dcp_wire_bytes,
     get_dcp_local_seq_lens,
     infer_global_hyperparameters,
+    is_plain_linear,
     kv_cache_shape,
     reorder_batch_threshold,
     stride_order,
@@ -61,7 +63,7 @@ from .attention.merge import merge_attn_states
 from .attention.rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
 from .attention.varlen import flash_attn_varlen
 from .cache.blocks import copy_blocks, swap_blocks
-from .cache.latent import allocate_kv_cache, concat_and_cache_mla, gather_and_maybe_dequant_cache
+from .cache.latent import concat_and_cache_mla, gather_and_maybe_dequant_cache
 from .compilation import warmup as warmup  # in `fast` only: `reference` compiles nothing
 from .distributed.merge import cp_lse_a2a, cp_lse_ag_out_rs
 from .distributed.reorg import reorg_kvcache
@@ -79,7 +81,6 @@ from .mla.weights import (
     absorb,
     dense_weight,
     expand_kv,
-    is_plain_linear,
     latent_to_value,
     query_to_latent,
     split_kv_b_proj,

@@ -29,6 +29,7 @@ from reference.interfaces import (
     CommonAttentionMetadata,
     DecodeSchedule,
     MLAConfig,
+    allocate_kv_cache,
     check,
     check_config,
     check_device,
@@ -40,7 +41,6 @@ from reference.interfaces import (
 from . import backends
 from .backends import BackendChoice
 from .cache.blocks import copy_blocks, swap_blocks
-from .cache.latent import allocate_kv_cache
 from .mla.device_choices import DecodeLayer
 from .mla.layer import MLAAttention
 from .mla.metadata import build_mla_metadata

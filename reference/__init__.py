@@ -8,7 +8,7 @@ from .attention.merge import merge_attn_states
 from .attention.rope import apply_rope, rotary_cos_sin, rotary_frequencies, rotate
 from .attention.varlen import flash_attn_varlen
 from .cache.blocks import copy_blocks, swap_blocks
-from .cache.latent import allocate_kv_cache, concat_and_cache_mla, gather_and_maybe_dequant_cache
+from .cache.latent import concat_and_cache_mla, gather_and_maybe_dequant_cache
 from .distributed.groups import ContextParallel, verify_group
 from .distributed.merge import cp_lse_a2a, cp_lse_ag_out_rs
 from .distributed.reorg import reorg_kvcache
@@ -44,12 +44,14 @@ from .interfaces import (
     TokenOwnership,
     UnsupportedConfiguration,
     YarnConfig,
+    allocate_kv_cache,
     choose_schedule,
     chunked_prefill_workspace_size,
     context_workspace_size,
     dcp_wire_bytes,
     get_dcp_local_seq_lens,
     infer_global_hyperparameters,
+    is_plain_linear,
     kv_cache_shape,
     reorder_batch_threshold,
     stride_order,
@@ -67,7 +69,6 @@ from .mla.weights import (
     absorb,
     dense_weight,
     expand_kv,
-    is_plain_linear,
     latent_to_value,
     query_to_latent,
     split_kv_b_proj,

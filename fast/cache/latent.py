@@ -1,4 +1,4 @@
-"""Ops on the paged latent cache: allocate, write and gather."""
+"""Ops on the paged latent cache: write and gather."""
 
 from __future__ import annotations
 
@@ -13,55 +13,16 @@ from reference.interfaces import (
     check,
     check_blocks,
     check_cache_write,
-    check_device,
     check_eager_offsets,
     check_flag,
     check_gather,
     check_offsets,
     check_slots,
-    check_storage_dtype,
     check_tensor,
-    kv_cache_shape,
-    stride_order,
 )
 
 from .. import backends
 from ..backends import BackendChoice
-
-
-def allocate_kv_cache(
-    num_blocks: int,
-    block_size: int,
-    head_size: int,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    num_layers: int | None = None,
-    layout: str = "layers_first",
-) -> Shaped[Tensor, "*layers num_blocks block_size columns"]:
-    """Return a new cache. The bytes of the cache are undefined until `concat_and_cache_mla` writes entries.
-
-    Args:
-        num_blocks: number of blocks; 0 is legal.
-        block_size: tokens per block.
-        head_size: Lkv + R.
-        dtype: float32, float64, bfloat16 or float16.
-        device: device of the cache.
-        num_layers: number of layers in the tensor, the size of its first dimension; None makes the cache of one layer.
-        layout: memory order of a tensor with several layers (`stride_order`). Every op accepts the cache of a layer
-            with any strides.
-
-    Returns:
-        [num_blocks, block_size, Lkv + R], or [num_layers, num_blocks, block_size, Lkv + R] if `num_layers` is given.
-
-    Raises:
-        ValueError: a size is below its minimum, or the dtype or the layout is not supported.
-    """
-    check_storage_dtype("dtype", dtype)
-    device = check_device("device", device)
-    shape = kv_cache_shape(num_blocks, block_size, head_size, num_layers)
-    order = stride_order(num_layers is not None, layout)
-    stored = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
-    return stored.permute([order.index(axis) for axis in range(len(shape))])
 
 
 def concat_and_cache_mla(

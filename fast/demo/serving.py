@@ -25,6 +25,7 @@ from reference.distributed.arguments import check_groups
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    ONE_RANK,
     CommonAttentionMetadata,
     GroupError,
     MLAConfig,
@@ -146,9 +147,9 @@ class ServingLoop:
         check_int("token_budget", token_budget, max_num_seqs, f"at least max_num_seqs, {max_num_seqs}")
         check_int("decode_threshold", decode_threshold, 1, "at least 1")
         self.ownership = None if context_parallel is None else context_parallel.ownership
-        size, interleave = (1, 1) if self.ownership is None else (self.ownership.size, self.ownership.interleave)
-        check_interleave(interleave, block_size)
-        unit = context_unit(block_size, size, interleave)
+        owned = ONE_RANK if self.ownership is None else self.ownership
+        check_interleave(owned.interleave, block_size)
+        unit = context_unit(block_size, owned.size, owned.interleave)
         check_int("workspace_tokens", workspace_tokens, unit, f"at least one unit of {unit} tokens")
         takes_backend = "backend" in inspect.signature(ops.build_mla_metadata).parameters  # `reference` has no backends
         self._planning = {"dtype": model.dtype}
@@ -159,7 +160,7 @@ class ServingLoop:
                   f"at most the {attention.workspace_tokens} of the model's layers (use_mla(workspace_tokens=))",
                   workspace_tokens)  # fmt: skip
         self.allocator = BlockAllocator(num_blocks, block_order)
-        self.tokens_per_block = block_size * size  # tokens of a sequence, counted over all ranks
+        self.tokens_per_block = block_size * owned.size  # tokens of a sequence, counted over all ranks
         self.model, self.config, self.ops = model, config, ops
         self.block_size, self.max_num_seqs, self.token_budget = block_size, max_num_seqs, token_budget
         self.workspace_tokens, self.decode_threshold, self.costs = workspace_tokens, decode_threshold, costs

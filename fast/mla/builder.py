@@ -14,21 +14,19 @@ from reference.distributed.groups import ContextParallel
 from reference.interfaces import (
     COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
+    ONE_RANK,
     CacheFormat,
     CommonAttentionMetadata,
     ContextWorkspace,
-    DecodeMetadata,
-    DecodeSchedule,
     GraphSupport,
     MLAConfig,
     MLAMetadata,
     PathCosts,
     QueryLenSupport,
     ScheduleCosts,
-    TokenOwnership,
+    batch_of_capture,
+    batch_of_update,
     captured_tensors,
-    check,
-    check_batch_block_size,
     check_batch_size,
     check_captured,
     check_chunking,
@@ -42,15 +40,12 @@ from reference.interfaces import (
     check_int,
     check_interleave,
     check_schedule_costs,
-    check_table_width,
-    check_type,
-    check_update,
     chunked_prefill_workspace_size,
     context_unit,
     graph_kind,
     has_host_lens,
-    longest_query,
     reorder_batch_threshold,
+    write_captured,
 )
 
 from ..backends import BackendChoice, bind
@@ -139,10 +134,10 @@ class MLAMetadataBuilder:
         check_schedule_costs(schedule_costs, "schedule_costs")
         self._graph_support = check_graph_support(graph_support, query_len_support)
         self.ownership = None if context_parallel is None else context_parallel.ownership
-        size, interleave = (1, 1) if self.ownership is None else (self.ownership.size, self.ownership.interleave)
-        check_interleave(interleave, block_size)
-        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, size, interleave)
-        unit = context_unit(block_size, size, interleave)
+        owned = ONE_RANK if self.ownership is None else self.ownership
+        check_interleave(owned.interleave, block_size)
+        smallest = chunked_prefill_workspace_size(max_model_len, max_num_seqs, block_size, owned.size, owned.interleave)
+        unit = context_unit(block_size, owned.size, owned.interleave)
         self._decode_heads = (
             config.num_heads if context_parallel is None else context_parallel.gathered_heads(config.num_heads)
         )
@@ -242,23 +237,11 @@ class MLAMetadataBuilder:
                 or a request has more than `max_model_len` tokens.
         """
         kind = self._graph_kind(common)
-        one = "" if self._graph_support is GraphSupport.ANY else "one query length "
-        check(kind is not GraphSupport.NONE, "common", f"decodes of {one}up to {self.reorder_batch_threshold} tokens",
-              f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
-              )  # fmt: skip
-        check_batch_size(common, self.max_num_seqs, self.max_model_len)
-        table_keys = (
-            common.block_table.shape[1] * self.block_size * (1 if self.ownership is None else self.ownership.size)
-        )
-        bounds = {"max_query_len": longest_query(common), "max_seq_len": min(self.max_model_len, table_keys)}
-        plan = self._plan_captured(dataclasses.replace(common, **bounds), kind)
+        plan = self._plan_captured(batch_of_capture(self, common, kind, self.reorder_batch_threshold), kind)
         return dataclasses.replace(plan, captured=captured_tensors(plan))
 
     def _plan_captured(self, common: CommonAttentionMetadata, graph: GraphSupport) -> MLAMetadata:
         """Return the plan of a captured batch; `common.max_seq_len` is an upper bound of the lengths in all replays."""
-        size = 1 if self.ownership is None else self.ownership.size
-        check_batch_block_size(common, self.block_size)
-        check_table_width(common, self.block_size * size)
         programs, costs = self._programs_and_costs(common.max_query_len, common.block_table.device)
         return plan_captured_decodes(
             common, self.block_size, programs, costs, self.batch_invariant, self.ownership, graph, backend=self.backend
@@ -277,33 +260,9 @@ class MLAMetadataBuilder:
             ValueError: the captured plan cannot hold the batch, or a tensor of the captured plan was replaced. The
                 error is raised before anything is written.
         """
-        check_type("captured", captured, MLAMetadata)
-        check_type("captured.decode", captured.decode, DecodeMetadata)
-        check_int("captured.num_decodes", captured.num_decodes, 0)
-        check_int("captured.decode.max_query_len", captured.decode.max_query_len, 0)
-        check_int("captured.decode.max_seq_len", captured.decode.max_seq_len, 0)
-        check_int("captured.decode.block_size", captured.decode.block_size)
-        check(captured.decode.block_size == self.block_size, "captured.decode.block_size",
-              f"{self.block_size}, as in the builder", captured.decode.block_size)  # fmt: skip
-        check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
-        check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
-        check_update(captured, common)
-        check_batch_size(common, self.max_num_seqs, self.max_model_len)
-        bound, longest = captured.decode.max_seq_len, common.max_seq_len
-        if self.ownership is not None:  # rank 0 owns the most tokens
-            longest = TokenOwnership(self.ownership.size, 0, self.ownership.interleave).count(longest)
-        longest = int(_rank_local_decode_lens(common, common.num_reqs, longest, self.ownership).max())
-        check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
-        shape = {"max_query_len": captured.decode.max_query_len, "num_actual_tokens": captured.num_decode_tokens,
-                 "slot_mapping": captured.slot_mapping}  # fmt: skip
-        plan = self._plan_captured(dataclasses.replace(common, **shape), captured.decode.graph)
+        plan = self._plan_captured(batch_of_update(self, captured, common), captured.decode.graph)
         check_captured(captured, plan)
-        if self.ownership is not None:
-            captured.decode.seq_lens.copy_(plan.decode.seq_lens)
-        captured.decode.visible_lens.copy_(plan.decode.visible_lens)
-        if captured.schedule is not None and captured.schedule.tile_ranges is not None:
-            captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
-            captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
+        write_captured(captured, plan)
 
     def can_run_in_cudagraph(self, common: CommonAttentionMetadata) -> bool:
         """Return whether a CUDA graph can capture a batch: it has only decodes, with the lengths of `graph_support`."""

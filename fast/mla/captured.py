@@ -81,9 +81,8 @@ def plan_captured_decodes(
         last = requests * query_len
         query_start_loc = torch.arange(0, last + 1, query_len, dtype=torch.int32, device=seq_lens.device)
     if ownership is not None:
-        size, rank, interleave = ownership.size, ownership.rank, ownership.interleave
-        seq_lens = get_dcp_local_seq_lens(seq_lens, size, rank, interleave)
-        longest = TokenOwnership(size, 0, interleave).count(longest)  # rank 0 owns the most tokens
+        seq_lens = get_dcp_local_seq_lens(seq_lens, ownership.size, ownership.rank, ownership.interleave)
+        longest = ownership.most(longest)
         kind, which = ContextParallelMetadata, {"ownership": ownership}
     schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
     if num_programs > 0:

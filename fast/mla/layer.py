@@ -38,6 +38,7 @@ from reference.interfaces import (
     check_step,
     check_step_values,
     check_tensor,
+    is_plain_linear,
     latent_norm_eps,
     linear_output,
     reserve_largest,
@@ -55,7 +56,7 @@ from .decode import mla_decode
 from .memory_profile import touch_largest
 from .padding_tokens import zero_padding_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
-from .weights import absorb, dense_weight, is_plain_linear, query_to_latent, split_kv_b_proj, write_values
+from .weights import absorb, dense_weight, query_to_latent, split_kv_b_proj, write_values
 
 _check_forward_attention = backends.CheckedOnce(check_forward_attention)
 _check_step = backends.CheckedOnce(check_step)

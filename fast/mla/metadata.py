@@ -15,6 +15,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    ONE_RANK,
     CacheFormat,
     ChunkRows,
     CommonAttentionMetadata,
@@ -53,6 +54,7 @@ from reference.interfaces import (
     get_dcp_local_seq_lens,
     has_host_lens,
     longest_decode_lens,
+    visible_lens_of_tokens,
 )
 
 from ..backends import BackendChoice, bind
@@ -146,7 +148,8 @@ def build_mla_metadata(
     check_flag("require_order", require_order)
     check_ownership(ownership)
     check_type("staging", staging, (StagingBuffer, type(None)), "a StagingBuffer or None")
-    size, interleave = (1, 1) if ownership is None else (ownership.size, ownership.interleave)
+    owned = ONE_RANK if ownership is None else ownership
+    size, rank, interleave = owned.size, owned.rank, owned.interleave
     check_interleave(interleave, block_size)
     check_batch_block_size(common, block_size)
     check_table_width(common, block_size * size)
@@ -176,15 +179,11 @@ def build_mla_metadata(
     # tensors of the plan that are not views of the batch; one copy sends all of these tensors to the device
     made: dict[str, Tensor] = {}
     if not one_each and host_lens:
-        before = common.seq_lens_cpu[:decodes] - starts_cpu[1 : decodes + 1]
-        rows = torch.arange(1, decode_tokens + 1, dtype=torch.int32, device="cpu")
-        visible = torch.repeat_interleave(before, query_lens[:decodes], output_size=decode_tokens)
-        visible = visible.add_(rows).clamp_(min=0)  # S - Sq + i + 1, clamped to 0 for padding rows (S = 0)
-        if ownership is not None:
-            visible = get_dcp_local_seq_lens(visible, size, ownership.rank, interleave)
-        made["visible_lens"] = visible
+        made["visible_lens"] = visible_lens_of_tokens(
+            starts_cpu[: decodes + 1], common.seq_lens_cpu[:decodes], decode_tokens, size, rank, interleave
+        )
     if ownership is not None and host_lens:
-        made["seq_lens"] = get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, ownership.rank, interleave)
+        made["seq_lens"] = get_dcp_local_seq_lens(common.seq_lens_cpu[:decodes], size, rank, interleave)
     chunks: tuple[ContextChunk, ...] = ()
     parts: tuple[PrefillPart, ...] = ()
     if decodes < requests:
@@ -220,8 +219,8 @@ def build_mla_metadata(
     longest = common.max_seq_len
     if decodes < requests:
         longest = int(common.seq_lens_cpu[:decodes].max()) if decodes else 0
-    if ownership is not None:  # rank 0 owns the most tokens
-        longest = TokenOwnership(size, 0, interleave).count(longest)
+    if ownership is not None:
+        longest = ownership.most(longest)
     kind, which = (MLAMetadata, {}) if ownership is None else (ContextParallelMetadata, {"ownership": ownership})
     metadata = kind(
         **which,

@@ -18,21 +18,12 @@ from reference.interfaces import (
     check_no_overlap,
     check_out,
     check_tensor,
-    check_type,
+    is_plain_linear,
     linear_output,
     split_for_keys,
 )
 
 from .. import backends
-
-
-def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a module is exactly `nn.Linear`, has no hooks, and has a plain parameter of `dtype` as weight."""
-    check_type("linear", linear, nn.Module, "a module")
-    check_type("dtype", dtype, torch.dtype)
-    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or linear.weight.dtype != dtype:
-        return False
-    return not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
 
 
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:

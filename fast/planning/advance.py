@@ -7,6 +7,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from reference.interfaces import (
+    ONE_RANK,
     CommonAttentionMetadata,
     GraphSupport,
     TokenOwnership,
@@ -72,7 +73,7 @@ def advance_step(
     request = backends.KernelRequest("advance_step", common.block_table.device, graph=graph)
     chosen = backends.select(request, backend)
     following = advanced_batch(common, limit)  # now: on a CPU the op may write the CPU fields of `common`
-    shared = ownership is not None and ownership.size > 1  # with one rank the interleave has no effect
+    owned = ONE_RANK if ownership is None or ownership.size == 1 else ownership  # one rank: no effect of the interleave
     torch.ops.mla_twins.advance_step(
         sampled_token_ids,
         input_ids,
@@ -82,7 +83,7 @@ def advance_step(
         common.slot_mapping,
         common.block_table,
         block_size,
-        [ownership.size, ownership.rank, ownership.interleave] if shared else [1, 0, 1],
+        [owned.size, owned.rank, owned.interleave],
         limit,
         chosen.name,
     )

@@ -7,6 +7,7 @@ from jaxtyping import Int32
 from torch import Tensor
 
 from reference.interfaces import (
+    ONE_RANK,
     GraphSupport,
     TokenOwnership,
     check,
@@ -58,10 +59,12 @@ def compute_visible_lens(
     check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), seq_lens.device)
     check_ownership(ownership)
     check_type("graph", graph, GraphSupport)
-    owned = (1, 0, 1) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
+    owned = ONE_RANK if ownership is None else ownership
     request = backends.KernelRequest("compute_visible_lens", seq_lens.device, graph=graph)
     chosen = backends.select(request, backend).name
-    return torch.ops.mla_twins.compute_visible_lens(query_start_loc, seq_lens, num_tokens, *owned, chosen)
+    return torch.ops.mla_twins.compute_visible_lens(
+        query_start_loc, seq_lens, num_tokens, owned.size, owned.rank, owned.interleave, chosen
+    )
 
 
 @torch.library.custom_op(

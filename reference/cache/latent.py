@@ -1,4 +1,4 @@
-"""The paged latent cache: allocate, write and gather."""
+"""The paged latent cache: write and gather."""
 
 from __future__ import annotations
 
@@ -12,51 +12,10 @@ from ..interfaces import (
     check,
     check_blocks,
     check_cache_write,
-    check_device,
     check_gather,
     check_offsets,
     check_slots,
-    check_storage_dtype,
-    kv_cache_shape,
-    stride_order,
 )
-
-
-def allocate_kv_cache(
-    num_blocks: int,
-    block_size: int,
-    head_size: int,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    num_layers: int | None = None,
-    layout: str = "layers_first",
-) -> Shaped[Tensor, "*layers num_blocks block_size columns"]:
-    """Allocate a paged latent cache without initialising its values.
-
-    The values are undefined, and may be NaN, until they are written. Undefined values never change a result.
-
-    Args:
-        num_blocks: blocks of one layer; 0 is legal.
-        block_size: tokens per block.
-        head_size: Lkv + R, elements of a cache entry.
-        dtype: dtype of the cache: float32, float64, bfloat16 or float16.
-        device: device of the cache.
-        num_layers: number of layers if one tensor holds the cache of all layers; `cache[layer]` is then the cache of a
-            layer. None means that the tensor is the cache of one layer.
-        layout: order of the axes in memory (`stride_order`). Every op accepts a layer's cache with any strides.
-
-    Returns:
-        [num_blocks, block_size, Lkv + R], or [num_layers, num_blocks, block_size, Lkv + R] if `num_layers` is given.
-
-    Raises:
-        ValueError: a size is below 1, or `dtype` or `layout` is not supported.
-    """
-    check_storage_dtype("dtype", dtype)
-    device = check_device("device", device)
-    shape = kv_cache_shape(num_blocks, block_size, head_size, num_layers)
-    order = stride_order(num_layers is not None, layout)
-    stored = torch.empty([shape[axis] for axis in order], dtype=dtype, device=device)
-    return stored.permute([order.index(axis) for axis in range(len(shape))])
 
 
 def concat_and_cache_mla(

@@ -18,28 +18,19 @@ from .attention_arguments import (
     check_expanded,
     check_merge,
     check_prefill,
+    check_prefix_split,
     check_schedule,
     check_state,
 )
 from .batch_arguments import (
     check_batch_block_size,
     check_batch_size,
-    check_captured,
-    check_captured_lens,
     check_chunking,
     check_common,
     check_common_prefix,
-    check_graph_batch,
-    check_graph_query_len,
-    check_graph_sizes,
-    check_graph_support,
     check_no_prefill_padding,
     check_table_width,
     check_threshold,
-    check_update,
-    graph_kind,
-    longest_query,
-    requests_with_tokens,
 )
 from .bounds import bounded_batch, check_host_lens, has_host_lens, longest_decode_lens
 from .builder import AttentionMetadataBuilder, captured_batch, graph_support_of, most_captured_tokens
@@ -84,6 +75,7 @@ from .checks import (
     check_slots,
     check_tensor,
     check_type,
+    is_plain_linear,
     is_positive_int,
     linear_output,
     wide_dtype,
@@ -106,7 +98,23 @@ from .decode_schedule import (
     most_invariant_splits,
 )
 from .errors import GroupError, UnsupportedConfiguration
-from .graphs import GraphBuffers, GraphMemory, captured_tensors, check_not_replaced
+from .graph_arguments import (
+    batch_of_capture,
+    batch_of_update,
+    check_captured,
+    check_captured_lens,
+    check_graph_batch,
+    check_graph_query_len,
+    check_graph_sizes,
+    check_graph_support,
+    check_update,
+    graph_kind,
+    has_one_query_len,
+    longest_query,
+    requests_with_tokens,
+)
+from .graphs import GraphBuffers, GraphMemory, captured_tensors, check_not_replaced, write_captured
+from .kv_cache import allocate_kv_cache
 from .layer_arguments import (
     check_attention_output,
     check_config,
@@ -130,7 +138,16 @@ from .metadata import (
     PrefillMetadata,
     PrefillPart,
 )
-from .ownership import MERGES, TokenOwnership, check_interleave, check_rank, dcp_wire_bytes, get_dcp_local_seq_lens
+from .ownership import (
+    MERGES,
+    ONE_RANK,
+    TokenOwnership,
+    check_interleave,
+    check_rank,
+    dcp_wire_bytes,
+    get_dcp_local_seq_lens,
+    visible_lens_of_tokens,
+)
 from .presets import PRESETS
 from .rope_config import RopeConfig, YarnConfig, yarn_mscale
 from .sizes import (
@@ -168,6 +185,7 @@ __all__ = [
     "MOST_WORKSPACE_TOKENS",
     "NEUTRAL_COSTS",
     "NEUTRAL_SPLIT_RULE",
+    "ONE_RANK",
     "PRESETS",
     "AttentionMetadataBuilder",
     "AttentionState",
@@ -201,6 +219,9 @@ __all__ = [
     "UnsupportedConfiguration",
     "YarnConfig",
     "advanced_batch",
+    "allocate_kv_cache",
+    "batch_of_capture",
+    "batch_of_update",
     "bounded_batch",
     "captured_batch",
     "captured_tensors",
@@ -261,6 +282,7 @@ __all__ = [
     "check_out",
     "check_ownership",
     "check_prefill",
+    "check_prefix_split",
     "check_projections",
     "check_rank",
     "check_rank_local_slots",
@@ -292,9 +314,11 @@ __all__ = [
     "graph_kind",
     "graph_support_of",
     "has_host_lens",
+    "has_one_query_len",
     "infer_global_hyperparameters",
     "invariant_split_rule",
     "invariant_split_tiles",
+    "is_plain_linear",
     "is_positive_int",
     "kv_cache_shape",
     "latent_norm_eps",
@@ -310,6 +334,8 @@ __all__ = [
     "slots_of_tokens",
     "split_for_keys",
     "stride_order",
+    "visible_lens_of_tokens",
     "wide_dtype",
+    "write_captured",
     "yarn_mscale",
 ]

@@ -11,7 +11,7 @@ from .batch_arguments import check_batch_block_size, check_common
 from .cache_arguments import check_ownership
 from .checks import check, check_blocks, check_int, check_lengths, check_readable, check_tensor
 from .metadata import CommonAttentionMetadata
-from .ownership import TokenOwnership, check_interleave
+from .ownership import ONE_RANK, TokenOwnership, check_interleave
 
 
 def check_advance(
@@ -41,8 +41,8 @@ def check_advance(
     check_batch_block_size(common, block_size)
     check_common(common)
     check_ownership(ownership)
-    ranks = 1 if ownership is None else ownership.size
-    check_interleave(1 if ownership is None else ownership.interleave, block_size)
+    owned = ONE_RANK if ownership is None else ownership
+    check_interleave(owned.interleave, block_size)
     if max_seq_len is not None:
         check_int("max_seq_len", max_seq_len, 1, "a positive int or None")
     requests, device = common.num_reqs, common.block_table.device
@@ -56,7 +56,7 @@ def check_advance(
     for name, tensor in written.items():
         apart = tensor.shape[0] < 2 or tensor.stride(0) != 0
         check(apart, name, "elements at different addresses, because they are written", "a stride of 0")
-    columns = common.block_table.shape[1] * block_size * ranks
+    columns = common.block_table.shape[1] * block_size * owned.size
     return min(columns, 2**31 - 1 if max_seq_len is None else max_seq_len)
 
 

@@ -131,6 +131,25 @@ def check_decode_plan(metadata: DecodeMetadata, num_tokens: int, device: torch.d
     check_int("metadata.block_size", metadata.block_size)
 
 
+def check_prefix_split(metadata: DecodeMetadata, common_prefix_len: int, block_size: int, row: int) -> int:
+    """Check the arguments of `split_shared_prefix` and return the number of blocks of the prefix; read no values."""
+    check_type("metadata", metadata, DecodeMetadata)
+    check_tensor("metadata.visible_lens", metadata.visible_lens, ("T",), (torch.int32,))
+    check_decode_plan(metadata, metadata.visible_lens.shape[0], metadata.visible_lens.device)
+    check_int("block_size", block_size)
+    wanted = f"a positive multiple of the block size {block_size}"
+    check_int("common_prefix_len", common_prefix_len, 1, wanted)
+    whole = common_prefix_len >= block_size >= 1 and common_prefix_len % block_size == 0
+    check(block_size == metadata.block_size, "block_size", f"{metadata.block_size}, as in metadata", block_size)
+    check(whole, "common_prefix_len", wanted, common_prefix_len)
+    blocks, requests = common_prefix_len // block_size, metadata.seq_lens.shape[0]
+    check(blocks <= metadata.block_table.shape[1], "common_prefix_len",
+          f"at most the {metadata.block_table.shape[1]} blocks of the table", f"{blocks} blocks")  # fmt: skip
+    check_int("row", row, 0, f"a request in [0, {requests})")
+    check(0 <= row < requests, "row", f"a request in [0, {requests})", row)
+    return blocks
+
+
 def check_decode_values(metadata: DecodeMetadata, num_tokens: int, block_size: int, num_blocks: int) -> None:
     """Check offsets, lengths, visible lengths and blocks of the plan of a decode. The check reads values on the CPU.
 

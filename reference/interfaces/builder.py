@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .graphs import GraphBuffers
 from .metadata import CommonAttentionMetadata
-from .ownership import TokenOwnership
+from .ownership import ONE_RANK, TokenOwnership
 from .support import GraphSupport
 
 
@@ -105,8 +105,8 @@ def most_captured_tokens(builder: AttentionMetadataBuilder, max_blocks: int) -> 
         builder: builder that plans the graph; its `max_model_len` is one limit.
         max_blocks: columns of the block table; the number of tokens that fit into these columns is the other limit.
     """
-    size = 1 if builder.ownership is None else builder.ownership.size
-    return min(builder.max_model_len, max_blocks * builder.block_size * size)
+    owned = ONE_RANK if builder.ownership is None else builder.ownership
+    return min(builder.max_model_len, max_blocks * builder.block_size * owned.size)
 
 
 def graph_support_of(builder: AttentionMetadataBuilder, query_len: int) -> GraphSupport:

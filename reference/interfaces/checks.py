@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def check(condition: bool, argument: str, expected: object, got: object) -> None:
@@ -215,6 +215,19 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
     if not tensor.is_contiguous():
         reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.element_size()
+
+
+def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
+    """Return whether a module is a `torch.nn.Linear` whose weight can be used directly.
+
+    The module must be exactly of this class, with a parameter of `dtype`, without hooks and without a forward of its
+    own. Any other module may compute something other than the product with its `weight`.
+    """
+    check_type("linear", linear, nn.Module, "a module")
+    check_type("dtype", dtype, torch.dtype)
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or linear.weight.dtype != dtype:
+        return False
+    return not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
 
 
 def linear_output(argument: str, output: object) -> Tensor:

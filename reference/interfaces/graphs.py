@@ -10,7 +10,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from .checks import check
-from .metadata import MLAMetadata
+from .metadata import ContextParallelMetadata, MLAMetadata
 
 
 class GraphMemory(NamedTuple):
@@ -84,6 +84,24 @@ def captured_tensors(plan: MLAMetadata) -> tuple[tuple[str, Tensor | None], ...]
         ("captured.schedule.tile_ranges", None if schedule is None else schedule.tile_ranges),
         ("captured.schedule.split_offsets", None if schedule is None else schedule.split_offsets),
     )
+
+
+def write_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
+    """Copy the values of a plan into the tensors of a captured plan, which a graph reads.
+
+    The rank-local lengths, the visible lengths and the schedule are copied. The other tensors are buffers of the
+    caller; without context parallelism so are the lengths.
+
+    Args:
+        captured: the captured plan; its tensors are written.
+        plan: plan of the next replay. `check_captured` checks that the tensors fit.
+    """
+    if isinstance(plan, ContextParallelMetadata):
+        captured.decode.seq_lens.copy_(plan.decode.seq_lens)
+    captured.decode.visible_lens.copy_(plan.decode.visible_lens)
+    if captured.schedule is not None and captured.schedule.tile_ranges is not None:
+        captured.schedule.tile_ranges.copy_(plan.schedule.tile_ranges)
+        captured.schedule.split_offsets.copy_(plan.schedule.split_offsets)
 
 
 def check_not_replaced(

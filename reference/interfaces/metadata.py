@@ -13,7 +13,7 @@ from torch import Tensor
 from .checks import check, check_blocks, check_lengths, check_not_negative, check_tensor, is_positive_int, lens_on_cpu
 from .context_chunk import ChunkRows, ContextChunk
 from .decode_schedule import NEVER_PLANNED, DecodeSchedule, ScheduleChoice
-from .ownership import TokenOwnership, check_interleave
+from .ownership import ONE_RANK, TokenOwnership, check_interleave
 from .slots import slots_of_tokens
 from .support import GraphSupport
 from .workspace import ContextWorkspace
@@ -221,15 +221,16 @@ class CommonAttentionMetadata:
         check_not_negative("query_lens", query_lens_cpu)
         check(ownership is None or isinstance(ownership, TokenOwnership), "ownership", "a TokenOwnership or None",
               type(ownership).__name__)  # fmt: skip
-        size, interleave = (1, 1) if ownership is None else (ownership.size, ownership.interleave)
-        check_interleave(interleave, block_size)
+        owned = ONE_RANK if ownership is None else ownership
+        check_interleave(owned.interleave, block_size)
         num_tokens = sum(query_lens_cpu.tolist())
         check(num_tokens < 2**31, "query_lens", "fewer than 2^31 tokens in all", num_tokens)
         starts_cpu = torch.nn.functional.pad(query_lens_cpu.cumsum(0), (1, 0)).to(torch.int32)
         check_lengths(starts_cpu, seq_lens_cpu, ("query_lens", "seq_lens"))
         longest = int(seq_lens_cpu.max()) if requests else 0
-        if longest > block_table.shape[1] * block_size * size or device.type == "cpu":
-            check_blocks(block_table, seq_lens_cpu.tolist(), block_size * size, num_blocks=2**31)
+        column_tokens = block_size * owned.size
+        if longest > block_table.shape[1] * column_tokens or device.type == "cpu":
+            check_blocks(block_table, seq_lens_cpu.tolist(), column_tokens, num_blocks=2**31)
         starts, lens = (lengths.to(device, non_blocking=True) for lengths in (starts_cpu, seq_lens_cpu))
         return cls(
             seq_lens=lens,

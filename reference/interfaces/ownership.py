@@ -78,6 +78,16 @@ class TokenOwnership:
         rounds, rest = divmod(num_tokens, self.size * self.interleave)
         return rounds * self.interleave + min(max(rest - self.rank * self.interleave, 0), self.interleave)
 
+    def most(self, num_tokens: int) -> int:
+        """Return the largest number of the first `num_tokens` tokens of a sequence that any rank owns.
+
+        Rank 0 owns this number, because every round begins with the tokens of rank 0.
+        """
+        return TokenOwnership(self.size, 0, self.interleave).count(num_tokens)
+
+
+ONE_RANK = TokenOwnership(1, 0)  # one rank owns all tokens: the meaning of `ownership=None`
+
 
 def get_dcp_local_seq_lens(
     seq_lens: Int32[Tensor, " B"], context_parallel_size: int, rank: int | None = None, interleave: int = 1
@@ -107,6 +117,38 @@ def get_dcp_local_seq_lens(
         first = interleave * torch.arange(context_parallel_size, dtype=seq_lens.dtype, device=seq_lens.device)
         return whole[:, None] * interleave + (rest[:, None] - first).clamp_(0, interleave)
     return whole * interleave + (rest - rank * interleave).clamp_(0, interleave)
+
+
+def visible_lens_of_tokens(
+    query_start_loc: Int32[Tensor, " offsets"],
+    seq_lens: Int32[Tensor, " B"],
+    num_tokens: int,
+    context_parallel_size: int = 1,
+    rank: int = 0,
+    interleave: int = 1,
+) -> Int32[Tensor, " num_tokens"]:
+    """Compute the number of keys that a rank owns and each query token attends, without a loop over the requests.
+
+    The query token with index i in a request of Sq query tokens attends the first S - Sq + i + 1 tokens of the
+    sequence; a token of a padding row (S = 0) attends no token.
+
+    Args:
+        query_start_loc: [B + 1], prefix sum of the query lengths Sq.
+        seq_lens: [B], lengths S of the whole sequences after this step.
+        num_tokens: query_start_loc[-1].
+        context_parallel_size: D.
+        rank: rank in [0, D).
+        interleave: I.
+
+    Returns:
+        [num_tokens] int32.
+    """
+    before = torch.repeat_interleave(seq_lens - query_start_loc[1:], query_start_loc.diff(), output_size=num_tokens)
+    tokens = torch.arange(1, num_tokens + 1, dtype=torch.int32, device=seq_lens.device)
+    visible = before.add_(tokens).clamp_(min=0)  # S - Sq + i + 1; below 1 for padding rows only
+    if context_parallel_size == 1:
+        return visible
+    return get_dcp_local_seq_lens(visible, context_parallel_size, rank, interleave)
 
 
 def dcp_wire_bytes(

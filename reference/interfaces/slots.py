@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int32, Int64
 from torch import Tensor
 
-from .ownership import TokenOwnership
+from .ownership import ONE_RANK, TokenOwnership
 
 
 def slots_of_tokens(
@@ -42,14 +42,15 @@ def slots_of_tokens(
     tokens = torch.arange(num_tokens, device=block_table.device)
     if requests == 0 or width == 0 or num_tokens == 0:
         return torch.full_like(tokens, -1)
-    size, rank, interleave = (1, 0, 1) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
+    owned = ONE_RANK if ownership is None else ownership
     request = torch.searchsorted(query_start_loc[1:].long(), tokens, right=True)
     inside = request < requests
     request = request.clamp_(max=requests - 1)
     position = seq_lens[request] - (query_start_loc[request + 1] - tokens)
-    group = position.div(interleave, rounding_mode="floor")  # index of the token's group of I consecutive tokens
-    local = group.div(size, rounding_mode="floor") * interleave + position.remainder(interleave)
+    group = position.div(owned.interleave, rounding_mode="floor")  # index of the token's group of I consecutive tokens
+    local = group.div(owned.size, rounding_mode="floor") * owned.interleave + position.remainder(owned.interleave)
     column = local.div(block_size, rounding_mode="floor")
-    owned = inside & (seq_lens[request] > 0) & (position >= 0) & (column < width) & (group.remainder(size) == rank)
+    is_owned = group.remainder(owned.size) == owned.rank
+    is_written = inside & (seq_lens[request] > 0) & (position >= 0) & (column < width) & is_owned
     block = block_table[request, column.clamp(0, width - 1)].long()
-    return torch.where(owned, block * block_size + local.remainder(block_size), -1)
+    return torch.where(is_written, block * block_size + local.remainder(block_size), -1)

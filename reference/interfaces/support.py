@@ -28,8 +28,9 @@ class GraphSupport(enum.Enum):
 
     Attributes:
         NONE: no batch; the call is not captured.
-        ONE_QUERY_LEN: batches in which all requests have the query length of the capture.
-        ANY: batches with any query lengths.
+        ONE_QUERY_LEN: batches in which all requests have the query length of the capture; only requests at the end of
+            the batch may have no token.
+        ANY: batches in which each request has at most the query length of the capture; a request may have no token.
     """
 
     NONE = "none"

@@ -88,7 +88,7 @@ def plan_captured_decodes(
     longest, kind, which = common.max_seq_len, MLAMetadata, {}
     if ownership is not None:
         seq_lens = _on_device_of(common, [ownership.count(length) for length in seq_lens.tolist()])
-        longest = TokenOwnership(ownership.size, 0, ownership.interleave).count(longest)  # rank 0 owns the most tokens
+        longest = ownership.most(longest)
         kind, which = ContextParallelMetadata, {"ownership": ownership}
     schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule) if batch_invariant else None
     if num_programs > 0:

@@ -35,6 +35,7 @@ from ..interfaces import (
     check_step,
     check_step_values,
     check_tensor,
+    is_plain_linear,
     latent_norm_eps,
     linear_output,
     reserve_largest,
@@ -44,7 +45,7 @@ from .cascade import cascade_attention
 from .context_parallel import dcp_decode, dcp_gather_context
 from .decode import mla_decode
 from .prefill import forward_prefill, gather_context
-from .weights import absorb, dense_weight, expand_kv, is_plain_linear, latent_to_value, query_to_latent, split_kv_b_proj
+from .weights import absorb, dense_weight, expand_kv, latent_to_value, query_to_latent, split_kv_b_proj
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..interfaces import (
     COMPUTE_FORMAT,
+    ONE_RANK,
     CacheFormat,
     ChunkRows,
     CommonAttentionMetadata,
@@ -49,7 +50,7 @@ from ..interfaces import (
 from ..planning.batch import split_decodes_and_prefills
 from ..planning.context_chunks import clamp_context_chunk, plan_context_chunks, rank_local_chunk
 from ..planning.decode_schedule import plan_decode
-from ..planning.visible_lens import compute_visible_lens
+from ..planning.visible_lens import _visible_lens, compute_visible_lens
 from .choose_path import choose_paths
 
 
@@ -142,14 +143,14 @@ def build_mla_metadata(
     check_dtype("dtype", dtype)
     check_flag("require_order", require_order)
     check_ownership(ownership)
-    size, interleave = (ownership.size, ownership.interleave) if ownership is not None else (1, 1)
-    check_interleave(interleave, block_size)
+    owned = ONE_RANK if ownership is None else ownership
+    check_interleave(owned.interleave, block_size)
     check_batch_block_size(common, block_size)
-    check_table_width(common, block_size * size)
+    check_table_width(common, block_size * owned.size)
     host_lens, given = has_host_lens(common), common
     if ownership is not None and host_lens and common.slot_mapping.device.type == "cpu":
         check_rank_local_slots(common, ownership)
-    common = bounded_batch(common, decode_threshold, query_len_support, block_size * size)
+    common = bounded_batch(common, decode_threshold, query_len_support, block_size * owned.size)
     starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu.tolist()
     query_lens = [end - start for start, end in itertools.pairwise(starts)]
     contexts = common.num_computed_tokens_cpu
@@ -176,21 +177,14 @@ def build_mla_metadata(
               f"the absorbed request {late[0]} behind it")  # fmt: skip
     check_no_prefill_padding(common, decodes)
     decode_tokens, device = starts[decodes], common.block_table.device
-
-    visible = []
-    for query_len, length in zip(query_lens[:decodes], lengths[:decodes], strict=True):
-        visible += [length - query_len + i + 1 if length > 0 else 0 for i in range(query_len)]
-    chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, size, interleave)
+    chunks = plan_context_chunks(contexts[decodes:], workspace_tokens, block_size, owned.size, owned.interleave)
     prefill_starts = [start - decode_tokens for start in starts[decodes:]]
     decode_lens = _rank_local_decode_lens(common, decodes, common.max_seq_len, ownership)
     longest = common.max_seq_len if decodes == len(lengths) else max(lengths[:decodes], default=0)
+    visible = _visible_lens(starts[: decodes + 1], lengths[:decodes], ownership)
     seq_lens, kind, which = common.seq_lens[:decodes], MLAMetadata, {}
     if ownership is not None:
-        seq_lens, longest = (
-            decode_lens.to(device),
-            TokenOwnership(ownership.size, 0, ownership.interleave).count(longest),
-        )
-        visible = [ownership.count(keys) for keys in visible]
+        seq_lens, longest = decode_lens.to(device), ownership.most(longest)
         chunks = tuple(rank_local_chunk(chunk, ownership) for chunk in chunks)
         kind, which = ContextParallelMetadata, {"ownership": ownership}
     starts_on_cpu = torch.tensor(prefill_starts, dtype=torch.int32, device="cpu")

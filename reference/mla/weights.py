@@ -21,23 +21,10 @@ from ..interfaces import (
     check_int,
     check_no_overlap,
     check_tensor,
-    check_type,
+    is_plain_linear,
     linear_output,
     split_for_keys,
 )
-
-
-def is_plain_linear(linear: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a module is a `torch.nn.Linear` whose weight can be used directly.
-
-    The module must be exactly of this class, with a parameter of `dtype`, without hooks and without a forward of its
-    own. Any other module may compute something other than the product with its `weight`.
-    """
-    check_type("linear", linear, nn.Module, "a module")
-    check_type("dtype", dtype, torch.dtype)
-    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or linear.weight.dtype != dtype:
-        return False
-    return not (linear._forward_hooks or linear._forward_pre_hooks or "forward" in linear.__dict__)
 
 
 def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Float[Tensor, "out Lkv"]:

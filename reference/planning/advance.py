@@ -7,6 +7,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from ..interfaces import (
+    ONE_RANK,
     CommonAttentionMetadata,
     TokenOwnership,
     advanced_batch,
@@ -69,7 +70,7 @@ def advance_step(
             anything is written.
     """
     limit = check_advance(sampled_token_ids, input_ids, positions, common, block_size, ownership, max_seq_len)
-    owned = TokenOwnership(1, 0) if ownership is None else ownership
+    owned = ONE_RANK if ownership is None else ownership
     check_advance_values(
         common.query_start_loc, common.seq_lens, common.block_table, input_ids.shape[0], block_size * owned.size, limit
     )

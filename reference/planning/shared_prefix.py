@@ -8,13 +8,9 @@ from ..interfaces import (
     CascadeMetadata,
     CommonAttentionMetadata,
     DecodeMetadata,
-    check,
-    check_decode_plan,
     check_host_lens,
-    check_int,
+    check_prefix_split,
     check_table_width,
-    check_tensor,
-    check_type,
 )
 
 
@@ -71,20 +67,7 @@ def split_shared_prefix(
         ValueError: `block_size` differs from `metadata.block_size`; `common_prefix_len` is not a positive multiple of
             `block_size`, or has more blocks than the block table has columns; `row` is out of range.
     """
-    check_type("metadata", metadata, DecodeMetadata)
-    check_tensor("metadata.visible_lens", metadata.visible_lens, ("T",), (torch.int32,))
-    check_decode_plan(metadata, metadata.visible_lens.shape[0], metadata.visible_lens.device)
-    check_int("block_size", block_size)
-    wanted = f"a positive multiple of the block size {block_size}"
-    check_int("common_prefix_len", common_prefix_len, 1, wanted)
-    whole = common_prefix_len >= block_size >= 1 and common_prefix_len % block_size == 0
-    check(block_size == metadata.block_size, "block_size", f"{metadata.block_size}, as in metadata", block_size)
-    check(whole, "common_prefix_len", wanted, common_prefix_len)
-    blocks, requests = common_prefix_len // block_size, metadata.seq_lens.shape[0]
-    check(blocks <= metadata.block_table.shape[1], "common_prefix_len",
-          f"at most the {metadata.block_table.shape[1]} blocks of the table", f"{blocks} blocks")  # fmt: skip
-    check_int("row", row, 0, f"a request in [0, {requests})")
-    check(0 <= row < requests, "row", f"a request in [0, {requests})", row)
+    blocks = check_prefix_split(metadata, common_prefix_len, block_size, row)
     tokens, device = metadata.visible_lens.shape[0], metadata.seq_lens.device
     prefix = DecodeMetadata(
         block_table=metadata.block_table[row : row + 1, :blocks],

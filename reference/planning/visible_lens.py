@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from jaxtyping import Int32
 from torch import Tensor
@@ -45,9 +47,13 @@ def compute_visible_lens(
     check_lengths(query_start_loc, seq_lens)
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     check(num_tokens >= starts[-1], "num_tokens", f"at least {starts[-1]}", num_tokens)
-    visible = [0] * num_tokens
-    for request, length in enumerate(lengths):
-        for token in range(starts[request], starts[request + 1]):
-            keys = length - (starts[request + 1] - 1 - token) if length > 0 else 0
-            visible[token] = keys if ownership is None else ownership.count(keys)
+    visible = _visible_lens(starts, lengths, ownership) + [0] * (num_tokens - starts[-1])
     return torch.tensor(visible, dtype=torch.int32, device=seq_lens.device)
+
+
+def _visible_lens(starts: list[int], lengths: list[int], ownership: TokenOwnership | None) -> list[int]:
+    """Return the number of (rank-local) keys that each query token attends, from offsets [B + 1] and lengths [B]."""
+    visible = []
+    for (start, end), length in zip(itertools.pairwise(starts), lengths, strict=True):
+        visible += [length - (end - 1 - token) if length > 0 else 0 for token in range(start, end)]
+    return visible if ownership is None else [ownership.count(keys) for keys in visible]

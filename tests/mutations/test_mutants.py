@@ -30,7 +30,15 @@ def test_table():
     subjects = set(subjects) - transport
     assert set(TABLE) == {str(path.relative_to(ROOT)) for path in subjects} | {
         f"reference/interfaces/{name}.py"
-        for name in ("advance_arguments", "ownership", "sizes", "slots", "decode_schedule", "builder")
+        for name in (
+            "advance_arguments",
+            "graph_arguments",
+            "ownership",
+            "sizes",
+            "slots",
+            "decode_schedule",
+            "builder",
+        )
     }
     for file, judge in TABLE.items():
         assert (ROOT / file).is_file(), file

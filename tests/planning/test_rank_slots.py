@@ -27,7 +27,9 @@ def test_local_lengths(ops, size, interleave):
         dealt = [owners(length, size, interleave).count(rank) for length in LENGTHS]
         assert ops.get_dcp_local_seq_lens(lens, size, rank, interleave).tolist() == dealt
         assert together[:, rank].tolist() == dealt
-        assert [TokenOwnership(size, rank, interleave).count(length) for length in LENGTHS] == dealt
+        ownership = TokenOwnership(size, rank, interleave)
+        assert [ownership.count(length) for length in LENGTHS] == dealt
+        assert [ownership.most(length) for length in LENGTHS] == together.amax(1).tolist()
     assert together.sum(1).equal(lens)
 
 

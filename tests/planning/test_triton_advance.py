@@ -13,15 +13,13 @@ import pytest
 import torch
 
 import reference
-from reference.interfaces import CommonAttentionMetadata, TokenOwnership
+from reference.interfaces import ONE_RANK, CommonAttentionMetadata, TokenOwnership
 
 from ..support.factories import integers, offsets
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
 
 if ON_GPU or INTERPRETED:
     from fast.kernels.triton import advance
-
-ONE_RANK = TokenOwnership(1, 0)
 
 
 @starts_interpreter

@@ -62,7 +62,8 @@ CONTEXT_PARALLEL = Judge(
 VISIBLE_LENS = Judge(("planning/test_visible_lens", "planning/test_mixed_graphs"))
 SLOT_MAPPING = Judge((*BATCH.modules, "planning/test_rank_slots"))
 OWNERSHIP = Judge(
-    ("interfaces/test_interfaces", "planning/test_schedule", *CONTEXT_PARALLEL.modules), CONTEXT_PARALLEL.selection
+    ("interfaces/test_interfaces", "planning/test_schedule", "planning/test_visible_lens", *CONTEXT_PARALLEL.modules),
+    CONTEXT_PARALLEL.selection,
 )
 SCHEDULE_CHOICE = Judge(("planning/test_schedule_choice", "planning/test_schedule", "interfaces/test_limits"))
 SIZES = Judge(
@@ -76,6 +77,7 @@ SIZES = Judge(
 )
 SLOTS = Judge(("interfaces/test_from_lens", "planning/test_batch", "interfaces/test_limits"))
 ADVANCE = Judge(("planning/test_advance",))
+CAPTURED = Judge(("interfaces/test_builders", "planning/test_graphs", "mla/test_builder"))
 GRAPHS = Judge(("planning/test_graphs", "mla/test_block_sizes", "interfaces/test_bad_input"))
 KERNELS = Judge(
     (
@@ -104,7 +106,7 @@ TABLE = {
         "planning/batch": BATCH, "planning/local_attention": BATCH, "planning/slots": SLOT_MAPPING,
         "planning/context_chunks": SCHEDULE, "planning/decode_schedule": SCHEDULE, "planning/shared_prefix": CASCADE,
         "mla/choose_path": PATH, "mla/cascade": CASCADE, "mla/metadata": BUILDER, "mla/builder": BUILDER,
-        "mla/captured": Judge(("interfaces/test_builders", "planning/test_graphs", "mla/test_builder")),
+        "mla/captured": CAPTURED,
         "planning/graphs": GRAPHS, "planning/advance": ADVANCE, "planning/visible_lens": VISIBLE_LENS,
         "mla/context_parallel": CONTEXT_PARALLEL, "distributed/merge": CONTEXT_PARALLEL,
         "distributed/reorg": CONTEXT_PARALLEL,
@@ -112,6 +114,7 @@ TABLE = {
     "fast/mla/staging.py": BUILDER,
     "fast/mla/device_choices.py": Judge(("backends/test_registry", "planning/test_schedule_choice")),
     "reference/interfaces/advance_arguments.py": ADVANCE,
+    "reference/interfaces/graph_arguments.py": CAPTURED,
     "reference/interfaces/ownership.py": OWNERSHIP,
     "reference/interfaces/sizes.py": SIZES,
     "reference/interfaces/decode_schedule.py": SCHEDULE_CHOICE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from reference.interfaces import get_dcp_local_seq_lens
+from reference.interfaces import visible_lens_of_tokens
 
 
 def compute_visible_lens(
@@ -22,11 +22,9 @@ def compute_visible_lens(
         interleave: I, consecutive tokens on one rank.
     """
     used = int(query_start_loc[-1])
-    before = torch.repeat_interleave(seq_lens - query_start_loc[1:], query_start_loc.diff(), output_size=used)
     visible = torch.zeros(num_tokens, dtype=torch.int32, device=seq_lens.device)
-    tokens = torch.arange(1, used + 1, dtype=torch.int32, device=seq_lens.device)
-    visible[:used] = (before + tokens).clamp_(min=0)
-    return visible if size == 1 else get_dcp_local_seq_lens(visible, size, rank, interleave)
+    visible[:used] = visible_lens_of_tokens(query_start_loc, seq_lens, used, size, rank, interleave)
+    return visible
 
 
 def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:

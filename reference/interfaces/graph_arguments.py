@@ -1,0 +1,323 @@
+"""Argument checks of captured batches and decode graphs, and the kind of graph that serves a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention_arguments import check_schedule
+from .batch_arguments import check_batch_block_size, check_batch_size, check_common, check_table_width
+from .bounds import has_host_lens, longest_decode_lens
+from .builder import AttentionMetadataBuilder, captured_batch, most_captured_tokens
+from .checks import check, check_int, check_tensor, check_type, is_positive_int
+from .decode_schedule import DecodeSchedule
+from .graphs import GraphBuffers, captured_tensors, check_not_replaced
+from .metadata import CommonAttentionMetadata, DecodeMetadata, MLAMetadata
+from .ownership import ONE_RANK, get_dcp_local_seq_lens
+from .support import GraphSupport, QueryLenSupport
+
+CPU = torch.device("cpu")
+
+
+def requests_with_tokens(common: CommonAttentionMetadata) -> int:
+    """Return the number of requests without those at the end of the batch that have no query token.
+
+    If the offsets are on the device only, the result is the number of all requests.
+    """
+    starts = common.query_start_loc_cpu
+    if starts is None:
+        return common.num_reqs
+    return int((starts[:-1] < starts[-1]).sum())
+
+
+def longest_query(common: CommonAttentionMetadata) -> int:
+    """Return the length of the longest query; `max_query_len`, an upper bound, if the offsets are on the device."""
+    if common.query_start_loc_cpu is None:
+        return common.max_query_len if common.num_reqs else 0
+    lens = common.query_start_loc_cpu.diff()
+    return int(lens.max()) if lens.numel() else 0
+
+
+def has_one_query_len(common: CommonAttentionMetadata, length: int) -> bool:
+    """Return whether every request has `length` query tokens; only requests at the end of the batch may have none.
+
+    If the offsets are on the device only, the lengths are unknown and the result is True.
+    """
+    if common.query_start_loc_cpu is None:
+        return True
+    return bool((common.query_start_loc_cpu.diff()[: requests_with_tokens(common)] == length).all())
+
+
+def graph_kind(common: CommonAttentionMetadata, threshold: int, support: GraphSupport) -> GraphSupport:
+    """Return the kind of CUDA graph that serves a batch of decodes.
+
+    Args:
+        common: the batch.
+        threshold: largest query length of a decode.
+        support: the widest kind that may be used. If the offsets are on the device only, `max_query_len` is taken as
+            the longest query, and requests without tokens are taken to stand at the end.
+
+    Returns:
+        NONE if no graph can serve the batch. ONE_QUERY_LEN if all requests have the same query length (only requests at
+        the end may have no token), and this length is 1 or `support` is ONE_QUERY_LEN. Otherwise ANY.
+    """
+    check_common(common, host_lens=False)
+    longest = longest_query(common)
+    if support is GraphSupport.NONE or not 1 <= longest <= threshold or common.num_actual_tokens == 0:
+        return GraphSupport.NONE
+    if common.query_start_loc_cpu is None:
+        equal = common.num_actual_tokens % longest == 0
+    elif int(common.query_start_loc_cpu.diff().min()) < 0:
+        return GraphSupport.NONE
+    else:
+        equal = has_one_query_len(common, longest)
+    if equal and (longest == 1 or support is GraphSupport.ONE_QUERY_LEN):
+        return GraphSupport.ONE_QUERY_LEN
+    return support if support is GraphSupport.ANY else GraphSupport.NONE
+
+
+def check_captured_lens(common: CommonAttentionMetadata, graph: GraphSupport) -> int:
+    """Return the number of query tokens of a captured plan, padding tokens included.
+
+    Args:
+        common: the batch; `max_query_len` is the longest query of every replay.
+        graph: kind of the graph.
+
+    Raises:
+        TypeError: `common` is not a `CommonAttentionMetadata`, or `graph` is not a `GraphSupport`.
+        ValueError: shapes, dtypes or devices do not match; the batch has no request or no query token; the query
+            lengths do not fit `graph` and `max_query_len`; there are fewer slots than tokens.
+    """
+    check_common(common, host_lens=False)
+    check_type("graph", graph, GraphSupport)
+    check(graph is not GraphSupport.NONE, "graph", "ONE_QUERY_LEN or ANY", graph.name)
+    requests, longest = common.num_reqs, common.max_query_len
+    check(requests > 0 and longest > 0, "common", "at least one request with a query token",
+          f"{requests} requests of at most {longest} tokens")  # fmt: skip
+    tokens = common.num_actual_tokens
+    if graph is GraphSupport.ONE_QUERY_LEN:
+        if not has_one_query_len(common, longest):
+            lens = common.query_start_loc_cpu.diff().tolist()
+            check(False, "common", f"decodes of one query length, {longest}", f"lengths {lens[:8]}")
+        tokens = requests * longest
+    found = longest_query(common)
+    check(found <= longest, "common.max_query_len", f"at least the longest query, {found}", longest)
+    check(0 < tokens <= requests * longest, "common.num_actual_tokens",
+          f"an int in [1, {requests * longest}] for {requests} requests of at most {longest} tokens",
+          tokens)  # fmt: skip
+    slots = common.slot_mapping.shape[0]
+    check(slots >= tokens, "common.slot_mapping", f"at least {tokens} slots", slots)
+    return tokens
+
+
+def batch_of_capture(
+    builder: AttentionMetadataBuilder, common: CommonAttentionMetadata, kind: GraphSupport, threshold: int
+) -> CommonAttentionMetadata:
+    """Return the batch of a capture with upper bounds of every replay: the longest query and the longest request.
+
+    Args:
+        builder: builder that plans the graph.
+        common: the batch, in the buffers that the graph reads.
+        kind: kind of the graph that serves the batch (`graph_kind`).
+        threshold: largest query length of a decode.
+
+    Raises:
+        ValueError: no graph can serve the batch; the batch has more or longer requests than the builder allows; the
+            slots were computed for another block size; the block table has too few columns.
+    """
+    one = "" if builder.graph_support is GraphSupport.ANY else "one query length "
+    check(kind is not GraphSupport.NONE, "common", f"decodes of {one}up to {threshold} tokens",
+          f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {common.max_query_len}",
+          )  # fmt: skip
+    check_batch_size(common, builder.max_num_seqs, builder.max_model_len)
+    longest = most_captured_tokens(builder, common.block_table.shape[1])
+    common = replace(common, max_query_len=longest_query(common), max_seq_len=longest)
+    _check_blocks_of(builder, common)
+    return common
+
+
+def batch_of_update(
+    builder: AttentionMetadataBuilder, captured: MLAMetadata, common: CommonAttentionMetadata
+) -> CommonAttentionMetadata:
+    """Return the batch of the next replay with the query length, tokens and slots of a captured plan.
+
+    Args:
+        builder: builder that plans the graph.
+        captured: the captured plan.
+        common: the batch of the next replay.
+
+    Raises:
+        TypeError: `captured` is not the plan of a decode, or `common` is not a batch.
+        ValueError: the captured plan cannot hold the batch; the batch has more or longer requests than the builder
+            allows; a request has more rank-local keys than the captured plan allows; the slots were computed for
+            another block size; the block table has too few columns.
+    """
+    check_update(captured, common, builder.block_size)
+    check_batch_size(common, builder.max_num_seqs, builder.max_model_len)
+    owned = ONE_RANK if builder.ownership is None else builder.ownership
+    if not has_host_lens(common):
+        lens = longest_decode_lens(common.num_reqs, owned.most(common.max_seq_len))
+    elif owned.size == 1:
+        lens = common.seq_lens_cpu
+    else:
+        lens = get_dcp_local_seq_lens(common.seq_lens_cpu, owned.size, owned.rank, owned.interleave)
+    bound, longest = captured.decode.max_seq_len, int(lens.max())
+    check(longest <= bound, "common", f"at most {bound} keys a request, as captured", longest)
+    common = replace(
+        common,
+        max_query_len=captured.decode.max_query_len,
+        num_actual_tokens=captured.num_decode_tokens,
+        slot_mapping=captured.slot_mapping,
+    )
+    _check_blocks_of(builder, common)
+    return common
+
+
+def _check_blocks_of(builder: AttentionMetadataBuilder, common: CommonAttentionMetadata) -> None:
+    """Check the block size and the block table of a batch that a builder plans for a graph."""
+    owned = ONE_RANK if builder.ownership is None else builder.ownership
+    check_batch_block_size(common, builder.block_size)
+    check_table_width(common, builder.block_size * owned.size)
+
+
+def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_size: int) -> None:
+    """Check that a captured plan can hold the decodes of another batch; read no values on the device.
+
+    Args:
+        captured: the captured plan.
+        common: the batch.
+        block_size: tokens per block; the captured plan must have the same number.
+    """
+    check_type("captured", captured, MLAMetadata)
+    check_type("captured.decode", captured.decode, DecodeMetadata)
+    check_int("captured.num_decodes", captured.num_decodes, 0)
+    check_int("captured.decode.max_query_len", captured.decode.max_query_len, 0)
+    check_int("captured.decode.max_seq_len", captured.decode.max_seq_len, 0)
+    check_int("captured.decode.block_size", captured.decode.block_size)
+    check(captured.decode.block_size == block_size, "captured.decode.block_size",
+          f"{block_size}, as in the builder", captured.decode.block_size)  # fmt: skip
+    check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
+    check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
+    check_common(common, host_lens=False)
+    requests, tokens, longest = captured.num_decodes, captured.num_decode_tokens, captured.decode.max_query_len
+    starts = common.query_start_loc_cpu
+    if captured.decode.graph is GraphSupport.ANY:
+        fits = longest_query(common) <= longest and common.num_actual_tokens <= tokens
+        fits = fits and (starts is None or bool((starts.diff() >= 0).all()))
+        wanted = f"{requests} requests of at most {longest} tokens, {tokens} in all, as captured"
+    else:
+        fits = has_one_query_len(common, longest)
+        fits = fits and common.num_actual_tokens <= tokens and common.num_actual_tokens % longest == 0
+        wanted = f"{requests} requests of {longest} tokens, as captured"
+    got = f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {longest_query(common)}"
+    check(fits and common.num_reqs == requests, "common", wanted, got)
+
+
+def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
+    """Check that the tensors of a plan can be copied into the tensors of a captured plan; read no values."""
+    pairs = [("decode.seq_lens", captured.decode.seq_lens, plan.decode.seq_lens),
+             ("decode.visible_lens", captured.decode.visible_lens, plan.decode.visible_lens)]  # fmt: skip
+    check(captured.schedule is not None or plan.schedule is None, "captured.schedule",
+          "a schedule as in the plan of the batch", None)  # fmt: skip
+    if captured.schedule is not None:
+        check_schedule(captured.schedule, captured.num_decodes, plan.decode.seq_lens.device, "captured.schedule")
+        check(plan.schedule is not None, "captured.schedule", "None as in the plan of the batch", "a schedule")
+        invariant = plan.schedule.batch_invariant
+        check(captured.schedule.batch_invariant == invariant, "captured.schedule.batch_invariant",
+              f"{invariant} as in the plan of the batch", captured.schedule.batch_invariant)  # fmt: skip
+        check(captured.schedule.split_rule == plan.schedule.split_rule or not invariant, "captured.schedule.split_rule",
+              f"{plan.schedule.split_rule} as in the plan of the batch", captured.schedule.split_rule)  # fmt: skip
+        if captured.schedule.tile_ranges is not None:
+            pairs += [("schedule.tile_ranges", captured.schedule.tile_ranges, plan.schedule.tile_ranges)]
+    for name, held, made in pairs:
+        check_tensor(f"captured.{name}", held, tuple(made.shape), (made.dtype,), made.device)
+    check_type("captured.captured", captured.captured, (tuple, type(None)), "a tuple or None")
+    check(captured.captured is not None, "captured", "a plan of build_for_cudagraph_capture", "the plan of one step")
+    requests, device = captured.num_decodes, plan.decode.seq_lens.device
+    check_tensor("captured.decode.block_table", captured.decode.block_table, (requests, "W"), (torch.int32,), device)
+    check_tensor(
+        "captured.decode.query_start_loc", captured.decode.query_start_loc, (requests + 1,), (torch.int32,), device
+    )
+    check_not_replaced(captured.captured, captured_tensors(captured))
+
+
+def check_graph_support(graph_support: GraphSupport | None, query_len_support: QueryLenSupport) -> GraphSupport:
+    """Return the graph support of a builder; None means the widest support that the decode kernel allows."""
+    check_type("graph_support", graph_support, (GraphSupport, type(None)), "a GraphSupport or None")
+    one_length = query_len_support is QueryLenSupport.UNIFORM
+    if graph_support is None:
+        return GraphSupport.ONE_QUERY_LEN if one_length else GraphSupport.ANY
+    check(not one_length or graph_support is not GraphSupport.ANY, "graph_support",
+          "NONE or ONE_QUERY_LEN with a decode kernel for UNIFORM query lengths", graph_support.name)  # fmt: skip
+    return graph_support
+
+
+def check_graph_sizes(
+    builder: AttentionMetadataBuilder, batch_sizes: Sequence[int], max_blocks: int, hidden_size: int, query_len: int
+) -> None:
+    """Check the sizes of a decode graph: batch sizes, columns of the block table, hidden size and query length."""
+    check_type("builder", builder, AttentionMetadataBuilder)
+    check_type("batch_sizes", batch_sizes, Sequence, "at least one positive int")
+    sizes = list(batch_sizes)
+    check(bool(sizes) and all(is_positive_int(size) for size in sizes), "batch_sizes", "at least one positive int",
+          sizes)  # fmt: skip
+    most = builder.max_num_seqs
+    check(max(sizes) <= most, "batch_sizes", f"at most {most}, the builder's max_num_seqs", max(sizes))
+    for name, value in (("max_blocks", max_blocks), ("hidden_size", hidden_size), ("query_len", query_len)):
+        check_int(name, value)
+    block_size = builder.block_size
+    check(
+        max_blocks * block_size < 2**31, "max_blocks", f"fewer than 2^31 tokens in blocks of {block_size}", max_blocks
+    )
+
+
+def check_graph_query_len(graph: Any) -> None:
+    """Check that the builder of a decode graph can plan captured batches of the graph's query length."""
+    padding = GraphBuffers.of_padding(1, graph.query_len, graph.max_blocks, graph.hidden_size, graph.dtype, CPU)
+    served = graph.builder.can_run_in_cudagraph(captured_batch(graph, padding))
+    check(served, "query_len", "a query length that the builder can plan for a CUDA graph", graph.query_len)
+
+
+def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
+    """Check that a batch fits into the buffers of a decode graph; read no values on the device."""
+    check_common(common, host_lens=False)
+    largest, q = graph.batch_sizes[-1], graph.query_len
+    requests, tokens = common.num_reqs, common.num_actual_tokens
+    used = requests_with_tokens(common)
+    check(used <= largest, "common", f"at most {largest} requests, the largest of batch_sizes", used)
+    mixed = graph.graph_support is GraphSupport.ANY
+    wanted = f"{'at most ' * mixed}{q} tokens of each request, as captured"
+    if common.query_start_loc_cpu is None:
+        longest = common.max_query_len
+        check(longest <= q and tokens <= used * q and (mixed or tokens % q == 0), "common", wanted,
+              f"{tokens} tokens in {used} requests of at most {longest}")  # fmt: skip
+    else:
+        lens = common.query_start_loc_cpu.diff()
+        wrong = ((lens < 0) | (lens > q) if mixed else lens[:used] != q).nonzero()
+        if wrong.numel():
+            request = int(wrong[0])
+            check(False, "common", wanted, f"{int(lens[request])} at request {request}")
+    block_size, ownership = graph.builder.block_size, graph.builder.ownership
+    check_batch_block_size(common, block_size)
+    width = common.block_table.shape[1]
+    check(width <= graph.max_blocks, "common.block_table", f"at most {graph.max_blocks} columns, as captured", width)
+    owned = ONE_RANK if ownership is None else ownership
+    check_table_width(common, block_size * owned.size)
+    most = graph.max_seq_len
+    if not has_host_lens(common):
+        check(common.max_seq_len <= most, "common.max_seq_len", f"at most {most}, as captured", common.max_seq_len)
+    elif (longer := (common.seq_lens_cpu > most).nonzero()).numel():
+        request = int(longer[0])
+        check(False, "common", f"at most {most} tokens a request, as captured",
+              f"{int(common.seq_lens_cpu[request])} at request {request}")  # fmt: skip
+    check_tensor("hidden_states", hidden_states, (tokens, graph.hidden_size), (graph.dtype,), graph.device)
+    check_tensor("positions", positions, (tokens,), (torch.int64,), graph.device)
+    check_tensor("common.block_table", common.block_table, (requests, "W"), (torch.int32,), graph.device)
+    check_tensor("common.seq_lens", common.seq_lens, (requests,), (torch.int32,), graph.device)
+    check_tensor("common.slot_mapping", common.slot_mapping, ("slots",), (torch.int64,), graph.device)
+    check(common.slot_mapping.shape[0] >= tokens, "common.slot_mapping", f"at least {tokens} slots",
+          common.slot_mapping.shape[0])  # fmt: skip
