@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +30,8 @@ import fast
 import reference
 from reference.interfaces import CommonAttentionMetadata, MLAConfig
 
-from .layers import make_layer
+from .command_line import check_device, run, wide_console, write_report
+from .layers import make_layer, one_thread
 from .report import provenance
 from .timing import Clock, Spread
 
@@ -252,24 +252,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
     parser.add_argument("--time", type=float, default=1.0, metavar="S", help="seconds of timing for each row and "
                         "function (default: 1)")  # fmt: skip
-    argv = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("error: needs a CUDA device, and torch sees none", file=sys.stderr)
-        return 2
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    return run(_run, argv, parser)
+
+
+def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
+    check_device(arguments.device)
+    with one_thread():
         report = {**provenance("planning", argv, device=arguments.device),
                   "batches": time_batches(arguments.device, arguments.time)}  # fmt: skip
-    finally:
-        torch.set_num_threads(threads)
     if arguments.device == "cuda":
         report |= {"schedule": time_schedule(), "step": profile_step()}
-    console = Console()
-    show(report, console if console.is_terminal else Console(width=120))
+    show(report, wide_console(120))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(arguments.json, report)
     return 0
 
 
