@@ -7,8 +7,8 @@
 A time is the wall time of one Python call. The GPU is idle when the call starts (a synchronisation precedes it), and
 the call does not wait for the GPU. So the time is what the processor needs to check the arguments, to allocate the
 outputs and to launch the kernels. Every op is called in a row; the caches of the processor are as warm as in a step of
-many layers. `--profile` prints in which functions the calls of one op spend their time; the profiler itself makes every
-call slower, so its table shows shares, not the times of the first table.
+many layers. `--profile` prints in which functions the calls of one op spend their time. The profiler itself makes every
+call slower: its times are longer than the times of the first table, and can be compared only with each other.
 
 On a CPU (`--device cpu`) the calls also compute, with small dims; those times only show that the benchmark runs.
 """

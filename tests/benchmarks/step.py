@@ -119,12 +119,18 @@ class Model:
 
 
 def fit(free: int, cache_bytes: int, weight_bytes: int, layers: int) -> tuple[int, int]:
-    """Return how many of `layers` layers, and how many further sets of weights beside the first, fit into `free` bytes.
+    """Return how many of `layers` layers, and how many sets of weights, fit into memory that holds one set already.
 
     The caches come first: weights can be shared, and caches cannot.
 
+    Args:
+        free: free bytes beside the first set of weights.
+        cache_bytes: bytes of the cache of one layer.
+        weight_bytes: bytes of one set of weights.
+        layers: wanted number of layers.
+
     Returns:
-        The number of layers, and the number of sets of weights with the first, at most the number of layers.
+        The number of layers, and the number of sets of weights, the first set included, at most the number of layers.
 
     Raises:
         CannotRun: the memory does not hold one layer.
