@@ -11,7 +11,7 @@ import fast
 import reference
 from fast import backends
 from fast.backends import Backend, OpSupport
-from reference.interfaces import CommonAttentionMetadata, GraphSupport, PathCosts, QueryLenSupport, TokenOwnership
+from reference.interfaces import GraphSupport, PathCosts, QueryLenSupport, TokenOwnership
 
 from ..support.factories import (
     CONFIGS,
@@ -23,6 +23,7 @@ from ..support.factories import (
     make_entries,
     make_layer,
     make_weights,
+    moved,
 )
 from ..support.planning import batches, same
 from ..support.properties import assume, given, st
@@ -108,7 +109,7 @@ def test_layers(ops, config, slack):
         entries = make_entries(batch, config.head_size, torch.float64)
         cache = make_cache(batch, entries, config.head_size, torch.float64, new_tokens=False)
         hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64)
-        positions = torch.cat([torch.arange(s - q, s) for q, s in zip(*MIXED, strict=True)])
+        positions = batch.positions
         options = (BLOCK, 32, 2)  # a workspace of two blocks: several chunks
         wanted = layer(hidden, positions, cache.clone(), ops.build_mla_metadata(batch.common, *options))
         plan = ops.build_mla_metadata(without_lens(batch.common, slack), *options)
@@ -130,7 +131,7 @@ def test_layers_on_ranks(ops, merge):
         common = replace(batch.common, slot_mapping=slots)
         cache = torch.randn(batch.num_blocks, BLOCK, config.head_size, dtype=torch.float64)
         hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64)
-        positions = torch.cat([torch.arange(s - q, s) for q, s in zip(*MIXED, strict=True)])
+        positions = batch.positions
         builder = ops.MLAMetadataBuilder(
             config, BLOCK, 4096, 8, num_speculative_tokens=1, num_programs=2, context_parallel=ranks,
             workspace_tokens=128, batch_invariant=merge == "a2a", costs=PathCosts(absorbed_request=1e15),
@@ -220,7 +221,7 @@ def test_graphs(ops, query_len, plain_errors):
             query_len,
         )  # fmt: skip
         hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64)
-        positions = torch.cat([torch.arange(s - q, s) for q, s in zip(*lens, strict=True)])
+        positions = batch.positions
         wanted = graph.run(hidden, positions, batch.common).clone()
         bare = replace(without_lens(batch.common, 0, True), max_query_len=query_len)
         assert_close64(graph.run(hidden, positions, bare), wanted)
@@ -246,11 +247,6 @@ def test_graphs(ops, query_len, plain_errors):
 
 
 # Tests that planning reads no value from a device. Tensors on the device "meta" have no values: reading one raises.
-
-
-def on_meta(common):
-    names = ("seq_lens", "query_start_loc", "block_table", "slot_mapping")
-    return replace(common, **{name: getattr(common, name).to("meta") for name in names})
 
 
 @pytest.fixture
@@ -287,7 +283,7 @@ def test_no_value_is_read(meta_backend, ranks):
             builder = make_builder(fast, batch_invariant=invariant, schedule_costs=fast.ScheduleCosts())
             builder.ownership = ownership
             for lens in DECODES.values():
-                common = on_meta(make_batch(*lens, BLOCK).common)
+                common = moved(make_batch(*lens, BLOCK).common, "meta")
                 for given_batch in (common, without_lens(common, 9), without_lens(common, 9, True)):
                     plan = builder.build(0, given_batch)
                     assert plan.num_decodes == len(lens[0]) and devices_of(plan) == {"meta"}
@@ -296,7 +292,7 @@ def test_no_value_is_read(meta_backend, ranks):
                         captured = builder.build_for_cudagraph_capture(replace(given_batch, slot_mapping=slots))
                         builder.update_captured(captured, given_batch)
                         assert devices_of(captured) == {"meta"}
-            common = on_meta(make_batch(*MIXED, BLOCK).common)
+            common = moved(make_batch(*MIXED, BLOCK).common, "meta")
             plan = builder.build(0, without_lens(common, 9))
             assert plan.prefill.context_chunks and devices_of(plan) == {"meta"}
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -304,11 +300,6 @@ def test_no_value_is_read(meta_backend, ranks):
 
 
 # Tests on a GPU.
-
-
-def on_gpu(common):
-    names = ("seq_lens", "query_start_loc", "block_table", "slot_mapping")
-    return CommonAttentionMetadata(**(vars(common) | {name: getattr(common, name).cuda() for name in names}))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -331,7 +322,7 @@ def test_no_synchronisation(invariant):
     )
     runs = []
     for step in steps:
-        common = on_gpu(step.common)
+        common = moved(step.common, device)
         hidden = torch.randn(step.num_tokens, config.hidden_size, dtype=dtype, device=device)
         positions = torch.zeros(step.num_tokens, dtype=torch.int64, device=device)
         given_batches = [common, without_lens(common, 9)]

@@ -19,7 +19,7 @@ from fast.backends import Backend, OpSupport
 from reference.interfaces import CommonAttentionMetadata, GraphSupport, TokenOwnership
 
 from ..support.decode_loop import loop_cache, make_loop
-from ..support.factories import CONFIGS, DIRECT, integers, make_layer, make_weights
+from ..support.factories import CONFIGS, DIRECT, integers, make_layer, make_weights, positions_of
 from ..support.planning import PACKAGES, batches, same
 from ..support.properties import given, st
 from ..support.ranks import owners
@@ -179,9 +179,7 @@ def test_steps_of_a_layer(config):
 
     def first_step():
         common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, BLOCK)
-        positions = torch.cat([torch.arange(s - q, s) if s else torch.zeros(q).long()
-                               for q, s in zip(query_lens, seq_lens, strict=True)])  # fmt: skip
-        return held.clone(), prompt.clone(), positions, common
+        return held.clone(), prompt.clone(), positions_of(query_lens, seq_lens), common
 
     cache, ids, positions, common = first_step()
     lens, single = list(seq_lens), []

@@ -26,9 +26,10 @@ from ..support.factories import (
     make_entries,
     make_layer,
     make_weights,
+    moved,
 )
 from ..support.ranks import make_rank_layer
-from .test_graphs import BLOCK, BLOCKS, DEVICE, WIDTH, make_builder, make_graph, moved
+from .test_graphs import BLOCK, BLOCKS, DEVICE, WIDTH, make_builder, make_graph
 
 STEPS = (  # query lengths and sequence lengths of each step; the largest query length of the graphs is 3
     ([3, 1, 2], [20, 7, 40]),
@@ -51,9 +52,8 @@ def mixed_steps(config, dtype, steps=STEPS):
             entries = make_entries(batch, config.head_size, dtype)
             cache[: batch.num_blocks] = make_cache(batch, entries, config.head_size, dtype, new_tokens=False)
             hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64).to(dtype)
-            positions = [torch.arange(s - q, s) if s else torch.zeros(q).long()
-                         for q, s in zip(query_lens, seq_lens, strict=True)]  # fmt: skip
-        yield batch, cache, hidden, torch.cat(positions)
+            positions = batch.positions
+        yield batch, cache, hidden, positions
 
 
 @pytest.mark.parametrize("programs, invariant", [(0, False), (3, False), (0, True), (5, True)])
@@ -193,7 +193,7 @@ def test_context_parallelism(ops, merge):
         common = replace(batch.common, slot_mapping=slots)
         cache = torch.randn(batch.num_blocks, BLOCK, config.head_size, dtype=torch.float64)
         hidden = torch.randn(6, config.hidden_size, dtype=torch.float64)
-        positions = torch.cat([torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)])
+        positions = batch.positions
         plan = ops.build_mla_metadata(common, BLOCK, 4096, 3, ownership=ranks.ownership)
         wanted = layer(hidden, positions, cache.clone(), plan)
         builder = ops.MLAMetadataBuilder(
