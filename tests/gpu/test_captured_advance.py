@@ -14,6 +14,7 @@ from reference.interfaces import CommonAttentionMetadata
 from ..planning.test_advance import buffers, check_against_the_host
 from ..support.decode_loop import loop_cache, make_loop
 from ..support.factories import DIRECT, LOW_RANK, moved
+from ..support.synchronisation import no_synchronisation
 from ..support.triton_mode import DEVICE, ON_GPU, ON_HOPPER
 
 if not ON_GPU:
@@ -88,12 +89,9 @@ def test_no_synchronisation():
         mine, common_gpu = [x.to(DEVICE) for x in tensors], moved(common, DEVICE)
         fast.advance_step(*(x.clone() for x in mine), moved(common, DEVICE), BLOCK, ownership)  # compiles the kernel
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronisation():
             following = fast.advance_step(*mine, common_gpu, BLOCK, ownership)
             again = fast.advance_step(mine[0], mine[1][:4], mine[2][:4], following, BLOCK, ownership)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         wanted = reference.advance_step(*tensors, common, BLOCK, ownership)
         wanted = reference.advance_step(tensors[0], tensors[1][:4], tensors[2][:4], wanted, BLOCK, ownership)
         assert [x.cpu().tolist() for x in mine] == [x.tolist() for x in tensors]

@@ -26,6 +26,7 @@ from ..planning.test_batch import brute_split
 from ..support.factories import DIRECT, GARBAGE, assert_same_bits, integers, make_batch, moved, offsets
 from ..support.planning import batches, same
 from ..support.properties import assume, given, st
+from ..support.synchronisation import no_synchronisation
 
 V3 = MLAConfig.from_preset("deepseek-v3")
 SINGLE, UNIFORM, VARLEN = QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN
@@ -481,14 +482,7 @@ def test_builder_refuses(ops, plain_errors):
 # Tests on a GPU. The host reads no value back, and writes no buffer from which a copy still reads.
 
 
-@pytest.fixture
-def no_syncs():
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def test_planning_does_not_wait(request):
+def test_planning_does_not_wait():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     builders = [
@@ -505,12 +499,11 @@ def test_planning_does_not_wait(request):
     there = [moved(own, "cuda") for own in batches]
     for builder in builders:  # compile and allocate before waits are forbidden
         builder.build(0, there[0])
-    request.getfixturevalue("no_syncs")
-    plans = [
-        builder.build(prefix, own) for _ in range(5) for builder in builders
-        for prefix, own in zip(prefixes, there, strict=True)
-    ]  # fmt: skip
-    torch.cuda.set_sync_debug_mode("default")
+    with no_synchronisation():
+        plans = [
+            builder.build(prefix, own) for _ in range(5) for builder in builders
+            for prefix, own in zip(prefixes, there, strict=True)
+        ]  # fmt: skip
     for number, plan in enumerate(plans):
         assert plan.prefill.query_start_loc.is_cuda and plan.decode.visible_lens.is_cuda
         same(to_cpu(plan), to_cpu(expected[number % 8]))

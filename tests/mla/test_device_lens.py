@@ -28,6 +28,7 @@ from ..support.factories import (
 from ..support.planning import batches, same
 from ..support.properties import assume, given, st
 from ..support.ranks import make_rank_layer
+from ..support.synchronisation import no_synchronisation
 
 BLOCK = 16
 DECODES = {  # query lengths and sequence lengths of steps that have only decodes
@@ -346,9 +347,6 @@ def test_no_synchronisation(invariant):
 
     all_calls()  # compile and allocate before waits are forbidden
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         outputs = all_calls()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(output.isfinite().all() for output in outputs)
