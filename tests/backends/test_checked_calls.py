@@ -13,6 +13,7 @@ from fast.backends import Backend, OpSupport, checked_calls
 from fast.backends.repeated_launches import Launches, launch
 from reference.interfaces import AttentionState
 
+from ..support.backends import registered
 from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights
 
 
@@ -80,11 +81,8 @@ def test_another_backend_is_chosen_again():
     fast.merge_attn_states(state, state)
     zeros = AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
     late = Backend("late", 50, "cpu", {"merge_attn_states": OpSupport(lambda *_: tuple(zeros))})
-    backends.register(late)
-    try:
+    with registered(late):
         assert fast.merge_attn_states(state, state).out.equal(zeros.out)
-    finally:
-        backends.unregister("late")
     assert not fast.merge_attn_states(state, state).out.equal(zeros.out)
 
 

@@ -16,6 +16,7 @@ from fast import backends
 from fast.backends import Backend, OpSupport
 from reference.interfaces import GraphSupport, UnsupportedConfiguration
 
+from ..support.backends import registered
 from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights
 
 STEP = ("rope_norm_and_cache", "mla_decode", "plan_decode")  # the ops of a planned decode step on one rank
@@ -37,9 +38,8 @@ def launched():
     ops = (*STEP, "concat_and_cache_mla", "apply_rope", "merge_attn_states", *MERGES["ag_rs"], *MERGES["a2a"])
     supports = {op: OpSupport(noted(op), graph=GraphSupport.NONE) for op in ops}
     supports["pack_attn_state"] = replace(supports["pack_attn_state"], reads="merge_packed_attn_states")
-    backends.register(Backend("eager", 50, "cpu", supports))
-    yield seen
-    backends.unregister("eager")
+    with registered(Backend("eager", 50, "cpu", supports)):
+        yield seen
 
 
 def one_step(captured, attention=False, ranks=None):

@@ -9,10 +9,10 @@ import torch
 
 import fast
 import reference
-from fast import backends
 from fast.backends import Backend, OpSupport
 from reference.interfaces import GraphSupport, PathCosts, QueryLenSupport, TokenOwnership
 
+from ..support.backends import registered
 from ..support.factories import (
     CONFIGS,
     DIRECT,
@@ -258,13 +258,12 @@ def meta_backend(monkeypatch):
         raise AssertionError("a kernel of the device meta was launched")
 
     ops = {name: OpSupport(never) for name in ("compute_visible_lens", "plan_decode")}
-    backends.register(Backend("nowhere", 50, "meta", ops))
     monkeypatch.setattr(
         "fast.mla.metadata.to_device",
         lambda tensors, device, _: {name: tensor.to(device) for name, tensor in tensors.items()},
     )
-    yield
-    backends.unregister("nowhere")
+    with registered(Backend("nowhere", 50, "meta", ops)):
+        yield
 
 
 def devices_of(value):

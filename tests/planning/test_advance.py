@@ -18,6 +18,7 @@ from fast import backends
 from fast.backends import Backend, OpSupport
 from reference.interfaces import CommonAttentionMetadata, GraphSupport, TokenOwnership
 
+from ..support.backends import registered
 from ..support.decode_loop import loop_cache, make_loop
 from ..support.factories import CONFIGS, DIRECT, integers, make_layer, make_weights, positions_of
 from ..support.planning import PACKAGES, batches, same
@@ -317,24 +318,23 @@ def test_backends(plain_errors):
         served.append(given)
         return backends.kernel("cpu", "advance_step")(*given)
 
-    backends.register(Backend("eager", 50, "cpu", {"advance_step": OpSupport(noted, graph=GraphSupport.NONE)}))
-    try:
-        with torch.device("cpu"):
-            given = buffers([1], [1], 2)
-            fast.advance_step(*given, BLOCK)
-            assert len(served) == 1
-            fast.advance_step(*given, BLOCK, backend="cpu")
-            fast.advance_step(*given, BLOCK, graph=GraphSupport.ANY)
-            assert len(served) == 1 and given[3].seq_lens.tolist() == [4]
-            with pytest.raises(fast.UnsupportedConfiguration, match="eager: has graph support 'none'"):
-                fast.advance_step(*given, BLOCK, graph=GraphSupport.ANY, backend="eager")
-            with pytest.raises(ValueError, match="^backend: expected one of .*, got nosuch$"):
-                fast.advance_step(*given, BLOCK, backend="nosuch")
-            with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
-                fast.advance_step(*given, BLOCK, graph="any")
-            assert given[3].seq_lens.tolist() == [4]
-    finally:
-        backends.unregister("eager")
+    with (
+        registered(Backend("eager", 50, "cpu", {"advance_step": OpSupport(noted, graph=GraphSupport.NONE)})),
+        torch.device("cpu"),
+    ):
+        given = buffers([1], [1], 2)
+        fast.advance_step(*given, BLOCK)
+        assert len(served) == 1
+        fast.advance_step(*given, BLOCK, backend="cpu")
+        fast.advance_step(*given, BLOCK, graph=GraphSupport.ANY)
+        assert len(served) == 1 and given[3].seq_lens.tolist() == [4]
+        with pytest.raises(fast.UnsupportedConfiguration, match="eager: has graph support 'none'"):
+            fast.advance_step(*given, BLOCK, graph=GraphSupport.ANY, backend="eager")
+        with pytest.raises(ValueError, match="^backend: expected one of .*, got nosuch$"):
+            fast.advance_step(*given, BLOCK, backend="nosuch")
+        with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
+            fast.advance_step(*given, BLOCK, graph="any")
+        assert given[3].seq_lens.tolist() == [4]
 
 
 def test_inside_a_compiled_function():

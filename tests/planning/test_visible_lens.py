@@ -10,6 +10,7 @@ import reference
 from fast.mla.padding_tokens import zero_padding_tokens
 from reference.interfaces import GraphSupport, TokenOwnership, UnsupportedConfiguration
 
+from ..support.backends import registered
 from ..support.factories import integers, offsets
 from ..support.planning import same
 from ..support.properties import given, st
@@ -85,12 +86,11 @@ def test_refusals_of_fast(plain_errors):
     with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
         fast.compute_visible_lens(offsets([1]), integers(9), 1, graph="any")
     support = fast.backends.OpSupport(lambda *_: None, graph=GraphSupport.ONE_QUERY_LEN)
-    fast.backends.register(fast.backends.Backend("uniform", 50, "cpu", {"compute_visible_lens": support}))
-    try:
-        with pytest.raises(UnsupportedConfiguration, match="uniform: has graph support 'one', got"):
-            fast.compute_visible_lens(offsets([1]), integers(9), 1, graph=GraphSupport.ANY, backend="uniform")
-    finally:
-        fast.backends.unregister("uniform")
+    with (
+        registered(fast.backends.Backend("uniform", 50, "cpu", {"compute_visible_lens": support})),
+        pytest.raises(UnsupportedConfiguration, match="uniform: has graph support 'one', got"),
+    ):
+        fast.compute_visible_lens(offsets([1]), integers(9), 1, graph=GraphSupport.ANY, backend="uniform")
     with pytest.raises(ValueError, match=r"^output: expected shape \[T, N, V\], got \[3, 4\]$"):
         zero_padding_tokens(torch.ones(3, 4), offsets([1]))
     with pytest.raises(ValueError, match="^query_start_loc: expected dtype torch.int32, got torch.int64$"):
