@@ -26,7 +26,7 @@ from reference.interfaces import DecodeSchedule, MLAConfig
 
 from .support.backends import cpu_backend, with_backends
 from .support.compiled import Recorded, compiled
-from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_cache, make_entries, make_layer, make_weights
+from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_layer, make_weights, new_cache
 
 gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -121,7 +121,7 @@ def serve(config, dtype, threshold, batch_invariant=False):
     costs = measured_schedule_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
-        cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)
+        cache = new_cache(batch, config.head_size, dtype)
         asked = None if sum(query_lens) % 2 else config
         programs = 0 if batch_invariant else None  # 0: no schedule; batch-invariant steps get their schedule below
         plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs)

@@ -14,12 +14,12 @@ from fast.backends.repeated_launches import Launches, launch
 from reference.interfaces import AttentionState
 
 from ..support.backends import registered
-from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights
+from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights, new_cache
 
 
 def decode_inputs(dtype=torch.float32):
     batch = make_batch([1, 1], [20, 33])
-    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, dtype), DIRECT.head_size, dtype)
+    cache = new_cache(batch, DIRECT.head_size, dtype)
     queries = (torch.randn(2, 3, width).to(dtype) for width in (DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim))
     return (*queries, cache, fast.build_mla_metadata(batch.common, 16, 64).decode, 0.3)
 
@@ -135,7 +135,7 @@ def test_a_plan_is_not_kept_alive():
 def test_a_write_counts_as_a_change():
     """An op that writes in place raises the version of the tensor, as the dispatcher does."""
     batch = make_batch([1, 1], [20, 33])
-    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, torch.float32), DIRECT.head_size, torch.float32)
+    cache = new_cache(batch, DIRECT.head_size, torch.float32)
     arguments = torch.zeros(2, DIRECT.kv_lora_rank), torch.zeros(2, DIRECT.qk_rope_head_dim), cache
     versions = [cache._version]
     for _ in range(2):

@@ -12,16 +12,7 @@ import reference
 from reference.interfaces import context_workspace_size
 
 from ..support.allocations import HeldMemory
-from ..support.factories import (
-    DIRECT,
-    LOW_RANK,
-    assert_same_bits,
-    make_batch,
-    make_cache,
-    make_entries,
-    make_layer,
-    make_weights,
-)
+from ..support.factories import DIRECT, LOW_RANK, assert_same_bits, make_batch, make_layer, make_weights, new_cache
 
 TOKENS = 64  # workspace_tokens of most tests
 SMALL_LATENT = replace(DIRECT, kv_lora_rank=12)  # a prefill of this config needs more memory than its decode
@@ -32,7 +23,7 @@ def one_step(ops, layer, config, query_lens, context_lens, builder, seed=0):
     torch.manual_seed(seed)
     dtype = layer.kv_a_layernorm.weight.dtype
     batch = make_batch(query_lens, [q + c for q, c in zip(query_lens, context_lens, strict=True)])
-    cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype, new_tokens=False)
+    cache = new_cache(batch, config.head_size, dtype, new_tokens=False)
     plan = builder.build(0, batch.common)
     hidden = torch.randn(batch.num_tokens, config.hidden_size).to(dtype)
     return layer(hidden, torch.arange(batch.num_tokens), cache, plan), plan

@@ -19,11 +19,10 @@ from ..support.factories import (
     assert_close64,
     integers,
     make_batch,
-    make_cache,
-    make_entries,
     make_layer,
     make_weights,
     moved,
+    new_cache,
 )
 from ..support.planning import batches, same
 from ..support.properties import assume, given, st
@@ -107,8 +106,7 @@ def test_layers(ops, config, slack):
     with torch.device("cpu"):
         batch = make_batch(*MIXED, BLOCK)
         layer = make_layer(ops, config, make_weights(config, torch.float64), torch.float64)
-        entries = make_entries(batch, config.head_size, torch.float64)
-        cache = make_cache(batch, entries, config.head_size, torch.float64, new_tokens=False)
+        cache = new_cache(batch, config.head_size, torch.float64, new_tokens=False)
         hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64)
         positions = batch.positions
         options = (BLOCK, 32, 2)  # a workspace of two blocks: several chunks

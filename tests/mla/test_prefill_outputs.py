@@ -27,6 +27,7 @@ from ..support.factories import (
     make_layer,
     make_up_projections,
     make_weights,
+    new_cache,
     offsets,
 )
 from ..support.properties import given, st
@@ -162,8 +163,7 @@ def test_new_tokens_without_lse(ops, dtype):
 
 
 def layer_inputs(config, batch, dtype, padding=0):
-    entries = make_entries(batch, config.head_size, dtype)
-    cache = make_cache(batch, entries, config.head_size, dtype, new_tokens=False)
+    cache = new_cache(batch, config.head_size, dtype, new_tokens=False)
     tokens = batch.num_tokens + padding
     return torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
 
@@ -253,7 +253,7 @@ def test_out_of_forward_prefill():
 
 def decode_call():
     batch = make_batch([1, 2], [20, 33])
-    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, torch.bfloat16), DIRECT.head_size, torch.bfloat16)
+    cache = new_cache(batch, DIRECT.head_size, torch.bfloat16)
     plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
     return torch.randn(3, 3, 24).bfloat16(), torch.randn(3, 3, 8).bfloat16(), cache, plan, 0.3
 

@@ -12,17 +12,7 @@ import fast
 import reference
 from fast.parity import compare
 
-from ..support.factories import (
-    CONFIGS,
-    DIRECT,
-    GARBAGE,
-    make_batch,
-    make_cache,
-    make_entries,
-    make_layer,
-    make_weights,
-    moved,
-)
+from ..support.factories import CONFIGS, DIRECT, GARBAGE, make_batch, make_layer, make_weights, moved, new_cache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = ([20, 7, 40], [3], [1, 0, 64, 33], [90, 2, 5, 8, 13], [0], [17, 18])  # sequence lengths of each step
@@ -40,8 +30,7 @@ def steps(config, dtype, query_len):
             batch = make_batch([query_len] * len(lengths), lengths, BLOCK, spare_blocks=3)
             assert batch.num_blocks <= BLOCKS
             cache = torch.full((BLOCKS, BLOCK, config.head_size), torch.nan, dtype=dtype)
-            entries = make_entries(batch, config.head_size, dtype)
-            cache[: batch.num_blocks] = make_cache(batch, entries, config.head_size, dtype, new_tokens=False)
+            cache[: batch.num_blocks] = new_cache(batch, config.head_size, dtype, new_tokens=False)
             hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64).to(dtype)
             positions = batch.positions
         yield batch, cache, hidden, positions

@@ -18,17 +18,7 @@ from fast.parity import compare
 from reference.interfaces import GraphMemory, GraphSupport, UnsupportedConfiguration
 
 from ..support.backends import registered
-from ..support.factories import (
-    CONFIGS,
-    DIRECT,
-    assert_close64,
-    make_batch,
-    make_cache,
-    make_entries,
-    make_layer,
-    make_weights,
-    moved,
-)
+from ..support.factories import CONFIGS, DIRECT, assert_close64, make_batch, make_layer, make_weights, moved, new_cache
 from ..support.ranks import make_rank_layer
 from .test_graphs import BLOCK, BLOCKS, DEVICE, WIDTH, make_builder, make_graph
 
@@ -50,8 +40,7 @@ def mixed_steps(config, dtype, steps=STEPS):
         with torch.device("cpu"):
             batch = make_batch(query_lens, seq_lens, BLOCK)
             cache = torch.full((BLOCKS, BLOCK, config.head_size), torch.nan, dtype=dtype)
-            entries = make_entries(batch, config.head_size, dtype)
-            cache[: batch.num_blocks] = make_cache(batch, entries, config.head_size, dtype, new_tokens=False)
+            cache[: batch.num_blocks] = new_cache(batch, config.head_size, dtype, new_tokens=False)
             hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64).to(dtype)
             positions = batch.positions
         yield batch, cache, hidden, positions

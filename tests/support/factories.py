@@ -128,6 +128,11 @@ def make_cache(
     return cache
 
 
+def new_cache(batch: Batch, head_size: int, dtype: torch.dtype, new_tokens: bool = True) -> Tensor:
+    """Return a cache as `make_cache` does, with random entries."""
+    return make_cache(batch, make_entries(batch, head_size, dtype), head_size, dtype, new_tokens)
+
+
 def last_rows(batch: Batch, per_request: list[Tensor]) -> Tensor:
     """Pack the rows of each request's new tokens, [T, ..]; padding requests get random rows."""
     rows = []
