@@ -11,8 +11,7 @@ import fast
 import reference
 from reference.interfaces import CommonAttentionMetadata
 
-from ..planning.test_advance import buffers, check_against_the_host
-from ..support.decode_loop import loop_cache, make_loop
+from ..support.decode_loop import buffers, check_against_the_host, loop_cache, make_loop
 from ..support.factories import DIRECT, LOW_RANK, moved
 from ..support.synchronisation import no_synchronisation
 from ..support.triton_mode import DEVICE, ON_GPU, ON_HOPPER

@@ -19,23 +19,13 @@ from fast.backends import Backend, OpSupport
 from reference.interfaces import CommonAttentionMetadata, GraphSupport, TokenOwnership
 
 from ..support.backends import registered
-from ..support.decode_loop import loop_cache, make_loop
+from ..support.decode_loop import buffers, check_against_the_host, loop_cache, make_loop
 from ..support.factories import CONFIGS, DIRECT, integers, make_layer, make_weights, positions_of
 from ..support.planning import PACKAGES, batches, same
 from ..support.properties import given, st
 from ..support.ranks import owners
 
 BLOCK = 4
-
-
-def buffers(query_lens, seq_lens, width, padding=0, dtype=torch.int64, block_size=BLOCK):
-    """Return sampled ids, input ids, positions and a batch; unwritten elements of a result would keep odd values."""
-    requests, tokens = len(query_lens), sum(query_lens) + padding
-    table = torch.randperm(max(1, requests * width))[: requests * width].view(requests, width).int()
-    common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, block_size)
-    common = replace(common, slot_mapping=torch.full((tokens,), 12345))
-    sampled = torch.randint(1, 1000, (requests,), dtype=dtype)
-    return sampled, torch.full((tokens,), 77, dtype=dtype), torch.full((tokens,), 88), common
 
 
 def copies(given):
@@ -220,23 +210,6 @@ def test_steps_over_buffers(ops, programs):
         grown = [length + steps * (length > 0) for length in lens]
         assert found[0].tolist() == grown and found[2].tolist() == loop.host_batch(grown).slot_mapping.tolist()
         check_against_the_host(loop, lens, ids, held, outputs)
-
-
-def check_against_the_host(loop, lens, ids, held, outputs):
-    """Check the outputs of a loop against a `DecodeGraph`, whose batches the host makes from lengths."""
-    loop.load(lens, ids, held)
-    device, hidden_size = loop.embedding.device, loop.embedding.shape[1]
-    graph = loop.ops.DecodeGraph(
-        lambda hidden, positions, plan: loop.layer(hidden, positions, loop.kv_cache, plan),
-        loop.builder, [len(lens)], loop.batch.block_table.shape[1], hidden_size, loop.embedding.dtype, device,
-    )  # fmt: skip
-    for step in range(outputs.shape[0]):
-        now = [length + step * (length > 0) for length in lens]
-        positions = torch.tensor([max(length - 1, 0) for length in now], device=device)
-        rows = loop.embedding[torch.tensor(ids, device=device)]
-        hidden = graph.run(rows, positions, loop.host_batch(now))
-        assert hidden.equal(outputs[step]), step
-        ids = [token if length else 0 for token, length in zip(loop.sample(hidden).tolist(), lens, strict=True)]
 
 
 # Refused arguments and backends.
