@@ -152,7 +152,8 @@ def test_layer_that_checks_every_call(selections):
     outputs, numbers = [], []
     for wanted in (False, True):
         layer = make_layer(fast, DIRECT, weights, torch.float32, check_every_call=wanted)
-        entries = torch.manual_seed(0) and make_entries(batch, DIRECT.head_size, torch.float32)
+        torch.manual_seed(0)
+        entries = make_entries(batch, DIRECT.head_size, torch.float32)
         for _ in range(2):
             selections.clear()
             outputs.append(layer(x, positions, make_cache(batch, entries, DIRECT.head_size, torch.float32), plan))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import pytest
 import torch
 
@@ -129,12 +131,17 @@ def test_kernel(batch, ownership):
 
 @runs
 def test_kernel_with_any_values():
-    """No value of the lengths or offsets gives a number below 0 or above the length of a request."""
+    """No value of the lengths or offsets gives a number below 0 or above the length of the token's request.
+
+    The kernel finds the request of a token by bisection, also among offsets that decrease, as `bisect_right` does.
+    """
     lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
-    for starts in ([0, 2, 4, 6, 8], [0, 2**31 - 1, 3, -7, 4], [0, 0, 0, 0, 0], [5, 5, 5, 5, 2]):
-        starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
-        found = captured.compute_visible_lens(starts, lens, 9, 1, 0, 1)
-        assert found.shape == (9,) and found.min() >= 0
+    most = [*lens.clamp(min=0).tolist(), 0]  # a token behind the last request sees no key
+    for offsets_of_requests in ([0, 2, 4, 6, 8], [0, 2**31 - 1, 3, -7, 4], [0, 0, 0, 0, 0], [5, 5, 5, 5, 2]):
+        starts = torch.tensor(offsets_of_requests, dtype=torch.int32, device=DEVICE)
+        found = captured.compute_visible_lens(starts, lens, 9, 1, 0, 1).tolist()
+        bounds = [most[bisect_right(offsets_of_requests[1:], token)] for token in range(9)]
+        assert all(0 <= number <= bound for number, bound in zip(found, bounds, strict=True))
     assert captured.compute_visible_lens(offsets([2, 2, 2, 2]).to(DEVICE), lens, 9, 1, 0, 1).tolist() == [
         0, 0, 2**31 - 2, 2**31 - 1, 0, 0, 63, 64, 0
     ]  # fmt: skip
