@@ -42,11 +42,10 @@ from .support.factories import (
     integers,
     linear,
     make_batch,
-    make_cache,
-    make_entries,
     make_layer,
     make_up_projections,
     make_weights,
+    new_cache,
     norm,
     offsets,
 )
@@ -90,7 +89,7 @@ def valid_calls(ops: ModuleType) -> list[Call]:
     formats = {"cache_format": COMPUTE_FORMAT, "dtype": torch.float32}
     batch = make_batch([1, 2, 3], [20, 33, 16])
     common, decodes = batch.common, make_batch([1, 1], [20, 33])
-    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, torch.float32), DIRECT.head_size, torch.float32)
+    cache = new_cache(batch, DIRECT.head_size, torch.float32)
     plan = ops.build_mla_metadata(common, 16, 4096, 8).decode
     schedule = ops.plan_decode(plan.seq_lens, 2)
     prefill = ops.build_mla_metadata(make_batch([2, 3], [33, 40]).common, 16, 64).prefill

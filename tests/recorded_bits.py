@@ -34,7 +34,7 @@ from reference.interfaces import DecodeSchedule, GraphSupport, InvariantSplitRul
 
 from .benchmarks.report import provenance
 from .support.decode_inputs import make_inputs, on_device
-from .support.factories import CONFIGS, make_batch, make_weights
+from .support.factories import CONFIGS, make_batch, make_weights, moved
 from .support.ranks import STEPS, Steps, everything, serve
 
 BF16, FP16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -179,7 +179,7 @@ def layers(device: torch.device) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def replayed(device: torch.device, programs: int, batch_invariant: bool) -> Any:
     """Replay a decode graph for requests with two query tokens; return the outputs and caches of all replays."""
-    from .planning.test_graphs import make_graph, moved, steps
+    from .planning.test_graphs import make_graph, steps
 
     config, found = CONFIGS["low-rank"], []
     with torch.device("cpu"):

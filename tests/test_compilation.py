@@ -26,7 +26,7 @@ from reference.interfaces import DecodeSchedule, MLAConfig
 
 from .support.backends import cpu_backend, with_backends
 from .support.compiled import Recorded, compiled
-from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_cache, make_entries, make_layer, make_weights
+from .support.factories import CONFIGS, DIRECT, LOW_RANK, make_batch, make_layer, make_weights, new_cache
 
 gpu_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -107,7 +107,8 @@ def test_what_is_told(monkeypatch, caplog):
 
 STEPS = (
     ([1], [17]), ([1] * 16, [33] * 16), ([2, 1, 3, 0], [500, 1, 70, 9]), ([3] * 48, [31] * 48),
-    ([1] * 7, [2000] * 7), ([2] * 300, [40] * 300), ([1, 1, 16, 5], [97, 0, 33, 5]), ([64], [64]), ([4, 37, 9], [4, 100, 75]), ([1, 20, 17], [9, 2000, 900]),
+    ([1] * 7, [2000] * 7),
+    ([2] * 300, [40] * 300), ([1, 1, 16, 5], [97, 0, 33, 5]), ([64], [64]), ([4, 37, 9], [4, 100, 75]), ([1, 20, 17], [9, 2000, 900]),
 )  # fmt: skip
 
 
@@ -121,7 +122,7 @@ def serve(config, dtype, threshold, batch_invariant=False):
     costs = measured_schedule_costs(config.num_heads)
     for query_lens, seq_lens in STEPS:
         batch = make_batch(query_lens, seq_lens, padding=len(query_lens) % 2)
-        cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype)
+        cache = new_cache(batch, config.head_size, dtype)
         asked = None if sum(query_lens) % 2 else config
         programs = 0 if batch_invariant else None  # 0: no schedule; batch-invariant steps get their schedule below
         plan = fast.build_mla_metadata(batch.common, 16, 16 * len(query_lens), threshold, asked, num_programs=programs)
@@ -342,16 +343,16 @@ def test_warmup_leaves_nothing_to_compile_of_published_dims(heads, batch_invaria
 
 WARM_UP_COLD_S, WARM_UP_WARM_S, CORES = 90.0, 5.0, 16
 TIMED_WARM_UP = """
-import sys, time, fast
+import time, fast
 start = time.perf_counter()
-lines = fast.warmup(fast.MLAConfig.from_preset("deepseek-v3"), progress=False)
+lines = fast.warmup(fast.MLAConfig.from_preset("deepseek-v3"), threads=None, progress=False)
 print(len(lines), time.perf_counter() - start)
 """
 
 
 @gpu_only
 def test_time_of_warmup(tmp_path):
-    """With DeepSeek-V3's dims, warm-up is fast enough with an empty cache of Triton, and with a full one."""
+    """With DeepSeek-V3's dims, parallel warm-up is fast enough with an empty cache of Triton, and with a full one."""
     found = []
     for _ in range(2):
         settings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}

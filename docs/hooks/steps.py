@@ -13,7 +13,6 @@ PARTS = {  # part of a step: name in the legend
 }  # fmt: skip
 NOT_MEASURED = {  # files that need not exist yet: command that writes the file
     "h200-step.json": "python -m tests.benchmarks.step --json docs/results/h200-step.json",
-    "h200-host.json": "python -m tests.benchmarks.host --peers .peers --json docs/results/h200-host.json",
 }
 
 

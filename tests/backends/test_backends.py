@@ -34,6 +34,7 @@ from ..support.factories import (
     make_entries,
     make_layer,
     make_weights,
+    new_cache,
 )
 
 CPU = torch.device("cpu")
@@ -229,7 +230,7 @@ def test_a_compound_function_binds_what_a_backend_declares(launched):
 def test_a_compound_function_refuses_a_backend_that_declares_nothing_of_it(launched):
     batch = make_batch([3], [20])
     plan = fast.build_mla_metadata(batch.common, 16, 16)
-    cache = make_cache(batch, make_entries(batch, 32, torch.float32), 32, torch.float32)
+    cache = new_cache(batch, 32, torch.float32)
     up = torch.randn(24, 2, 4)
     arguments = torch.randn(3, 2, 12), torch.randn(3, 24), torch.randn(3, 8), cache, plan.prefill, up, up, 0.3
     fast.forward_prefill(*arguments, backend="cpu")

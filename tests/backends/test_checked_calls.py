@@ -15,12 +15,13 @@ from fast.backends import Backend, OpSupport, checked_calls
 from fast.backends.repeated_launches import Launches, launch
 from reference.interfaces import AttentionState, ScheduleCosts
 
-from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights
+from ..support.backends import registered
+from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights, new_cache
 
 
 def decode_inputs(dtype=torch.float32):
     batch = make_batch([1, 1], [20, 33])
-    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, dtype), DIRECT.head_size, dtype)
+    cache = new_cache(batch, DIRECT.head_size, dtype)
     queries = (torch.randn(2, 3, width).to(dtype) for width in (DIRECT.kv_lora_rank, DIRECT.qk_rope_head_dim))
     return (*queries, cache, fast.build_mla_metadata(batch.common, 16, 64).decode, 0.3)
 
@@ -82,11 +83,8 @@ def test_another_backend_is_chosen_again():
     fast.merge_attn_states(state, state)
     zeros = AttentionState(torch.zeros(2, 3, 4), torch.zeros(3, 2))
     late = Backend("late", 50, "cpu", {"merge_attn_states": OpSupport(lambda *_: tuple(zeros))})
-    backends.register(late)
-    try:
+    with registered(late):
         assert fast.merge_attn_states(state, state).out.equal(zeros.out)
-    finally:
-        backends.unregister("late")
     assert not fast.merge_attn_states(state, state).out.equal(zeros.out)
 
 
@@ -136,7 +134,7 @@ def test_a_plan_is_not_kept_alive():
 def test_a_write_counts_as_a_change():
     """An op that writes in place raises the version of the tensor, as the dispatcher does."""
     batch = make_batch([1, 1], [20, 33])
-    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, torch.float32), DIRECT.head_size, torch.float32)
+    cache = new_cache(batch, DIRECT.head_size, torch.float32)
     arguments = torch.zeros(2, DIRECT.kv_lora_rank), torch.zeros(2, DIRECT.qk_rope_head_dim), cache
     versions = [cache._version]
     for _ in range(2):
@@ -153,7 +151,8 @@ def test_layer_that_checks_every_call(selections):
     outputs, numbers = [], []
     for wanted in (False, True):
         layer = make_layer(fast, DIRECT, weights, torch.float32, check_every_call=wanted)
-        entries = torch.manual_seed(0) and make_entries(batch, DIRECT.head_size, torch.float32)
+        torch.manual_seed(0)
+        entries = make_entries(batch, DIRECT.head_size, torch.float32)
         for _ in range(2):
             selections.clear()
             outputs.append(layer(x, positions, make_cache(batch, entries, DIRECT.head_size, torch.float32), plan))

@@ -16,7 +16,8 @@ from fast import backends
 from fast.backends import Backend, OpSupport
 from reference.interfaces import GraphSupport, UnsupportedConfiguration
 
-from ..support.factories import DIRECT, make_batch, make_cache, make_entries, make_layer, make_weights
+from ..support.backends import registered
+from ..support.factories import DIRECT, make_batch, make_layer, make_weights, new_cache
 
 STEP = ("rope_norm_and_cache", "mla_decode", "plan_decode")  # the ops of a planned decode step on one rank
 MERGES = {"ag_rs": ("weight_attn_out",), "a2a": ("pack_attn_state", "merge_packed_attn_states")}
@@ -37,16 +38,15 @@ def launched():
     ops = (*STEP, "concat_and_cache_mla", "apply_rope", "merge_attn_states", *MERGES["ag_rs"], *MERGES["a2a"])
     supports = {op: OpSupport(noted(op), graph=GraphSupport.NONE) for op in ops}
     supports["pack_attn_state"] = replace(supports["pack_attn_state"], reads="merge_packed_attn_states")
-    backends.register(Backend("eager", 50, "cpu", supports))
-    yield seen
-    backends.unregister("eager")
+    with registered(Backend("eager", 50, "cpu", supports)):
+        yield seen
 
 
 def one_step(captured, attention=False, ranks=None):
     """Run a layer over two requests with one new token each, with a plan for a graph or for one step."""
     config = replace(DIRECT, num_heads=4)
     batch = make_batch([1, 1], [20, 33])
-    cache = make_cache(batch, make_entries(batch, config.head_size, torch.float32), config.head_size, torch.float32)
+    cache = new_cache(batch, config.head_size, torch.float32)
     weights = make_weights(config if ranks is None else ranks.local_config(config), torch.float32)
     layer = make_layer(fast, config, weights, torch.float32, context_parallel=ranks)
     builder = fast.MLAMetadataBuilder(config, 16, 4096, 8, num_programs=2, context_parallel=ranks, dtype=torch.float32)

@@ -26,7 +26,7 @@ from reference.interfaces import (
     UnsupportedConfiguration,
 )
 
-from ..support.backends import with_backends
+from ..support.backends import registered, with_backends
 from ..support.commands import ROOT
 from ..support.factories import (
     DIRECT,
@@ -52,8 +52,7 @@ def merge(**options):
 
 def test_a_backend_for_one_op(plain_errors):
     """A registered backend serves only its own op; after its removal a built-in backend serves this op again."""
-    backends.register(FOREIGN)
-    try:
+    with registered(FOREIGN):
         assert merge().eq(-1).all() and merge(backend="cpu").gt(0).all()
         assert backends.select(REQUEST).name == "cpu"
         assert backends.bind("foreign") == {"merge_attn_states": "foreign"}
@@ -61,8 +60,6 @@ def test_a_backend_for_one_op(plain_errors):
         assert [line for line in lines if line.startswith("merge_attn_states: foreign")]
         with pytest.raises(ValueError, match="^backend.name: expected a name that no backend has, got foreign$"):
             backends.register(FOREIGN)
-    finally:
-        backends.unregister("foreign")
     assert merge().gt(0).all()
     with pytest.raises(ValueError, match="^name: expected one of cpu, triton, hopper, got foreign$"):
         backends.unregister("foreign")
@@ -139,11 +136,8 @@ def test_a_builder_forgets_programs_of_a_backend_that_is_gone():
         return builder.build(0, make_batch([1, 1], [300, 20]).common).schedule_choice.num_programs
 
     assert planned() == 1
-    backends.register(Backend("seven", 50, "cpu", {"decode_programs": OpSupport(lambda *_: 7)}))
-    try:
+    with registered(Backend("seven", 50, "cpu", {"decode_programs": OpSupport(lambda *_: 7)})):
         assert planned() == 7
-    finally:
-        backends.unregister("seven")
     assert planned() == 1
 
 
@@ -156,8 +150,7 @@ def test_builders_pass_the_costs_of_the_backend(plain_errors):
     lens, config = [9000, 20, 300], DIRECT
     common = make_batch([1, 1, 1], lens).common
     unlike = Backend("unlike", 50, "cpu", {"schedule_costs": OpSupport(lambda *_: own)})
-    backends.register(unlike)
-    try:
+    with registered(unlike):
         assert fast.schedule_costs(config, device="cpu", dtype=torch.bfloat16, block_size=16) == own
         for invariant in (False, True):
             wanted = reference.plan_decode(integers(*lens), 4, own, invariant)
@@ -175,8 +168,6 @@ def test_builders_pass_the_costs_of_the_backend(plain_errors):
             assert given.build(0, common).schedule.split_rule == ScheduleCosts().split_rule
         unplanned = fast.MLAMetadataBuilder(config, 16, 16384, 8, num_programs=0, batch_invariant=True)
         assert unplanned.build(0, common).schedule.split_rule == own.split_rule
-    finally:
-        backends.unregister("unlike")
 
 
 def test_no_backend_has_to_tell_programs_or_costs(monkeypatch):
@@ -214,8 +205,7 @@ def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():
         return lambda *given: launched.add(op) or right(*given)
 
     ops = {op: OpSupport(noted(op), graph=GraphSupport.NONE) for op in ("mla_decode", "plan_decode")}
-    backends.register(Backend("eager", 50, "cpu", ops))
-    try:
+    with registered(Backend("eager", 50, "cpu", ops)):
         q, k_pe, cache, plan, scale = decode_arguments()
         fast.mla_decode(q, k_pe, cache, plan, scale)
         fast.plan_decode(plan.seq_lens, 2)
@@ -228,8 +218,6 @@ def test_a_captured_decode_asks_for_a_backend_that_can_be_captured():
         assert not launched
         with pytest.raises(UnsupportedConfiguration, match="eager: has graph support 'none'"):
             fast.mla_decode(q, k_pe, cache, replace(plan, graph=captured.decode.graph), scale, backend="eager")
-    finally:
-        backends.unregister("eager")
 
 
 OTHER_FORMAT = CacheFormat("other")

@@ -9,31 +9,26 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from fast.parity import Parity
 
+from .command_line import CannotRun, check_device, check_peers, one_line, run, wide_console, write_report
 from .report import provenance
 from .timing import LAYERS, Call, Ceilings, Clock, Spread, in_turn, measure_ceilings
 
 OURS = "fast"
 # for each rate: key of the rate, key of the fraction of the ceiling, key of the work that the rate counts
 RATES = (("tflops", "share_of_matmul", "flops"), ("gb_s", "share_of_bandwidth", "bytes"))
-
-
-class CannotRun(Exception):
-    """Error of a benchmark that cannot run here; the message gives the reason in one line."""
 
 
 @dataclass
@@ -77,11 +72,6 @@ class Case:
 def is_ours(who: str) -> bool:
     """Return True for `fast` and its variants, such as "fast, planned"."""
     return who.split(",")[0] == OURS
-
-
-def one_line(error: BaseException) -> str:
-    """Return the message of an error in one line, or the name of its class if the message is empty."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def finite(op: str, value: torch.Tensor) -> Parity:
@@ -263,13 +253,8 @@ def run_benchmark(
     Returns:
         The exit status: 0 on success, 1 if a row failed its parity, 2 if the benchmark cannot run here.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
-    arguments = make_parser(name, description, all_rows, ways, epilog).parse_args(argv)
-    try:
-        return _run(name, description, all_rows, make_case, argv, arguments, bandwidth)
-    except (CannotRun, ValueError, torch.cuda.OutOfMemoryError, OSError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
+    run_main = partial(_run, name, description, all_rows, make_case, bandwidth)
+    return run(run_main, argv, make_parser(name, description, all_rows, ways, epilog))
 
 
 def row_name(row: Any) -> str:
@@ -322,15 +307,11 @@ def parse_rows(all_rows: Sequence[Any], texts: Sequence[str] | None) -> list[Any
     return found
 
 
-def _run(name, description, all_rows, make_case, argv, arguments, bandwidth) -> int:
+def _run(name, description, all_rows, make_case, bandwidth, argv, arguments) -> int:
     rows, ways = parse_rows(all_rows, arguments.rows), tuple(arguments.ways)
-    if arguments.peers is not None and not (arguments.peers / "peers.py").is_file():
-        raise CannotRun(f"--peers: expected a folder with peers.py, got {arguments.peers}")
-    if not torch.cuda.is_available():
-        raise CannotRun("needs a CUDA device, and torch sees none")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, 190))
+    check_peers(arguments.peers)
+    check_device("cuda")
+    console = wide_console(190)
     peers = None if arguments.peers is None else load_peers(arguments.peers)
     clock = Clock(arguments.time)
     ceilings = measure_ceilings(clock)
@@ -357,8 +338,7 @@ def _run(name, description, all_rows, make_case, argv, arguments, bandwidth) -> 
     if arguments.json is not None:
         head = provenance(name, argv, device="cuda")
         report = {**head, "ceilings": ceilings.as_json(), "bandwidth": bandwidth, "rows": results}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-        console.print(f"figures: {arguments.json}", markup=False)
+        write_report(arguments.json, report, console)
     return 1 if failed else 0
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from reference.interfaces import AttentionState, CommonAttentionMetadata, MLACon
 
 from ..support.processes import run_ranks, values_of
 from ..support.ranks import make_groups
+from .command_line import CannotRun, run, write_report
 from .report import provenance
 from .timing import Spread
 
@@ -248,26 +248,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2, help="number of GPUs (default: %(default)s)")
     parser.add_argument("--rows", nargs="+", metavar="B,S,N", help="shapes to time (default: those of docs/results)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for the results")
-    args = parser.parse_args(argv)
+    return run(_run, argv, parser)
+
+
+def _run(given: Sequence[str], args: argparse.Namespace) -> int:
     present = torch.cuda.device_count()
     if present < args.ranks:
-        print(f"error: --ranks: expected at most {present} GPUs, got {args.ranks}", file=sys.stderr)
-        return 2
+        raise CannotRun(f"--ranks: expected at most {present} GPUs, got {args.ranks}")
     rows = [Row(*map(int, row.split(","))) for row in args.rows] if args.rows else list(ROWS)
     for row in rows:
         whole = row.S % (BLOCK_SIZE * args.ranks) == 0 and row.N % args.ranks == 0
         if not whole:
             expected = f"S to be a multiple of {BLOCK_SIZE * args.ranks} and N a multiple of {args.ranks}"
-            print(f"error: --rows: expected {expected}, got {row}", file=sys.stderr)
-            return 2
-    given = sys.argv[1:] if argv is None else list(argv)
+            raise CannotRun(f"--rows: expected {expected}, got {row}")
     told = values_of(run_ranks(args.ranks, rank_task, rows, given, backend="nccl", timeout_s=120.0, limit_s=540.0))
     facts = told[0][0]
     results = [summarise(row, args.ranks, [found[number] for _, found in told]) for number, row in enumerate(rows)]
     show(args.ranks, results)
     if args.json is not None:
-        args.json.write_text(json.dumps({**facts, "ranks": args.ranks, "interleave": INTERLEAVE, "rows": results},
-                                        indent=1) + "\n")  # fmt: skip
+        write_report(args.json, {**facts, "ranks": args.ranks, "interleave": INTERLEAVE, "rows": results})
     return 0 if all(row["passed"] and row["reached"] for row in results) else 1
 
 

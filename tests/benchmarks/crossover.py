@@ -16,7 +16,6 @@ Between the points of the grid, and for other numbers of heads, the constants ar
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -31,6 +30,7 @@ import fast
 from fast.mla.choose_path import costs_file
 from reference.interfaces import CommonAttentionMetadata, MLAConfig, PathCosts, PrefillMetadata
 
+from .command_line import check_device, run, write_report
 from .report import provenance
 from .timing import Clock
 
@@ -226,11 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                         "of heads; fast.mla.choose_path.measured_path_costs reads fast/assets/costs")  # fmt: skip
     parser.add_argument("--time", type=float, default=20.0, metavar="MS", help="milliseconds of timing for each point "
                         "and path (default: %(default)s)")  # fmt: skip
-    argv = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        print("error: needs a CUDA device, and torch sees none", file=sys.stderr)
-        return 2
+    return run(_run, argv, parser)
+
+
+def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
+    check_device("cuda")
     console, worst, results = Console(width=120), 0.0, []
     clock = Clock(arguments.time)
     for heads in arguments.heads:
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json is not None:
         head = provenance("crossover", argv, device="cuda")
         grid = {"requests": REQUESTS, "block_size": BLOCK_SIZE, "workspace_tokens": WORKSPACE}
-        arguments.json.write_text(json.dumps({**head, "grid": grid, "heads": results}, indent=1) + "\n")
+        write_report(arguments.json, {**head, "grid": grid, "heads": results})
     console.print(
         f"loss at most {MOST_LOST:.0%} at all points"
         if worst <= MOST_LOST

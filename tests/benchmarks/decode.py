@@ -37,13 +37,12 @@ from fast.parity import Parity, compare, compare_states
 from reference.interfaces import AttentionState, CommonAttentionMetadata, DecodeMetadata, DecodeSchedule, MLAConfig
 
 from .contest import OURS, Case, Contender, finite, run_benchmark
+from .layers import BLOCK_SIZE, DTYPE
 from .timing import LAYERS, Call, in_turn, input_sets
 
 LATENT, ROPE = 512, 64
 WIDTH = LATENT + ROPE
-BLOCK_SIZE = 64
 SCALE = 192**-0.5
-DTYPE = torch.bfloat16
 CHECKED_HEADS = CHECKED_REQUESTS = 3
 PLANNED = f"{OURS}, planned"
 INVARIANT = f"{OURS}, invariant"

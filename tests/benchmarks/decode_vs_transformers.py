@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import pathlib
 import statistics
 import sys
@@ -32,6 +31,7 @@ from fast.integrations.transformers import use_mla
 from fast.integrations.transformers.cache import latent_layers
 from fast.parity import compare
 
+from .command_line import write_report
 from .report import provenance
 
 BLOCK_SIZE = 64
@@ -171,8 +171,7 @@ def main(argv: list[str] | None = None) -> None:
     if arguments.json:
         given = sys.argv[1:] if argv is None else argv
         head = provenance("decode_vs_transformers", given, transformers=transformers.__version__)
-        report = {**head, "rows": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(arguments.json, {**head, "rows": rows})
 
 
 if __name__ == "__main__":

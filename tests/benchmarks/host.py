@@ -7,8 +7,8 @@
 A time is the wall time of one Python call. The GPU is idle when the call starts (a synchronisation precedes it), and
 the call does not wait for the GPU. So the time is what the processor needs to check the arguments, to allocate the
 outputs and to launch the kernels. Every op is called in a row; the caches of the processor are as warm as in a step of
-many layers. `--profile` prints in which functions the calls of one op spend their time; the profiler itself makes every
-call slower, so its table shows shares, not the times of the first table.
+many layers. `--profile` prints in which functions the calls of one op spend their time. The profiler itself makes every
+call slower: its times are longer than the times of the first table, and can be compared only with each other.
 
 On a CPU (`--device cpu`) the calls also compute, with small dims; those times only show that the benchmark runs.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import cProfile
 import io
-import json
 import pstats
 import sys
 from collections.abc import Sequence
@@ -29,18 +28,28 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import fast
 from fast.mla.cache_write import rope_norm_and_cache
 from reference.interfaces import AttentionState, DecodeSchedule, MLAConfig
 
-from .contest import OURS, CannotRun, load_peers, one_line
+from . import command_line
+from .command_line import (
+    CannotRun,
+    check_at_least_one,
+    check_device,
+    check_peers,
+    one_line,
+    wide_console,
+    write_report,
+)
+from .contest import OURS, load_peers
 from .layers import (
     BLOCK_SIZE,
-    DTYPE,
+    Batch,
     config_for,
+    dtype_for,
     host_threads,
     make_batch,
     make_layer,
@@ -56,7 +65,7 @@ TARGETS_US = {  # longest acceptable median on the machine of the published resu
     "concat_and_cache_mla": 40.0, "rope_norm_and_cache": 40.0, "forward_prefill": 150.0,
     "forward_prefill, one chunk": 350.0, "MLAAttention, decodes": 350.0,
 }  # fmt: skip
-DEVICE_DIMS = {"cuda": (16, 4096, 2, 64, 512), "cpu": (3, 40, 2, 8, 16)}
+DIMS = {"cuda": Batch(16, 4096, 2, 64, 512), "cpu": Batch(3, 40, 2, 8, 16)}  # some ops run without the context
 PROFILED_LINES = 40
 
 
@@ -73,25 +82,6 @@ class Op:
     call: Call
     peers: dict[str, Call] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Dims:
-    """Sizes of the batches.
-
-    Attributes:
-        decodes: requests with one new token.
-        keys: keys of each of these requests.
-        prompts: requests with many new tokens.
-        new_tokens: new tokens of each prompt.
-        context: cached tokens of each prompt, where a prompt has context.
-    """
-
-    decodes: int
-    keys: int
-    prompts: int
-    new_tokens: int
-    context: int
 
 
 def time_calls(call: Call, device: str, runs: int = CALLS) -> Spread:
@@ -122,7 +112,7 @@ def profile_calls(call: Call, device: str, runs: int = CALLS) -> str:
     return "\n".join(lines)
 
 
-def decode_ops(config: MLAConfig, dims: Dims, device: str, backend, peers: ModuleType | None) -> dict[str, Op]:
+def decode_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: ModuleType | None) -> dict[str, Op]:
     """Return the ops of a decode: the attention, its plan, and the builder's plan of the step."""
     c, dtype = config, dtype_for(device)
     kind = {"dtype": dtype, "device": device}
@@ -187,7 +177,7 @@ def add_decode_peers(ops: dict[str, Op], arguments: tuple, peers: ModuleType) ->
         plain.absent["vLLM Triton"] = "its library could not be loaded"
 
 
-def step_ops(config: MLAConfig, dims: Dims, device: str, backend) -> dict[str, Op]:
+def step_ops(config: MLAConfig, dims: Batch, device: str, backend) -> dict[str, Op]:
     """Return the ops on the new tokens of a step of decodes: rotation, norm, slots and cache writes."""
     c, dtype, tokens = config, dtype_for(device), dims.decodes
     kind = {"dtype": dtype, "device": device}
@@ -221,7 +211,7 @@ def step_ops(config: MLAConfig, dims: Dims, device: str, backend) -> dict[str, O
     }  # fmt: skip
 
 
-def prefill_ops(config: MLAConfig, dims: Dims, device: str, backend, peers: ModuleType | None) -> dict[str, Op]:
+def prefill_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: ModuleType | None) -> dict[str, Op]:
     """Return the ops of a prefill, without context and with one chunk of context."""
     c, dtype = config, dtype_for(device)
     kind, bound = {"dtype": dtype, "device": device}, fast.backends.bind(backend)
@@ -266,7 +256,7 @@ def prefill_ops(config: MLAConfig, dims: Dims, device: str, backend, peers: Modu
     return ops
 
 
-def layer_ops(config: MLAConfig, dims: Dims, device: str, backend) -> dict[str, Op]:
+def layer_ops(config: MLAConfig, dims: Batch, device: str, backend) -> dict[str, Op]:
     """Return a whole layer on a step of decodes, and on a step of prompts without context."""
     c, dtype = config, dtype_for(device)
     layer = make_layer(c, dtype, device, backend=backend)
@@ -285,12 +275,7 @@ def layer_ops(config: MLAConfig, dims: Dims, device: str, backend) -> dict[str, 
     return ops
 
 
-def dtype_for(device: str) -> torch.dtype:
-    """Return bfloat16 on a GPU, and float32 on a CPU."""
-    return DTYPE if device == "cuda" else torch.float32
-
-
-def make_ops(config: MLAConfig, dims: Dims, device: str, backend, peers: ModuleType | None) -> dict[str, Op]:
+def make_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: ModuleType | None) -> dict[str, Op]:
     """Return every op of the benchmark, in the order of a step."""
     with torch.no_grad():
         return {
@@ -339,38 +324,30 @@ def draw(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.host", description=__doc__.splitlines()[0],
-        epilog="Exit status: 0 on success, 2 if the benchmark cannot run here.",
-    )  # fmt: skip
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="device (default: cuda)")
+    parser = command_line.make_parser("host", __doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path, metavar="DIR", help="folder with a module peers.py, whose calls are "
                         "timed as well")  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
     parser.add_argument("--ops", nargs="+", metavar="OP", help="ops to time; an op is named as in the table (default: "
                         "all)")  # fmt: skip
     parser.add_argument("--profile", metavar="OP", help="print where the calls of this op spend their time, and "
                         "nothing else")  # fmt: skip
     parser.add_argument("--calls", type=int, default=CALLS, metavar="N", help="calls of each op (default: %(default)s)")
-    parser.add_argument("--heads", type=int, metavar="N", help="number of heads (default: that of the config)")
     parser.add_argument("--requests", type=int, metavar="B", help="requests of a decode")
     parser.add_argument("--keys", type=int, metavar="S", help="keys of each request of a decode")
-    parser.add_argument("--backend", metavar="NAME", help="backend of fast (default: chosen for the device)")
     return parser
 
 
 def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
-    device = arguments.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise CannotRun("needs a CUDA device, and torch sees none")
-    if arguments.peers is not None and not (arguments.peers / "peers.py").is_file():
-        raise CannotRun(f"--peers: expected a folder with peers.py, got {arguments.peers}")
-    for name in ("calls", "heads", "requests", "keys"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise CannotRun(f"--{name}: expected at least 1, got {value}")
-    given = {"decodes": arguments.requests, "keys": arguments.keys}
-    dims = replace(Dims(*DEVICE_DIMS[device]), **{key: value for key, value in given.items() if value is not None})
+    check_device(arguments.device)
+    check_peers(arguments.peers)
+    check_at_least_one(arguments, "calls", "heads", "requests", "keys")
+    with torch.no_grad(), host_threads(arguments.device):
+        return _time_ops(argv, arguments)
+
+
+def _time_ops(argv: Sequence[str], arguments: argparse.Namespace) -> int:
+    device, given = arguments.device, {"decodes": arguments.requests, "keys": arguments.keys}
+    dims = replace(DIMS[device], **{key: value for key, value in given.items() if value is not None})
     config = config_for(device, arguments.heads)
     torch.manual_seed(0)
     peers = None if arguments.peers is None else load_peers(arguments.peers)
@@ -378,9 +355,7 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     for name in (arguments.ops or []) + [arguments.profile] * (arguments.profile is not None):
         if name not in ops:
             raise CannotRun(f"expected one of {'; '.join(ops)}; got {name}")
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, 120))
+    console = wide_console(120)
     if arguments.profile is not None:
         console.print(profile_calls(ops[arguments.profile].call, device, arguments.calls), markup=False, soft_wrap=True)
         return 0
@@ -393,21 +368,13 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
         console.print(f"{who}: not timed: {reason}", markup=False, soft_wrap=True)
     if arguments.json is not None:
         report = {**head, "dims": {**asdict(dims), "heads": config.num_heads}, "calls": arguments.calls, "rows": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-        console.print(f"figures: {arguments.json}", markup=False)
+        write_report(arguments.json, report, console)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Time the ops, print and write the times, and return the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    arguments = make_parser().parse_args(argv)
-    try:
-        with torch.no_grad(), host_threads(arguments.device):
-            return _run(argv, arguments)
-    except (CannotRun, ValueError, torch.cuda.OutOfMemoryError, OSError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
+    return command_line.run(_run, argv, make_parser())
 
 
 if __name__ == "__main__":

@@ -69,13 +69,13 @@ def time_of_parts(kernels: Iterable[Kernel]) -> dict[str, float]:
 
 def cut_at_marks(kernels: Sequence[Kernel], mark: str) -> list[list[Kernel]]:
     """Return the kernels behind each mark, up to the next mark; the marks and what precedes the first are left out."""
-    pieces: list[list[Kernel]] = []
+    steps: list[list[Kernel]] = []
     for kernel in sorted(kernels, key=lambda kernel: kernel.start):
         if mark in kernel.name:
-            pieces.append([])
-        elif pieces:
-            pieces[-1].append(kernel)
-    return pieces
+            steps.append([])
+        elif steps:
+            steps[-1].append(kernel)
+    return steps
 
 
 class Marker:

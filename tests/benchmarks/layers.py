@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,40 @@ DTYPE = torch.bfloat16
 SMALL = MLAConfig(64, 4, 32, 32, 16, 8, 16, 1e-6, RopeConfig())  # what runs on a CPU within seconds
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Requests: first those with one new token, then the prompts.
+
+    Attributes:
+        decodes: requests with one new token.
+        keys: keys of each of these requests.
+        prompts: requests with many new tokens.
+        new_tokens: new tokens of each prompt.
+        context: cached tokens of each prompt.
+    """
+
+    decodes: int
+    keys: int
+    prompts: int
+    new_tokens: int
+    context: int = 0
+
+    @property
+    def query_lens(self) -> list[int]:
+        """New tokens of each request."""
+        return [1] * self.decodes + [self.new_tokens] * self.prompts
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Keys of each request, new tokens included."""
+        return [self.keys] * self.decodes + [self.context + self.new_tokens] * self.prompts
+
+
+def dtype_for(device: str) -> torch.dtype:
+    """Return bfloat16 on a GPU, and float32 on a CPU."""
+    return DTYPE if device == "cuda" else torch.float32
+
+
 def config_for(device: str, heads: int | None = None) -> MLAConfig:
     """Return DeepSeek-V3's config for a GPU and a small one for a CPU, with `heads` heads if a number is given."""
     config = MLAConfig.from_preset("deepseek-v3") if device == "cuda" else SMALL
@@ -24,14 +58,19 @@ def config_for(device: str, heads: int | None = None) -> MLAConfig:
 
 
 @contextlib.contextmanager
-def host_threads(device: str) -> Iterator[None]:
-    """On a CPU, let PyTorch compute with one thread: threads that wait for each other make small times uncertain."""
+def one_thread() -> Iterator[None]:
+    """Let PyTorch compute with one thread: threads that wait for each other make small times uncertain."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1 if device == "cpu" else threads)
+    torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def host_threads(device: str) -> contextlib.AbstractContextManager[None]:
+    """Let PyTorch compute with one thread on a CPU, and with its own number of threads beside a GPU."""
+    return one_thread() if device == "cpu" else contextlib.nullcontext()
 
 
 def make_layer(config: MLAConfig, dtype: torch.dtype = DTYPE, device: str = "cuda", **options) -> fast.MLAAttention:

@@ -14,10 +14,7 @@ Host times are medians on one core. On a GPU the benchmark measures:
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,9 +28,11 @@ import fast
 import reference
 from reference.interfaces import CommonAttentionMetadata, MLAConfig
 
-from .layers import make_layer
+from .command_line import check_device, run, wide_console, write_report
+from .kernel_times import Marker, busy_time, traced_steps
+from .layers import make_batch, make_layer, num_blocks, one_thread, positions_of
 from .report import provenance
-from .timing import Clock, Spread
+from .timing import Clock, Spread, wall_times
 
 BLOCK_SIZE, WORKSPACE = 16, 65536
 PROMPT, CONTEXT = 512, 1024
@@ -74,21 +73,10 @@ def make_common(batch: Batch, device: str) -> CommonAttentionMetadata:
 
 
 def time_host(call: Callable[[], object], seconds: float) -> Spread:
-    """Return median and quartiles of the host time of a call, after three warm-up calls, without garbage collection."""
+    """Return median and quartiles of the host time of a call, after three warm-up calls."""
     for _ in range(3):
         call()
-    times: list[float] = []
-    gc.collect()
-    gc.disable()
-    try:
-        stop = time.perf_counter() + seconds
-        while len(times) < 10 or time.perf_counter() < stop:
-            start = time.perf_counter()
-            call()
-            times.append(1e6 * (time.perf_counter() - start))
-    finally:
-        gc.enable()
-    return Spread.of(times)
+    return wall_times(call, 10, seconds=seconds)
 
 
 def time_batches(device: str, seconds: float) -> list[dict[str, Any]]:
@@ -171,21 +159,14 @@ def profile_step() -> dict[str, Any]:
 
     The step with a schedule contains the kernel that plans it.
     """
-    from torch.profiler import ProfilerActivity, profile
-
     config = MLAConfig.from_preset("deepseek-v2-lite", num_heads=STEP["N"])
     requests, length, dtype, block = STEP["B"], STEP["S"], torch.bfloat16, 64
+    query_lens, seq_lens = [1] * requests, [length] * requests
     layer = make_layer(config, dtype)
-    width = length // block
-    cache = fast.allocate_kv_cache(requests * width, block, config.head_size, dtype, "cuda").normal_()
+    common, positions = make_batch(query_lens, seq_lens, "cuda", block), positions_of(query_lens, seq_lens, "cuda")
+    cache = fast.allocate_kv_cache(num_blocks(seq_lens, block), block, config.head_size, dtype, "cuda").normal_()
     programs = fast.decode_programs(config, device="cuda", dtype=dtype, block_size=block)
-    starts = torch.arange(requests + 1, dtype=torch.int32)
-    table = torch.randperm(requests * width, device="cuda").to(torch.int32).view(requests, width)
-    lens = torch.full((requests,), length, dtype=torch.int32)
-    slots = table[:, -1].long() * block + block - 1
-    common = CommonAttentionMetadata.make(starts, lens, table, slots)
-    hidden = torch.randn(requests, config.hidden_size, dtype=dtype, device="cuda")
-    positions = torch.full((requests,), length - 1, dtype=torch.int64, device="cuda")
+    hidden, width = torch.randn(requests, config.hidden_size, dtype=dtype, device="cuda"), common.block_table.shape[1]
     found = {}
     for name, count in (("scheduled", programs), ("kernel's own split", 0)):
         builder = fast.MLAMetadataBuilder(config, block, length, requests, num_programs=count)
@@ -193,29 +174,15 @@ def profile_step() -> dict[str, Any]:
             lambda h, p, m: layer(h, p, cache, m), builder, [requests], width, config.hidden_size, dtype, "cuda"
         )
         graph.run(hidden, positions, common)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            for _ in range(REPLAYS):
-                graph.replay(requests)
-                torch.cuda.synchronize()
-        kernels = sorted(
-            (e.time_range.start, e.time_range.end, e.name) for e in trace.events()
-            if e.device_type == torch.autograd.DeviceType.CUDA
-        )  # fmt: skip
-        each, left = divmod(len(kernels), REPLAYS)
-        if left:
-            raise AssertionError(f"expected equal numbers of kernels in {REPLAYS} replays, got {len(kernels)} in all")
-        steps = [kernels[n * each : (n + 1) * each] for n in range(REPLAYS)]
-        gaps, spans = [], []
-        for step in steps:
-            end, gap = step[0][1], 0.0
-            for start, stop, _ in step[1:]:
-                gap, end = gap + max(0.0, start - end), max(end, stop)
-            gaps.append(gap)
-            spans.append(end - step[0][0])
+        steps = traced_steps(lambda graph=graph: graph.replay(requests), REPLAYS, Marker())
+        if len({len(step) for step in steps}) != 1:
+            counts = ", ".join(str(len(step)) for step in steps)
+            raise AssertionError(f"expected equal numbers of kernels in {REPLAYS} replays, got {counts}")
+        spans = [max(kernel.end for kernel in step) - step[0].start for step in steps]
+        gaps = [max(0.0, span - busy_time(step)) for span, step in zip(spans, steps, strict=True)]
         middle = steps[REPLAYS // 2]
         found[name] = {
-            "kernels": [(label.split("<")[0][-60:], round(stop - start, 2)) for start, stop, label in middle],
+            "kernels": [(kernel.name.split("<")[0][-60:], round(kernel.end - kernel.start, 2)) for kernel in middle],
             "gaps_us": asdict(Spread.of(gaps)), "span_us": asdict(Spread.of(spans)),
         }  # fmt: skip
     return {"dims": STEP, "programs": programs, **found}
@@ -252,24 +219,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
     parser.add_argument("--time", type=float, default=1.0, metavar="S", help="seconds of timing for each row and "
                         "function (default: 1)")  # fmt: skip
-    argv = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        print("error: needs a CUDA device, and torch sees none", file=sys.stderr)
-        return 2
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    return run(_run, argv, parser)
+
+
+def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
+    check_device(arguments.device)
+    with one_thread():
         report = {**provenance("planning", argv, device=arguments.device),
                   "batches": time_batches(arguments.device, arguments.time)}  # fmt: skip
-    finally:
-        torch.set_num_threads(threads)
     if arguments.device == "cuda":
         report |= {"schedule": time_schedule(), "step": profile_step()}
-    console = Console()
-    show(report, console if console.is_terminal else Console(width=120))
+    show(report, wide_console(120))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+        write_report(arguments.json, report)
     return 0
 
 

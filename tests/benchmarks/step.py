@@ -22,29 +22,28 @@ On a CPU (`--device cpu`) the dims are small, the steps have no parts, and the t
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import fast
 from reference.interfaces import CommonAttentionMetadata, MLAConfig, MLAMetadata
 
-from .contest import CannotRun, one_line
+from . import command_line
+from .command_line import CannotRun, check_at_least_one, check_device, wide_console, write_report
 from .kernel_times import LAYER_MARK, PARTS, Kernel, Marker, busy_time, cut_at_marks, time_of_parts, traced_steps
 from .layers import (
     BLOCK_SIZE,
-    DTYPE,
+    Batch,
     config_for,
+    dtype_for,
     host_threads,
     make_batch,
     make_layer,
@@ -61,35 +60,6 @@ FEW_TOKENS = 512  # a batch of at most so many tokens has small activations, so 
 RECORDED_LAYERS = {True: 8, False: 3}  # few tokens or not: layers whose ops are recorded
 MOST_OVER_OPS = ("decodes", 1.02)  # batch, and longest acceptable time of its graph / sum over its ops
 LEAST_BUSY = ("mixed", 0.95)  # batch, and least acceptable busy share of its eager step
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The requests of a step.
-
-    Attributes:
-        decodes: requests with one new token.
-        keys: keys of each of these requests.
-        prompts: requests with many new tokens.
-        new_tokens: new tokens of each prompt.
-        context: cached tokens of each prompt.
-    """
-
-    decodes: int
-    keys: int
-    prompts: int
-    new_tokens: int
-    context: int = 0
-
-    @property
-    def query_lens(self) -> list[int]:
-        """New tokens of each request."""
-        return [1] * self.decodes + [self.new_tokens] * self.prompts
-
-    @property
-    def seq_lens(self) -> list[int]:
-        """Keys of each request, new tokens included."""
-        return [self.keys] * self.decodes + [self.context + self.new_tokens] * self.prompts
 
 
 BATCHES = {
@@ -123,7 +93,7 @@ class Model:
     """
 
     def __init__(self, config: MLAConfig, batches: Sequence[Batch], layers: int, device: str, backend):
-        self.device, self.dtype = device, DTYPE if device == "cuda" else torch.float32
+        self.device, self.dtype = device, dtype_for(device)
         blocks = max(num_blocks(batch.seq_lens) for batch in batches)
         cache_bytes = blocks * BLOCK_SIZE * config.head_size * self.dtype.itemsize
         self.layers = [make_layer(config, self.dtype, device, backend=backend)]
@@ -149,12 +119,18 @@ class Model:
 
 
 def fit(free: int, cache_bytes: int, weight_bytes: int, layers: int) -> tuple[int, int]:
-    """Return how many of `layers` layers, and how many further sets of weights beside the first, fit into `free` bytes.
+    """Return how many of `layers` layers, and how many sets of weights, fit into memory that holds one set already.
 
     The caches come first: weights can be shared, and caches cannot.
 
+    Args:
+        free: free bytes beside the first set of weights.
+        cache_bytes: bytes of the cache of one layer.
+        weight_bytes: bytes of one set of weights.
+        layers: wanted number of layers.
+
     Returns:
-        The number of layers, and the number of sets of weights with the first, at most the number of layers.
+        The number of layers, and the number of sets of weights, the first set included, at most the number of layers.
 
     Raises:
         CannotRun: the memory does not hold one layer.
@@ -378,31 +354,25 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.step", description=__doc__.splitlines()[0],
-        epilog="Exit status: 0 on success, 2 if the benchmark cannot run here.",
-    )  # fmt: skip
-    parser.add_argument("--device", choices=tuple(BATCHES), default="cuda", help="device (default: cuda)")
+    parser = command_line.make_parser("step", __doc__.splitlines()[0])
     parser.add_argument("--batches", nargs="+", choices=tuple(BATCHES["cuda"]), default=tuple(BATCHES["cuda"]),
                         help="batches to time (default: all)")  # fmt: skip
     parser.add_argument("--layers", type=int, default=LAYERS, metavar="N", help="layers of a step (default: "
                         "%(default)s, or as many as fit)")  # fmt: skip
-    parser.add_argument("--heads", type=int, metavar="N", help="number of heads (default: that of the config)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed steps of each batch and way "
                         "(default: %(default)s)")  # fmt: skip
-    parser.add_argument("--backend", metavar="NAME", help="backend of fast (default: chosen for the device)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="file for hardware, versions and times")
     return parser
 
 
 def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
+    check_device(arguments.device)
+    check_at_least_one(arguments, "layers", "heads", "steps")
+    with torch.no_grad(), host_threads(arguments.device):
+        return _time_batches(argv, arguments)
+
+
+def _time_batches(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     device = arguments.device
-    if device == "cuda" and not torch.cuda.is_available():
-        raise CannotRun("needs a CUDA device, and torch sees none")
-    for name in ("layers", "heads", "steps"):
-        value = getattr(arguments, name)
-        if value is not None and value < 1:
-            raise CannotRun(f"--{name}: expected at least 1, got {value}")
     torch.manual_seed(0)
     config, batches = config_for(device, arguments.heads), BATCHES[device]
     model = Model(config, [batches[name] for name in arguments.batches], arguments.layers, device, arguments.backend)
@@ -412,9 +382,7 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
         rows.append(measure(name, Step(model, config, batches[name], arguments.backend), clock, arguments.steps))
         if device == "cuda":
             torch.cuda.empty_cache()
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, 190))
+    console = wide_console(190)
     layers, sets = len(model.caches), len(model.layers)
     console.print(draw(rows, layers))
     console.print(f"{layers} layers with {sets} different sets of weights and a cache each")
@@ -423,21 +391,13 @@ def _run(argv: Sequence[str], arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         head = provenance("step", argv, device=device)
         report = {**head, "layers": layers, "weight_sets": sets, "heads": config.num_heads, "rows": rows}
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-        console.print(f"figures: {arguments.json}", markup=False)
+        write_report(arguments.json, report, console)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Time the steps, print and write the times, and return the exit status."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    arguments = make_parser().parse_args(argv)
-    try:
-        with torch.no_grad(), host_threads(arguments.device):
-            return _run(argv, arguments)
-    except (CannotRun, ValueError, torch.cuda.OutOfMemoryError, OSError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
-        return 2
+    return command_line.run(_run, argv, make_parser())
 
 
 if __name__ == "__main__":

@@ -94,13 +94,21 @@ def rounds_for(milliseconds: float, one_round_ms: float) -> int:
     return max(MIN_ROUNDS, min(MAX_ROUNDS, int(milliseconds / max(one_round_ms, 1e-6))))
 
 
-def wall_times(call: Call, runs: int, before: Call) -> Spread:
-    """Return the spread of the wall time of `runs` calls; `before` runs before each call and is not timed."""
-    times = []
+def wall_times(call: Call, runs: int, before: Call = lambda: None, seconds: float = 0.0) -> Spread:
+    """Return the spread of the wall time of a call, without garbage collection.
+
+    Args:
+        call: the call.
+        runs: least number of timed calls.
+        before: runs before each call, and is not timed.
+        seconds: further calls are timed until so much time has passed.
+    """
+    times: list[float] = []
     gc.collect()
     gc.disable()  # a collection would be counted as part of one call
     try:
-        for _ in range(runs):
+        stop = time.perf_counter() + seconds
+        while len(times) < runs or time.perf_counter() < stop:
             before()
             start = time.perf_counter()
             call()

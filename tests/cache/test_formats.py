@@ -27,6 +27,7 @@ from ..support.factories import (
     make_cache,
     make_entries,
     make_up_projections,
+    new_cache,
     offsets,
 )
 
@@ -132,7 +133,7 @@ def prefill_inputs(ops, dtype):
     batch = make_batch([2, 3], [40, 50], 4)
     plan = ops.build_mla_metadata(batch.common, 4, 32).prefill
     assert len(plan.context_chunks) > 2
-    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, torch.float16), DIRECT.head_size, torch.float16)
+    cache = new_cache(batch, DIRECT.head_size, torch.float16)
     q = torch.randn(5, DIRECT.num_heads, DIRECT.qk_head_dim, dtype=dtype)
     new = torch.randn(5, DIRECT.head_size, dtype=dtype)
     return (q, *new.split([24, 8], -1)), cache, plan, make_up_projections(DIRECT, dtype)

@@ -11,9 +11,9 @@ import fast
 import reference
 from reference.interfaces import CommonAttentionMetadata
 
-from ..planning.test_advance import buffers, check_against_the_host
-from ..support.decode_loop import loop_cache, make_loop
-from ..support.factories import DIRECT, LOW_RANK
+from ..support.decode_loop import buffers, check_against_the_host, loop_cache, make_loop
+from ..support.factories import DIRECT, LOW_RANK, moved
+from ..support.synchronisation import no_synchronisation
 from ..support.triton_mode import DEVICE, ON_GPU, ON_HOPPER
 
 if not ON_GPU:
@@ -23,12 +23,6 @@ WIDE = replace(LOW_RANK, kv_lora_rank=512, qk_rope_head_dim=64)
 LAYERS = [(DIRECT, torch.float32), (LOW_RANK, torch.bfloat16)] + ([(WIDE, torch.bfloat16)] if ON_HOPPER else [])
 BLOCK, STEPS = 4, 4
 LENS, IDS = [14, 0, 1, 33, 16], [3, 0, 9, 41, 7]
-
-
-def on_gpu(common):
-    fields = {name: getattr(common, name).to(DEVICE) for name in ("seq_lens", "query_start_loc", "block_table",
-                                                                  "slot_mapping")}  # fmt: skip
-    return replace(common, **fields)
 
 
 def captured(call):
@@ -91,15 +85,12 @@ def test_no_synchronisation():
     for ownership in (None, fast.TokenOwnership(2, 1, 2)):
         with torch.device("cpu"):
             *tensors, common = buffers([1, 1, 5, 7, 0], [9, 0, 9, 7, 3], 6)
-        mine, common_gpu = [x.to(DEVICE) for x in tensors], on_gpu(common)
-        fast.advance_step(*(x.clone() for x in mine), on_gpu(common), BLOCK, ownership)  # compiles the kernel
+        mine, common_gpu = [x.to(DEVICE) for x in tensors], moved(common, DEVICE)
+        fast.advance_step(*(x.clone() for x in mine), moved(common, DEVICE), BLOCK, ownership)  # compiles the kernel
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_synchronisation():
             following = fast.advance_step(*mine, common_gpu, BLOCK, ownership)
             again = fast.advance_step(mine[0], mine[1][:4], mine[2][:4], following, BLOCK, ownership)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         wanted = reference.advance_step(*tensors, common, BLOCK, ownership)
         wanted = reference.advance_step(tensors[0], tensors[1][:4], tensors[2][:4], wanted, BLOCK, ownership)
         assert [x.cpu().tolist() for x in mine] == [x.tolist() for x in tensors]
@@ -112,7 +103,7 @@ def test_a_captured_mixed_batch(ids):
     """A captured call advances whatever batch the buffers hold: a mixed batch, then its decodes."""
     with torch.device("cpu"):
         *tensors, common = buffers([1, 1, 5, 7, 0], [9, 0, 9, 7, 3], 6, 2, ids)
-    mine, common_gpu = [x.to(DEVICE) for x in tensors], on_gpu(common)
+    mine, common_gpu = [x.to(DEVICE) for x in tensors], moved(common, DEVICE)
     held = [x.clone() for x in (*mine[1:], common_gpu.seq_lens, common_gpu.query_start_loc, common_gpu.slot_mapping)]
     graph = captured(lambda: fast.advance_step(*mine, common_gpu, BLOCK))
     targets = (*mine[1:], common_gpu.seq_lens, common_gpu.query_start_loc, common_gpu.slot_mapping)
@@ -130,7 +121,7 @@ def test_from_lens_of_the_next_step():
     query_lens, seq_lens = [1, 1, 5, 0], [9, 0, 9, 3]
     with torch.device("cpu"):
         *tensors, common = buffers(query_lens, seq_lens, 6)
-    following = fast.advance_step(*(x.to(DEVICE) for x in tensors), on_gpu(common), BLOCK)
+    following = fast.advance_step(*(x.to(DEVICE) for x in tensors), moved(common, DEVICE), BLOCK)
     wanted = CommonAttentionMetadata.from_lens([1, 1, 1, 0], [10, 0, 10, 3], common.block_table, BLOCK)
     for name in ("seq_lens", "query_start_loc", "slot_mapping"):
         assert getattr(following, name).is_cuda and getattr(following, name).cpu().equal(getattr(wanted, name)), name

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from ..benchmarks import host, kernel_times, layers, recorded_ops, step
+from ..benchmarks.command_line import CannotRun
 from ..benchmarks.kernel_times import LAYER_MARK, STEP_MARK, Kernel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,14 +74,14 @@ def test_host_refusals(capsys, tmp_path):
         assert told in capsys.readouterr().err
 
 
-def test_peers_are_timed_beside(monkeypatch, capsys):
+def test_peers_are_timed_beside(capsys):
     """A peer whose library is missing is absent with the reason; a peer that raises does not end the benchmark."""
     here = SimpleNamespace(
         available=lambda: {"flashmla": False, "fa3": True, "vllm_triton": False},
         fa3_mla_decode=lambda *arguments: None,
         fa3_prefill=lambda *arguments: 1 / 0,
     )
-    ops = host.make_ops(layers.SMALL, host.Dims(2, 20, 1, 3, 16), "cpu", None, here)
+    ops = host.make_ops(layers.SMALL, layers.Batch(2, 20, 1, 3, 16), "cpu", None, here)
     rows = {row["op"]: row for row in host.measure(ops, "cpu", 2, with_targets=True)}
     assert set(rows["mla_decode"]["host_us"]) == {"fast", "FA3"}
     assert rows["mla_decode"]["absent"] == {"vLLM Triton": "its library could not be loaded"}
@@ -87,7 +89,7 @@ def test_peers_are_timed_beside(monkeypatch, capsys):
     assert rows["run_prefill_new_tokens"]["absent"] == {"FA3": "ZeroDivisionError: division by zero"}
     assert rows["mla_decode"]["target_us"] == 80.0
     rows["mla_decode"]["host_us"]["fast"]["median_us"] = 81.0
-    host.Console(width=120).print(host.draw([rows["mla_decode"]], "times"))
+    Console(width=120).print(host.draw([rows["mla_decode"]], "times"))
     assert "81.0 !" in capsys.readouterr().out
 
 
@@ -199,7 +201,7 @@ def test_what_fits():
     assert step.fit(1000, 10, 3, 61) == (61, 61)
     assert step.fit(620, 10, 3, 61) == (61, 1 + 10 // 3)
     assert step.fit(100, 10, 3, 61) == (10, 1)
-    with pytest.raises(host.CannotRun, match="free memory for one cache"):
+    with pytest.raises(CannotRun, match="free memory for one cache"):
         step.fit(9, 10, 3, 61)
 
 
@@ -241,7 +243,7 @@ def test_step_table(capsys):
     row = {"batch": "mixed", "eager": eager, "graph": {"wall_us": spread, "parts_us": parts}, "ops_us": 1990.0,
            "ops": [], "graph_over_ops": 1.005}  # fmt: skip
     rows = [row, {**row, "batch": "decodes"}, {**row, "batch": "decodes", "graph_over_ops": 1.03}]
-    host.Console(width=200).print(step.draw(rows, 61))
+    Console(width=200).print(step.draw(rows, 61))
     shown = capsys.readouterr().out
     assert "Steps of 61 layers" in shown and "96.0%" in shown and "1.005" in shown and "0.70" in shown
     assert step.verdicts(rows) == [

@@ -41,6 +41,7 @@ from ..support.factories import (
     preset,
     softmax_scale,
 )
+from ..support.planning import expanding_plan
 from ..support.properties import given, st
 
 F64 = torch.float64
@@ -255,16 +256,6 @@ def check_absorbed_is_expanded(ops, config: MLAConfig, query_lens, seq_lens, blo
     expanded = ops.forward_prefill(q, kv_c, k_pe, context, plan, w_uk, w_uv, config.softmax_scale)
     assert_states64(absorbed, expanded)
     assert_close64(absorbed.out, whole(config, q, w_uk, w_uv, entries, query_lens))
-
-
-def expanding_plan(ops, batch, workspace):
-    """Return a plan that puts all requests on the expanded path, independent of their query lengths."""
-    chunks = ops.plan_context_chunks(integers(*batch.context_lens).cpu(), workspace, batch.block_size)
-    chunks = tuple(chunk.to(batch.common.block_table.device) for chunk in chunks)
-    return reference.PrefillMetadata(
-        batch.common.block_table, batch.common.query_start_loc, max(batch.query_lens, default=0), chunks,
-        batch.block_size,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

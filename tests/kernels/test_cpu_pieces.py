@@ -24,6 +24,7 @@ from ..support.factories import (
     make_batch,
     make_cache,
     make_entries,
+    new_cache,
     offsets,
 )
 
@@ -75,7 +76,7 @@ def test_decode_reads_as_many_pages_as_fit(monkeypatch, room_bytes, pages, sprea
     lens = (3, 0, 7 * BLOCK - 2)
     batch = make_batch([1, 1, 2], lens, BLOCK)
     plan = reference.build_mla_metadata(batch.common, BLOCK, 64, 2).decode
-    cache = make_cache(batch, make_entries(batch, WIDTH, torch.float64), WIDTH, torch.float64)
+    cache = new_cache(batch, WIDTH, torch.float64)
     if not spread:  # move the blocks of each request next to each other
         table = torch.arange(plan.block_table.numel(), dtype=torch.int32).view_as(plan.block_table)
         packed = torch.full((table.numel(), BLOCK, WIDTH), torch.nan, dtype=torch.float64)

@@ -14,7 +14,7 @@ import fast
 from fast.kernels.hopper.common.descriptors import descriptor
 from reference.interfaces import CommonAttentionMetadata
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+from ..support.triton_mode import ON_HOPPER
 
 
 def described(tensor):
@@ -40,7 +40,7 @@ def test_a_descriptor_keeps_no_memory():
     assert kept() is None
 
 
-@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 def test_another_cache_at_the_same_address():
     """A decode reads the cache that it gets, also where an earlier cache was freed."""
     with torch.device("cuda"):

@@ -10,8 +10,8 @@ import torch
 import fast
 from fast.parity import compare
 
-from ..planning.test_graphs import BLOCK, judged_steps, make_graph, moved
-from ..support.factories import LOW_RANK, make_weights
+from ..planning.test_graphs import BLOCK, judged_steps, make_graph
+from ..support.factories import LOW_RANK, make_weights, moved
 from ..support.triton_mode import DEVICE, ON_HOPPER
 
 if not ON_HOPPER:

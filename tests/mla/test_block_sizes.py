@@ -23,6 +23,7 @@ from ..support.factories import (
     make_layer,
     make_up_projections,
     make_weights,
+    new_cache,
 )
 
 CONFIG = CONFIGS["direct"]
@@ -61,7 +62,7 @@ def test_layer_refuses_a_plan_for_another_block_size(ops, lens, plain_errors):
 
 def test_ops_refuse_a_plan_for_another_block_size(ops, plain_errors):
     batch = make_batch([1, 1], [40, 33])
-    cache = make_cache(batch, make_entries(batch, CONFIG.head_size, torch.float32), CONFIG.head_size, torch.float32)
+    cache = new_cache(batch, CONFIG.head_size, torch.float32)
     plan = ops.build_mla_metadata(batch.common, 16, 64).decode
     ql, q_pe = torch.randn(2, 3, 24), torch.randn(2, 3, 8)
     refuses(lambda: ops.mla_decode(ql, q_pe, other_blocks(cache), plan, 0.3), "metadata.block_size", cache)
@@ -72,7 +73,7 @@ def test_ops_refuse_a_plan_for_another_block_size(ops, plain_errors):
         ops.split_shared_prefix(shared, 16, 8)
 
     batch = make_batch([5, 6], [40, 33])
-    cache = make_cache(batch, make_entries(batch, CONFIG.head_size, torch.float32), CONFIG.head_size, torch.float32)
+    cache = new_cache(batch, CONFIG.head_size, torch.float32)
     prefill = ops.build_mla_metadata(batch.common, 16, 64).prefill
     given = torch.randn(11, 3, 20), torch.randn(11, 24), torch.randn(11, 8)
     up = make_up_projections(CONFIG, torch.float32)

@@ -23,9 +23,10 @@ from reference.interfaces import (
 )
 
 from ..planning.test_batch import brute_split
-from ..support.factories import DIRECT, GARBAGE, assert_same_bits, integers, make_batch, offsets
+from ..support.factories import DIRECT, GARBAGE, assert_same_bits, integers, make_batch, moved, offsets
 from ..support.planning import batches, same
 from ..support.properties import assume, given, st
+from ..support.synchronisation import no_synchronisation
 
 V3 = MLAConfig.from_preset("deepseek-v3")
 SINGLE, UNIFORM, VARLEN = QueryLenSupport.SINGLE_ONLY, QueryLenSupport.UNIFORM, QueryLenSupport.VARLEN
@@ -481,22 +482,7 @@ def test_builder_refuses(ops, plain_errors):
 # Tests on a GPU. The host reads no value back, and writes no buffer from which a copy still reads.
 
 
-@pytest.fixture
-def no_syncs():
-    torch.cuda.set_sync_debug_mode("error")
-    yield
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def on_gpu(common):
-    return CommonAttentionMetadata(
-        common.seq_lens.cuda(), common.query_start_loc.cuda(), common.seq_lens_cpu, common.query_start_loc_cpu,
-        common.block_table.cuda(), common.slot_mapping.cuda(), common.max_query_len, common.num_actual_tokens,
-        common.max_seq_len,
-    )  # fmt: skip
-
-
-def test_planning_does_not_wait(request):
+def test_planning_does_not_wait():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     builders = [
@@ -510,15 +496,14 @@ def test_planning_does_not_wait(request):
     prefixes = [0, 0, 0, 320]
     expected = [twin.build(prefix, own) for twin in twins for prefix, own in zip(prefixes, batches, strict=True)]
     assert expected[3].cascade is not None and expected[7].schedule.batch_invariant
-    there = [on_gpu(own) for own in batches]
+    there = [moved(own, "cuda") for own in batches]
     for builder in builders:  # compile and allocate before waits are forbidden
         builder.build(0, there[0])
-    request.getfixturevalue("no_syncs")
-    plans = [
-        builder.build(prefix, own) for _ in range(5) for builder in builders
-        for prefix, own in zip(prefixes, there, strict=True)
-    ]  # fmt: skip
-    torch.cuda.set_sync_debug_mode("default")
+    with no_synchronisation():
+        plans = [
+            builder.build(prefix, own) for _ in range(5) for builder in builders
+            for prefix, own in zip(prefixes, there, strict=True)
+        ]  # fmt: skip
     for number, plan in enumerate(plans):
         assert plan.prefill.query_start_loc.is_cuda and plan.decode.visible_lens.is_cuda
         same(to_cpu(plan), to_cpu(expected[number % 8]))

@@ -143,7 +143,7 @@ def test_graphs(ops, query_len):
         common = dataclasses.replace(batch.common, slot_mapping=slots)
         cache = torch.randn(batch.num_blocks, 16, config.head_size, dtype=torch.float64)
         hidden = torch.randn(3 * query_len, config.hidden_size, dtype=torch.float64)
-        positions = torch.cat([torch.arange(s - query_len, s) for s in lens])
+        positions = batch.positions
         plan = ops.build_mla_metadata(common, 16, 4096, query_len, ownership=ranks.ownership)
         wanted = layer(hidden, positions, cache.clone(), plan)
         builder = ops.MLAMetadataBuilder(

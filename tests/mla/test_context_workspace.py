@@ -12,27 +12,18 @@ import reference
 from reference.interfaces import context_workspace_size
 
 from ..support.allocations import HeldMemory
-from ..support.factories import (
-    DIRECT,
-    LOW_RANK,
-    assert_same_bits,
-    make_batch,
-    make_cache,
-    make_entries,
-    make_layer,
-    make_weights,
-)
+from ..support.factories import DIRECT, LOW_RANK, assert_same_bits, make_batch, make_layer, make_weights, new_cache
 
 TOKENS = 64  # workspace_tokens of most tests
 SMALL_LATENT = replace(DIRECT, kv_lora_rank=12)  # a prefill of this config needs more memory than its decode
 
 
-def one_step(ops, layer, config, query_lens, context_lens, builder, seed=0):
-    """Run a step with random inputs; return the output and the plan."""
-    torch.manual_seed(seed)
+def one_step(layer, config, query_lens, context_lens, builder):
+    """Run a step with random inputs, the same for every layer; return the output and the plan."""
+    torch.manual_seed(0)
     dtype = layer.kv_a_layernorm.weight.dtype
     batch = make_batch(query_lens, [q + c for q, c in zip(query_lens, context_lens, strict=True)])
-    cache = make_cache(batch, make_entries(batch, config.head_size, dtype), config.head_size, dtype, new_tokens=False)
+    cache = new_cache(batch, config.head_size, dtype, new_tokens=False)
     plan = builder.build(0, batch.common)
     hidden = torch.randn(batch.num_tokens, config.hidden_size).to(dtype)
     return layer(hidden, torch.arange(batch.num_tokens), cache, plan), plan
@@ -63,7 +54,7 @@ def test_one_workspace_for_all_layers(ops):
     addresses = set()
     for contexts in ([17], [500], [1, 300, 0], [90, 0]):
         for layer in layers:
-            _, plan = one_step(ops, layer, config, [5] * len(contexts), contexts, builder)
+            _, plan = one_step(layer, config, [5] * len(contexts), contexts, builder)
             assert plan.workspace is builder.workspace and layer.workspace is None
             addresses.add(builder.workspace.memory.data_ptr())
     assert len(addresses) == 1
@@ -83,7 +74,7 @@ def test_a_workspace_changes_no_result(ops, dtype):
     for workspace in (None, ops.ContextWorkspace(), shared, shared):
         layer = make_layer(ops, config, weights, dtype, workspace=workspace)
         builder = make_builder(ops, config)
-        outputs.append(one_step(ops, layer, config, [1, 5, 3, 4], [9, 100, 0, 77], builder)[0])
+        outputs.append(one_step(layer, config, [1, 5, 3, 4], [9, 100, 0, 77], builder)[0])
         assert (builder.workspace.memory is None) == (workspace is not None)
         assert_same_bits(outputs[-1], outputs[0])
     assert shared.memory is memory and not memory[: TOKENS * config.head_size].isnan().any()

@@ -9,24 +9,25 @@ import torch
 
 import fast
 import reference
-from fast import backends
 from fast.backends import Backend, OpSupport
-from reference.interfaces import CommonAttentionMetadata, GraphSupport, PathCosts, QueryLenSupport, TokenOwnership
+from reference.interfaces import GraphSupport, PathCosts, QueryLenSupport, TokenOwnership
 
+from ..support.backends import registered
 from ..support.factories import (
     CONFIGS,
     DIRECT,
     assert_close64,
     integers,
     make_batch,
-    make_cache,
-    make_entries,
     make_layer,
     make_weights,
+    moved,
+    new_cache,
 )
 from ..support.planning import batches, same
 from ..support.properties import assume, given, st
 from ..support.ranks import make_rank_layer
+from ..support.synchronisation import no_synchronisation
 
 BLOCK = 16
 DECODES = {  # query lengths and sequence lengths of steps that have only decodes
@@ -105,10 +106,9 @@ def test_layers(ops, config, slack):
     with torch.device("cpu"):
         batch = make_batch(*MIXED, BLOCK)
         layer = make_layer(ops, config, make_weights(config, torch.float64), torch.float64)
-        entries = make_entries(batch, config.head_size, torch.float64)
-        cache = make_cache(batch, entries, config.head_size, torch.float64, new_tokens=False)
+        cache = new_cache(batch, config.head_size, torch.float64, new_tokens=False)
         hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64)
-        positions = torch.cat([torch.arange(s - q, s) for q, s in zip(*MIXED, strict=True)])
+        positions = batch.positions
         options = (BLOCK, 32, 2)  # a workspace of two blocks: several chunks
         wanted = layer(hidden, positions, cache.clone(), ops.build_mla_metadata(batch.common, *options))
         plan = ops.build_mla_metadata(without_lens(batch.common, slack), *options)
@@ -130,7 +130,7 @@ def test_layers_on_ranks(ops, merge):
         common = replace(batch.common, slot_mapping=slots)
         cache = torch.randn(batch.num_blocks, BLOCK, config.head_size, dtype=torch.float64)
         hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64)
-        positions = torch.cat([torch.arange(s - q, s) for q, s in zip(*MIXED, strict=True)])
+        positions = batch.positions
         builder = ops.MLAMetadataBuilder(
             config, BLOCK, 4096, 8, num_speculative_tokens=1, num_programs=2, context_parallel=ranks,
             workspace_tokens=128, batch_invariant=merge == "a2a", costs=PathCosts(absorbed_request=1e15),
@@ -220,7 +220,7 @@ def test_graphs(ops, query_len, plain_errors):
             query_len,
         )  # fmt: skip
         hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64)
-        positions = torch.cat([torch.arange(s - q, s) for q, s in zip(*lens, strict=True)])
+        positions = batch.positions
         wanted = graph.run(hidden, positions, batch.common).clone()
         bare = replace(without_lens(batch.common, 0, True), max_query_len=query_len)
         assert_close64(graph.run(hidden, positions, bare), wanted)
@@ -248,11 +248,6 @@ def test_graphs(ops, query_len, plain_errors):
 # Tests that planning reads no value from a device. Tensors on the device "meta" have no values: reading one raises.
 
 
-def on_meta(common):
-    names = ("seq_lens", "query_start_loc", "block_table", "slot_mapping")
-    return replace(common, **{name: getattr(common, name).to("meta") for name in names})
-
-
 @pytest.fixture
 def meta_backend(monkeypatch):
     """Register a backend for the device "meta", whose kernels are never launched, and send plans without a GPU."""
@@ -261,13 +256,12 @@ def meta_backend(monkeypatch):
         raise AssertionError("a kernel of the device meta was launched")
 
     ops = {name: OpSupport(never) for name in ("compute_visible_lens", "plan_decode")}
-    backends.register(Backend("nowhere", 50, "meta", ops))
     monkeypatch.setattr(
         "fast.mla.metadata.to_device",
         lambda tensors, device, _: {name: tensor.to(device) for name, tensor in tensors.items()},
     )
-    yield
-    backends.unregister("nowhere")
+    with registered(Backend("nowhere", 50, "meta", ops)):
+        yield
 
 
 def devices_of(value):
@@ -287,7 +281,7 @@ def test_no_value_is_read(meta_backend, ranks):
             builder = make_builder(fast, batch_invariant=invariant, schedule_costs=fast.ScheduleCosts())
             builder.ownership = ownership
             for lens in DECODES.values():
-                common = on_meta(make_batch(*lens, BLOCK).common)
+                common = moved(make_batch(*lens, BLOCK).common, "meta")
                 for given_batch in (common, without_lens(common, 9), without_lens(common, 9, True)):
                     plan = builder.build(0, given_batch)
                     assert plan.num_decodes == len(lens[0]) and devices_of(plan) == {"meta"}
@@ -296,7 +290,7 @@ def test_no_value_is_read(meta_backend, ranks):
                         captured = builder.build_for_cudagraph_capture(replace(given_batch, slot_mapping=slots))
                         builder.update_captured(captured, given_batch)
                         assert devices_of(captured) == {"meta"}
-            common = on_meta(make_batch(*MIXED, BLOCK).common)
+            common = moved(make_batch(*MIXED, BLOCK).common, "meta")
             plan = builder.build(0, without_lens(common, 9))
             assert plan.prefill.context_chunks and devices_of(plan) == {"meta"}
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -304,11 +298,6 @@ def test_no_value_is_read(meta_backend, ranks):
 
 
 # Tests on a GPU.
-
-
-def on_gpu(common):
-    names = ("seq_lens", "query_start_loc", "block_table", "slot_mapping")
-    return CommonAttentionMetadata(**(vars(common) | {name: getattr(common, name).cuda() for name in names}))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -331,7 +320,7 @@ def test_no_synchronisation(invariant):
     )
     runs = []
     for step in steps:
-        common = on_gpu(step.common)
+        common = moved(step.common, device)
         hidden = torch.randn(step.num_tokens, config.hidden_size, dtype=dtype, device=device)
         positions = torch.zeros(step.num_tokens, dtype=torch.int64, device=device)
         given_batches = [common, without_lens(common, 9)]
@@ -355,9 +344,6 @@ def test_no_synchronisation(invariant):
 
     all_calls()  # compile and allocate before waits are forbidden
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         outputs = all_calls()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(output.isfinite().all() for output in outputs)

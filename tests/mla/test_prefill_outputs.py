@@ -19,7 +19,6 @@ from ..support.factories import (
     LOW_RANK,
     assert_close64,
     assert_same_bits,
-    integers,
     last_rows,
     make_batch,
     make_cache,
@@ -27,8 +26,10 @@ from ..support.factories import (
     make_layer,
     make_up_projections,
     make_weights,
+    new_cache,
     offsets,
 )
+from ..support.planning import expanding_plan
 from ..support.properties import given, st
 
 MIXED = ([5, 2, 1, 4, 3], [0, 40, 9, 0, 0])  # query and context lengths; parts without, with and without context
@@ -41,23 +42,8 @@ def prefill_inputs(config, query_lens, context_lens, dtype, workspace=32):
     cache = make_cache(batch, entries, config.head_size, dtype, new_tokens=False)
     q = torch.randn(batch.num_tokens, config.num_heads, config.qk_head_dim).to(dtype)
     kv_c, k_pe = last_rows(batch, entries).split([config.kv_lora_rank, config.qk_rope_head_dim], -1)
-    plan = expanded_plan(batch, workspace)
+    plan = expanding_plan(reference, batch, workspace, parts=True)
     return q, kv_c, k_pe, cache, plan, *make_up_projections(config, dtype), 0.3
-
-
-def expanded_plan(batch, workspace, ops=reference) -> PrefillMetadata:
-    """Return a plan in which every request of the batch takes the expanded path, with its parts."""
-    contexts = integers(*batch.context_lens).cpu()
-    chunks = ops.plan_context_chunks(contexts, workspace, 16)
-    starts = offsets(batch.query_lens).cpu()
-    plan = PrefillMetadata(batch.common.block_table, starts, max(batch.query_lens), chunks, 16)
-    module = __import__(f"{ops.__name__}.mla.metadata", fromlist=["x"])
-    parts = module._split_by_context(plan, contexts)
-    device = torch.get_default_device()
-    return replace(
-        plan, query_start_loc=starts.to(device), context_chunks=tuple(chunk.to(device) for chunk in chunks),
-        parts=tuple(part.to(device) for part in parts),
-    )  # fmt: skip
 
 
 # Parts of a prefill.
@@ -68,7 +54,7 @@ def test_parts(lens):
     """The parts have all tokens and keys once, consecutive requests of one kind, and both packages agree."""
     query_lens, context_lens = [q for q, _ in lens], [c for _, c in lens]
     batch = make_batch(query_lens, [q + c for q, c in lens])
-    plans = [expanded_plan(batch, 32, ops) for ops in (reference, fast)]
+    plans = [expanding_plan(ops, batch, 32, parts=True) for ops in (reference, fast)]
     kinds = [kind for kind, _ in itertools.groupby(context > 0 for context in context_lens)]
     for plan in plans:
         assert len(plan.parts) == (len(kinds) if len(kinds) > 1 else 0)
@@ -162,8 +148,7 @@ def test_new_tokens_without_lse(ops, dtype):
 
 
 def layer_inputs(config, batch, dtype, padding=0):
-    entries = make_entries(batch, config.head_size, dtype)
-    cache = make_cache(batch, entries, config.head_size, dtype, new_tokens=False)
+    cache = new_cache(batch, config.head_size, dtype, new_tokens=False)
     tokens = batch.num_tokens + padding
     return torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
 
@@ -253,7 +238,7 @@ def test_out_of_forward_prefill():
 
 def decode_call():
     batch = make_batch([1, 2], [20, 33])
-    cache = make_cache(batch, make_entries(batch, DIRECT.head_size, torch.bfloat16), DIRECT.head_size, torch.bfloat16)
+    cache = new_cache(batch, DIRECT.head_size, torch.bfloat16)
     plan = fast.build_mla_metadata(batch.common, 16, 64, 2).decode
     return torch.randn(3, 3, 24).bfloat16(), torch.randn(3, 3, 8).bfloat16(), cache, plan, 0.3
 
@@ -309,7 +294,8 @@ def test_refusals_of_out(plain_errors):
         ([1], "out: expected a tensor, got list$"),
     ):
         refused(lambda out=out: fast.latent_to_value(own.view(6, 3, 24), w_uv, out=out), message)
-    assert fast.latent_to_value(latent, w_uv, out=own[:180].view(6, 3, 10)) is not None
+    free = own[:180].view(6, 3, 10)
+    assert fast.latent_to_value(latent, w_uv, out=free) is free
     arguments = decode_call()
     refused(lambda: fast.mla_decode(*arguments, out=torch.empty(3, 3, 48).bfloat16()[..., ::2]),
             "out: expected a contiguous tensor, got strides")  # fmt: skip

@@ -18,23 +18,14 @@ from fast import backends
 from fast.backends import Backend, OpSupport
 from reference.interfaces import CommonAttentionMetadata, GraphSupport, TokenOwnership
 
-from ..support.decode_loop import loop_cache, make_loop
-from ..support.factories import CONFIGS, DIRECT, integers, make_layer, make_weights
+from ..support.backends import registered
+from ..support.decode_loop import buffers, check_against_the_host, loop_cache, make_loop
+from ..support.factories import CONFIGS, DIRECT, integers, make_layer, make_weights, positions_of
 from ..support.planning import PACKAGES, batches, same
 from ..support.properties import given, st
 from ..support.ranks import owners
 
 BLOCK = 4
-
-
-def buffers(query_lens, seq_lens, width, padding=0, dtype=torch.int64, block_size=BLOCK):
-    """Return sampled ids, input ids, positions and a batch; unwritten elements of a result would keep odd values."""
-    requests, tokens = len(query_lens), sum(query_lens) + padding
-    table = torch.randperm(max(1, requests * width))[: requests * width].view(requests, width).int()
-    common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, block_size)
-    common = replace(common, slot_mapping=torch.full((tokens,), 12345))
-    sampled = torch.randint(1, 1000, (requests,), dtype=dtype)
-    return sampled, torch.full((tokens,), 77, dtype=dtype), torch.full((tokens,), 88), common
 
 
 def copies(given):
@@ -179,9 +170,7 @@ def test_steps_of_a_layer(config):
 
     def first_step():
         common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, BLOCK)
-        positions = torch.cat([torch.arange(s - q, s) if s else torch.zeros(q).long()
-                               for q, s in zip(query_lens, seq_lens, strict=True)])  # fmt: skip
-        return held.clone(), prompt.clone(), positions, common
+        return held.clone(), prompt.clone(), positions_of(query_lens, seq_lens), common
 
     cache, ids, positions, common = first_step()
     lens, single = list(seq_lens), []
@@ -221,23 +210,6 @@ def test_steps_over_buffers(ops, programs):
         grown = [length + steps * (length > 0) for length in lens]
         assert found[0].tolist() == grown and found[2].tolist() == loop.host_batch(grown).slot_mapping.tolist()
         check_against_the_host(loop, lens, ids, held, outputs)
-
-
-def check_against_the_host(loop, lens, ids, held, outputs):
-    """Check the outputs of a loop against a `DecodeGraph`, whose batches the host makes from lengths."""
-    loop.load(lens, ids, held)
-    device, hidden_size = loop.embedding.device, loop.embedding.shape[1]
-    graph = loop.ops.DecodeGraph(
-        lambda hidden, positions, plan: loop.layer(hidden, positions, loop.kv_cache, plan),
-        loop.builder, [len(lens)], loop.batch.block_table.shape[1], hidden_size, loop.embedding.dtype, device,
-    )  # fmt: skip
-    for step in range(outputs.shape[0]):
-        now = [length + step * (length > 0) for length in lens]
-        positions = torch.tensor([max(length - 1, 0) for length in now], device=device)
-        rows = loop.embedding[torch.tensor(ids, device=device)]
-        hidden = graph.run(rows, positions, loop.host_batch(now))
-        assert hidden.equal(outputs[step]), step
-        ids = [token if length else 0 for token, length in zip(loop.sample(hidden).tolist(), lens, strict=True)]
 
 
 # Refused arguments and backends.
@@ -319,24 +291,23 @@ def test_backends(plain_errors):
         served.append(given)
         return backends.kernel("cpu", "advance_step")(*given)
 
-    backends.register(Backend("eager", 50, "cpu", {"advance_step": OpSupport(noted, graph=GraphSupport.NONE)}))
-    try:
-        with torch.device("cpu"):
-            given = buffers([1], [1], 2)
-            fast.advance_step(*given, BLOCK)
-            assert len(served) == 1
-            fast.advance_step(*given, BLOCK, backend="cpu")
-            fast.advance_step(*given, BLOCK, graph=GraphSupport.ANY)
-            assert len(served) == 1 and given[3].seq_lens.tolist() == [4]
-            with pytest.raises(fast.UnsupportedConfiguration, match="eager: has graph support 'none'"):
-                fast.advance_step(*given, BLOCK, graph=GraphSupport.ANY, backend="eager")
-            with pytest.raises(ValueError, match="^backend: expected one of .*, got nosuch$"):
-                fast.advance_step(*given, BLOCK, backend="nosuch")
-            with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
-                fast.advance_step(*given, BLOCK, graph="any")
-            assert given[3].seq_lens.tolist() == [4]
-    finally:
-        backends.unregister("eager")
+    with (
+        registered(Backend("eager", 50, "cpu", {"advance_step": OpSupport(noted, graph=GraphSupport.NONE)})),
+        torch.device("cpu"),
+    ):
+        given = buffers([1], [1], 2)
+        fast.advance_step(*given, BLOCK)
+        assert len(served) == 1
+        fast.advance_step(*given, BLOCK, backend="cpu")
+        fast.advance_step(*given, BLOCK, graph=GraphSupport.ANY)
+        assert len(served) == 1 and given[3].seq_lens.tolist() == [4]
+        with pytest.raises(fast.UnsupportedConfiguration, match="eager: has graph support 'none'"):
+            fast.advance_step(*given, BLOCK, graph=GraphSupport.ANY, backend="eager")
+        with pytest.raises(ValueError, match="^backend: expected one of .*, got nosuch$"):
+            fast.advance_step(*given, BLOCK, backend="nosuch")
+        with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
+            fast.advance_step(*given, BLOCK, graph="any")
+        assert given[3].seq_lens.tolist() == [4]
 
 
 def test_inside_a_compiled_function():

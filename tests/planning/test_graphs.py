@@ -11,18 +11,12 @@ import torch
 import fast
 import reference
 from fast.parity import compare
-from reference.interfaces import CommonAttentionMetadata
 
-from ..support.factories import CONFIGS, DIRECT, GARBAGE, make_batch, make_cache, make_entries, make_layer, make_weights
+from ..support.factories import CONFIGS, DIRECT, GARBAGE, make_batch, make_layer, make_weights, moved, new_cache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 STEPS = ([20, 7, 40], [3], [1, 0, 64, 33], [90, 2, 5, 8, 13], [0], [17, 18])  # sequence lengths of each step
 BLOCK, BLOCKS, WIDTH = 16, 40, 8
-
-
-def moved(common, device):
-    names = ("seq_lens", "query_start_loc", "block_table", "slot_mapping")
-    return CommonAttentionMetadata(**(vars(common) | {name: getattr(common, name).to(device) for name in names}))
 
 
 def steps(config, dtype, query_len):
@@ -36,11 +30,9 @@ def steps(config, dtype, query_len):
             batch = make_batch([query_len] * len(lengths), lengths, BLOCK, spare_blocks=3)
             assert batch.num_blocks <= BLOCKS
             cache = torch.full((BLOCKS, BLOCK, config.head_size), torch.nan, dtype=dtype)
-            entries = make_entries(batch, config.head_size, dtype)
-            cache[: batch.num_blocks] = make_cache(batch, entries, config.head_size, dtype, new_tokens=False)
+            cache[: batch.num_blocks] = new_cache(batch, config.head_size, dtype, new_tokens=False)
             hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64).to(dtype)
-            positions = torch.cat([torch.arange(n - query_len, n) if n else torch.zeros(query_len).long()
-                                   for n in lengths])  # fmt: skip
+            positions = batch.positions
         yield batch, cache, hidden, positions
 
 

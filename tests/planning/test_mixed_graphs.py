@@ -17,18 +17,10 @@ from fast.backends import Backend, OpSupport
 from fast.parity import compare
 from reference.interfaces import GraphMemory, GraphSupport, UnsupportedConfiguration
 
-from ..support.factories import (
-    CONFIGS,
-    DIRECT,
-    assert_close64,
-    make_batch,
-    make_cache,
-    make_entries,
-    make_layer,
-    make_weights,
-)
+from ..support.backends import registered
+from ..support.factories import CONFIGS, DIRECT, assert_close64, make_batch, make_layer, make_weights, moved, new_cache
 from ..support.ranks import make_rank_layer
-from .test_graphs import BLOCK, BLOCKS, DEVICE, WIDTH, make_builder, make_graph, moved
+from .test_graphs import BLOCK, BLOCKS, DEVICE, WIDTH, make_builder, make_graph
 
 STEPS = (  # query lengths and sequence lengths of each step; the largest query length of the graphs is 3
     ([3, 1, 2], [20, 7, 40]),
@@ -48,12 +40,10 @@ def mixed_steps(config, dtype, steps=STEPS):
         with torch.device("cpu"):
             batch = make_batch(query_lens, seq_lens, BLOCK)
             cache = torch.full((BLOCKS, BLOCK, config.head_size), torch.nan, dtype=dtype)
-            entries = make_entries(batch, config.head_size, dtype)
-            cache[: batch.num_blocks] = make_cache(batch, entries, config.head_size, dtype, new_tokens=False)
+            cache[: batch.num_blocks] = new_cache(batch, config.head_size, dtype, new_tokens=False)
             hidden = torch.randn(batch.num_tokens, config.hidden_size, dtype=torch.float64).to(dtype)
-            positions = [torch.arange(s - q, s) if s else torch.zeros(q).long()
-                         for q, s in zip(query_lens, seq_lens, strict=True)]  # fmt: skip
-        yield batch, cache, hidden, torch.cat(positions)
+            positions = batch.positions
+        yield batch, cache, hidden, positions
 
 
 @pytest.mark.parametrize("programs, invariant", [(0, False), (3, False), (0, True), (5, True)])
@@ -193,7 +183,7 @@ def test_context_parallelism(ops, merge):
         common = replace(batch.common, slot_mapping=slots)
         cache = torch.randn(batch.num_blocks, BLOCK, config.head_size, dtype=torch.float64)
         hidden = torch.randn(6, config.hidden_size, dtype=torch.float64)
-        positions = torch.cat([torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)])
+        positions = batch.positions
         plan = ops.build_mla_metadata(common, BLOCK, 4096, 3, ownership=ranks.ownership)
         wanted = layer(hidden, positions, cache.clone(), plan)
         builder = ops.MLAMetadataBuilder(
@@ -351,27 +341,23 @@ def leaves_padding(*given):
 def test_undefined_rows_become_zeros():
     """The layer writes zeros for rows that the decode kernel left undefined, with and without its fused projections."""
     config = DIRECT
-    backends.register(Backend("gpu_like", 50, "cpu", {"mla_decode": OpSupport(leaves_padding)}))
-    try:
-        with torch.device("cpu"):
-            layer = make_layer(fast, config, make_weights(config, torch.float64), torch.float64)
-            batch, cache, _, _ = next(mixed_steps(config, torch.float64))
-            cache.nan_to_num_(0)
-            builder = make_builder(fast, query_len=3)
-            slots = torch.cat((batch.common.slot_mapping, torch.full((3,), -1)))
-            plan = builder.build_for_cudagraph_capture(
-                replace(batch.common, slot_mapping=slots, num_actual_tokens=9, max_query_len=3)
-            )
-            assert plan.num_actual_tokens == 9
-            hidden, positions = torch.randn(9, config.hidden_size).double(), torch.zeros(9, dtype=torch.int64)
-            found = layer(hidden, positions, cache, plan)
-            assert found[:6].abs().min() > 0 and found[6:].eq(0).all()
-            projected = layer.project(hidden, positions)
-            output = torch.full((9, config.num_heads, config.v_head_dim), torch.nan, dtype=torch.float64)
-            layer.forward_attention(*projected, cache, plan, output)
-            assert output[:6].isfinite().all() and output[6:].eq(0).all()
-    finally:
-        backends.unregister("gpu_like")
+    with registered(Backend("gpu_like", 50, "cpu", {"mla_decode": OpSupport(leaves_padding)})), torch.device("cpu"):
+        layer = make_layer(fast, config, make_weights(config, torch.float64), torch.float64)
+        batch, cache, _, _ = next(mixed_steps(config, torch.float64))
+        cache.nan_to_num_(0)
+        builder = make_builder(fast, query_len=3)
+        slots = torch.cat((batch.common.slot_mapping, torch.full((3,), -1)))
+        plan = builder.build_for_cudagraph_capture(
+            replace(batch.common, slot_mapping=slots, num_actual_tokens=9, max_query_len=3)
+        )
+        assert plan.num_actual_tokens == 9
+        hidden, positions = torch.randn(9, config.hidden_size).double(), torch.zeros(9, dtype=torch.int64)
+        found = layer(hidden, positions, cache, plan)
+        assert found[:6].abs().min() > 0 and found[6:].eq(0).all()
+        projected = layer.project(hidden, positions)
+        output = torch.full((9, config.num_heads, config.v_head_dim), torch.nan, dtype=torch.float64)
+        layer.forward_attention(*projected, cache, plan, output)
+        assert output[:6].isfinite().all() and output[6:].eq(0).all()
 
 
 @pytest.mark.parametrize("op", ["mla_decode", "rope_norm_and_cache", "compute_visible_lens", "zero_padding_tokens"])
@@ -386,35 +372,32 @@ def test_backends_for_one_query_length(op):
         launched.add(op)
         return backends.kernel("cpu", op)(*given)
 
-    backends.register(Backend("uniform", 50, "cpu", {op: OpSupport(noted, graph=GraphSupport.ONE_QUERY_LEN)}))
-    try:
-        with torch.device("cpu"):
-            weights, config = make_weights(DIRECT, torch.float32), DIRECT
-            for named in (None, "uniform"):
-                planning, layers = (
-                    ({"backend": named}, {}) if op == "compute_visible_lens" else ({}, {"backend": named})
+    with (
+        registered(Backend("uniform", 50, "cpu", {op: OpSupport(noted, graph=GraphSupport.ONE_QUERY_LEN)})),
+        torch.device("cpu"),
+    ):
+        weights, config = make_weights(DIRECT, torch.float32), DIRECT
+        for named in (None, "uniform"):
+            planning, layers = ({"backend": named}, {}) if op == "compute_visible_lens" else ({}, {"backend": named})
+            layer = make_layer(fast, config, weights, torch.float32, **layers)
+            cache = torch.zeros(BLOCKS, BLOCK, config.head_size)
+            for support in (GraphSupport.ONE_QUERY_LEN, GraphSupport.ANY):
+                launched.clear()
+                builder = make_builder(
+                    fast, query_len=2, dtype=torch.float32, graph_support=support, num_programs=2, **planning
                 )
-                layer = make_layer(fast, config, weights, torch.float32, **layers)
-                cache = torch.zeros(BLOCKS, BLOCK, config.head_size)
-                for support in (GraphSupport.ONE_QUERY_LEN, GraphSupport.ANY):
-                    launched.clear()
-                    builder = make_builder(
-                        fast, query_len=2, dtype=torch.float32, graph_support=support, num_programs=2, **planning
-                    )
-                    graph = fast.DecodeGraph(
-                        lambda h, p, plan, layer=layer, cache=cache: layer(h, p, cache, plan), builder, [2], WIDTH,
-                        config.hidden_size, torch.float32, "cpu", 2,
-                    )  # fmt: skip
-                    run = torch.randn(4, config.hidden_size), torch.arange(4), make_batch([2, 2], [9, 8], BLOCK).common
-                    if support is GraphSupport.ANY and named is not None:
-                        with pytest.raises(UnsupportedConfiguration, match="uniform: has graph support 'one', got"):
-                            graph.run(*run)
-                    else:
+                graph = fast.DecodeGraph(
+                    lambda h, p, plan, layer=layer, cache=cache: layer(h, p, cache, plan), builder, [2], WIDTH,
+                    config.hidden_size, torch.float32, "cpu", 2,
+                )  # fmt: skip
+                run = torch.randn(4, config.hidden_size), torch.arange(4), make_batch([2, 2], [9, 8], BLOCK).common
+                if support is GraphSupport.ANY and named is not None:
+                    with pytest.raises(UnsupportedConfiguration, match="uniform: has graph support 'one', got"):
                         graph.run(*run)
-                    serves = support is GraphSupport.ONE_QUERY_LEN and op != "zero_padding_tokens"
-                    assert launched == ({op} if serves else set())
-    finally:
-        backends.unregister("uniform")
+                else:
+                    graph.run(*run)
+                serves = support is GraphSupport.ONE_QUERY_LEN and op != "zero_padding_tokens"
+                assert launched == ({op} if serves else set())
 
 
 def test_a_builder_that_captures_nothing(ops, plain_errors):

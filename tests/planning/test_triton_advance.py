@@ -13,8 +13,9 @@ import pytest
 import torch
 
 import reference
-from reference.interfaces import ONE_RANK, CommonAttentionMetadata, TokenOwnership
+from reference.interfaces import ONE_RANK, TokenOwnership
 
+from ..support.decode_loop import buffers
 from ..support.factories import integers, offsets
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
 
@@ -45,23 +46,11 @@ def launch(sampled, input_ids, positions, common, block_size, ownership=ONE_RANK
     return ids, positions, slots, lens, starts
 
 
-def make(query_lens, seq_lens, block_size, width, padding=0, ids=torch.int64, size=1):
-    """Return sampled ids, ids, positions and a batch on the CPU."""
-    tokens = sum(query_lens) + padding
-    with torch.device("cpu"):
-        table = torch.randperm(max(1, len(query_lens) * width))[: len(query_lens) * width]
-        common = CommonAttentionMetadata.from_lens(
-            query_lens, seq_lens, table.view(len(query_lens), width).int(), block_size, TokenOwnership(size, 0)
-        )
-        common = replace(common, slot_mapping=torch.full((tokens,), 12345))
-        sampled = torch.randint(1, 2**31 - 1, (len(query_lens),), dtype=ids)
-        return sampled, torch.full((tokens,), 77, dtype=ids), torch.full((tokens,), 88), common
-
-
 def check(query_lens, seq_lens, block_size, padding=0, ids=torch.int64, size=1, interleave=1, move=None):
     """Compare the kernel with the reference on every rank, over two steps."""
     width = -(-(max(seq_lens, default=0) + 2) // (block_size * size)) + 1
-    start = make(query_lens, seq_lens, block_size, width, padding, ids, size)
+    with torch.device("cpu"):
+        start = buffers(query_lens, seq_lens, width, padding, ids, block_size, size)
     for rank in range(size):
         ownership, (sampled, input_ids, positions, common) = TokenOwnership(size, rank, interleave), start
         for _ in range(2):
@@ -121,7 +110,8 @@ def test_many_requests(requests):
 def test_a_request_stops_at_its_limit(size):
     """A request that cannot grow keeps its last position and gets slot -1; other requests are advanced as before."""
     full = 2 * 4 * size  # tokens of two columns of the block table
-    sampled, input_ids, positions, common = make([1, 1, 1], [full - 1, full, 3], 4, 2, size=size)
+    with torch.device("cpu"):
+        sampled, input_ids, positions, common = buffers([1, 1, 1], [full - 1, full, 3], 2, size=size)
     for limit, lens, wanted in (
         (full, integers(full - 1, full, 3), [full, full, 4]),
         (full - 2, integers(full - 1, full, 3), [full - 2, full - 2, 4]),
@@ -145,18 +135,19 @@ def test_a_request_stops_at_its_limit(size):
 @runs
 def test_out_of_range():
     """A negative block gives slot -1, a far block a 64-bit slot, and offsets past T write no token."""
-    sampled, input_ids, positions, common = make([1, 1], [5, 6], 4, 2)
+    with torch.device("cpu"):
+        sampled, input_ids, positions, common = buffers([1, 1], [5, 6], 2)
     table = torch.tensor([[0, -3], [1, 2**31 - 1]], dtype=torch.int32, device="cpu")
     _, _, slots, lens, _ = launch(sampled, input_ids, positions, replace(common, block_table=table), 4)
     assert slots.tolist() == [-1, 4 * (2**31 - 1) + 2] and lens.tolist() == [6, 7]
 
     held = [torch.full((4,), 7, device="cpu") for _ in range(3)]  # two more elements than the kernel is given
-    buffers = [x.to(DEVICE) for x in held]
-    input_ids, positions, slots = (x[:2] for x in buffers)
+    longer = [x.to(DEVICE) for x in held]
+    input_ids, positions, slots = (x[:2] for x in longer)
     lens, starts = integers(5, 6, 7).cpu().to(DEVICE), offsets([1, 1, 1]).cpu().to(DEVICE)
     table = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
     advance.advance_step(torch.tensor([1, 2, 3], device=DEVICE), input_ids, positions, lens, starts, slots, table, 4,
                          ONE_RANK, 8)  # fmt: skip
-    assert [x[2:].tolist() for x in buffers] == [[7, 7]] * 3
+    assert [x[2:].tolist() for x in longer] == [[7, 7]] * 3
     assert [x.tolist() for x in (input_ids, positions, slots)] == [[1, 2], [5, 6], [1, 2]]
     assert lens.tolist() == [6, 7, 8] and starts.tolist() == [0, 1, 2, 3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ import reference
 from fast.mla.padding_tokens import zero_padding_tokens
 from reference.interfaces import GraphSupport, TokenOwnership, UnsupportedConfiguration
 
+from ..support.backends import registered
 from ..support.factories import integers, offsets
 from ..support.planning import same
 from ..support.properties import given, st
@@ -85,12 +88,11 @@ def test_refusals_of_fast(plain_errors):
     with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
         fast.compute_visible_lens(offsets([1]), integers(9), 1, graph="any")
     support = fast.backends.OpSupport(lambda *_: None, graph=GraphSupport.ONE_QUERY_LEN)
-    fast.backends.register(fast.backends.Backend("uniform", 50, "cpu", {"compute_visible_lens": support}))
-    try:
-        with pytest.raises(UnsupportedConfiguration, match="uniform: has graph support 'one', got"):
-            fast.compute_visible_lens(offsets([1]), integers(9), 1, graph=GraphSupport.ANY, backend="uniform")
-    finally:
-        fast.backends.unregister("uniform")
+    with (
+        registered(fast.backends.Backend("uniform", 50, "cpu", {"compute_visible_lens": support})),
+        pytest.raises(UnsupportedConfiguration, match="uniform: has graph support 'one', got"),
+    ):
+        fast.compute_visible_lens(offsets([1]), integers(9), 1, graph=GraphSupport.ANY, backend="uniform")
     with pytest.raises(ValueError, match=r"^output: expected shape \[T, N, V\], got \[3, 4\]$"):
         zero_padding_tokens(torch.ones(3, 4), offsets([1]))
     with pytest.raises(ValueError, match="^query_start_loc: expected dtype torch.int32, got torch.int64$"):
@@ -129,12 +131,17 @@ def test_kernel(batch, ownership):
 
 @runs
 def test_kernel_with_any_values():
-    """No value of the lengths or offsets gives a number below 0 or above the length of a request."""
+    """No value of the lengths or offsets gives a number below 0 or above the length of the token's request.
+
+    The kernel finds the request of a token by bisection, also among offsets that decrease, as `bisect_right` does.
+    """
     lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
-    for starts in ([0, 2, 4, 6, 8], [0, 2**31 - 1, 3, -7, 4], [0, 0, 0, 0, 0], [5, 5, 5, 5, 2]):
-        starts = torch.tensor(starts, dtype=torch.int32, device=DEVICE)
-        found = captured.compute_visible_lens(starts, lens, 9, 1, 0, 1)
-        assert found.shape == (9,) and found.min() >= 0
+    most = [*lens.clamp(min=0).tolist(), 0]  # a token behind the last request sees no key
+    for offsets_of_requests in ([0, 2, 4, 6, 8], [0, 2**31 - 1, 3, -7, 4], [0, 0, 0, 0, 0], [5, 5, 5, 5, 2]):
+        starts = torch.tensor(offsets_of_requests, dtype=torch.int32, device=DEVICE)
+        found = captured.compute_visible_lens(starts, lens, 9, 1, 0, 1).tolist()
+        bounds = [most[bisect_right(offsets_of_requests[1:], token)] for token in range(9)]
+        assert all(0 <= number <= bound for number, bound in zip(found, bounds, strict=True))
     assert captured.compute_visible_lens(offsets([2, 2, 2, 2]).to(DEVICE), lens, 9, 1, 0, 1).tolist() == [
         0, 0, 2**31 - 2, 2**31 - 1, 0, 0, 63, 64, 0
     ]  # fmt: skip

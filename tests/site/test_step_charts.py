@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..benchmarks import host, step
+from ..benchmarks import host, layers
 from ..benchmarks.kernel_times import OTHER, PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def step_report(parts: dict | None) -> dict:
     split = {} if parts is None else {"parts_us": parts}
     eager = {"wall_us": spread(30000.0), "host_us": spread(21000.0), "busy": 0.912, "busy_traced": 0.9, **split}
     row = {
-        "batch": "mixed", "dims": vars(step.Batch(128, 4096, 2, 1024, 512)), "eager": eager,
+        "batch": "mixed", "dims": vars(layers.Batch(128, 4096, 2, 1024, 512)), "eager": eager,
         "graph": {"wall_us": spread(25000.0), **split}, "ops_us": 24000.0, "ops": [], "graph_over_ops": 25 / 24,
     }  # fmt: skip
     return {**HEAD, "layers": 61, "weight_sets": 7, "heads": 128, "rows": [row]}
@@ -53,12 +53,12 @@ def write(docs: Path, name: str, report: dict) -> None:
 
 def test_not_measured_yet(performance, docs):
     """Without its file a section has a note with the command; a file that must exist is still an error."""
-    for name, what in (("h200-step.json", "steps"), ("h200-host.json", "host")):
-        page = performance.filled(f"<!-- results: {what} {name} -->", docs)
-        assert page.startswith("*Not measured yet.") and f"--json docs/results/{name}" in page
-        assert not re.search(r"<svg|\| ", page)
-    with pytest.raises(FileNotFoundError):
-        performance.filled("<!-- results: steps h200-stepp.json -->", docs)
+    page = performance.filled("<!-- results: steps h200-step.json -->", docs)
+    assert page.startswith("*Not measured yet.") and "--json docs/results/h200-step.json" in page
+    assert not re.search(r"<svg|\| ", page)
+    for missing in ("steps h200-stepp.json", "host h200-host.json"):
+        with pytest.raises(FileNotFoundError):
+            performance.filled(f"<!-- results: {missing} -->", docs)
 
 
 def test_rows_that_lack_a_way(performance, docs):
@@ -107,7 +107,7 @@ def test_host_section(performance, docs):
         {"op": "mla_decode", "target_us": 80.0, "host_us": {"fast": spread(77.4), "FA3": spread(101.6)}, "absent": {}},
         {"op": "expand_kv", "target_us": None, "host_us": {"fast": spread(33.0)}, "absent": {}},
     ]
-    dims = vars(host.Dims(*host.DEVICE_DIMS["cuda"]))
+    dims = vars(host.DIMS["cuda"])
     write(docs, "h200-host.json", {**HEAD, "calls": 200, "dims": dims, "rows": rows})
     page = performance.filled("<!-- results: host h200-host.json -->", docs)
     assert "| `mla_decode` | 77 | 80 | FA3 102 |" in page and "| `expand_kv` | 33 |  |  |" in page

@@ -1,11 +1,12 @@
-"""Backends that are registered for the duration of one test."""
+"""Backends that are registered for the duration of one test or of one block."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from fast.backends import Backend, OpSupport
+from fast.backends import Backend, OpSupport, register, unregister
 from fast.backends.checked_calls import forget_calls
 
 
@@ -20,6 +21,16 @@ def with_backends(monkeypatch, *wanted: Backend) -> None:
         function = getattr(plans, kept)
         # no __wrapped__: an earlier call of `with_backends` in the same test has removed the cache
         monkeypatch.setattr(plans, kept, getattr(function, "__wrapped__", function))
+
+
+@contextlib.contextmanager
+def registered(backend: Backend) -> Iterator[None]:
+    """Register a backend beside the others, and remove it at the end of the block."""
+    register(backend)
+    try:
+        yield
+    finally:
+        unregister(backend.name)
 
 
 def cpu_backend(kernels: Mapping[str, Callable]) -> Backend:

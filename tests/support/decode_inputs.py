@@ -11,7 +11,7 @@ from fast.kernels.schedule_costs import measured_schedule_costs
 from fast.parity import compare_states
 from reference.interfaces import NEUTRAL_SPLIT_RULE, AttentionState, DecodeMetadata, DecodeSchedule
 
-from .factories import make_batch, make_cache, make_entries
+from .factories import make_batch, new_cache
 from .triton_mode import DEVICE
 
 SCALE = 0.13
@@ -24,7 +24,7 @@ def make_inputs(query_lens, seq_lens, heads=3, dtype=torch.float32, widths=(512,
     """
     latent, rope = widths
     batch = make_batch(query_lens, seq_lens, block_size)
-    cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype)
+    cache = new_cache(batch, latent + rope, dtype)
     plan = reference.build_mla_metadata(batch.common, block_size, 4096, max([1, *query_lens])).decode
     ql, q_pe = (torch.randn(batch.num_tokens, heads, width).to(dtype) for width in widths)
     return ql / latent**0.5, q_pe, cache, plan

@@ -1,4 +1,4 @@
-"""A loop of decode steps that samples on the device and advances its batch with `advance_step`."""
+"""Batches for `advance_step`, and a loop of decode steps that samples on the device and advances its batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,31 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from reference.interfaces import CommonAttentionMetadata, GraphSupport, MLAConfig
+from reference.interfaces import CommonAttentionMetadata, GraphSupport, MLAConfig, TokenOwnership
 
 from .factories import make_layer, make_weights
 
 BLOCK, WIDTH, VOCABULARY = 16, 4, 50
+
+
+def buffers(query_lens, seq_lens, width, padding=0, dtype=torch.int64, block_size=4, size=1):
+    """Return sampled ids, input ids, positions and a batch; unwritten elements of a result would keep odd values.
+
+    Args:
+        query_lens: new tokens of each request.
+        seq_lens: tokens of each request.
+        width: columns of the block table.
+        padding: tokens of the buffers behind those of the requests.
+        dtype: dtype of the ids.
+        block_size: number of tokens in a block.
+        size: number of ranks that share the sequences.
+    """
+    requests, tokens = len(query_lens), sum(query_lens) + padding
+    table = torch.randperm(max(1, requests * width))[: requests * width].view(requests, width).int()
+    common = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, block_size, TokenOwnership(size, 0))
+    common = replace(common, slot_mapping=torch.full((tokens,), 12345))
+    sampled = torch.randint(1, 2**31 - 1, (requests,), dtype=dtype)
+    return sampled, torch.full((tokens,), 77, dtype=dtype), torch.full((tokens,), 88), common
 
 
 @dataclass
@@ -107,3 +127,20 @@ def loop_cache(config: MLAConfig, dtype: torch.dtype, requests: int) -> Tensor:
     """Return a cache with a random entry in every slot."""
     with torch.device("cpu"):
         return torch.randn(requests * WIDTH, BLOCK, config.head_size, dtype=torch.float64).to(dtype)
+
+
+def check_against_the_host(loop, lens, ids, held, outputs):
+    """Check the outputs of a loop against a `DecodeGraph`, whose batches the host makes from lengths."""
+    loop.load(lens, ids, held)
+    device, hidden_size = loop.embedding.device, loop.embedding.shape[1]
+    graph = loop.ops.DecodeGraph(
+        lambda hidden, positions, plan: loop.layer(hidden, positions, loop.kv_cache, plan),
+        loop.builder, [len(lens)], loop.batch.block_table.shape[1], hidden_size, loop.embedding.dtype, device,
+    )  # fmt: skip
+    for step in range(outputs.shape[0]):
+        now = [length + step * (length > 0) for length in lens]
+        positions = torch.tensor([max(length - 1, 0) for length in now], device=device)
+        rows = loop.embedding[torch.tensor(ids, device=device)]
+        hidden = graph.run(rows, positions, loop.host_batch(now))
+        assert hidden.equal(outputs[step]), step
+        ids = [token if length else 0 for token, length in zip(loop.sample(hidden).tolist(), lens, strict=True)]

@@ -64,6 +64,18 @@ class Batch:
     def context_lens(self) -> tuple[int, ...]:
         return tuple(max(s - q, 0) for q, s in zip(self.query_lens, self.seq_lens, strict=True))
 
+    @property
+    def positions(self) -> Tensor:
+        """Position of each token in its request, [T]; the tokens of padding requests have position 0."""
+        return positions_of(self.query_lens, self.seq_lens)
+
+
+def positions_of(query_lens, seq_lens) -> Tensor:
+    """Return the position of each new token in its request, [T]; the tokens of padding requests have position 0."""
+    pairs = zip(query_lens, seq_lens, strict=True)
+    found = [torch.arange(s - q, s) if s else torch.zeros(q, dtype=torch.int64) for q, s in pairs]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+
 
 def make_batch(query_lens, seq_lens, block_size: int = 16, padding: int = 0, spare_blocks: int = 3) -> Batch:
     """Return a batch whose blocks lie in random order; after its requests come `padding` tokens without a request."""
@@ -90,6 +102,12 @@ def make_batch(query_lens, seq_lens, block_size: int = 16, padding: int = 0, spa
     return Batch(query_lens, seq_lens, block_size, num_blocks, tuple(slots), common)
 
 
+def moved(common: CommonAttentionMetadata, device: torch.device | str) -> CommonAttentionMetadata:
+    """Return the batch with its tensors on a device; the fields for the CPU stay there."""
+    names = ("seq_lens", "query_start_loc", "block_table", "slot_mapping")
+    return replace(common, **{name: getattr(common, name).to(device) for name in names})
+
+
 def make_entries(batch: Batch, head_size: int, dtype: torch.dtype) -> list[Tensor]:
     """Return a random cache entry for each token: one tensor [S, Lkv + R] for each request."""
     return [torch.randn(length, head_size, dtype=torch.float64).to(dtype) for length in batch.seq_lens]
@@ -108,6 +126,11 @@ def make_cache(
         for token, (block, at) in enumerate(own[:held]):
             cache[block, at] = entries[request][token].to(dtype)
     return cache
+
+
+def new_cache(batch: Batch, head_size: int, dtype: torch.dtype, new_tokens: bool = True) -> Tensor:
+    """Return a cache as `make_cache` does, with random entries."""
+    return make_cache(batch, make_entries(batch, head_size, dtype), head_size, dtype, new_tokens)
 
 
 def last_rows(batch: Batch, per_request: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Helpers for the tests of the planners: strategies for random batches, and a comparison of plans bit by bit."""
+"""Helpers for the tests of plans: strategies for random batches, a plan of prefills, and a comparison bit by bit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch import Tensor
 
 import fast
 import reference
-from reference.interfaces import ContextWorkspace
+from reference.interfaces import ContextWorkspace, PrefillMetadata
 
+from .factories import Batch, integers
 from .properties import st
 
 PACKAGES = st.sampled_from(["reference", "fast"]).map({"reference": reference, "fast": fast}.get)
@@ -25,6 +26,26 @@ def batches(draw):
         for q in query_lens
     ]
     return query_lens, seq_lens
+
+
+def expanding_plan(ops, batch: Batch, workspace: int, parts: bool = False) -> PrefillMetadata:
+    """Return a plan in which every request takes the expanded path, whatever its query length is.
+
+    Args:
+        ops: package that plans.
+        batch: the requests.
+        workspace: tokens of the workspace for context.
+        parts: whether the plan has its parts without and with context, as the plan of a step has.
+    """
+    common, contexts = batch.common, integers(*batch.context_lens).cpu()
+    chunks = ops.plan_context_chunks(contexts, workspace, batch.block_size)
+    longest, device = max(batch.query_lens, default=0), common.block_table.device
+    plan = PrefillMetadata(common.block_table, common.query_start_loc_cpu, longest, chunks, batch.block_size)
+    split = ops.mla.metadata._split_by_context(plan, contexts) if parts else ()
+    return dataclasses.replace(
+        plan, query_start_loc=common.query_start_loc, context_chunks=tuple(chunk.to(device) for chunk in chunks),
+        parts=tuple(part.to(device) for part in split),
+    )  # fmt: skip
 
 
 def same(ours, theirs, name="metadata"):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from reference.distributed.groups import ContextParallel
 from reference.interfaces import AttentionState, CommonAttentionMetadata, MLAConfig
 
-from .factories import GARBAGE, LOW_RANK, integers, linear, make_weights, norm, offsets
+from .factories import GARBAGE, LOW_RANK, integers, linear, make_weights, norm, offsets, positions_of
 from .processes import serving
 
 VOCABULARY = 50
@@ -283,7 +283,7 @@ def replay_decodes(
                                       ownership.rank, ownership.interleave)  # fmt: skip
         common = CommonAttentionMetadata.make(starts, integers(*lens), table[:requests].to(device), slots.to(device))
         hidden = torch.randn(requests * query_len, RANK_CONFIG.hidden_size).to(dtype).to(device)
-        positions = torch.cat([torch.arange(s - query_len, s) for s in lens]).to(device)
+        positions = positions_of([query_len] * requests, lens).to(device)
         plan = fast.build_mla_metadata(common, 16, 4096, query_len, ownership=ownership)
         eager = layer(hidden, positions, cache, plan)
         captured = graph.run(hidden, positions, common).clone()

@@ -16,6 +16,8 @@ import transformers
 
 from fast.integrations.transformers import use_mla
 
+from .factories import positions_of
+
 VOCAB, LAYERS, BLOCK, HEAD_SIZE = 61, 2, 4, 32 + 8
 YARN = dict(
     rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=32, beta_slow=1,
@@ -127,8 +129,7 @@ def packed_step(ops, query_lens, seq_lens, table):
     lens = torch.tensor(seq_lens, dtype=torch.int32)
     slots = ops.slot_mapping(starts, lens, table, BLOCK, int(starts[-1]))
     metadata = ops.build_mla_metadata(CommonAttentionMetadata.make(starts, lens, table, slots), BLOCK, 16)
-    positions = torch.cat([torch.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)])
-    return dict(position_ids=positions[None], use_cache=False, mla_metadata=metadata)
+    return dict(position_ids=positions_of(query_lens, seq_lens)[None], use_cache=False, mla_metadata=metadata)
 
 
 def attributes(model):

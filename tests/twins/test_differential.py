@@ -17,7 +17,6 @@ import reference
 from fast.parity import compare, compare_states
 from reference.interfaces import AttentionState, MLAConfig
 
-from ..identities.test_identities import expanding_plan
 from ..support.factories import (
     CONFIGS,
     DIRECT,
@@ -38,6 +37,7 @@ from ..support.factories import (
     preset,
     softmax_scale,
 )
+from ..support.planning import expanding_plan
 from ..support.properties import given, st
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -18,7 +18,7 @@ from fast.backends import decode_request, select
 from fast.kernels.schedule_costs import measured_schedule_costs
 from reference.interfaces import QueryLenSupport
 
-from ..support.factories import DIRECT, integers, make_batch, make_cache, make_entries, offsets
+from ..support.factories import DIRECT, integers, make_batch, make_cache, make_entries, new_cache, offsets
 
 OPS = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("mla_twins::"))
 
@@ -45,7 +45,7 @@ def decode_samples(
 ) -> list[tuple]:
     """Return the arguments of four calls of `mla_decode`: with or without a schedule, batch-invariant or not."""
     batch = make_batch([1, 2, 0], seq_lens, block_size)
-    cache = make_cache(batch, make_entries(batch, latent + rope, dtype), latent + rope, dtype).nan_to_num(0)
+    cache = new_cache(batch, latent + rope, dtype).nan_to_num(0)
     plan = fast.build_mla_metadata(batch.common, block_size, 4096, 2).decode
     costs = measured_schedule_costs(heads)
     schedule, own = (fast.plan_decode(plan.seq_lens, 4, costs, own) for own in (False, True))
