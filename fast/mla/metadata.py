@@ -15,6 +15,7 @@ from torch import Tensor
 
 from reference.interfaces import (
     COMPUTE_FORMAT,
+    MOST_PARTS,
     ONE_RANK,
     CacheFormat,
     ChunkRows,
@@ -261,7 +262,7 @@ def build_mla_metadata(
 
 
 def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
-    """Return the parts of a prefill, or no part if all requests have context or no request has context.
+    """Return the parts of a prefill, or no part if there would be one part or more than `MOST_PARTS`.
 
     Only requests with context need an attention state that is merged (`PrefillMetadata.parts`).
 
@@ -275,7 +276,7 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
     requests = prefill.block_table.shape[0]
     has_context = context_lens > 0
     bounds = [0, *(has_context.diff().nonzero().flatten() + 1).tolist(), requests]
-    if len(bounds) == 2:
+    if not 1 < len(bounds) - 1 <= MOST_PARTS:
         return ()
     starts = prefill.query_start_loc
     first_has, tokens = bool(has_context[0]), starts[bounds].tolist()

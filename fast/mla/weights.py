@@ -193,7 +193,9 @@ def expand_kv(
     Raises:
         ValueError: shapes, dtypes or devices do not match; `workspace` is too small or overlaps an argument.
     """
-    check_no_overlap(workspace, kv_c_normed, w_uk, w_uv)
+    if workspace is not None:  # at every call: whether two tensors overlap is not part of a signature
+        _check_expansion(kv_c_normed, w_uk, w_uv, workspace)
+        check_no_overlap(workspace, kv_c_normed, w_uk, w_uv)
     return expand_into(kv_c_normed, w_uk, w_uv, workspace)
 
 

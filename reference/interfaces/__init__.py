@@ -128,6 +128,7 @@ from .layer_arguments import (
     latent_norm_eps,
 )
 from .metadata import (
+    MOST_PARTS,
     AttentionState,
     BatchSplit,
     CascadeMetadata,
@@ -182,6 +183,7 @@ __all__ = [
     "FLOAT_DTYPES",
     "FLOPS_PER_BYTE",
     "MERGES",
+    "MOST_PARTS",
     "MOST_WORKSPACE_TOKENS",
     "NEUTRAL_COSTS",
     "NEUTRAL_SPLIT_RULE",

@@ -49,7 +49,7 @@ def bounded_batch(
 
     Raises:
         ValueError: the batch may have prefills, and its offsets or the bounds of its lengths are missing; a bound is
-            negative.
+            negative, or below the number of query tokens of its request; for CPU tensors, a bound is below the length.
     """
     if has_host_lens(common):
         return common
@@ -75,8 +75,22 @@ def bounded_batch(
     if negative.numel():
         request = int(negative[0])
         check(False, "common.seq_lens_cpu_upper_bound", "bounds >= 0", f"{int(most[request])} at request {request}")
+    if common.seq_lens_cpu_upper_bound is not None:
+        if common.query_start_loc_cpu is not None:
+            _check_bound(most, starts.diff().where(most > 0, 0), "query tokens")  # 0 marks a padding row
+        if common.seq_lens.device == CPU:
+            _check_bound(most, common.seq_lens, "keys")
     bounds = {"seq_lens_cpu": most.clamp(max=limit), "max_seq_len": limit}
     return dataclasses.replace(common, query_start_loc_cpu=starts, **bounds)
+
+
+def _check_bound(bounds: Int32[Tensor, " B"], counts: Int32[Tensor, " B"], what: str) -> None:
+    """Check that no bound is below the number of query tokens or keys of its request."""
+    wrong = (bounds < counts).nonzero()
+    if wrong.numel():
+        request = int(wrong[0])
+        check(False, "common.seq_lens_cpu_upper_bound", f"at least the {int(counts[request])} {what} of the request",
+              f"{int(bounds[request])} at request {request}")  # fmt: skip
 
 
 def longest_decode_lens(num_decodes: int, max_seq_len: int) -> Int32[Tensor, " decodes"]:

@@ -45,10 +45,10 @@ def longest_query(common: CommonAttentionMetadata) -> int:
 def has_one_query_len(common: CommonAttentionMetadata, length: int) -> bool:
     """Return whether every request has `length` query tokens; only requests at the end of the batch may have none.
 
-    If the offsets are on the device only, the lengths are unknown and the result is True.
+    If the offsets are on the device only, a request without tokens may stand anywhere, so no request may have none.
     """
     if common.query_start_loc_cpu is None:
-        return True
+        return common.num_actual_tokens == common.num_reqs * length
     return bool((common.query_start_loc_cpu.diff()[: requests_with_tokens(common)] == length).all())
 
 
@@ -59,23 +59,19 @@ def graph_kind(common: CommonAttentionMetadata, threshold: int, support: GraphSu
         common: the batch.
         threshold: largest query length of a decode.
         support: the widest kind that may be used. If the offsets are on the device only, `max_query_len` is taken as
-            the longest query, and requests without tokens are taken to stand at the end.
+            the longest query.
 
     Returns:
-        NONE if no graph can serve the batch. ONE_QUERY_LEN if all requests have the same query length (only requests at
-        the end may have no token), and this length is 1 or `support` is ONE_QUERY_LEN. Otherwise ANY.
+        NONE if no graph can serve the batch. ONE_QUERY_LEN if all requests have the same query length
+        (`has_one_query_len`), and this length is 1 or `support` is ONE_QUERY_LEN. Otherwise ANY.
     """
     check_common(common, host_lens=False)
     longest = longest_query(common)
     if support is GraphSupport.NONE or not 1 <= longest <= threshold or common.num_actual_tokens == 0:
         return GraphSupport.NONE
-    if common.query_start_loc_cpu is None:
-        equal = common.num_actual_tokens % longest == 0
-    elif int(common.query_start_loc_cpu.diff().min()) < 0:
+    if common.query_start_loc_cpu is not None and int(common.query_start_loc_cpu.diff().min()) < 0:
         return GraphSupport.NONE
-    else:
-        equal = has_one_query_len(common, longest)
-    if equal and (longest == 1 or support is GraphSupport.ONE_QUERY_LEN):
+    if has_one_query_len(common, longest) and (longest == 1 or support is GraphSupport.ONE_QUERY_LEN):
         return GraphSupport.ONE_QUERY_LEN
     return support if support is GraphSupport.ANY else GraphSupport.NONE
 
@@ -203,6 +199,7 @@ def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_s
     check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
     check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
     check_common(common, host_lens=False)
+    _check_num_tokens(common)
     requests, tokens, longest = captured.num_decodes, captured.num_decode_tokens, captured.decode.max_query_len
     starts = common.query_start_loc_cpu
     if captured.decode.graph is GraphSupport.ANY:
@@ -211,10 +208,18 @@ def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_s
         wanted = f"{requests} requests of at most {longest} tokens, {tokens} in all, as captured"
     else:
         fits = has_one_query_len(common, longest)
-        fits = fits and common.num_actual_tokens <= tokens and common.num_actual_tokens % longest == 0
+        fits = fits and common.num_actual_tokens <= tokens
         wanted = f"{requests} requests of {longest} tokens, as captured"
     got = f"{common.num_actual_tokens} tokens in {common.num_reqs} requests of at most {longest_query(common)}"
     check(fits and common.num_reqs == requests, "common", wanted, got)
+
+
+def _check_num_tokens(common: CommonAttentionMetadata) -> None:
+    """Check that the number of query tokens is the last offset, if the offsets are on the CPU."""
+    if common.query_start_loc_cpu is not None:
+        last = int(common.query_start_loc_cpu[-1])
+        check(common.num_actual_tokens == last, "common.num_actual_tokens", f"{last}, the last of the offsets",
+              common.num_actual_tokens)  # fmt: skip
 
 
 def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
@@ -285,6 +290,7 @@ def check_graph_query_len(graph: Any) -> None:
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
     """Check that a batch fits into the buffers of a decode graph; read no values on the device."""
     check_common(common, host_lens=False)
+    _check_num_tokens(common)
     largest, q = graph.batch_sizes[-1], graph.query_len
     requests, tokens = common.num_reqs, common.num_actual_tokens
     used = requests_with_tokens(common)
@@ -293,7 +299,7 @@ def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, comm
     wanted = f"{'at most ' * mixed}{q} tokens of each request, as captured"
     if common.query_start_loc_cpu is None:
         longest = common.max_query_len
-        check(longest <= q and tokens <= used * q and (mixed or tokens % q == 0), "common", wanted,
+        check(longest <= q and (tokens <= used * q if mixed else tokens == used * q), "common", wanted,
               f"{tokens} tokens in {used} requests of at most {longest}")  # fmt: skip
     else:
         lens = common.query_start_loc_cpu.diff()

@@ -246,6 +246,9 @@ class CommonAttentionMetadata:
         )
 
 
+MOST_PARTS = 8  # of a prefill; each part costs calls of the attention kernel
+
+
 @dataclass(frozen=True, eq=False)
 class PrefillMetadata:
     """The part of a step's plan for the expanded path: the requests that prefill.
@@ -258,7 +261,8 @@ class PrefillMetadata:
         block_size: tokens per block for which the plan was computed. A call with a cache of another block size raises.
         parts: the requests with context and the requests without context, as parts of consecutive requests; together
             the parts have all requests in their order. Only requests of parts with context get an attention state that
-            is merged. Empty if all requests have context, if no request has context, or if the plan does not know it.
+            is merged. Empty if all requests have context, if no request has context, if there would be more than
+            `MOST_PARTS` parts, or if the plan was made without lengths on the CPU.
     """
 
     block_table: Int32[Tensor, "B W"]

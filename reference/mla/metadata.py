@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..interfaces import (
     COMPUTE_FORMAT,
+    MOST_PARTS,
     ONE_RANK,
     CacheFormat,
     ChunkRows,
@@ -224,7 +225,7 @@ def build_mla_metadata(
 
 
 def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"]) -> tuple[PrefillPart, ...]:
-    """Return the parts of a prefill, or no part if all requests have context or no request has context.
+    """Return the parts of a prefill, or no part if there would be one part or more than `MOST_PARTS`.
 
     Only requests with context need an attention state that is merged. The output of the other requests is final after
     one call of the attention kernel. A kernel takes consecutive requests, so each part has consecutive requests.
@@ -259,7 +260,7 @@ def _split_by_context(prefill: PrefillMetadata, context_lens: Int32[Tensor, " B"
         )
         parts.append(PrefillPart(starts[first], starts[end], plan, tuple(rows)))
         first = end
-    return tuple(parts) if len(parts) > 1 else ()
+    return tuple(parts) if 1 < len(parts) <= MOST_PARTS else ()
 
 
 def _with_device_lens(
