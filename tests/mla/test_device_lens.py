@@ -347,3 +347,16 @@ def test_no_synchronisation(invariant):
     with no_synchronisation():
         outputs = all_calls()
     assert all(output.isfinite().all() for output in outputs)
+
+
+def test_bounds_that_are_too_small(ops, plain_errors):
+    """A bound below the query tokens of its request is refused, and on a CPU a bound below its length too."""
+    with torch.device("cpu"):
+        common = make_batch([1, 10], [9, 30], BLOCK).common
+        for bounds, message in (([9, 5], "at least the 10 query tokens of the request, got 5 at request 1"),
+                                ([9, 20], "at least the 30 keys of the request, got 20 at request 1"),
+                                ([0, 30], "at least the 9 keys of the request, got 0 at request 0"),
+                                ([9, -1], "bounds >= 0, got -1 at request 1")):  # fmt: skip
+            wrong = replace(without_lens(common), seq_lens_cpu_upper_bound=integers(*bounds))
+            with pytest.raises(ValueError, match=f"^common.seq_lens_cpu_upper_bound: expected {message}$"):
+                make_builder(ops).build(0, wrong)

@@ -10,7 +10,7 @@ import torch
 
 import fast
 import reference
-from reference.interfaces import AttentionState, ChunkRows, PrefillMetadata
+from reference.interfaces import MOST_PARTS, AttentionState, ChunkRows, PrefillMetadata
 
 from ..support.allocations import Calls
 from ..support.factories import (
@@ -334,3 +334,13 @@ def test_refused_parts(ops, plain_errors):
     ):  # fmt: skip
         wrong = replace(plan, parts=parts)
         refused(lambda wrong=wrong: ops.forward_prefill(*arguments[:4], wrong, *arguments[5:]), message)
+
+
+def test_many_parts(ops):
+    """A prefill has at most `MOST_PARTS` parts; beyond them, each kernel runs once for all requests."""
+    for requests in (MOST_PARTS, MOST_PARTS + 1):
+        lens = [2] * requests, [2 + 9 * (request % 2) for request in range(requests)]
+        plan = ops.build_mla_metadata(make_batch(*lens).common, 16, 512).prefill
+        assert len(plan.parts) == (requests if requests == MOST_PARTS else 0)
+        (whole,) = replace(plan, parts=()).all_parts(2 * requests)
+        assert (whole.first_token, whole.end_token, whole.plan.parts) == (0, 2 * requests, ())

@@ -439,3 +439,44 @@ def test_more_sizes_share_one_pool():
         for sizes in ([6], [1, 2, 4, 6])
     ]  # fmt: skip
     assert 0 < pools[0] <= pools[1] <= 2 * pools[0]
+
+
+def test_requests_without_tokens_between_others(ops, plain_errors):
+    """Without offsets on the host, a graph of one query length refuses them, and a plan for mixed lengths is right."""
+    with torch.device("cpu"):
+        batch = make_batch([1, 0, 1], [20, 0, 9], BLOCK)
+        bare = replace(batch.common, seq_lens_cpu=None, query_start_loc_cpu=None)
+        layer, held, graph = make_graph(ops, DIRECT, make_weights(DIRECT, torch.float64), torch.float64, "cpu", 1)
+        hidden = torch.randn(2, DIRECT.hidden_size, dtype=torch.float64)
+        held[: batch.num_blocks] = new_cache(batch, DIRECT.head_size, torch.float64, new_tokens=False)
+        before = held.clone()
+        for common in (batch.common, bare):
+            with pytest.raises(ValueError, match="^common: expected 1 tokens of each request, as captured, got "):
+                graph.run(hidden, batch.positions, common)
+        assert held.nan_to_num(7).equal(before.nan_to_num(7))
+        builder = make_builder(ops, query_len=1)
+        wanted = layer(hidden, batch.positions, held.clone(), ops.build_mla_metadata(batch.common, BLOCK, 64))
+        for common in (batch.common, bare):
+            assert builder.can_run_in_cudagraph(common)
+            plan = builder.build_for_cudagraph_capture(common)
+            assert plan.decode.graph is GraphSupport.ANY
+            assert_close64(layer(hidden, batch.positions, held.clone(), plan), wanted)
+        one_length = make_builder(ops, query_len=1, graph_support=GraphSupport.ONE_QUERY_LEN)
+        assert not any(one_length.can_run_in_cudagraph(common) for common in (batch.common, bare))
+
+
+def test_numbers_of_tokens_that_contradict_the_offsets(ops, plain_errors):
+    """A graph and a captured plan refuse a batch whose number of tokens is not its last offset."""
+    with torch.device("cpu"):
+        batch = make_batch([2, 2], [9, 20], BLOCK)
+        wrong = replace(batch.common, num_actual_tokens=3)
+        message = "^common.num_actual_tokens: expected 4, the last of the offsets, got 3$"
+        _, held, graph = make_graph(ops, DIRECT, make_weights(DIRECT, torch.float64), torch.float64, "cpu", 2)
+        hidden = torch.zeros(3, DIRECT.hidden_size, dtype=torch.float64)
+        with pytest.raises(ValueError, match=message):
+            graph.run(hidden, batch.positions[:3], wrong)
+        assert not held.any()
+        builder = make_builder(ops, query_len=2)
+        captured = builder.build_for_cudagraph_capture(batch.common)
+        with pytest.raises(ValueError, match=message):
+            builder.update_captured(captured, wrong)
