@@ -173,8 +173,8 @@ def serve_captured(config, dtype, threshold, batch_invariant=False, sizes=GRAPH_
 
 
 LAUNCHERS = (
-    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.captured", "triton.decode",
-    "triton.merge", "triton.rope", "triton.schedule", "triton.scheduled_decode",
+    "combine.launch", "triton.advance", "triton.attention", "triton.cache", "triton.decode", "triton.merge",
+    "triton.padding_tokens", "triton.rope", "triton.schedule", "triton.scheduled_decode", "triton.visible_lens",
 )  # fmt: skip
 KERNELS = {
     "_advance_step_kernel", "_combine_scheduled_kernel", "_combine_splits_kernel", "_copy_blocks_kernel",

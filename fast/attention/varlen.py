@@ -178,13 +178,21 @@ def attend(
 
 
 def _launch_attention(
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
-):
-    _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k)
-    launch = backends.kernel(backend, "flash_attn_varlen")
-    return launch(
-        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype
-    )
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend,
+    *written,
+):  # fmt: skip
+    if q.device.type == "cpu":
+        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
+        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # `attend` checks the end
+    return backends.kernel(backend, "flash_attn_varlen")(
+        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
+        *written,
+    )  # fmt: skip
+
+
+def _launch_attention_into(*arguments):
+    *inputs, out, lse, backend = arguments
+    _launch_attention(*inputs, out.dtype, backend, out, lse)
 
 
 _flash_attn_varlen = torch.library.custom_op(
@@ -204,17 +212,6 @@ def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, sof
     return out, q.new_empty(q.shape[1], q.shape[0], dtype=wide_dtype(out_dtype))
 
 
-def _launch_attention_into(
-    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out, lse, backend
-):
-    _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k)
-    launch = backends.kernel(backend, "flash_attn_varlen")
-    launch(
-        q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out.dtype,
-        out, lse,
-    )  # fmt: skip
-
-
 _flash_attn_varlen_out = torch.library.custom_op(
     "mla_twins::flash_attn_varlen_out",
     _launch_attention_into,
@@ -231,10 +228,3 @@ _ATTENDS_INTO = backends.CheckedCalls(
 @_flash_attn_varlen_out.register_fake
 def _(q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out, lse, backend):
     return None
-
-
-def _check_offsets_on_cpu(q, k, cu_seqlens_q, cu_seqlens_k) -> None:
-    """Check the values of the offsets if the tensors are on a CPU."""
-    if q.device.type == "cpu":
-        check_offsets("cu_seqlens_q", cu_seqlens_q, q.shape[0])
-        check_offsets("cu_seqlens_k", cu_seqlens_k, most=k.shape[0])  # `attend` checks the end

@@ -26,7 +26,7 @@ A mapping that binds one op of such a group also binds the other ops of the grou
 with two different names in one group raises ValueError.
 """
 
-from .checked_calls import CheckedCalls, CheckedOnce, check_every_call
+from .checked_calls import CheckedCalls, CheckedOnce, check_every_call, with_wanted_checks
 from .explanation import explain, layer_requests
 from .own import DECODES, MESSAGES, register_own
 from .registry import Backend, KernelRequest, OpSupport, kernel, on_change, register, registered, unregister
@@ -71,6 +71,7 @@ __all__ = [
     "select",
     "state_request",
     "unregister",
+    "with_wanted_checks",
 ]
 
 register_own()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 import threading
 import weakref
@@ -155,6 +156,19 @@ def check_every_call(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         _PER_THREAD.checked = before
+
+
+def with_wanted_checks(method: Callable) -> Callable:
+    """Let the ops that a method calls check all arguments in every call if `check_every_call` of the object is True."""
+
+    @functools.wraps(method)
+    def run(self: Any, *arguments: Any, **options: Any) -> Any:
+        if not self.check_every_call or torch.compiler.is_compiling():
+            return method(self, *arguments, **options)
+        with check_every_call():
+            return method(self, *arguments, **options)
+
+    return run
 
 
 def must_be_dispatched() -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,19 +83,6 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
     check_tensor("weight", weight, (x.shape[1],), device=x.device)
     check_number("eps", eps, 0)
     return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
-
-
-def _with_wanted_checks(method: Callable) -> Callable:
-    """Let the ops of a method check all arguments in every call if the layer's `check_every_call` is True."""
-
-    @functools.wraps(method)
-    def run(layer: MLAAttention, *arguments: Any, **options: Any) -> Any:
-        if not layer.check_every_call or torch.compiler.is_compiling():
-            return method(layer, *arguments, **options)
-        with backends.check_every_call():
-            return method(layer, *arguments, **options)
-
-    return run
 
 
 class MLAAttention(nn.Module):
@@ -248,7 +234,7 @@ class MLAAttention(nn.Module):
         c = self.local_config
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
-    @_with_wanted_checks
+    @backends.with_wanted_checks
     @torch.no_grad()
     def forward(
         self,
@@ -313,7 +299,7 @@ class MLAAttention(nn.Module):
             return hidden_states
         return self.context_parallel.tp_group.all_reduce(hidden_states)
 
-    @_with_wanted_checks
+    @backends.with_wanted_checks
     def project(
         self, hidden_states: Float[Tensor, "T H"], positions: Int[Tensor, " T"]
     ) -> tuple[Float[Tensor, "T N D"], Float[Tensor, "T Lkv"], Float[Tensor, "T R"]]:
@@ -350,7 +336,7 @@ class MLAAttention(nn.Module):
             self._frequencies = rotary_frequencies(c.rope, c.qk_rope_head_dim, wide).to(q.device)
         return self._frequencies
 
-    @_with_wanted_checks
+    @backends.with_wanted_checks
     @torch.no_grad()
     def forward_attention(
         self,

@@ -1,4 +1,4 @@
-"""Tests of the ops of captured batches: the mask of decodes on the device, and zeros for padding tokens."""
+"""Tests of the mask of decodes, computed on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 import fast
 import reference
-from fast.mla.padding_tokens import zero_padding_tokens
 from reference.interfaces import GraphSupport, TokenOwnership, UnsupportedConfiguration
 
 from ..support.backends import registered
@@ -19,7 +18,7 @@ from ..support.properties import given, st
 from ..support.triton_mode import DEVICE, INTERPRETED, ON_GPU, run_in_interpreter, runs, starts_interpreter
 
 if ON_GPU or INTERPRETED:
-    from fast.kernels.triton import captured
+    from fast.kernels.triton import visible_lens
 
 BATCHES = {  # query lengths, sequence lengths, padding tokens
     "mixed": ([2, 1, 3], [9, 1, 40], 0),
@@ -82,7 +81,7 @@ def test_refusals(ops, plain_errors):
 
 
 def test_refusals_of_fast(plain_errors):
-    """The twin in `fast` refuses a backend that cannot be captured, and malformed arguments of the op for padding."""
+    """The twin in `fast` refuses a backend that cannot be captured."""
     if torch.get_default_device().type != "cpu":
         pytest.skip("registers a backend for the CPU")
     with pytest.raises(TypeError, match="^graph: expected a GraphSupport, got str$"):
@@ -93,21 +92,9 @@ def test_refusals_of_fast(plain_errors):
         pytest.raises(UnsupportedConfiguration, match="uniform: has graph support 'one', got"),
     ):
         fast.compute_visible_lens(offsets([1]), integers(9), 1, graph=GraphSupport.ANY, backend="uniform")
-    with pytest.raises(ValueError, match=r"^output: expected shape \[T, N, V\], got \[3, 4\]$"):
-        zero_padding_tokens(torch.ones(3, 4), offsets([1]))
-    with pytest.raises(ValueError, match="^query_start_loc: expected dtype torch.int32, got torch.int64$"):
-        zero_padding_tokens(torch.ones(3, 4, 2), offsets([1]).long())
 
 
-def test_zeros():
-    """Only the rows behind the last request become 0."""
-    output = torch.full((5, 3, 4), torch.nan)
-    output[:3] = 7
-    zero_padding_tokens(output, offsets([2, 1, 0]))
-    assert output[:3].eq(7).all() and output[3:].eq(0).all()
-
-
-# Tests of the Triton kernels.
+# Tests of the Triton kernel.
 
 
 @starts_interpreter
@@ -124,9 +111,9 @@ def test_kernel(batch, ownership):
     starts, lens, tokens = offsets(query_lens).to(DEVICE), integers(*seq_lens).to(DEVICE), sum(query_lens) + padding
     owned = (1, 0, 1) if ownership is None else (ownership.size, ownership.rank, ownership.interleave)
     wanted = brute_force(*batch, ownership)
-    assert captured.compute_visible_lens(starts, lens, tokens, *owned).tolist() == wanted
+    assert visible_lens.compute_visible_lens(starts, lens, tokens, *owned).tolist() == wanted
     starts, lens = (torch.stack((x, x + 77), 1)[:, 0] for x in (starts, lens))
-    assert captured.compute_visible_lens(starts, lens, tokens, *owned).tolist() == wanted
+    assert visible_lens.compute_visible_lens(starts, lens, tokens, *owned).tolist() == wanted
 
 
 @runs
@@ -139,27 +126,9 @@ def test_kernel_with_any_values():
     most = [*lens.clamp(min=0).tolist(), 0]  # a token behind the last request sees no key
     for offsets_of_requests in ([0, 2, 4, 6, 8], [0, 2**31 - 1, 3, -7, 4], [0, 0, 0, 0, 0], [5, 5, 5, 5, 2]):
         starts = torch.tensor(offsets_of_requests, dtype=torch.int32, device=DEVICE)
-        found = captured.compute_visible_lens(starts, lens, 9, 1, 0, 1).tolist()
+        found = visible_lens.compute_visible_lens(starts, lens, 9, 1, 0, 1).tolist()
         bounds = [most[bisect_right(offsets_of_requests[1:], token)] for token in range(9)]
         assert all(0 <= number <= bound for number, bound in zip(found, bounds, strict=True))
-    assert captured.compute_visible_lens(offsets([2, 2, 2, 2]).to(DEVICE), lens, 9, 1, 0, 1).tolist() == [
+    assert visible_lens.compute_visible_lens(offsets([2, 2, 2, 2]).to(DEVICE), lens, 9, 1, 0, 1).tolist() == [
         0, 0, 2**31 - 2, 2**31 - 1, 0, 0, 63, 64, 0
     ]  # fmt: skip
-
-
-@runs
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_kernel_of_zeros(dtype):
-    """The kernel writes all elements of the padding rows and no other element, for any strides."""
-    for heads, value in ((3, 10), (16, 128), (1, 1), (130, 24)):
-        for query_lens in ([2, 1, 0], [0, 0, 0], [5, 1, 0], [5, 1, 9]):
-            starts, tokens = offsets(query_lens).to(DEVICE), 6
-            held = torch.full((tokens, heads, 2 * value), 7, dtype=dtype, device=DEVICE)
-            for output in (held.clone()[..., :value].contiguous(), held.clone()[..., :value],
-                           held.clone().transpose(0, 1).contiguous().transpose(0, 1)[..., value:]):  # fmt: skip
-                captured.zero_padding_tokens(output, starts)
-                used = min(sum(query_lens), tokens)
-                assert output[:used].eq(7).all() and output[used:].eq(0).all()
-                base = output if output._base is None else output._base
-                assert base.eq(0).sum() == (tokens - used) * heads * value, "a neighbour was written"
-    captured.zero_padding_tokens(torch.empty(0, 3, 4, device=DEVICE), offsets([0]).to(DEVICE))

@@ -59,6 +59,7 @@ CONTEXT_PARALLEL = Judge(
     "not (ranks_are_one or serving or 64_ranks or other_layers or fewer_ranks)",
 )
 # These tests cover the slot mapping of one rank, and the slot mappings of ranks that share a sequence.
+PADDING_TOKENS = Judge(("mla/test_padding_tokens",))
 VISIBLE_LENS = Judge(("planning/test_visible_lens", "planning/test_mixed_graphs"))
 SLOT_MAPPING = Judge((*BATCH.modules, "planning/test_rank_slots"))
 OWNERSHIP = Judge(
@@ -124,13 +125,14 @@ TABLE = {
     "fast/kernels/cpu/advance.py": ADVANCE,
     "fast/kernels/cpu/attention.py": KERNELS,
     "fast/kernels/cpu/cache.py": KERNELS,
-    "fast/kernels/cpu/captured.py": VISIBLE_LENS,
     "fast/kernels/cpu/context_parallel.py": CONTEXT_PARALLEL,
     "fast/kernels/cpu/decode.py": KERNELS,
     "fast/kernels/cpu/merge.py": KERNELS,
+    "fast/kernels/cpu/padding_tokens.py": PADDING_TOKENS,
     "fast/kernels/cpu/rope.py": KERNELS,
     "fast/kernels/cpu/schedule.py": SCHEDULE,
     "fast/kernels/cpu/softmax.py": KERNELS,
+    "fast/kernels/cpu/visible_lens.py": VISIBLE_LENS,
     "fast/kernels/rotation.py": KERNELS,
     "fast/integrations/transformers/__init__.py": ADAPTER,
     "fast/integrations/transformers/attention.py": ADAPTER,

@@ -4,12 +4,13 @@ from .. import compile_log
 from .advance import advance_step
 from .attention import flash_attn_varlen
 from .cache import concat_and_cache_mla, copy_blocks, gather_and_maybe_dequant_cache, swap_blocks
-from .captured import compute_visible_lens, zero_padding_tokens
 from .context_parallel import merge_packed_attn_states, pack_attn_state, reorg_kvcache, weight_attn_out
 from .decode import decode_programs, mla_decode, schedule_costs
 from .merge import merge_attn_states
+from .padding_tokens import zero_padding_tokens
 from .rope import apply_rope, rope_norm_and_cache
 from .schedule import plan_decode
+from .visible_lens import compute_visible_lens
 
 KERNELS = {
     "advance_step": advance_step,

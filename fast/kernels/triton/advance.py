@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import no_type_check
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,7 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from reference.interfaces import TokenOwnership
 
-from ..device import device_facts
+from ...backends import launch
+from ..device import device_facts, device_of
+from ..integers import cdiv
 
 CHUNK = 512  # requests that program 0 processes at a time, and tokens of each other program
 WARPS = 4
@@ -129,8 +130,9 @@ def advance_step(
     vectors = (sampled_token_ids, input_ids, positions, seq_lens, query_start_loc, slot_mapping)
     strides = [x.stride(0) for x in vectors]
     following = device_facts(seq_lens.device).following
-    with torch.cuda.device_of(seq_lens):
-        _advance_step_kernel[(1 + triton.cdiv(max(tokens - requests, 0), CHUNK),)](
+    with device_of(seq_lens):
+        launch(
+            _advance_step_kernel, (1 + cdiv(max(tokens - requests, 0), CHUNK),),
             *vectors, block_table, requests, tokens, columns, limit, ownership.rank,
             *strides, *block_table.stride(),
             BLOCK_SIZE=block_size, RANKS=ownership.size, INTERLEAVE=ownership.interleave, CHUNK=CHUNK,

@@ -379,8 +379,8 @@ def _launch_of(dtype: torch.dtype, device: DeviceFacts, nope: int, rope: int, va
 
 def _descriptors_of(sources: tuple[Tensor, ...], boxes: tuple[tuple[int, ...], ...]) -> list[TensorDescriptor] | None:
     """Return the TMA descriptors of keys and values; None if TMA cannot read one of them."""
-    made = [box_descriptor(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box)
-            for x, box in zip(sources, boxes, strict=True)]  # fmt: skip
+    given = zip(sources, boxes, strict=True)
+    made = [box_descriptor(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box) for x, box in given]
     return None if None in made else made
 
 
@@ -434,12 +434,8 @@ def flash_attn_varlen(
     shared = k_pe if rope else k_nope[:, 0]  # without a rope part, any tensor of two dims will do
     blocks, constants, boxes = _launch_of(q.dtype, device_facts(q.device), nope, rope, value)
     sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
-    if constants.USE_TMA:
-        described = _descriptors_of(sources, boxes)
-        if described is None:
-            constants = constants._replace(USE_TMA=False)
-        else:
-            sources = described
+    described = _descriptors_of(sources, boxes) if constants.USE_TMA else None
+    constants, sources = constants._replace(USE_TMA=described is not None), described or sources
     num_tiles = tokens // blocks.block_m + requests
     with device_of(q):
         launch(

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...backends import launch
 from ..device import device_of
 from ..integers import cdiv, next_power_of_2
+from .token_requests import request_of
 
 TILE_BYTES = 4096  # bytes that a program of one warp copies: four or five 16-byte loads in flight per thread
 MAX_ROWS = 128
@@ -211,15 +212,7 @@ def _gather_kernel(
     """Copy the cache entries of ROWS packed tokens to `out`."""
     tokens = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     written = tokens < num_tokens
-    # find the request of each token by bisection: count the requests whose last token comes before this token
-    request = tl.zeros([ROWS], tl.int64)
-    upper = request + num_requests
-    for _ in range(search_steps):
-        middle = (request + upper) // 2
-        end = tl.load(cu_seq_lens + (middle + 1) * cu_stride, request < upper, 0)
-        past = (request < upper) & (end <= tokens)
-        upper = tl.where(past, upper, middle)
-        request = tl.where(past, middle + 1, request)
+    request = request_of(tokens, cu_seq_lens, cu_stride, num_requests, search_steps)
     owned = written & (request < num_requests)
     begin = tl.load(cu_seq_lens + request * cu_stride, owned, 0)
     position = tokens - begin + tl.load(starts + request * starts_stride, owned, 0)

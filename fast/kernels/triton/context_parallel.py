@@ -15,6 +15,7 @@ from ...backends import launch
 from ..device import device_of
 from ..integers import cdiv, next_power_of_2
 from .cache import WARPS, as_integers, copy_rows, rows_per_program, tiles_of
+from .token_requests import request_of
 
 TILE_ELEMENTS = 4096  # elements of an output that one program processes
 
@@ -62,15 +63,7 @@ def _reorg_kernel(
     """Copy the cache entries of ROWS tokens from the rank that owns each token."""
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)  # 32-bit: token numbers and offsets are below 2^31
     written = tokens < num_tokens
-    # find the request of each token by bisection: count the requests whose last token comes before this token
-    request = tl.zeros([ROWS], tl.int32)
-    upper = request + num_requests
-    for _ in range(search_steps):
-        middle = (request + upper) // 2
-        end = tl.load(cu_seq_lens + (middle + 1) * cu_stride, request < upper, 0)
-        past = (request < upper) & (end <= tokens)
-        upper = tl.where(past, upper, middle)
-        request = tl.where(past, middle + 1, request)
+    request = request_of(tokens, cu_seq_lens, cu_stride, num_requests, search_steps)
     owned = written & (request < num_requests)
     position = tokens - tl.load(cu_seq_lens + request * cu_stride, owned, 0)
     owned = owned & (position >= 0)

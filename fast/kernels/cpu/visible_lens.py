@@ -1,4 +1,4 @@
-"""Ops of captured batches in PyTorch: the mask of decodes, and zeros for padding tokens."""
+"""The mask of decodes, computed from lengths and offsets, in PyTorch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,3 @@ def compute_visible_lens(
     visible = torch.zeros(num_tokens, dtype=torch.int32, device=seq_lens.device)
     visible[:used] = visible_lens_of_tokens(query_start_loc, seq_lens, used, size, rank, interleave)
     return visible
-
-
-def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
-    """Write zeros to the rows of output [T, N, V] from `query_start_loc[-1]` on."""
-    output[int(query_start_loc[-1]) :] = 0

@@ -1,0 +1,10 @@
+"""Zeros for the padding tokens of a captured decode, in PyTorch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def zero_padding_tokens(output: Tensor, query_start_loc: Tensor) -> None:
+    """Write zeros to the rows of output [T, N, V] from `query_start_loc[-1]` on."""
+    output[int(query_start_loc[-1]) :] = 0

@@ -1,0 +1,75 @@
+"""Kernel of the mask of decodes, computed from lengths and offsets on the device.
+
+The host reads no value back, so a CUDA graph that contains the kernel serves other lengths in every replay.
+"""
+
+from __future__ import annotations
+
+from typing import no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ...backends import launch
+from ..device import device_facts, device_of
+from ..integers import cdiv
+from .token_requests import request_of
+
+TOKENS = 128  # tokens of a program
+
+
+def compute_visible_lens(
+    query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, size: int, rank: int, interleave: int
+) -> Tensor:
+    """Return the number of (rank-local) keys that each query token attends, [num_tokens] int32.
+
+    A negative length counts as 0, and no token attends more keys than its request has.
+
+    Args:
+        query_start_loc: [B + 1], prefix sum of the query lengths.
+        seq_lens: [B], tokens of each whole sequence.
+        num_tokens: length of the result; tokens from query_start_loc[-1] on are padding and attend no key.
+        size: D, number of ranks.
+        rank: this rank.
+        interleave: I, consecutive tokens on one rank.
+    """
+    requests = seq_lens.shape[0]
+    visible_lens = torch.empty(num_tokens, dtype=torch.int32, device=seq_lens.device)
+    if num_tokens:
+        following = device_facts(seq_lens.device).following
+        with device_of(seq_lens):
+            launch(
+                _visible_lens_kernel, (cdiv(num_tokens, TOKENS),),
+                query_start_loc.contiguous(), seq_lens.contiguous(), visible_lens, num_tokens, requests,
+                requests.bit_length(), size, rank, interleave, TOKENS=TOKENS, num_warps=4, **following,
+            )  # fmt: skip
+    return visible_lens
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_requests", "search_steps", "size", "rank", "interleave"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
+)
+@no_type_check  # the tests' type checker must not wrap a kernel: Triton's interpreter reads its source
+def _visible_lens_kernel(
+    query_start_loc, seq_lens, visible_lens, num_tokens, num_requests, search_steps, size, rank, interleave,
+    TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Write the visible lengths of TOKENS query tokens."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = tokens < num_tokens
+    request = request_of(tokens, query_start_loc, 1, num_requests, search_steps)
+    owned = inside & (request < num_requests)
+    end = tl.load(query_start_loc + request + 1, owned, 0)
+    length = tl.load(seq_lens + request, owned, 0)
+    keys = tl.maximum(tl.minimum(length - (end - 1 - tokens), length), 0)
+    rounds = keys // (size * interleave)
+    rest = keys - rounds * (size * interleave)
+    local_keys = rounds * interleave + tl.minimum(tl.maximum(rest - rank * interleave, 0), interleave)
+    tl.store(visible_lens + tokens, tl.where(owned, local_keys, 0), inside)
