@@ -54,7 +54,7 @@ LONG_CONTEXT = 16384  # tokens; so many that a decode splits the request and com
 # Lengths of the only request of a decode. Splits, row blocks and the combine kernel depend on this length.
 ALONE = (64, *(tokens << step for step in range(10) for tokens in (256, 384)))
 MANY_REQUESTS = 512  # so many that they fill any GPU; the kernel then does not split a short decode
-MOST_THREADS = 16  # more threads than different kernels have nothing to do
+MOST_THREADS = 16  # each thread needs memory for a compilation
 
 Launch = Callable[[], object]  # runs a layer or an op once
 

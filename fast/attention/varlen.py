@@ -113,7 +113,9 @@ def flash_attn_varlen_shared_rope(
         as a tensor. The output is the tensor `out` if `out` is given.
 
     Raises:
-        ValueError: for the same reasons as `flash_attn_varlen`.
+        TypeError: `bounded` or `return_lse` is not a bool.
+        ValueError: for the same reasons as `flash_attn_varlen`, except that the last offset of the keys may be smaller
+            if `bounded` is True; `out` does not fit, or overlaps an argument.
         UnsupportedConfiguration: for the same reasons as `flash_attn_varlen`.
     """
     return attend(

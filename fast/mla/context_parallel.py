@@ -76,13 +76,13 @@ def dcp_gather_context(
     check_rows(workspace, width, exchanged, dtype, kv_cache.device)
     has_room = workspace.shape[0] >= chunk.num_tokens + exchanged
     exchange = workspace[chunk.num_tokens if has_room else 0 :]
-    arriving, handed_in = exchange[: group.size * padded], exchange[group.size * padded : exchanged]
+    received, sent = exchange[: group.size * padded], exchange[group.size * padded : exchanged]
     starts, offsets = chunk.held
     gather_and_maybe_dequant_cache(  # the rows after the rank-local tokens are padding and are never read
         kv_cache, metadata.block_table, offsets, starts, chunk.local_tokens, cache_format, dtype,
-        out=handed_in[: chunk.local_tokens], bounded=chunk.bounded, backend=backend,
+        out=sent[: chunk.local_tokens], bounded=chunk.bounded, backend=backend,
     )  # fmt: skip
-    gathered = group.all_gather(handed_in, out=arriving.view(group.size, padded, width))
+    gathered = group.all_gather(sent, out=received.view(group.size, padded, width))
     return reorg_kvcache(gathered, chunk, out=workspace[: chunk.num_tokens] if has_room else None, backend=backend)
 
 

@@ -139,7 +139,8 @@ def mla_decode(
         out_dtype: dtype of `out`; None takes the dtype of `ql_nope`.
         cache_format: format of the cache.
         out: contiguous tensor [T, N, Lkv] in `out_dtype` that receives the output; it must share no memory with the
-            other tensors. None allocates a tensor.
+            other tensors. The backend "hopper" needs an address that is a multiple of 16 bytes. None allocates a
+            tensor.
         backend: name of a backend, mapping from op to backend name, or None to choose by capability (`fast.backends`).
 
     Returns:
@@ -202,7 +203,7 @@ def _launch_decode(
     if ql_nope.device.type == "cpu":
         metadata = DecodeMetadata(
             block_table, seq_lens, query_start_loc, max_query_len, visible_lens, max_seq_len, kv_cache.shape[1],
-            GraphSupport.ANY,  # tokens behind the last request are legal here; `mla_decode` checks all other plans
+            GraphSupport.ANY,  # tokens behind the last request are legal here; `mla_decode` checks other eager calls
         )  # fmt: skip
         check_decode_values(metadata, ql_nope.shape[0], kv_cache.shape[1], kv_cache.shape[0])
     return backends.kernel(backend, "mla_decode")(

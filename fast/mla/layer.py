@@ -113,7 +113,7 @@ class MLAAttention(nn.Module):
             takes the workspace of the plan (`MLAMetadata.workspace`); the memory-profile run then allocates a workspace
             of the same size and frees it.
         check_every_call: whether every op checks all arguments in every call. With False, an op that was called before
-            with arguments of the same signature checks only what can differ (`fast.backends.checked_calls`).
+            with arguments of the same signature may check only what can differ (`fast.backends.checked_calls`).
         backend: name of a backend (for the ops that this backend declares), mapping from op to backend name, or None.
             For every other op, each call chooses a backend by capability (`fast.backends`).
 
@@ -175,8 +175,8 @@ class MLAAttention(nn.Module):
             module: the attention module. The projections of the module have all heads. The layer takes the epsilon from
                 the latent norms of the module. With `context_parallel`, the layer takes views of the weights of this
                 rank's heads.
-            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `workspace`,
-                `check_every_call`, `backend`).
+            options: keyword arguments of the constructor (`workspace_tokens`, `context_parallel`, `cache_format`,
+                `workspace`, `check_every_call`, `backend`).
 
         Raises:
             UnsupportedConfiguration: for the same reasons as `MLAConfig.from_hf`; the latent norms have

@@ -24,8 +24,7 @@ def touch_largest(
     """Allocate the buffers of a step of T tokens, so that a measurement of peak memory includes these buffers.
 
     First come the buffers of a step whose tokens all prefill with context, then the buffers of a step whose tokens all
-    decode. Two kinds of buffers are left out, because only decodes of few tokens need them: partial outputs, and the
-    states of a cascade.
+    decode. Two kinds of buffers are left out: the partial outputs of a decode, and the states of a cascade.
 
     Args:
         q: [T, N, P + R].

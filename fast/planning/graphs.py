@@ -45,8 +45,8 @@ class DecodeGraph:
     captures one graph per batch size:
 
     - Each graph contains the planning of the step, so every run is planned from the lengths of its own batch.
-    - All graphs share one memory pool, and the buffers into which a run copies its batch. The workspaces of the step
-      are in the pool, so all batch sizes share one workspace. `memory` reports the bytes of both.
+    - All graphs share one memory pool, and the buffers into which a run copies its batch. The temporary tensors of the
+      step are in the pool, so all batch sizes use the same memory. `memory` reports the bytes of both.
     - Before each capture, the step runs `WARM_UP_RUNS` times over padding rows.
     - Graphs and buffers are made in the constructor only, so a batch larger than every captured size is an error.
 

@@ -184,7 +184,8 @@ def check_out(
         dtype: expected dtype.
         device: expected device.
         inputs: tensors that the op reads. The memory of `out`, from its first to its last element, must not contain
-            an element of these tensors. The check is left out in compiled code, which knows no addresses.
+            an element of these tensors. The check is left out in compiled code, in which tensors have no
+            addresses.
         contiguous: whether `out` must be contiguous.
 
     Raises:

@@ -19,7 +19,7 @@ class GraphMemory(NamedTuple):
     Attributes:
         buffer_bytes: bytes of the buffers into which each run copies its batch. All batch sizes share these buffers.
         pool_bytes: bytes of the memory pool that the graphs of all batch sizes share. The pool contains every tensor
-            that a captured step allocates, such as its plan, its activations and its workspaces. 0 on a CPU, where no
+            that a captured step allocates, such as its plan and its activations. 0 on a CPU, where no
             graph is captured.
     """
 
@@ -113,7 +113,7 @@ def check_not_replaced(
 
     Args:
         captured: tensors at the capture, by name.
-        found: tensors of today, in the same order.
+        found: the tensors now, in the same order.
 
     Raises:
         ValueError: a tensor was replaced.

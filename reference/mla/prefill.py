@@ -182,7 +182,7 @@ def forward_prefill(
     2. For each chunk of the context, gather the cache entries and expand the latents. Attend the resulting keys without
        a mask, and merge the chunk's state with the state over the keys so far.
 
-    `metadata.parts` tells the requests with context from the requests without context.
+    `metadata.parts` lists the requests with context and the requests without context separately.
 
     Args:
         q: [T, N, P + R], queries with the rope part rotated.

@@ -136,7 +136,8 @@ def decode_splits(
     device = ql_nope.device
     if out is None:
         out = torch.empty(tokens, heads, latent, dtype=out_dtype, device=device)
-    check(out.data_ptr() % 16 == 0, "out", "aligned to 16 bytes", "another address")
+    if out.data_ptr() % 16 != 0:
+        check(False, "out", "aligned to 16 bytes", f"address {out.data_ptr():#x}")
     lse = torch.empty(heads, tokens, dtype=torch.float32, device=device)
     if tokens == 0 or requests == 0 or heads == 0:
         none = torch.empty(0, dtype=torch.float32, device=device)
