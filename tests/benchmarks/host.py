@@ -237,7 +237,17 @@ def prefill_ops(config: MLAConfig, dims: Batch, device: str, backend, peers: Mod
     def prefill(metadata):
         return fast.forward_prefill(q, kv_c, k_pe, cache, metadata, w_uk, w_uv, c.softmax_scale, backend=bound)
 
+    final, memory = torch.empty(tokens, c.num_heads, c.v_head_dim, **kind), fast.ContextWorkspace()
+
+    def prefill_of_a_layer(metadata):
+        return fast.forward_prefill(
+            q, kv_c, k_pe, cache, metadata, w_uk, w_uv, c.softmax_scale, return_lse=False, out=final, workspace=memory,
+            backend=bound,
+        )  # fmt: skip
+
     ops = {f"forward_prefill{name}": Op(partial(prefill, plan.prefill)) for name, plan in plans.items()}
+    for name, plan in plans.items():
+        ops[f"forward_prefill{name}, in a layer"] = Op(partial(prefill_of_a_layer, plan.prefill))
     ops["run_prefill_new_tokens"] = Op(lambda: fast.run_prefill_new_tokens(
         q, k_nope, k_pe, v, plans[""].prefill, c.softmax_scale, backend=bound
     ))  # fmt: skip

@@ -244,3 +244,13 @@ def test_growth_is_seen(monkeypatch):
     steps = [([20], [4], False), ([20], [64], False), ([20], [900], False)]
     _, short, longer, longest = peaks(SMALL_LATENT, torch.bfloat16, 20, "layer", steps)
     assert short < longer <= longest
+
+
+def test_steps_in_and_outside_of_inference_mode(ops):
+    """A workspace that a step in inference mode allocated serves a step outside of this mode, and the other way."""
+    for modes in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        builder = make_builder(ops, DIRECT)
+        layer = make_layer(ops, DIRECT, make_weights(DIRECT, torch.float32), torch.float32)
+        for mode in modes:
+            with mode():
+                assert one_step(layer, DIRECT, [5], [90], builder)[0].isfinite().all()
