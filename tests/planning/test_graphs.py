@@ -98,7 +98,6 @@ def test_replays(config, query_len, programs, invariant):
 def test_a_run_leaves_nothing_behind():
     """A small batch after a large batch gets padding rows that hold no value of the large batch."""
     config, dtype = DIRECT, torch.float32
-    weights = make_weights(config, dtype)
     seen = []
 
     def step(hidden_states, positions, metadata):
