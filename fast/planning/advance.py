@@ -39,7 +39,13 @@ def advance_step(
     On a GPU one kernel writes all tensors, and nothing is copied between host and device. A captured CUDA graph may
     therefore contain any number of steps.
 
-    On a GPU nothing can be raised for a value. Instead:
+    `common.seq_lens_cpu` may be None, if the engine does not know the lengths on the host. It then stays None, and
+    `seq_lens_cpu_upper_bound`, if given, rises as the lengths do. If `query_start_loc_cpu` is None too, it stays None,
+    and all bounds above 0 rise. The number of requests with query tokens must then follow from
+    `common.num_actual_tokens` and `common.max_query_len`. This number is known if each request has at most one query
+    token, or if all requests have `max_query_len` query tokens. The reference has the general rule.
+
+    On a GPU nothing can be raised for a value on the device. Instead:
 
     - A request whose next length would exceed `max_seq_len` or the columns of its block table stops: it has this
       largest length and the last position, and slot -1, so it writes no cache entry. Its outputs have no meaning. The
@@ -64,8 +70,10 @@ def advance_step(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: shapes, dtypes or devices do not match; for CPU tensors, the values are no batch, or have more than
-            T tokens, or a request would exceed `max_seq_len` or its block table. The error is raised before anything is
-            written.
+            T tokens, or a request would exceed `max_seq_len` or its block table, or a bound in
+            `seq_lens_cpu_upper_bound` is below the length; without `seq_lens_cpu`, a bound is negative or below the
+            query tokens of its request; without `query_start_loc_cpu`, the number of tokens of the next step is
+            unknown. The error is raised before anything is written.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     limit = check_advance(sampled_token_ids, input_ids, positions, common, block_size, ownership, max_seq_len)

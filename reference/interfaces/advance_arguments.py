@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .batch_arguments import check_batch_block_size, check_common
+from .bounds import CPU, check_bound_values, check_decode_tokens, has_host_lens
 from .cache_arguments import check_ownership
 from .checks import check, check_blocks, check_int, check_lengths, check_readable, check_tensor
 from .metadata import CommonAttentionMetadata
@@ -29,7 +30,7 @@ def check_advance(
         sampled_token_ids: [B] int32 or int64.
         input_ids: [T], with the dtype of `sampled_token_ids`.
         positions: [T] int64.
-        common: the batch. Its `slot_mapping` has T slots.
+        common: the batch, with or without lengths on the CPU. Its `slot_mapping` has T slots.
         block_size: tokens per block.
         ownership: the tokens that this rank owns; None means that one rank owns all tokens.
         max_seq_len: largest length that the caller allows; None means that only the block table limits the lengths.
@@ -39,7 +40,7 @@ def check_advance(
     """
     check_int("block_size", block_size)
     check_batch_block_size(common, block_size)
-    check_common(common)
+    check_common(common, host_lens=False)
     check_ownership(ownership)
     owned = ONE_RANK if ownership is None else ownership
     check_interleave(owned.interleave, block_size)
@@ -89,19 +90,55 @@ def check_advance_values(
         check(length <= limit, "max_seq_len", f"at least {length}, the next length of request {request}", limit)
 
 
+def next_num_tokens(common: CommonAttentionMetadata) -> int:
+    """Return the number of query tokens of the next step, for a batch without offsets on the CPU.
+
+    `num_actual_tokens` tokens are in at least num_actual_tokens / `max_query_len` requests, and in at most
+    `num_actual_tokens` of the B requests. If these limits are equal, the number is known.
+
+    Raises:
+        ValueError: the limits are not equal; the requests cannot have `num_actual_tokens` tokens.
+    """
+    check_decode_tokens(common)
+    tokens = common.num_actual_tokens
+    fewest, most = -(-tokens // max(1, common.max_query_len)), min(common.num_reqs, tokens)
+    check(fewest == most, "common.query_start_loc_cpu",
+          f"offsets on the CPU, because {fewest} to {most} requests may have tokens", None)  # fmt: skip
+    return most
+
+
 def advanced_batch(common: CommonAttentionMetadata, limit: int) -> CommonAttentionMetadata:
     """Return the batch of the next step: new lengths and offsets on the CPU, and the same tensors on the device.
+
+    CPU fields that are None stay None. Upper bounds rise as lengths do. Without offsets on the CPU the upper bounds of
+    all requests rise, because the host does not know which requests have tokens.
 
     Args:
         common: the batch of the step before.
         limit: largest length of a request; a request that has reached `limit` keeps its length.
+
+    Raises:
+        ValueError: the batch has no lengths on the CPU, and an upper bound is negative, below the number of query tokens
+            or, for a batch on the CPU, below the length; the batch has no offsets on the CPU, and the number of
+            requests with tokens is unknown.
     """
-    has_token = common.query_start_loc_cpu.diff() > 0
-    starts = torch.nn.functional.pad(has_token.cumsum(0), (1, 0)).to(torch.int32)
-    lens, tokens, longest = common.seq_lens_cpu, int(starts[-1]), common.max_seq_len
+    if not has_host_lens(common):  # with lengths no plan reads the bounds
+        check_bound_values(common)
+    starts, longest = common.query_start_loc_cpu, common.max_seq_len
+    if starts is None:
+        tokens, has_token = next_num_tokens(common), torch.tensor(common.num_actual_tokens > 0, device=CPU)
+    else:
+        has_token = starts.diff() > 0
+        starts = torch.nn.functional.pad(has_token.cumsum(0), (1, 0)).to(torch.int32)
+        tokens = int(starts[-1])
+
+    def risen(lens: Tensor | None) -> Tensor | None:
+        return None if lens is None else torch.where(has_token & (lens > 0), lens.clamp(max=limit - 1) + 1, lens)
+
     return replace(
         common,
-        seq_lens_cpu=torch.where(has_token & (lens > 0), lens.clamp(max=limit - 1) + 1, lens),
+        seq_lens_cpu=risen(common.seq_lens_cpu),
+        seq_lens_cpu_upper_bound=risen(common.seq_lens_cpu_upper_bound),
         query_start_loc_cpu=starts,
         slot_mapping=common.slot_mapping[:tokens],
         max_query_len=min(common.max_query_len, 1),

@@ -26,6 +26,41 @@ def check_host_lens(common: CommonAttentionMetadata) -> None:
         check(getattr(common, name) is not None, f"common.{name}", "a tensor on the CPU", None)
 
 
+def check_decode_tokens(common: CommonAttentionMetadata) -> None:
+    """Check that the requests can have `num_actual_tokens` tokens, as no request has more than `max_query_len`."""
+    requests, longest, tokens = common.num_reqs, common.max_query_len, common.num_actual_tokens
+    check(tokens <= requests * longest, "common.num_actual_tokens",
+          f"at most {requests * longest} for {requests} requests of at most {longest} tokens", tokens)  # fmt: skip
+
+
+def check_bound_values(common: CommonAttentionMetadata) -> None:
+    """Check the values of `seq_lens_cpu_upper_bound`, if it is given; the check reads values on the CPU.
+
+    No bound is negative. If the offsets are on the CPU, no bound except 0, which marks a padding row, is below the
+    number of query tokens of its request. For a batch on the CPU, no bound is below the length.
+    """
+    bounds, starts = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu
+    if bounds is None:
+        return
+    negative = (bounds < 0).nonzero()
+    if negative.numel():
+        request = int(negative[0])
+        check(False, "common.seq_lens_cpu_upper_bound", "bounds >= 0", f"{int(bounds[request])} at request {request}")
+    if starts is not None:
+        _check_bound(bounds, starts.diff().where(bounds > 0, 0), "query tokens")
+    if common.seq_lens.device == CPU:
+        _check_bound(bounds, common.seq_lens, "keys")
+
+
+def _check_bound(bounds: Int32[Tensor, " B"], counts: Int32[Tensor, " B"], what: str) -> None:
+    """Check that no bound is below the number of query tokens or keys of its request."""
+    wrong = (bounds < counts).nonzero()
+    if wrong.numel():
+        request = int(wrong[0])
+        check(False, "common.seq_lens_cpu_upper_bound", f"at least the {int(counts[request])} {what} of the request",
+              f"{int(bounds[request])} at request {request}")  # fmt: skip
+
+
 def bounded_batch(
     common: CommonAttentionMetadata, decode_threshold: int, query_len_support: QueryLenSupport, column_tokens: int
 ) -> CommonAttentionMetadata:
@@ -58,8 +93,7 @@ def bounded_batch(
     if starts is None:
         check(longest <= decode_threshold, "common.query_start_loc_cpu",
               f"offsets on the CPU for queries of more than {decode_threshold} tokens", None)  # fmt: skip
-        check(tokens <= requests * longest, "common.num_actual_tokens",
-              f"at most {requests * longest} for {requests} requests of at most {longest} tokens", tokens)  # fmt: skip
+        check_decode_tokens(common)
         uniform = query_len_support is not QueryLenSupport.UNIFORM or tokens == requests * longest
         check(uniform, "common.query_start_loc_cpu", "offsets on the CPU for queries of several lengths with UNIFORM",
               None)  # fmt: skip
@@ -71,26 +105,9 @@ def bounded_batch(
     limit = min(common.max_seq_len, common.block_table.shape[1] * column_tokens)
     if most is None:
         most = torch.full((requests,), limit, dtype=torch.int32, device=CPU)
-    negative = (most < 0).nonzero()
-    if negative.numel():
-        request = int(negative[0])
-        check(False, "common.seq_lens_cpu_upper_bound", "bounds >= 0", f"{int(most[request])} at request {request}")
-    if common.seq_lens_cpu_upper_bound is not None:
-        if common.query_start_loc_cpu is not None:
-            _check_bound(most, starts.diff().where(most > 0, 0), "query tokens")  # 0 marks a padding row
-        if common.seq_lens.device == CPU:
-            _check_bound(most, common.seq_lens, "keys")
+    check_bound_values(common)
     bounds = {"seq_lens_cpu": most.clamp(max=limit), "max_seq_len": limit}
     return dataclasses.replace(common, query_start_loc_cpu=starts, **bounds)
-
-
-def _check_bound(bounds: Int32[Tensor, " B"], counts: Int32[Tensor, " B"], what: str) -> None:
-    """Check that no bound is below the number of query tokens or keys of its request."""
-    wrong = (bounds < counts).nonzero()
-    if wrong.numel():
-        request = int(wrong[0])
-        check(False, "common.seq_lens_cpu_upper_bound", f"at least the {int(counts[request])} {what} of the request",
-              f"{int(bounds[request])} at request {request}")  # fmt: skip
 
 
 def longest_decode_lens(num_decodes: int, max_seq_len: int) -> Int32[Tensor, " decodes"]:

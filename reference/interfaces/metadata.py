@@ -83,7 +83,7 @@ class CommonAttentionMetadata:
             on the CPU.
         block_size: tokens per block for which `slot_mapping` was computed, or None if this number was not recorded.
             Planning this batch for a different block size raises.
-        seq_lens_cpu_upper_bound: [B], upper bound of the tokens of each request, on the CPU. It is read only if
+        seq_lens_cpu_upper_bound: [B], upper bound of the tokens of each request, on the CPU. Plans read it only if
             `seq_lens_cpu` is None; a step with prefills needs it then.
     """
 

@@ -44,6 +44,19 @@ def advance_step(
     Token t of the next step belongs to the t-th request that has query tokens. All later elements of `input_ids`,
     `positions` and `slot_mapping` become padding: id 0, position 0, slot -1.
 
+    An engine may not know the lengths on the host: `common.seq_lens_cpu` is None. The tensors on the device are then
+    advanced in the same way, and the CPU fields of the result follow from those of `common`:
+
+    - `seq_lens_cpu` stays None. `max_seq_len` rises by one, as it does with lengths.
+    - `seq_lens_cpu_upper_bound`, if given, rises by one for requests with query tokens. A bound of 0 marks a padding
+      row and stays 0. No bound rises above the argument `max_seq_len` or above what fits into the block table.
+    - `query_start_loc_cpu`, if given, is advanced to one query token for each request that has query tokens.
+    - If `query_start_loc_cpu` is None, it stays None, and all bounds above 0 rise. The number of query tokens of the
+      next step must then follow from `common.num_actual_tokens` and `common.max_query_len`. This number is known if
+      each request has at most one query token, or if all requests have `max_query_len` query tokens. In general,
+      ceil(`num_actual_tokens` / `max_query_len`) must equal the smaller of B and `num_actual_tokens`. Other batches
+      need `query_start_loc_cpu`.
+
     Args:
         sampled_token_ids: [B] int32 or int64, the sampled token of each request; ignored for padding rows and for
             requests without query tokens. The tensor must not share memory with the tensors that are written.
@@ -66,7 +79,9 @@ def advance_step(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: shapes, dtypes or devices do not match; the values of `common` are no batch, or have more than T
-            tokens; a request would exceed `max_seq_len` or the columns of the block table. The error is raised before
+            tokens; a request would exceed `max_seq_len` or the columns of the block table; without `seq_lens_cpu`, a
+            bound in `seq_lens_cpu_upper_bound` is negative, or below the length or the query tokens of its request;
+            without `query_start_loc_cpu`, the number of tokens of the next step is unknown. The error is raised before
             anything is written.
     """
     limit = check_advance(sampled_token_ids, input_ids, positions, common, block_size, ownership, max_seq_len)

@@ -24,7 +24,7 @@ from ..support.factories import (
     moved,
     new_cache,
 )
-from ..support.planning import batches, same
+from ..support.planning import batches, same, without_lens
 from ..support.properties import assume, given, st
 from ..support.ranks import make_rank_layer
 from ..support.synchronisation import no_synchronisation
@@ -37,15 +37,6 @@ DECODES = {  # query lengths and sequence lengths of steps that have only decode
     "requests without tokens": ([3, 1, 0, 0], [30, 7, 0, 0]),
 }
 MIXED = ([1, 2, 20, 9, 40], [33, 17, 90, 9, 41])  # two decodes, and three prefills of which two have context
-
-
-def without_lens(common, slack=0, offsets_too=False, bounds=True):
-    """Return a batch without lengths on the CPU, with upper bounds that are `slack` tokens above the lengths."""
-    bound = None if offsets_too or not bounds else common.seq_lens_cpu + slack
-    return replace(
-        common, seq_lens_cpu=None, seq_lens_cpu_upper_bound=bound, max_seq_len=common.max_seq_len + slack,
-        query_start_loc_cpu=None if offsets_too else common.query_start_loc_cpu,
-    )  # fmt: skip
 
 
 def make_builder(ops, **options):

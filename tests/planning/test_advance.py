@@ -1,13 +1,15 @@
 """Tests of `advance_step`: integers against a brute-force loop, several steps of a layer, and refused arguments.
 
 Faults that were planted once to see a test of this file fail: the position of the new token is its length, a padding
-row grows, a request without query tokens gets a token, the tail of the buffers keeps old ids, and a rank takes the slot
-of a token that another rank owns.
+row grows, a request without query tokens gets a token, the tail of the buffers keeps old ids, a rank takes the slot of
+a token that another rank owns, an upper bound does not rise, the bound of a padding row rises, and a batch is advanced
+although the number of its requests with tokens is unknown.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,8 +22,8 @@ from reference.interfaces import CommonAttentionMetadata, GraphSupport, TokenOwn
 
 from ..support.backends import registered
 from ..support.decode_loop import buffers, check_against_the_host, loop_cache, make_loop
-from ..support.factories import CONFIGS, DIRECT, integers, make_layer, make_weights, positions_of
-from ..support.planning import PACKAGES, batches, same
+from ..support.factories import CONFIGS, DIRECT, assert_close64, integers, make_layer, make_weights, positions_of
+from ..support.planning import PACKAGES, batches, same, without_lens
 from ..support.properties import given, st
 from ..support.ranks import owners
 
@@ -148,6 +150,129 @@ def test_upper_bounds_stay_in_bounds(ops):
         assert common.seq_lens.tolist() == [6, 7]
 
 
+# Batches without lengths on the host.
+
+
+def knows_its_requests(query_lens):
+    """Return whether every batch with the same largest query and number of tokens has as many requests with tokens."""
+    longest, tokens = max(query_lens, default=0), sum(query_lens)
+    return longest <= 1 or -(-tokens // longest) == min(len(query_lens), tokens)
+
+
+@given(batch=batches(), ops=PACKAGES, offsets_too=st.sampled_from([False, True]), slack=st.sampled_from([0, 3]),
+       bounds=st.sampled_from([False, True]))  # fmt: skip
+def test_without_lengths(batch, ops, offsets_too, slack, bounds):
+    """Without lengths on the host the tensors have the bits of the batch with lengths; upper bounds stay bounds."""
+    width = -(-(max(batch[1], default=0) + 3 + slack) // BLOCK)
+    with torch.device("cpu"):
+        start = buffers(*batch, width, 2)
+    bare = (*start[:3], without_lens(start[3], slack, offsets_too, bounds))
+    if offsets_too and not knows_its_requests(batch[0]):
+        with pytest.raises(ValueError, match="^common.query_start_loc_cpu: expected offsets on the CPU, because "):
+            ops.advance_step(*copies(bare), BLOCK)
+        return
+    (*held, common), (*other, found) = copies(start), copies(bare)
+    for _ in range(3):
+        bounds_before = found.seq_lens_cpu_upper_bound
+        common, found = ops.advance_step(*held, common, BLOCK), ops.advance_step(*other, found, BLOCK)
+        same(tuple(other), tuple(held))
+        held[1:], other[1:] = ([x[: common.num_actual_tokens] for x in tensors[1:]] for tensors in (held, other))
+        assert found.seq_lens_cpu is None and found.num_actual_tokens == common.num_actual_tokens
+        for name in ("seq_lens", "query_start_loc", "slot_mapping", "block_table", "max_query_len"):
+            same(getattr(found, name), getattr(common, name), name)
+        if offsets_too:
+            assert found.query_start_loc_cpu is None
+        else:
+            same(found.query_start_loc_cpu, common.query_start_loc_cpu)
+        assert found.max_seq_len == common.max_seq_len + slack
+        assert (found.seq_lens_cpu_upper_bound is None) is (offsets_too or not bounds)
+        if found.seq_lens_cpu_upper_bound is not None:
+            has_token = torch.tensor(batch[0]) > 0
+            same(found.seq_lens_cpu_upper_bound, bounds_before + ((bounds_before > 0) & has_token).int())
+
+
+def test_bounds_over_steps(ops):
+    """Over 5 steps no bound is below its length or above its limit, and the bounds of padding rows stay 0."""
+    query_lens, seq_lens = [1, 1, 4, 0, 1], [4, 0, 6, 5, 20]
+    for slack, max_seq_len in ((0, None), (2, None), (100, None), (100, 26)):
+        *given, common = buffers(query_lens, seq_lens, 7, 2)
+        bounds = integers(*(length + slack if length else 0 for length in seq_lens)).cpu()
+        common = replace(without_lens(common, slack), seq_lens_cpu_upper_bound=bounds)
+        for step in range(1, 6):
+            common = ops.advance_step(*given, common, BLOCK, max_seq_len=max_seq_len)
+            given[1:] = [x[: common.num_actual_tokens] for x in given[1:]]
+            found, lens = common.seq_lens_cpu_upper_bound.tolist(), common.seq_lens.tolist()
+            limit = max_seq_len or 7 * BLOCK  # 7 columns of the block table
+            grown = [4 + step, 0, 6 + step, 5, 20 + step]
+            wanted = [min(length + slack, limit) if length else 0 for length in grown]
+            wanted[3] = 5 + slack  # a request without query tokens keeps its bound
+            assert lens == grown and found == wanted
+            assert max(lens) <= common.max_seq_len == max(20 + slack, min(20 + slack + step, limit))
+
+    *given, common = buffers([1, 1, 1, 0], [4, 0, 6, 5], 4)
+    bounds = integers(5, 0, 7, 8).cpu()
+    common = replace(without_lens(common, 1, offsets_too=True), seq_lens_cpu_upper_bound=bounds)
+    for step in range(1, 6):  # without offsets on the host all bounds above 0 rise
+        common = ops.advance_step(*given, common, BLOCK)
+        given[1:] = [x[:3] for x in given[1:]]
+        assert common.seq_lens_cpu_upper_bound.tolist() == [5 + step, 0, 7 + step, 8 + step]
+        assert common.seq_lens.tolist() == [4 + step, 0, 6 + step, 5] and common.num_actual_tokens == 3
+
+
+def test_bounds_beside_lengths(ops):
+    """Upper bounds that a batch has beside its lengths rise too, and are not checked, because no plan reads them."""
+    given = buffers([1, 1, 0], [4, 0, 6], 3)
+    common = replace(given[3], seq_lens_cpu_upper_bound=integers(9, 0, 3).cpu())
+    following = ops.advance_step(*given[:3], common, BLOCK)
+    assert following.seq_lens_cpu_upper_bound.tolist() == [10, 0, 3] and following.seq_lens_cpu.tolist() == [5, 0, 6]
+
+
+def test_drafted_tokens(ops):
+    """Requests that all have the largest number of query tokens need no offsets on the host."""
+    given = buffers([3, 3], [9, 5], 3)
+    common = without_lens(given[3], offsets_too=True)
+    following = ops.advance_step(*given[:3], common, BLOCK)
+    assert following.num_actual_tokens == 2 and following.max_query_len == 1
+    assert following.seq_lens.tolist() == [10, 6] and following.query_start_loc.tolist() == [0, 1, 2]
+    assert following.slot_mapping.tolist() == given[3].slot_mapping[:2].tolist() and following.slot_mapping.min() >= 0
+
+
+@pytest.mark.parametrize("offsets_too", [False, True])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_plans_without_lengths(ops, config, offsets_too):
+    """The builder plans the advanced batches without lengths, and a layer gives the output of plans with lengths."""
+    dtype, width, query_lens, seq_lens = torch.float64, 10, [1, 1, 5, 7, 0], [20, 0, 21, 7, 0]
+    with torch.device("cpu"):
+        if offsets_too:
+            query_lens = [1, 1, 1, 1, 0]
+        layer = make_layer(ops, config, make_weights(config, dtype), dtype)
+        table = torch.randperm(5 * width).view(5, width).int()
+        cache = torch.randn(5 * width, BLOCK, config.head_size, dtype=dtype)
+        embedding = torch.randn(60, config.hidden_size, dtype=dtype)
+        prompt, samples = torch.randint(0, 60, (sum(query_lens),)), torch.randint(0, 60, (4, 5))
+        builder = ops.MLAMetadataBuilder(config, BLOCK, width * BLOCK, 5, num_programs=2)
+
+        def outputs(change):
+            held, ids, positions = cache.clone(), prompt.clone(), positions_of(query_lens, seq_lens)
+            common = change(CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, BLOCK))
+            found = []
+            for sampled in samples:
+                plan = builder.build(0, common)
+                tokens = common.num_actual_tokens
+                found.append(layer(embedding[ids[:tokens]], positions[:tokens], held, plan))
+                common = ops.advance_step(sampled, ids[:tokens], positions[:tokens], common, BLOCK)
+            return found, held, common
+
+        wanted, cache_wanted, common = outputs(lambda common: common)
+        for slack in (0, 5):
+            found, held, bare = outputs(partial(without_lens, slack=slack, offsets_too=offsets_too))
+            assert bare.seq_lens_cpu is None and bare.seq_lens.equal(common.seq_lens)
+            for step, output in enumerate(found):
+                assert output.abs().max() > 0.01
+                assert_close64(output, wanted[step])
+            assert_close64(held, cache_wanted)
+
+
 # Steps of a layer.
 
 
@@ -193,12 +318,18 @@ def test_steps_of_a_layer(config):
     assert single[0].isfinite().all() and single[0].abs().max() > 0.01
 
 
+@pytest.mark.parametrize("on_host", [True, False])
 @pytest.mark.parametrize("programs", [0, 3])
-def test_steps_over_buffers(ops, programs):
-    """Steps over the buffers of a graph have the bits of steps that the host makes; plans follow the lengths."""
+def test_steps_over_buffers(ops, programs, on_host):
+    """Steps over the buffers of a graph have the bits of steps that the host makes; plans follow the lengths.
+
+    The batch of the buffers has upper bounds as its lengths on the host, or no lengths and no offsets there.
+    """
     dtype, steps, lens, ids = torch.float32, 4, [14, 0, 1, 33], [3, 0, 9, 41]
     loop = make_loop(ops, DIRECT, dtype, torch.device("cpu"), len(lens), steps, programs)
     held = loop_cache(DIRECT, dtype, len(lens))
+    if not on_host:
+        loop.batch = without_lens(loop.batch, offsets_too=True)
     with torch.device("cpu"), torch.no_grad():
         loop.load(lens, ids, held)
         loop.run(steps)
@@ -270,6 +401,57 @@ def test_refusals(ops, changes, message, plain_errors):
         with pytest.raises(ValueError, match=f"^{message}$"):
             ops.advance_step(**given)
         assert all(one.is_meta or one.equal(other) for one, other in zip(held, before, strict=True))
+
+
+REFUSED_WITHOUT_LENGTHS = {
+    "no lengths on the device": (
+        {"seq_lens": None}, TypeError, r"common.seq_lens: expected a tensor, got NoneType"),
+    "no offsets on the device": (
+        {"query_start_loc": None}, TypeError, r"common.query_start_loc: expected a tensor, got NoneType"),
+    "no slots": ({"slot_mapping": None}, TypeError, r"common.slot_mapping: expected a tensor, got NoneType"),
+    "a negative bound": (
+        {"seq_lens_cpu_upper_bound": integers(4, 3, -6)}, ValueError,
+        r"common.seq_lens_cpu_upper_bound: expected bounds >= 0, got -6 at request 2"),
+    "a bound below the length": (
+        {"seq_lens_cpu_upper_bound": integers(4, 2, 6)}, ValueError,
+        r"common.seq_lens_cpu_upper_bound: expected at least the 3 keys of the request, got 2 at request 1"),
+    "a bound below the query tokens": (
+        {"seq_lens_cpu_upper_bound": integers(4, 3, 3)}, ValueError,
+        r"common.seq_lens_cpu_upper_bound: expected at least the 4 query tokens of the request, got 3 at request 2"),
+    "too few bounds": (
+        {"seq_lens_cpu_upper_bound": integers(4, 3)}, ValueError,
+        r"common.seq_lens_cpu_upper_bound: expected shape \[3\], got \[2\]"),
+    "bounds in int64": (
+        {"seq_lens_cpu_upper_bound": integers(4, 3, 6).long()}, ValueError,
+        r"common.seq_lens_cpu_upper_bound: expected dtype torch.int32, got torch.int64"),
+    "queries of several lengths without offsets": (
+        {"query_start_loc_cpu": None}, ValueError,
+        r"common.query_start_loc_cpu: expected offsets on the CPU, because 2 to 3 requests may have tokens, got None"),
+    "more tokens than queries": (
+        {"query_start_loc_cpu": None, "num_actual_tokens": 13}, ValueError,
+        r"common.num_actual_tokens: expected at most 12 for 3 requests of at most 4 tokens, got 13"),
+    "lengths without offsets": (
+        {"seq_lens_cpu": integers(4, 3, 6), "query_start_loc_cpu": None}, ValueError,
+        r"common.query_start_loc_cpu: expected offsets on the CPU beside seq_lens_cpu, got None"),
+    "a request at max_seq_len": (
+        {"max_seq_len": 6}, ValueError,
+        r"max_seq_len: expected at least 7, the next length of request 2, got 6"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, error, message", REFUSED_WITHOUT_LENGTHS.values(), ids=REFUSED_WITHOUT_LENGTHS)
+def test_refusals_without_lengths(ops, changes, error, message, plain_errors):
+    """A refused call for a batch without lengths on the host raises one line and writes nothing."""
+    with torch.device("cpu"):
+        *tensors, common = buffers([1, 1, 4], [4, 3, 6], 2)
+        changes = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in changes.items()}
+        limit = changes.pop("max_seq_len", None)
+        common = replace(without_lens(common), **changes)
+        held = [*tensors, *(x for x in (common.seq_lens, common.query_start_loc, common.slot_mapping) if x is not None)]
+        before = [x.clone() for x in held]
+        with pytest.raises(error, match=f"^{message}$"):
+            ops.advance_step(*tensors, common, BLOCK, max_seq_len=limit)
+        assert all(one.equal(other) for one, other in zip(held, before, strict=True))
 
 
 def test_wrong_types(ops, plain_errors):

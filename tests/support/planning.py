@@ -48,6 +48,15 @@ def expanding_plan(ops, batch: Batch, workspace: int, parts: bool = False) -> Pr
     )  # fmt: skip
 
 
+def without_lens(common, slack=0, offsets_too=False, bounds=True):
+    """Return a batch without lengths on the CPU, with upper bounds that are `slack` tokens above the lengths."""
+    bound = None if offsets_too or not bounds else common.seq_lens_cpu + slack
+    return dataclasses.replace(
+        common, seq_lens_cpu=None, seq_lens_cpu_upper_bound=bound, max_seq_len=common.max_seq_len + slack,
+        query_start_loc_cpu=None if offsets_too else common.query_start_loc_cpu,
+    )  # fmt: skip
+
+
 def same(ours, theirs, name="metadata"):
     """Assert that two plans are equal, field by field; tensors must have equal dtypes, shapes and values."""
     if isinstance(ours, Tensor):
