@@ -302,9 +302,10 @@ def _launches(
             step([query_len] * requests, [query_len] * requests)
         if ranks is None and not batch_invariant:  # other builders plan no cascade
             shared = (block_size, LONG_CONTEXT // 2 // block_size * block_size)
+            many = -(-MANY_REQUESTS // query_len)  # a cascade has two float32 states of all tokens
             launches.extend(
                 functools.partial(cascade, requests, prefix, query_len)
-                for requests in (3, 16, MANY_REQUESTS, MANY_REQUESTS + 1)
+                for requests in (3, 16, many, many + 1)
                 for prefix in shared
             )
     # `choose_path` may also choose the absorbed path for longer queries.

@@ -118,8 +118,8 @@ def advanced_batch(common: CommonAttentionMetadata, limit: int) -> CommonAttenti
         limit: largest length of a request; a request that has reached `limit` keeps its length.
 
     Raises:
-        ValueError: the batch has no lengths on the CPU, and an upper bound is negative, below the number of query tokens
-            or, for a batch on the CPU, below the length; the batch has no offsets on the CPU, and the number of
+        ValueError: the batch has no lengths on the CPU, and an upper bound is negative, below the number of query
+            tokens or, for a batch on the CPU, below the length; the batch has no offsets on the CPU, and the number of
             requests with tokens is unknown.
     """
     if not has_host_lens(common):  # with lengths no plan reads the bounds

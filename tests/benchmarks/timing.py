@@ -257,17 +257,21 @@ class Clock:
         return {who: Spread.of([t / calls_per_run[who] for t in found]) for who, found in times.items()}
 
 
+def _time_copy_and_read(clock: Clock) -> tuple[Spread, Spread]:
+    """Time a copy and a read of COPY_BYTES bytes; the memory is free again when the function returns."""
+    source = torch.randn(COPY_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    copy = clock.flushed({"copy": [lambda: target.copy_(source)]})["copy"]
+    return copy, clock.flushed({"read": [lambda: torch.sum(source)]})["read"]
+
+
 def measure_ceilings(clock: Clock) -> Ceilings:
     """Measure the rates of a copy, a read and a matrix product on this GPU.
 
     A rate comes from the median of flushed runs. For the product, several short bursts and one long run are timed, and
     the fastest run counts.
     """
-    source = torch.randn(COPY_BYTES // 4, device="cuda")
-    target = torch.empty_like(source)
-    copy = clock.flushed({"copy": [lambda: target.copy_(source)]})["copy"]
-    read = clock.flushed({"read": [lambda: torch.sum(source)]})["read"]
-    del source, target
+    copy, read = _time_copy_and_read(clock)
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     short, bursts = Clock(0.0), []
     for _ in range(BURSTS):
