@@ -301,7 +301,7 @@ def _launches(
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
         if ranks is None and not batch_invariant:  # other builders plan no cascade
-            shared = (block_size, LONG_CONTEXT // 2 // block_size * block_size)
+            shared = {block_size, max(1, LONG_CONTEXT // 2 // block_size) * block_size}
             many = -(-MANY_REQUESTS // query_len)  # a cascade has two float32 states of all tokens
             launches.extend(
                 functools.partial(cascade, requests, prefix, query_len)

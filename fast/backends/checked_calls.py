@@ -36,6 +36,7 @@ from .selection import BoundOps
 MOST_SIGNATURES = 512  # of each op; a decode that grows by one token in each step adds one signature in each step
 MOST_CONFIGS = 4096
 _PER_THREAD = threading.local()
+_KEEPING = threading.RLock()
 _ALL_CALLS: list[CheckedCalls | CheckedOnce] = []
 _PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
@@ -87,9 +88,8 @@ class CheckedCalls:
             return self._dispatched(*arguments, backend)
         known = self._known.get(signature)
         if known is None:
-            if len(self._known) >= MOST_SIGNATURES:
-                self._known.pop(next(iter(self._known), None), None)
-            known = self._known[signature] = (backend, Launches())
+            known = (backend, Launches())
+            _keep(self._known, signature, known)
         result = known[1].run(self._launch, *arguments, backend)
         for position in self._mutates:
             written = arguments[position]
@@ -127,18 +127,25 @@ class CheckedOnce:
             return self._check(*arguments)
         if result is _MISSING:
             result = self._check(*arguments)
-            if len(self._results) >= MOST_SIGNATURES:
-                self._results.pop(next(iter(self._results), None), None)
-            self._results[signature] = result
+            _keep(self._results, signature, result)
         return result
+
+
+def _keep(kept: dict[tuple, Any], signature: tuple, value: Any) -> None:
+    """Keep a value for a signature, in place of the oldest signature if there are too many."""
+    with _KEEPING:  # another thread may add a signature while this thread looks for the oldest one
+        if len(kept) >= MOST_SIGNATURES:
+            kept.pop(next(iter(kept)), None)
+        kept[signature] = value
 
 
 def forget_calls() -> None:
     """Forget the signatures of all ops and checks."""
-    for calls in _ALL_CALLS:
-        calls.forget()
-    _CONFIGS.clear()
-    _CONFIG_TOKENS.clear()
+    with _KEEPING:
+        for calls in _ALL_CALLS:
+            calls.forget()
+        _CONFIGS.clear()
+        _CONFIG_TOKENS.clear()
 
 
 on_change(forget_calls)

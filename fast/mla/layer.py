@@ -19,6 +19,7 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
     CacheFormat,
+    ContextParallelChunk,
     ContextWorkspace,
     GraphSupport,
     MLAConfig,
@@ -399,7 +400,10 @@ class MLAAttention(nn.Module):
             chunks = metadata.prefill.context_chunks
             if not chunks:
                 return None, None
-            tokens = max(min(metadata.workspace_tokens, tokens), max(chunk.num_tokens for chunk in chunks))
+            exchanged = [chunk.padded_tokens * self.context_parallel.size for chunk in chunks
+                         if isinstance(chunk, ContextParallelChunk)]  # fmt: skip
+            longest = max(*exchanged, *(chunk.num_tokens for chunk in chunks), 0)
+            tokens = max(min(metadata.workspace_tokens, tokens), longest)
         if workspace is None:
             workspace = ContextWorkspace() if metadata is None else metadata.workspace
         size = None if self.context_parallel is None else self.context_parallel.size

@@ -199,7 +199,7 @@ def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_s
     check_type("captured.schedule", captured.schedule, (DecodeSchedule, type(None)), "a DecodeSchedule or None")
     check_type("captured.decode.graph", captured.decode.graph, GraphSupport)
     check_common(common, host_lens=False)
-    _check_num_tokens(common)
+    _check_num_tokens(common, exactly=False)
     requests, tokens, longest = captured.num_decodes, captured.num_decode_tokens, captured.decode.max_query_len
     starts = common.query_start_loc_cpu
     if captured.decode.graph is GraphSupport.ANY:
@@ -214,12 +214,15 @@ def check_update(captured: MLAMetadata, common: CommonAttentionMetadata, block_s
     check(fits and common.num_reqs == requests, "common", wanted, got)
 
 
-def _check_num_tokens(common: CommonAttentionMetadata) -> None:
-    """Check that the number of query tokens is the last offset, if the offsets are on the CPU."""
+def _check_num_tokens(common: CommonAttentionMetadata, exactly: bool) -> None:
+    """Check that the number of query tokens is the last offset, or at least the last offset if not `exactly`.
+
+    Without offsets on the CPU nothing is compared. Tokens behind the last offset are padding tokens.
+    """
     if common.query_start_loc_cpu is not None:
-        last = int(common.query_start_loc_cpu[-1])
-        check(common.num_actual_tokens == last, "common.num_actual_tokens", f"{last}, the last of the offsets",
-              common.num_actual_tokens)  # fmt: skip
+        last, tokens = int(common.query_start_loc_cpu[-1]), common.num_actual_tokens
+        check(tokens == last or (tokens > last and not exactly), "common.num_actual_tokens",
+              f"{'' if exactly else 'at least '}{last}, the last of the offsets", tokens)  # fmt: skip
 
 
 def check_captured(captured: MLAMetadata, plan: MLAMetadata) -> None:
@@ -290,7 +293,7 @@ def check_graph_query_len(graph: Any) -> None:
 def check_graph_batch(graph: Any, hidden_states: Tensor, positions: Tensor, common: CommonAttentionMetadata) -> None:
     """Check that a batch fits into the buffers of a decode graph; read no values on the device."""
     check_common(common, host_lens=False)
-    _check_num_tokens(common)
+    _check_num_tokens(common, exactly=True)
     largest, q = graph.batch_sizes[-1], graph.query_len
     requests, tokens = common.num_reqs, common.num_actual_tokens
     used = requests_with_tokens(common)
