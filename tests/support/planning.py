@@ -49,8 +49,13 @@ def expanding_plan(ops, batch: Batch, workspace: int, parts: bool = False) -> Pr
 
 
 def without_lens(common, slack=0, offsets_too=False, bounds=True):
-    """Return a batch without lengths on the CPU, with upper bounds that are `slack` tokens above the lengths."""
-    bound = None if offsets_too or not bounds else common.seq_lens_cpu + slack
+    """Return a batch without lengths on the CPU, with upper bounds that are `slack` tokens above the lengths.
+
+    A padding row with more than `slack` query tokens has the bound 0, because no bound above 0 may be below the number
+    of query tokens.
+    """
+    loose = common.seq_lens_cpu + slack
+    bound = None if offsets_too or not bounds else loose.where(loose >= common.query_start_loc_cpu.diff(), 0)
     return dataclasses.replace(
         common, seq_lens_cpu=None, seq_lens_cpu_upper_bound=bound, max_seq_len=common.max_seq_len + slack,
         query_start_loc_cpu=None if offsets_too else common.query_start_loc_cpu,
