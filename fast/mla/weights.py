@@ -50,11 +50,11 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
     device = next((t.device for t in _tensors_of(linear)), torch.device("cpu"))
     probes = torch.zeros(in_features + 1, in_features, dtype=dtype, device=device)
     probes[1:].fill_diagonal_(1)
-    with torch.no_grad():
+    with torch.no_grad(), torch.inference_mode(False):  # the result may be overwritten outside of inference mode
         products = linear_output("linear", linear(probes))  # row 0 of the probes is zero: the first product is the bias
-    check_tensor("linear(identity)", products, (in_features + 1, "out"))
-    check(not products[0].any(), "linear", "no bias", "a bias")
-    return products[1:].to(dtype).T.contiguous()
+        check_tensor("linear(identity)", products, (in_features + 1, "out"))
+        check(not products[0].any(), "linear", "no bias", "a bias")
+        return products[1:].to(dtype).T.contiguous()
 
 
 def _tensors_of(linear: nn.Module) -> list[Tensor]:

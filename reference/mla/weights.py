@@ -51,13 +51,13 @@ def dense_weight(linear: nn.Module, in_features: int, dtype: torch.dtype) -> Flo
         check(linear.bias is None, "linear", "no bias", "a bias")
         return linear.weight.detach()
     device = next((t.device for t in _tensors_of(linear)), torch.device("cpu"))
-    with torch.no_grad():
+    with torch.no_grad(), torch.inference_mode(False):  # the result may be overwritten outside of inference mode
         unit_vectors = torch.eye(in_features, dtype=dtype, device=device)
         at_zero = linear_output("linear", linear(torch.zeros_like(unit_vectors[:1])))
         check(not at_zero.any(), "linear", "no bias", "a bias")
         columns = linear_output("linear", linear(unit_vectors))
-    check_tensor("linear(identity)", columns, (in_features, "out"))
-    return columns.to(dtype).T.contiguous()
+        check_tensor("linear(identity)", columns, (in_features, "out"))
+        return columns.to(dtype).T.contiguous()
 
 
 def _tensors_of(linear: nn.Module) -> list[Tensor]:

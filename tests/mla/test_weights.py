@@ -205,6 +205,12 @@ def test_refresh_in_place(ops):
     assert layer.recovered_kv_b_weight.data_ptr() == address
     assert_same_bits(held, 2 * before)
 
+    modules["kv_b_proj"] = Int8Linear(weights["kv_b_proj"])
+    with torch.inference_mode():
+        layer = ops.MLAAttention(config, **modules)
+    layer.refresh_weights()  # outside of the inference mode in which the layer was made
+    assert_same_bits(layer.recovered_kv_b_weight, before)
+
 
 class Doubling(torch.Tensor):
     """A tensor subclass whose value is twice its data.
