@@ -54,6 +54,9 @@ LONG_CONTEXT = 16384  # tokens; so many that a decode splits the request and com
 # Lengths of the only request of a decode. Splits, row blocks and the combine kernel depend on this length.
 ALONE = (64, *(tokens << step for step in range(10) for tokens in (256, 384)))
 MANY_REQUESTS = 512  # so many that they fill any GPU; the kernel then does not split a short decode
+# A cascade attends its prefix as one request with all query tokens, so row blocks and splits depend on both numbers.
+CASCADE_TOKENS = (2, 3, 7, 16, 32, 64, 128, 256, 512, 513)
+CASCADE_PREFIXES = (1, 1024, 8192, 16384)
 MOST_THREADS = 16  # each thread needs memory for a compilation
 
 Launch = Callable[[], object]  # runs a layer or an op once
@@ -301,12 +304,10 @@ def _launches(
         for requests in (MANY_REQUESTS, MANY_REQUESTS + 1):
             step([query_len] * requests, [query_len] * requests)
         if ranks is None and not batch_invariant:  # other builders plan no cascade
-            shared = {block_size, max(1, LONG_CONTEXT // 2 // block_size) * block_size}
-            many = -(-MANY_REQUESTS // query_len)  # a cascade has two float32 states of all tokens
             launches.extend(
-                functools.partial(cascade, requests, prefix, query_len)
-                for requests in (3, 16, many, many + 1)
-                for prefix in shared
+                functools.partial(cascade, max(2, -(-tokens // query_len)), prefix, query_len)
+                for tokens in CASCADE_TOKENS
+                for prefix in sorted({max(1, shared // block_size) * block_size for shared in CASCADE_PREFIXES})
             )
     # `choose_path` may also choose the absorbed path for longer queries.
     # 17 tokens have more than 16 rows with any number of heads.

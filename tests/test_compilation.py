@@ -130,7 +130,7 @@ def serve(config, dtype, threshold, batch_invariant=False):
         inputs = torch.randn(tokens, config.hidden_size).to(dtype), torch.arange(tokens), cache
         layer(*inputs, plan)
         shared = (min(seq_lens) - 1) // 16 * 16
-        if max(query_lens) <= threshold and shared > 0 and not batch_invariant:
+        if max(query_lens) <= threshold and shared > 0 and len(seq_lens) > 1 and not batch_invariant:
             layer(*inputs, replace(plan, cascade=fast.split_shared_prefix(plan.decode, shared, 16)))
         if max(query_lens) <= threshold:
             tokens = sum(query_lens)

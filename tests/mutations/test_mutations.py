@@ -6,6 +6,7 @@ check must pass on the package without the mistake.
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -74,14 +75,15 @@ lse_in_bf16 = with_lse(lambda lse: lse.bfloat16().to(lse.dtype))
 
 def base_2_in_the_chunk_loop(ops, patch):
     """Plant LSEs in base 2 for context chunks, so that only prefills with context are wrong."""
-    function = f"{ops.__name__}.mla.prefill.run_prefill_context_chunk"
-    right = __import__(f"{ops.__name__}.mla.prefill", fromlist=["x"]).run_prefill_context_chunk
+    name = {"reference": "run_prefill_context_chunk", "fast": "_attend_context"}[ops.__name__]
+    module = importlib.import_module(f"{ops.__name__}.mla.prefill")
+    right = getattr(module, name)
 
     def wrong(*args, **kwargs):
         state = right(*args, **kwargs)
         return AttentionState(state.out, state.lse / math.log(2))
 
-    patch.setattr(function, wrong)
+    patch.setattr(module, name, wrong)
     return ops
 
 
