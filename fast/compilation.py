@@ -1,7 +1,7 @@
 """Compilation ahead of time: every kernel that a layer can launch is launched once.
 
-Triton compiles a kernel at its first launch, mostly outside Python's lock. So several threads run the steps of a
-warm-up, and different kernels are compiled at the same time.
+Triton compiles a kernel at its first launch, mostly outside Python's lock. So several threads can run the steps of a
+warm-up, and then different kernels are compiled at the same time.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def warmup(
     """Compile every kernel that a layer of these dims can launch, so that no request waits for a compilation.
 
     The function runs steps of a layer whose projections return zeros: decodes with and without splits and schedules,
-    and prefills with and without context. It also advances a batch and copies blocks. A captured step launches the
-    kernels of these steps. Triton stores compiled kernels on disk too.
+    decodes in cascades, and prefills with and without context. It also advances a batch and copies blocks. A captured
+    step launches the kernels of these steps. Triton stores compiled kernels on disk too.
 
     Args:
         config: configuration of the layer.

@@ -59,7 +59,11 @@ def merge_states(
     graph: GraphSupport = GraphSupport.NONE,
     backend: BackendChoice = None,
 ) -> AttentionState:
-    """Compute `merge_attn_states` with an `out` that the caller has checked."""
+    """Compute `merge_attn_states`, with an `out` that the caller has checked.
+
+    See `merge_attn_states` for the arguments, the result and the errors. `out` must have contiguous tensors of the
+    right shapes, and each of its tensors must be a tensor of `prefix` or `suffix`, or overlap none of them.
+    """
     calls = _MERGES if out is None else _MERGES_INTO
     signature = calls.signature(prefix, suffix, out, graph, backend)
     chosen = calls.backend_of(signature)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
@@ -63,9 +65,8 @@ def flash_attn_varlen(
             not the number of rows.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
-    return attend(
-        q, k, None, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend
-    )
+    inputs = AttentionInputs(q, k, None, v, cu_seqlens_q, cu_seqlens_k)
+    return attend(inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend)
 
 
 def flash_attn_varlen_shared_rope(
@@ -118,36 +119,44 @@ def flash_attn_varlen_shared_rope(
             if `bounded` is True; `out` does not fit, or overlaps an argument.
         UnsupportedConfiguration: for the same reasons as `flash_attn_varlen`.
     """
+    inputs = AttentionInputs(q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k)
     return attend(
-        q, k_nope, k_pe, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype,
-        backend, bounded, return_lse, out,
-    )  # fmt: skip
+        inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal, out_dtype, backend, bounded, return_lse, out
+    )
+
+
+class AttentionInputs(NamedTuple):
+    """Queries, keys and values of packed requests, and the offsets of the requests.
+
+    Attributes:
+        q: [T, N, D].
+        k: [S, N, D], or the part [S, N, P] of the keys that each head has alone.
+        k_pe: [S, R], the part of the keys that all heads share, with P + R = D; None if there is no such part.
+        v: [S, N, Dv].
+        cu_seqlens_q: [B + 1], prefix sum of the query lengths.
+        cu_seqlens_k: [B + 1], prefix sum of the key lengths.
+    """
+
+    q: Tensor
+    k: Tensor
+    k_pe: Tensor | None
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
 
 
 def attend(
-    q: Float[Tensor, "T N D"],
-    k: Float[Tensor, "S N P"],
-    k_pe: Float[Tensor, "S R"] | None,
-    v: Float[Tensor, "S N Dv"],
-    cu_seqlens_q: Int32[Tensor, " offsets"],
-    cu_seqlens_k: Int32[Tensor, " offsets"],
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    out_dtype: torch.dtype | None,
-    backend: BackendChoice,
-    bounded: bool = False,
-    return_lse: bool = True,
-    out: Float[Tensor, "T N Dv"] | None = None,
-    out_is_checked: bool = False,
-) -> AttentionState | Float[Tensor, "T N Dv"]:
-    """Compute `flash_attn_varlen` (`k_pe` None) or `flash_attn_varlen_shared_rope`.
+    inputs: AttentionInputs, max_seqlen_q: int, max_seqlen_k: int, softmax_scale: float, causal: bool,
+    out_dtype: torch.dtype | None, backend: BackendChoice, bounded: bool = False, return_lse: bool = True,
+    out: Float[Tensor, "T N Dv"] | None = None, out_is_checked: bool = False,
+) -> AttentionState | Float[Tensor, "T N Dv"]:  # fmt: skip
+    """Compute `flash_attn_varlen` or, with `inputs.k_pe`, `flash_attn_varlen_shared_rope`.
 
-    With `out_is_checked`, the caller knows that `out` has the right shape and dtype and overlaps no argument.
+    See these functions for the arguments, the results and the errors. `out_is_checked` means that the caller knows that
+    `out` has the right shape and dtype and overlaps no input.
     """
+    q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k = inputs
     calls = _ATTENDS if out is None and return_lse is True else _ATTENDS_INTO
-    inputs = (q, k, k_pe, v, cu_seqlens_q, cu_seqlens_k)
     arguments = (*inputs, max_seqlen_q, max_seqlen_k, softmax_scale, causal)
     signature = calls.signature(*arguments, out_dtype, backend, bounded, return_lse, out)
     chosen = calls.backend_of(signature)

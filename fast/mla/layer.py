@@ -277,7 +277,7 @@ class MLAAttention(nn.Module):
             positions, q_pe, kv_c, k_pe, kv_cache, slots, self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope,
             cache_format=self.cache_format, frequencies=self._frequencies_for(q), graph=graph, backend=self.backend,
         )  # fmt: skip
-        del kv_c  # frees the memory of the projections as soon as the step no longer needs it
+        del kv_c  # the last view of the down-projection, whose memory is then free
         split, end = (0, q.shape[0]) if metadata is None else (metadata.num_decode_tokens, metadata.num_actual_tokens)
         if split > 0:
             self._decode(q_nope, q_pe, kv_cache, metadata, output, w_uk, w_uv)

@@ -34,7 +34,7 @@ from reference.interfaces import (
 
 from .. import backends
 from ..attention.merge import merge_states
-from ..attention.varlen import attend
+from ..attention.varlen import AttentionInputs, attend
 from ..backends import BackendChoice
 from ..cache.latent import gather_and_maybe_dequant_cache
 from .weights import expand_into
@@ -97,7 +97,7 @@ def _attend_new_tokens(
     """Compute causal attention of the new tokens with an output of any dtype; do not check the plan."""
     offsets, longest = metadata.query_start_loc, metadata.max_query_len
     return attend(
-        q, k_nope, k_pe, v, offsets, offsets, longest, longest, softmax_scale, True, dtype, backend,
+        AttentionInputs(q, k_nope, k_pe, v, offsets, offsets), longest, longest, softmax_scale, True, dtype, backend,
         return_lse=return_lse, out=out, out_is_checked=out_is_checked,
     )  # fmt: skip
 
@@ -124,9 +124,10 @@ def run_prefill_context_chunk(
 
 def _attend_context(q, k_nope, k_pe, v, metadata, chunk, softmax_scale, backend):
     """Compute attention of the new tokens over one chunk of context; do not check the plan."""
+    inputs = AttentionInputs(q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens)
     return attend(
-        q, k_nope, k_pe, v, metadata.query_start_loc, chunk.cu_seq_lens, metadata.max_query_len, chunk.max_seq_len,
-        softmax_scale, False, wide_dtype(q.dtype), backend, bounded=chunk.bounded,
+        inputs, metadata.max_query_len, chunk.max_seq_len, softmax_scale, False, wide_dtype(q.dtype), backend,
+        bounded=chunk.bounded,
     )  # fmt: skip
 
 
@@ -280,5 +281,5 @@ def _merge_into(target: Tensor, chunk_state: AttentionState, state: AttentionSta
 
 
 def rows_of(x: Tensor, first: int, end: int) -> Tensor:
-    """Return x[first:end]; the tensor itself, without the cost of a view, if these are all its rows."""
+    """Return x[first:end] of a tensor [rows, ...]: a view, or the tensor itself if these are all its rows."""
     return x if first == 0 and end == x.shape[0] else x[first:end]

@@ -166,7 +166,10 @@ def _check_latents(latent, w_uv):
 def write_values(
     latent: Float[Tensor, "T N Lkv"], w_uv: Float[Tensor, "N Lkv V"], out: Float[Tensor, "T N V"]
 ) -> Float[Tensor, "T N V"]:
-    """Compute `latent_to_value` into a tensor that the caller has checked or allocated; return this tensor."""
+    """Compute `latent_to_value` into `out`, which the caller has checked or allocated; return `out`.
+
+    `latent`, `w_uv` and `out` have the same dtype and device, and `out` may have any strides.
+    """
     _bmm_into(latent.transpose(0, 1), w_uv, out.transpose(0, 1))
     return out
 
@@ -208,7 +211,10 @@ def expand_into(
     w_uv: Float[Tensor, "Lkv N V"],
     workspace: Float[Tensor, " elements"] | None,
 ) -> tuple[Float[Tensor, "S N P"], Float[Tensor, "S N V"]]:
-    """Compute `expand_kv` with a workspace of which the caller knows that it overlaps no argument, or with None."""
+    """Compute `expand_kv`, with a workspace of which the caller knows that it overlaps no argument, or with None.
+
+    See `expand_kv` for the arguments, the results and the errors.
+    """
     _check_expansion(kv_c_normed, w_uk, w_uv, workspace)
     tokens, heads = kv_c_normed.shape[0], w_uk.shape[1]
     by_head = kv_c_normed.expand(heads, -1, -1)  # [N, S, Lkv], no copy

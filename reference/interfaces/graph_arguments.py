@@ -97,8 +97,11 @@ def check_captured_lens(common: CommonAttentionMetadata, graph: GraphSupport) ->
     tokens = common.num_actual_tokens
     if graph is GraphSupport.ONE_QUERY_LEN:
         if not has_one_query_len(common, longest):
-            lens = common.query_start_loc_cpu.diff().tolist()
-            check(False, "common", f"decodes of one query length, {longest}", f"lengths {lens[:8]}")
+            starts = common.query_start_loc_cpu
+            found = (
+                f"{tokens} tokens in {requests} requests" if starts is None else f"lengths {starts.diff().tolist()[:8]}"
+            )
+            check(False, "common", f"decodes of one query length, {longest}", found)
         tokens = requests * longest
     found = longest_query(common)
     check(found <= longest, "common.max_query_len", f"at least the longest query, {found}", longest)

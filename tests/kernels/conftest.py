@@ -9,7 +9,7 @@ import pytest
 
 from fast.backends import checked_calls
 
-KEPT = {"fast.kernels.hopper.mla_decode.launch": "_launch_sizes", "fast.kernels.triton.attention": "_launch_of"}
+LAUNCHERS = {"fast.kernels.hopper.mla_decode.launch", "fast.kernels.triton.attention"}
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +17,6 @@ def nothing_kept(monkeypatch):
     """Dispatch every call, let Triton find each compiled kernel, and compute the sizes of each launch."""
     monkeypatch.setattr(checked_calls, "must_be_dispatched", lambda: True)
     if importlib.util.find_spec("triton") is not None:
-        for module in KEPT.keys() & sys.modules.keys():
-            function = getattr(sys.modules[module], KEPT[module])
-            monkeypatch.setattr(sys.modules[module], KEPT[module], function.__wrapped__)
+        for name in LAUNCHERS & sys.modules.keys():
+            launcher = sys.modules[name]
+            monkeypatch.setattr(launcher, "_launch_sizes", launcher._launch_sizes.__wrapped__)

@@ -254,3 +254,16 @@ def test_steps_in_and_outside_of_inference_mode(ops):
         for mode in modes:
             with mode():
                 assert one_step(layer, DIRECT, [5], [90], builder)[0].isfinite().all()
+
+
+def test_expansion_refuses_overlap(ops, plain_errors):
+    """Keys and values must not be written over the latents from which they are computed."""
+    memory = torch.randn(10_000)
+    latents = memory[:64].view(4, 16)
+    w_uk, w_uv = torch.randn(16, 3, 12), torch.randn(16, 3, 10)
+    for _ in range(2):  # a call that was refused is refused again
+        with pytest.raises(ValueError, match="^workspace: expected memory that no input has, got a tensor that overlaps"):
+            ops.expand_kv(latents, w_uk, w_uv, workspace=memory)
+    k_nope, v = ops.expand_kv(latents, w_uk, w_uv, workspace=memory[64:])
+    for found, wanted in zip((k_nope, v), ops.expand_kv(latents, w_uk, w_uv), strict=True):
+        torch.testing.assert_close(found, wanted)

@@ -461,6 +461,10 @@ def test_requests_without_tokens_between_others(ops, plain_errors):
             plan = builder.build_for_cudagraph_capture(common)
             assert plan.decode.graph is GraphSupport.ANY
             assert_close64(layer(hidden, batch.positions, held.clone(), plan), wanted)
+        message = "^common: expected decodes of one query length, 1, got (lengths .1, 0, 1.|2 tokens in 3 requests)$"
+        for common in (batch.common, bare):
+            with pytest.raises(ValueError, match=message):
+                ops.plan_captured_decodes(common, BLOCK, 0, graph=GraphSupport.ONE_QUERY_LEN)
         one_length = make_builder(ops, query_len=1, graph_support=GraphSupport.ONE_QUERY_LEN)
         assert not any(one_length.can_run_in_cudagraph(common) for common in (batch.common, bare))
 

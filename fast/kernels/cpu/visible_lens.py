@@ -13,13 +13,7 @@ def compute_visible_lens(
 ) -> Tensor:
     """Return the number of (rank-local) keys that each query token attends, [num_tokens] int32.
 
-    Args:
-        query_start_loc: [B + 1], prefix sum of the query lengths.
-        seq_lens: [B], tokens of each whole sequence.
-        num_tokens: length of the result; tokens from query_start_loc[-1] on are padding and attend no key.
-        size: D, number of ranks.
-        rank: this rank.
-        interleave: I, consecutive tokens on one rank.
+    See `fast.kernels.triton.visible_lens.compute_visible_lens` for the arguments.
     """
     used = int(query_start_loc[-1])
     visible = torch.zeros(num_tokens, dtype=torch.int32, device=seq_lens.device)

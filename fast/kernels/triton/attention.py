@@ -345,7 +345,7 @@ def _blocks(dtype: torch.dtype, device: DeviceFacts, key_width: int, value_width
     )
 
 
-class Launch(NamedTuple):
+class LaunchSizes(NamedTuple):
     """What a launch needs and only widths, dtype and device decide.
 
     Attributes:
@@ -360,8 +360,8 @@ class Launch(NamedTuple):
 
 
 @functools.lru_cache
-def _launch_of(dtype: torch.dtype, device: DeviceFacts, nope: int, rope: int, value: int) -> Launch:
-    """Return the `Launch` for queries and keys of `nope` + `rope` columns and values of `value` columns."""
+def _launch_sizes(dtype: torch.dtype, device: DeviceFacts, nope: int, rope: int, value: int) -> LaunchSizes:
+    """Return the `LaunchSizes` for queries and keys of `nope` + `rope` columns and values of `value` columns."""
     first, second = _powers_of_two(nope)
     rope_columns = max(next_power_of_2(rope), SMALLEST_DOT) if rope else 0
     value_columns = max(next_power_of_2(value), SMALLEST_DOT)
@@ -374,7 +374,7 @@ def _launch_of(dtype: torch.dtype, device: DeviceFacts, nope: int, rope: int, va
         P=nope, R=rope, V=value, FIRST=first, SECOND=second, ROPE=rope_columns, VALUE=value_columns, BLOCK_N=rows,
         USE_TMA=device.has_copy_engine and not device.interpreted and dtype.itemsize == 2 and unpadded,
     )  # fmt: skip
-    return Launch(blocks, constants, boxes)
+    return LaunchSizes(blocks, constants, boxes)
 
 
 def _descriptors_of(sources: tuple[Tensor, ...], boxes: tuple[tuple[int, ...], ...]) -> list[TensorDescriptor] | None:
@@ -432,7 +432,7 @@ def flash_attn_varlen(
         return out, lse
     rope = 0 if k_pe is None else k_pe.shape[1]
     shared = k_pe if rope else k_nope[:, 0]  # without a rope part, any tensor of two dims will do
-    blocks, constants, boxes = _launch_of(q.dtype, device_facts(q.device), nope, rope, value)
+    blocks, constants, boxes = _launch_sizes(q.dtype, device_facts(q.device), nope, rope, value)
     sources, shared_strides = (k_nope, k_nope, shared, v), shared.stride()
     described = _descriptors_of(sources, boxes) if constants.USE_TMA else None
     constants, sources = constants._replace(USE_TMA=described is not None), described or sources

@@ -22,8 +22,7 @@ def descriptor(
 ) -> TensorDescriptor:
     """Return the descriptor of 16-bit elements in memory.
 
-    A descriptor depends on these arguments alone. If a tensor is freed and another tensor with the same shape, strides
-    and dtype begins at the same address, the same descriptor is right for the other tensor.
+    A descriptor depends on these arguments alone (`fast.kernels.descriptors.box_descriptor`).
 
     Args:
         address: address of the first element, a multiple of 16.
