@@ -111,5 +111,6 @@ def test_no_allocation_in_the_context_loop(config):
                                         workspace=workspace)  # fmt: skip
 
         run()
-        peaks.append(peak_of(run))
+        held = torch.cuda.memory_allocated()  # a longer context has a longer block table
+        peaks.append(peak_of(run) - held)
     assert len(set(peaks)) == 1, peaks

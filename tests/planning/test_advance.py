@@ -187,7 +187,7 @@ def test_without_lengths(batch, ops, offsets_too, slack, bounds):
         assert found.max_seq_len == common.max_seq_len + slack
         assert (found.seq_lens_cpu_upper_bound is None) is (offsets_too or not bounds)
         if found.seq_lens_cpu_upper_bound is not None:
-            has_token = torch.tensor(batch[0]) > 0
+            has_token = torch.tensor(batch[0], device="cpu") > 0
             same(found.seq_lens_cpu_upper_bound, bounds_before + ((bounds_before > 0) & has_token).int())
 
 

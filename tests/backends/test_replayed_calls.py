@@ -1,0 +1,235 @@
+"""Tests of replayed calls with stand-ins for compiled kernels; `tests/gpu/test_replays.py` replays real kernels."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fast.backends import launch, replayed_calls
+from fast.backends.repeated_launches import Launches
+from fast.kernels.descriptors import box_descriptor
+
+triton = pytest.importorskip("triton")
+
+
+class Pair(NamedTuple):
+    """A record of kernel arguments."""
+
+    first: Tensor
+    second: Tensor
+
+
+class CudaLauncher:
+    """Triton's launcher of one kernel, which notes each launch. Its class has the name of Triton's class."""
+
+    launch_cooperative_grid, launch_pdl = False, True
+    arg_annotations, kernel_signature = "annotations", "signature"
+
+    def __init__(self, described: bool, version: str):
+        self.seen = []
+
+        def launcher(*arguments):
+            grid, (stream, function, cooperative, dependent), rest = arguments[:3], arguments[3:7], arguments[7:]
+            if version == "3.6.0":
+                assert rest[:6] == (None, None, "packed", None, None, None)
+                given = rest[6:]
+            else:
+                assert rest[:-1] == ("packed", None, None, None, None, None, "annotations", "signature")
+                given = rest[-1]
+            assert (function, cooperative, dependent) == ("function", False, True)
+            self.seen.append((grid, stream, tuple(given)))
+
+        def inner(*arguments):
+            raise AssertionError(f"a replay must not encode descriptors again: {launcher}")
+
+        self.launch = inner if described else launcher
+
+
+def make_tensordesc_arg(descriptor, metadata):
+    """Encode a descriptor; Triton has this function in the module of its launcher."""
+    return [f"{metadata} at {descriptor.base.data_ptr()}", *descriptor.shape, *descriptor.strides]
+
+
+class FakeKernel:
+    """A kernel with Triton's interface: `called` are the launches through Triton, `launcher.seen` the replayed ones."""
+
+    arg_names = ("first", "second", "number", "WIDTH")
+
+    def __init__(self, version: str, described: bool = False, scratch: int = 0):
+        self.called, self.launcher = [], CudaLauncher(described, version)
+        self.run, self.function, self.packed_metadata = self.launcher, "function", "packed"
+        self.metadata = SimpleNamespace(
+            global_scratch_size=scratch, profile_scratch_size=0, tensordesc_meta=["map"] if described else None
+        )
+
+    def __getitem__(self, grid):
+        def run(*arguments, **_):
+            self.called.append((grid, arguments))
+            return self
+
+        return run
+
+
+class FakeDriver:
+    """Triton's driver, with one stream for each device."""
+
+    device = 3
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, device):
+        return 100 + device
+
+
+@pytest.fixture(params=["3.6.0", "3.7.1"])
+def version(request, monkeypatch):
+    """Both versions of Triton whose launches are known."""
+    monkeypatch.setattr(replayed_calls, "triton_version", lambda: request.param)
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch):
+    """A driver that needs no GPU."""
+    fake = FakeDriver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", fake, raising=False)
+    monkeypatch.setattr(type(triton.runtime.driver), "active", property(lambda _: fake), raising=False)
+    return fake
+
+
+def test_a_replay_launches_with_new_addresses(version):
+    """From the third call on, a call allocates its outputs and launches with the addresses of its own tensors."""
+    kernel, launches = FakeKernel(version), Launches()
+
+    def call(x, pair, number):
+        out, scratch = torch.empty(2, 3), torch.empty(8, dtype=torch.int32)
+        launch(kernel, (7,), x[1:], Pair(pair.second, out), number, WIDTH=4)
+        launch(kernel, (2, 5), scratch[2:], pair.first, number + 1, WIDTH=8)
+        return out, x, None
+
+    kept = []
+    for step in range(5):
+        x, pair = torch.zeros(4, 4), Pair(torch.zeros(2), torch.zeros(3))
+        out, same, none = launches.run(call, x, pair, 5)
+        kept.append((x, pair, out))
+        assert same is x and none is None and out.shape == (2, 3) and len(kernel.called) == min(2 * step + 2, 4)
+        if step < 2:
+            continue
+        first, second = kernel.launcher.seen[-2:]
+        addresses = pair.second.data_ptr(), out.data_ptr()
+        assert first == ((7, 1, 1), 103, (x.data_ptr() + 16, addresses, 5, 4))
+        assert (*second[:2], second[2][1:]) == ((2, 5, 1), 103, (pair.first.data_ptr(), 6, 8))
+    assert len({out.data_ptr() for *_, out in kept}) == 5
+    assert launches.no_replay is None
+
+
+def test_a_replay_encodes_a_descriptor_once_for_each_address(version):
+    """A descriptor gets the address of the call's own tensor, and is encoded once for each address."""
+    kernel, launches = FakeKernel(version, described=True), Launches()
+    encoded = []
+
+    def call(x, y):
+        shape, strides = tuple(y.shape), y.stride()
+        launch(kernel, (1,), x, box_descriptor(y.data_ptr(), y.dtype, shape, strides, (4, 8)), 1, WIDTH=4)
+
+    ys = [torch.zeros(8, 16) for _ in range(4)]
+    assert all(y.data_ptr() % 16 == 0 for y in ys)
+    for y in (*ys, *ys):
+        launches.run(call, torch.zeros(1), y)
+    launches.replay._launches[0]._described[0][2]._encode = lambda descriptor, _: encoded.append(descriptor)
+    for y, (*_, arguments) in zip((ys[2], ys[3], *ys), kernel.launcher.seen, strict=True):
+        assert arguments[1:] == (f"map at {y.data_ptr()}", 8, 16, 16, 1, 1, 4)
+    for y in ys:
+        launches.run(call, torch.zeros(1), y)
+    assert not encoded and len(kernel.launcher.seen) == 10
+
+
+@pytest.mark.parametrize("case", ["other op", "slice", "unknown", "list", "nothing", "scratch", "columns", "address"])
+def test_a_call_that_does_more_is_not_replayed(version, case):
+    """A call that does more than to allocate and launch runs every time."""
+    kernel, outside = FakeKernel(version, case == "address", 64 * (case == "scratch")), torch.zeros(3)
+    launches, calls = Launches(), []
+
+    def call(x, others):
+        calls.append(x)
+        out = torch.empty(2, 4) if case != "columns" else torch.empty_strided((2, 4), (1, 2))
+        if case == "other op":
+            out.zero_()
+        second = outside if case == "unknown" else x
+        if case == "address":  # `others` begins at the same address: nobody knows which tensor the descriptor is of
+            second = box_descriptor(x.data_ptr(), x.dtype, (8, 16), (16, 1), (4, 8))
+        if case != "nothing":
+            launch(kernel, (1,), out, second, 3, WIDTH=4)
+        return out[1:] if case == "slice" else out
+
+    for step in range(4):
+        x = torch.zeros(8, 16)
+        launches.run(call, x, [x] if case == "list" else x[:4] if case == "address" else 1)
+        assert len(calls) == step + 1 and calls[-1] is x
+    assert launches.replay is None
+    assert (launches.no_replay is None) is (case == "nothing")
+    assert not kernel.launcher.seen
+
+
+def test_another_version_of_triton_is_not_replayed(monkeypatch):
+    """The arguments of Triton's C function are private, so only the known versions are called directly."""
+    monkeypatch.setattr(replayed_calls, "triton_version", lambda: "3.99.0")
+    kernel, launches = FakeKernel("3.6.0"), Launches()
+    for _ in range(3):
+        launches.run(lambda x: launch(kernel, (1,), x, 1, 2, WIDTH=4), torch.zeros(2))
+    assert len(kernel.called) == 3 and launches.no_replay == "launches of Triton 3.99.0 by CudaLauncher"
+
+
+def test_a_call_that_does_not_fit_runs(version, driver, monkeypatch):
+    """Another value, other equal tensors, another device or a profiler of Triton: the call itself runs."""
+    kernel, launches = FakeKernel(version), Launches()
+
+    def call(x, y, number):
+        launch(kernel, (1,), x, y, number, WIDTH=4)
+
+    def runs(x, y, number):
+        before = len(kernel.called)
+        launches.run(call, x, y, number)
+        return len(kernel.called) - before
+
+    x, y = torch.zeros(2), torch.zeros(2)
+    assert [runs(x, x, 1), runs(x, x, 1)] == [1, 1]  # recorded with the same tensor twice
+    assert [runs(y, y, 1), runs(x, x, 1), runs(x, y, 1), runs(x, x, 2)] == [0, 0, 1, 1]
+    driver.device = 4
+    assert runs(x, x, 1) == 1
+    driver.device = 3
+    hook = triton.knobs.runtime.launch_enter_hook
+    monkeypatch.setattr(hook, "calls", [lambda _: None])
+    assert runs(x, x, 1) == 1
+    monkeypatch.setattr(hook, "calls", [])
+    assert runs(x, x, 1) == 0
+
+    launches = Launches()
+    assert [runs(x, y, 1), runs(x, y, 1), runs(y, x, 1), runs(x, x, 1)] == [1, 1, 0, 1]
+    assert kernel.launcher.seen[-1][2] == (y.data_ptr(), x.data_ptr(), 1, 4)
+
+
+def test_a_replay_keeps_no_tensor(version):
+    """Inputs, allocations and results are freed after the recorded call and after a replay."""
+    kernel, launches, kept = FakeKernel(version), Launches(), []
+
+    def call(x):
+        out = torch.empty(3)
+        launch(kernel, (1,), x, Pair(out, x[1:]), 1, WIDTH=4)
+        kept.extend(map(weakref.ref, (x, out)))
+        return out
+
+    for _ in range(3):
+        x = torch.zeros(3)
+        kept += [weakref.ref(x), weakref.ref(launches.run(call, x))]
+    kernel.called.clear()
+    del x
+    gc.collect()
+    assert launches.replay is not None and not any(each() is not None for each in kept)

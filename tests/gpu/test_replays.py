@@ -1,0 +1,86 @@
+"""Tests on a GPU: a replayed call has the bits of the call itself, for every op that can be replayed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fast
+from fast.backends import checked_calls
+from fast.backends.repeated_launches import Launches
+from reference.interfaces import MLAConfig
+
+from ..support.factories import make_batch, make_layer, make_weights
+from ..twins.test_ops import samples
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu(default_device):
+    """Make tensors on the GPU, whatever `--device` is."""
+    with torch.device("cuda"):
+        yield
+
+
+def launch_functions():
+    """Return the launch function of every op that keeps its checked calls, by the name of the op."""
+    return {str(each._dispatched): each._launch for each in checked_calls._ALL_CALLS
+            if isinstance(each, checked_calls.CheckedCalls)}  # fmt: skip
+
+
+def copied(arguments: tuple) -> tuple:
+    """Return the arguments with copies of all tensors, which have the same strides."""
+    return tuple([
+        torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device).copy_(each)
+        if isinstance(each, torch.Tensor) else each for each in arguments
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_op_is_replayed(dtype):
+    """Five calls with the same signature and other tensors: each writes and returns the bits of the call itself."""
+    found, replayed = launch_functions(), set()
+    for name, many in samples(dtype).items():
+        function = found.get(name.replace("::", "."))
+        if function is None:
+            continue
+        for arguments in many:
+            launches = Launches()
+            for _ in range(5):
+                expected, given = copied(arguments), copied(arguments)
+                for old, new in zip(expected, given, strict=True):  # other values: a replay must not use the old ones
+                    if isinstance(old, torch.Tensor) and old.is_floating_point():
+                        new.copy_(old.copy_(torch.randn(old.shape).to(old.dtype)))
+                wanted, result = function(*expected), launches.run(function, *given)
+                torch.cuda.synchronize()
+                pairs = [*zip(expected, given, strict=True), *zip(as_tuple(wanted), as_tuple(result), strict=True)]
+                for old, new in pairs:
+                    assert not isinstance(old, torch.Tensor) or torch.equal(old.nan_to_num(7), new.nan_to_num(7)), name
+            assert launches.replay is not None, f"{name}: {launches.no_replay}"
+            replayed.add(name)
+    assert len(replayed) == len(found), sorted(replayed)
+
+
+def as_tuple(result) -> tuple:
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("query_lens, lens", [([1, 1, 1], [300, 65, 1]), ([64, 100], [64, 300]), ([1, 50], [90, 50])])
+def test_a_layer_of_replays(query_lens, lens):
+    """A layer whose ops are replayed has the bits of a layer that checks and dispatches every call."""
+    config = MLAConfig.from_preset("deepseek-v2-lite")
+    weights = make_weights(config, torch.bfloat16)
+    layers = [make_layer(fast, config, weights, torch.bfloat16, check_every_call=wanted) for wanted in (False, True)]
+    batch = make_batch(query_lens, lens, block_size=64)
+    plan = fast.build_mla_metadata(batch.common, 64, 256)
+    positions = torch.cat([torch.arange(s - q, s) for q, s in zip(query_lens, lens, strict=True)])
+    for _ in range(4):
+        hidden_states = torch.randn(sum(query_lens), config.hidden_size).bfloat16()
+        cache = torch.randn(batch.num_blocks, 64, config.head_size).bfloat16()
+        caches = cache.clone(), cache.clone()
+        with torch.inference_mode():
+            outputs = [layer(hidden_states, positions, own, plan) for layer, own in zip(layers, caches, strict=True)]
+        assert torch.equal(*outputs) and torch.equal(*caches)
+    replays = [known[1] for each in checked_calls._ALL_CALLS for known in getattr(each, "_known", {}).values()]
+    assert any(each.replay is not None for each in replays)
