@@ -295,9 +295,10 @@ def _launches(
         copy_blocks([kv_cache], pairs, backend=backend)
         swap_blocks(kv_cache, torch.empty_like(kv_cache[:2]), pairs, backend=backend)
 
-    # Triton compiles another variant if a stride is divisible by 16; some strides depend on the number of tokens
+    # Triton compiles another variant if a stride is divisible by 16; some strides depend on the number of tokens.
+    # Two requests can have so many splits that the combine kernel has its tile for several requests with many splits.
     for query_len in range(1, decode_threshold + 1):
-        for requests in (1, 16):
+        for requests in (1, 2, 16):
             step([query_len] * requests, [LONG_CONTEXT] * requests)
         for length in ALONE:
             step([query_len], [max(length, query_len)], scheduled=False)

@@ -496,6 +496,18 @@ def test_warmup_knows_a_request_alone(heads, query_len):
     assert set().union(*map(launched, range(64, 140_000, 960))) <= ahead
 
 
+def record_all(monkeypatch) -> dict:
+    """Replace all kernels of this package, and serve CPU tensors; return the dict that collects kernel variants."""
+    found = {}
+    for name in LAUNCHERS:
+        module = importlib.import_module(f"fast.kernels.{name}")
+        for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
+            monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
+    record(monkeypatch, found)
+    with_backends(monkeypatch, cpu_backend({**portable.KERNELS, **hopper.KERNELS}))
+    return found
+
+
 @pytest.mark.parametrize("heads, batch_invariant, latent", [
     (4, False, 256), (40, False, 256), (64, False, 256), (20, True, 256), (40, True, 256), (40, True, 512),
 ])  # fmt: skip
@@ -504,13 +516,7 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
 
     In this test the backends serve CPU tensors, and launches are recorded.
     """
-    found = {}
-    for name in LAUNCHERS:
-        module = importlib.import_module(f"fast.kernels.{name}")
-        for kernel in [key for key in vars(module) if key.endswith("_kernel")]:
-            monkeypatch.setattr(module, kernel, Recorded(getattr(module, kernel), found))
-    record(monkeypatch, found)
-    with_backends(monkeypatch, cpu_backend({**portable.KERNELS, **hopper.KERNELS}))
+    found = record_all(monkeypatch)
     config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=latent, qk_rope_head_dim=32)
     fast.warmup(
         config, device="cpu", dtype=torch.bfloat16, block_size=16, decode_threshold=3, batch_invariant=batch_invariant
@@ -520,4 +526,27 @@ def test_warmup_specialises_for_every_step(heads, batch_invariant, latent, monke
     assert ("_two_phases_kernel" in {key[0] for key in ahead}) == (batch_invariant and (heads, latent) == (40, 512))
     serve(config, torch.bfloat16, 3, batch_invariant)
     serve_captured(config, torch.bfloat16, 3, batch_invariant)
+    assert set(found) == ahead
+
+
+@pytest.mark.parametrize("heads, batch_invariant", [(16, False), (128, False), (128, True)])
+def test_warmup_knows_every_combine_after_a_schedule(heads, batch_invariant, monkeypatch):
+    """On an H200, planned decodes of any number of requests launch only combine kernels that warm-up launched."""
+    found = record_all(monkeypatch)
+    for module in (decode, combine_launch):
+        monkeypatch.setattr(module, "device_facts", lambda _: H200)
+    config = replace(LOW_RANK, num_heads=heads, kv_lora_rank=256, qk_rope_head_dim=32)
+    fast.warmup(config, device="cpu", dtype=BF16, block_size=64, decode_threshold=3, batch_invariant=batch_invariant)
+    ahead = set(found)
+    for query_len in (1, 2, 3):
+        programs = decode.decode_programs(torch.device("cpu"), BF16, heads, 256, 32, 64, query_len)
+        for requests in (1, 2, 3, 8, 9, 30, 200, 300):
+            rows, tokens = query_len * heads, requests * query_len
+            indices = 2 * requests if batch_invariant else requests + programs
+            combine_launch.combine_partial_outputs(
+                torch.empty(indices * rows * 256), torch.empty(2 * indices * rows + 2 * requests * batch_invariant),
+                offsets([query_len] * requests), query_len, torch.zeros(programs, 5, dtype=torch.int32),
+                offsets([1] * requests), batch_invariant, torch.empty(tokens, heads, 256, dtype=BF16),
+                torch.empty(heads, tokens),
+            )  # fmt: skip
     assert set(found) == ahead

@@ -32,6 +32,21 @@ def test_in_the_interpreter():
     run_in_interpreter(__file__)
 
 
+def combined_in_float64(largest, totals, values):
+    """Return the output, the LSE and the rounding bounds of both, for partial outputs [splits, rows, latent]."""
+    splits = largest.shape[0]
+    if splits == 0:
+        empty = torch.zeros(values.shape[1:], dtype=torch.float64)
+        return empty, torch.full_like(empty[:, 0], -torch.inf), empty, empty[:, 0]
+    highest = largest.double().amax(0)
+    weights = torch.exp2(largest.double() - highest)
+    total = (totals * weights).sum(0)
+    out, most = (((part.double() * weights[:, :, None]).sum(0) / total[:, None]) for part in (values, values.abs()))
+    lse = (highest + total.log2()) * math.log(2)
+    rounded = (splits + 16) * 2.0**-24  # upper bound of the relative rounding error, with exp2 and division
+    return out, lse, rounded * most, rounded * (1 + lse.abs())
+
+
 @runs
 @pytest.mark.parametrize(
     "requests, heads, splits",
@@ -46,14 +61,101 @@ def test_many_parts(requests, heads, splits):
     out, lse = torch.empty(requests, heads, latent, device=DEVICE), torch.empty(heads, requests, device=DEVICE)
     parts = values.flatten().to(DEVICE), torch.stack((largest, totals)).flatten().to(DEVICE)
     combine_launch.combine_partial_outputs(*parts, offsets([1] * requests).to(DEVICE), 1, None, None, False, out, lse)
-    highest = largest.double().amax(0)
-    weights = torch.exp2(largest.double() - highest)
-    total = (totals * weights).sum(0)
-    wanted, most = (((part.double() * weights[:, :, None]).sum(0) / total[:, None]) for part in (values, values.abs()))
-    rounded = (splits + 16) * 2.0**-24  # upper bound of the relative rounding error, with exp2 and division
-    assert ((out.flatten(0, 1).cpu() - wanted).abs() <= rounded * most).all()
-    wanted_lse = (highest + total.log2()) * math.log(2)
-    assert ((lse.T.flatten().cpu() - wanted_lse).abs() <= rounded * (1 + wanted_lse.abs())).all()
+    wanted, wanted_lse, bound, lse_bound = combined_in_float64(largest, totals, values)
+    assert ((out.flatten(0, 1).cpu() - wanted).abs() <= bound).all()
+    assert ((lse.T.flatten().cpu() - wanted_lse).abs() <= lse_bound).all()
+
+
+MANY = [1] * 1100  # more requests than several chunks
+MANY[3], MANY[255], MANY[256], MANY[700], MANY[1099] = 2, 3, 0, 2, 4  # the last requests of two chunks, no split in one
+PLANNED_SPLITS = {  # heads, splits of each request
+    "none is split": (3, [1] * 5), "one is split": (64, [1, 1, 3, 1]), "all are split": (3, [2, 5, 3, 2, 4, 2, 2]),
+    "some have no keys": (3, [0, 2, 1, 0, 0, 3, 0]), "none has keys": (3, [0, 0, 0]), "one request": (3, [20]),
+    "many splits": (3, [40, 1, 90]), "the first and the last": (2, [2, 1, 1, 1, 1, 2]), "more than a chunk": (3, MANY),
+}  # fmt: skip
+
+
+@runs
+@pytest.mark.parametrize("processors", [1, 3, None])
+@pytest.mark.parametrize("heads, splits", PLANNED_SPLITS.values(), ids=PLANNED_SPLITS)
+def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypatch):
+    """The combine kernel combines what the schedule has split, with any number of programs, and writes no other row.
+
+    Some requests have no query tokens, the last tokens belong to no request, and the partial outputs of all rows that
+    the combine kernel must not read are NaN. The results are compared with float64.
+    """
+    if processors is not None:  # fewer programs than tiles
+        facts = combine_launch.device_facts(DEVICE)._replace(processors=processors)
+        monkeypatch.setattr(combine_launch, "device_facts", lambda _: facts)
+        monkeypatch.setattr(combine_launch, "WARPS_OF_A_PROCESSOR", 4)
+    requests, latent = len(splits), 24
+    query_lens = [(1, 2, 1, 0)[request % 4] for request in range(requests)]
+    if requests > 100:
+        query_lens = [1] * requests
+        query_lens[700] = 0
+    starts, split_offsets = offsets(query_lens), offsets(splits)
+    tokens, most_queries, indices = int(starts[-1]) + 2, max(query_lens), int(split_offsets[-1]) + 2
+    rows = most_queries * heads
+    partial_out = torch.full((indices, rows, latent), torch.nan)
+    partial_lse = torch.full((2, indices, rows), torch.nan)
+    out, lse = torch.full((tokens, heads, latent), 7.0), torch.full((heads, tokens), 7.0)
+    wanted, wanted_lse = out.double(), lse.double()
+    bound, lse_bound = torch.zeros_like(wanted), torch.zeros_like(wanted_lse)
+    for request, (count, queries) in enumerate(zip(splits, query_lens, strict=True)):
+        if count == 1:
+            continue
+        begin, token, own = int(split_offsets[request]), int(starts[request]), queries * heads
+        values, largest = torch.randn(count, own, latent), 9 * torch.randn(count, own)
+        totals = torch.rand(count, own) + 0.5
+        partial_out[begin : begin + count, :own] = values
+        partial_lse[:, begin : begin + count, :own] = torch.stack((largest, totals))
+        found = combined_in_float64(largest, totals, values)
+        for tensor, part in zip((wanted, bound), found[::2], strict=True):
+            tensor[token : token + queries] = part.view(queries, heads, latent)
+        for tensor, part in zip((wanted_lse, lse_bound), found[1::2], strict=True):
+            tensor[:, token : token + queries] = part.view(queries, heads).T
+    out, lse = out.to(DEVICE), lse.to(DEVICE)
+    combine_launch.combine_partial_outputs(
+        partial_out.flatten().to(DEVICE), partial_lse.flatten().to(DEVICE), starts.to(DEVICE), most_queries,
+        torch.zeros(max(1, sum(splits)), 5, dtype=torch.int32, device=DEVICE), split_offsets.to(DEVICE), False,
+        out, lse,
+    )  # fmt: skip
+    assert ((out.cpu() - wanted).abs() <= bound).all()
+    empty = wanted_lse == -torch.inf
+    assert torch.equal(lse.cpu() == -torch.inf, empty)
+    assert ((lse.cpu() - wanted_lse)[~empty].abs() <= lse_bound[~empty]).all()
+
+
+@runs
+@pytest.mark.parametrize("requests, heads, programs, tile, launched", [
+    (1, 2, 4, "FOR_FEW_SPLITS", 1), (1, 64, 4, "FOR_FEW_SPLITS", 64), (1, 64, 17, "FOR_FEW_ROWS", 64 * 2),
+    (1, 128, 17, "FOR_MANY_ROWS", 128), (2, 128, 33, "FOR_MANY_SPLITS", 128 * 2 * 2),
+    (2, 128, 32, "FOR_FEW_SPLITS", 256), (40, 128, 132, "FOR_FEW_SPLITS", 132 * 16),
+    (300, 128, 132, "FOR_FEW_SPLITS", 132 * 16), (600, 3, 132, "FOR_FEW_SPLITS", 132 * 8),
+])  # fmt: skip
+def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monkeypatch):
+    """After a planned decode, the combine kernel has a program for each tile, but not more than run at a time.
+
+    One request has the tile that it would have without a schedule and with as many splits as the schedule has programs.
+    """
+    launches = []
+    monkeypatch.setattr(combine_launch, "launch", lambda _, grid, *__, **constants: launches.append((grid, constants)))
+    facts = combine_launch.device_facts(DEVICE)._replace(processors=132)
+    monkeypatch.setattr(combine_launch, "device_facts", lambda _: facts)
+    latent, indices = 64, requests + programs
+    combine_launch.combine_partial_outputs(
+        torch.empty(indices * heads * latent, device=DEVICE), torch.empty(2 * indices * heads, device=DEVICE),
+        offsets([1] * requests).to(DEVICE), 1, torch.zeros(programs, 5, dtype=torch.int32, device=DEVICE),
+        offsets([1] * requests).to(DEVICE), False, torch.empty(requests, heads, latent, device=DEVICE),
+        torch.empty(heads, requests, device=DEVICE),
+    )  # fmt: skip
+    ((grid, constants),) = launches
+    chosen = getattr(combine_launch, tile)
+    if tile == "FOR_FEW_SPLITS":
+        chosen = chosen[heads >= 64]
+    sizes = constants["ROWS"], constants["COLUMNS"], constants["SPLITS"], constants["num_warps"]
+    assert sizes == chosen._replace(columns=min(chosen.columns, latent))
+    assert grid == (launched,)
 
 
 @runs

@@ -16,6 +16,11 @@ request has the same number n of partial indices, and split s of request b has t
 exception saves memory traffic: a program that attends the first split of a request and further splits directly behind
 it writes one sum of all these splits, at the first index of the request. The [B, 2] integers are, for each request, the
 number of splits in this sum and the number of all splits.
+
+With a schedule, most requests often have one split, and the host does not know which ones. A program for each tile of
+each request would then have nothing to do, but its launch would take time. So the kernel for a schedule has a grid of
+limited size. Every program finds the requests to combine in `split_offsets` and then processes every n-th tile of these
+requests, where n is the number of programs.
 """
 
 from __future__ import annotations
@@ -78,6 +83,20 @@ class Rows(NamedTuple):
     number: Any
     token: Any
     real: Any
+
+
+class TilePlace(NamedTuple):
+    """Place of one tile of a combine kernel.
+
+    Attributes:
+        request: number of the request.
+        row_tile: number of the tile among the row tiles of the request.
+        column_tile: number of the tile among the column tiles of a row.
+    """
+
+    request: Any
+    row_tile: Any
+    column_tile: Any
 
 
 class CombineTile(NamedTuple):
@@ -185,6 +204,24 @@ def _add_rounded(before, split, shift, one, held):
 
 @triton.jit
 @no_type_check
+def _place_of_tile(number, rank, first_request, row_tiles, column_tiles):
+    """Return the `TilePlace` of tile `number` of the requests to combine among CHUNK requests.
+
+    Args:
+        number: number of the tile; the tiles of the first request to combine come first.
+        rank: [CHUNK], how many requests up to and including each request of the chunk are to combine.
+        first_request: first request of the chunk.
+        row_tiles: number of row tiles of a request.
+        column_tiles: number of column tiles of a row.
+    """
+    request_tiles = row_tiles * column_tiles
+    # all requests before request i to combine, counted from 0, have a rank of at most i
+    request = first_request + tl.sum((rank <= number // request_tiles).to(tl.int32), 0)
+    return TilePlace(request, number // column_tiles % row_tiles, number % column_tiles)
+
+
+@triton.jit
+@no_type_check
 def _rows_of_request(
     query_start_loc, request, row_tile, num_tokens, request_rows, HEADS: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -235,39 +272,54 @@ def _combine_splits_kernel(
     _write_rows(state, row // HEADS, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS, LATENT)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_partials", "row_tiles"])
+@triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_partials", "num_requests", "row_tiles"])
 @no_type_check
 def _combine_scheduled_kernel(
     split_offsets, query_start_loc, partial_out, partial_lse, out, lse,
-    num_tokens, request_rows, num_partials, row_tiles,
+    num_tokens, request_rows, num_partials, num_requests, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine COLUMNS columns of ROWS rows of a request that a schedule has split.
+    """Combine the requests that a schedule has split, in tiles of ROWS rows and COLUMNS columns.
 
     The decode kernel has already written the output of a request with one split. For a request without keys, this
-    kernel writes output 0 and LSE -inf.
+    kernel writes output 0 and LSE -inf. The tiles of all other requests have consecutive numbers, and a program
+    processes the tiles program_id, program_id + number of programs, and so on.
     """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
-    number = tl.program_id(0)
-    request = number // (row_tiles * column_tiles)
-    row_tile, column_tile = number // column_tiles % row_tiles, number % column_tiles
-    first_partial = tl.load(split_offsets + request)
-    splits = tl.load(split_offsets + request + 1) - first_partial
-    if splits != 1:
-        rows = _rows_of_request(query_start_loc, request, row_tile, num_tokens, request_rows, HEADS, ROWS)
-        splits = tl.minimum(splits, num_partials)
-        columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
-        partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-        state = _combine_partials(
-            partials, splits, first_partial, rows.number, rows.real, columns, LATENT, ROWS, COLUMNS, SPLITS
-        )
-        _write_rows(
-            state, rows.token, rows.number % HEADS, rows.real, columns, column_tile, num_tokens, out, lse, HEADS, LATENT
-        )
+    number = tl.program_id(0).to(tl.int64)  # the next tile of this program
+    chunk_start = tl.full([], 0, tl.int64)  # number of the chunk's first tile
+    for first_request in range(0, num_requests, CHUNK):
+        chunk = first_request + tl.arange(0, CHUNK)
+        exists = chunk < num_requests
+        chunk_splits = tl.load(split_offsets + chunk + 1, mask=exists, other=1)
+        chunk_splits -= tl.load(split_offsets + chunk, mask=exists, other=0)  # 1 split past the last request
+        combined = (chunk_splits != 1).to(tl.int32)
+        chunk_end = chunk_start + tl.sum(combined, 0).to(tl.int64) * row_tiles * column_tiles
+        if number < chunk_end:
+            rank = tl.cumsum(combined, 0)
+            while number < chunk_end:
+                # 32 bits suffice: the partial outputs of 2^31 tiles would not fit into memory
+                tile = _place_of_tile((number - chunk_start).to(tl.int32), rank, first_request, row_tiles, column_tiles)
+                first_partial = tl.load(split_offsets + tile.request)
+                splits = tl.minimum(tl.load(split_offsets + tile.request + 1) - first_partial, num_partials)
+                rows = _rows_of_request(
+                    query_start_loc, tile.request, tile.row_tile, num_tokens, request_rows, HEADS, ROWS
+                )
+                columns = tile.column_tile * COLUMNS + tl.arange(0, COLUMNS)
+                partials = Partials(partial_out, partial_lse, num_partials, request_rows)
+                state = _combine_partials(
+                    partials, splits, first_partial, rows.number, rows.real, columns, LATENT, ROWS, COLUMNS, SPLITS
+                )
+                _write_rows(
+                    state, rows.token, rows.number % HEADS, rows.real, columns, tile.column_tile, num_tokens, out, lse,
+                    HEADS, LATENT,
+                )  # fmt: skip
+                number += tl.num_programs(0)
+        chunk_start = chunk_end
 
 
 @triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_partials", "num_requests", "row_tiles"])

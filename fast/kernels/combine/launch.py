@@ -26,6 +26,10 @@ FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few
 FOR_ONE_INVARIANT = (CombineTile(1, 32, 32, 1), CombineTile(1, 64, 16, 1))  # one request: (few rows, many rows)
 FOR_INVARIANT = (CombineTile(1, 128, 16, 1), CombineTile(1, 512, 4, 2))  # several requests: (few heads, many heads)
 FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)  # with a schedule, few requests have partial outputs
+# With a schedule, the grid has at most this number of warps for each multiprocessor. More programs would not run at a
+# time, and every launched program takes time, also if it has nothing to combine.
+WARPS_OF_A_PROCESSOR = 32
+CHUNK = 256  # requests that a program examines at a time to find the requests to combine
 
 
 class SplitDecode(NamedTuple):
@@ -76,7 +80,8 @@ def combine_partial_outputs(
         return
     tokens, heads, latent = out.shape
     requests = query_start_loc.shape[0] - 1
-    following = device_facts(out.device).following
+    facts = device_facts(out.device)
+    following = facts.following
     written = {"HEADS": heads, "LATENT": latent}
     whole = next_power_of_2(latent)
     # a decode with few rows has many splits for each row: small tiles then give enough programs to fill the GPU
@@ -103,8 +108,8 @@ def combine_partial_outputs(
         elif tile_ranges is None:
             tile = FOR_INVARIANT[heads >= MANY_HEADS]
     else:
-        many = tile_ranges.shape[0] > MANY_SPLITS * requests
-        tile = FOR_MANY_SPLITS if many else FOR_FEW_SPLITS[heads >= MANY_HEADS]
+        splits = cdiv(tile_ranges.shape[0], requests)  # about as many as if the programs were spread evenly
+        tile = _tile_for(splits, request_rows, heads, requests)
     columns = min(tile.columns, whole)
     row_tiles = cdiv(request_rows, tile.rows)
     grid = (requests * row_tiles * cdiv(latent, columns),)
@@ -120,15 +125,16 @@ def combine_partial_outputs(
                 **written, **following,
             )  # fmt: skip
         else:
+            programs = facts.processors * (WARPS_OF_A_PROCESSOR // tile.warps)
             launch(
-                _combine_scheduled_kernel, grid,
-                offsets, query_start_loc, partial_out, partial_lse, out, lse, tokens, request_rows, partials, row_tiles,
-                **tiles, **written, **following,
+                _combine_scheduled_kernel, (min(*grid, programs),),
+                offsets, query_start_loc, partial_out, partial_lse, out, lse, tokens, request_rows, partials, requests,
+                row_tiles, CHUNK=CHUNK, **tiles, **written, **following,
             )  # fmt: skip
 
 
 def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
-    """Return the tile sizes for requests that all have the same number of splits."""
+    """Return the tile sizes for requests with this number of splits: all requests have it, or it is an estimate."""
     if splits <= MANY_SPLITS:
         return FOR_FEW_SPLITS[heads >= MANY_HEADS]
     if requests > 1:
