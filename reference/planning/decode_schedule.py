@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Int32
 from torch import Tensor
@@ -31,21 +33,30 @@ def plan_decode(
     (`choose_schedule` estimates the gain), and changes results by rounding alone. A decode always needs its plan
     (`DecodeMetadata`), with or without a schedule.
 
-    Each program gets an equal part of a time line, whose unit is the time of one tile. The steps are:
+    The requests are placed one after another on a time line, whose unit is the time of one tile. Each request consists
+    of parts. The line is divided into segments of Q = ceil(length / num_programs) units, and program p gets the parts
+    that start in [p Q, (p + 1) Q). The parts that a program gets of one request are one split. A request without keys
+    is not on the line and has no split; the combine kernel writes output 0 and LSE -inf for such a request.
 
-    1. Put the requests on the line one after another. Each request has `request_cost` units for its start, then one
-       unit for each tile. A request without keys is not on the line and has no split; the combine kernel writes output
-       0 and LSE -inf for such a request.
-    2. Divide the line into parts of Q = ceil(length / num_programs) units. Program p gets the tiles in
-       [p Q, (p + 1) Q).
+    There are two candidates:
 
-    A program that continues a request of the previous program needs `request_cost` once more. No program therefore
-    takes longer than Q + `request_cost`.
+    - *Balanced*: a part is one tile. Each request has `request_cost` units for its start, then one unit for each tile.
+      A program that continues a request of the previous program needs `request_cost` once more. No program therefore
+      takes longer than Q + `request_cost`.
+    - *Whole parts*: a part is a whole request, or one of the equal parts of a long request (`_equal_part_tiles`). Each
+      part has `request_cost` units, then one unit for each tile. The last part of a request may have fewer tiles, but
+      has the same length on the line. With the shortest and the longest part of all requests, a program gets at most
+      ceil(Q / shortest) parts, and these parts start within Q units. No program therefore takes longer than
+      min(Q - 1 + longest, longest * ceil(Q / shortest)).
 
-    With `batch_invariant`, a request is divided into splits of `invariant_split_tiles` tiles, by its own length alone.
-    On the line, the first split of a request has `request_cost` units in addition to its tiles. Every further split has
-    `split_cost` units in addition to its tiles, or `request_cost` units if this number is smaller. A program gets the
-    splits that start in its part of the line.
+    The schedule consists of whole parts if the second upper bound does not exceed the first upper bound; otherwise the
+    schedule is balanced. Whole parts need fewer partial outputs, because fewer requests are split. If all requests have
+    similar lengths, the whole parts are usually chosen.
+
+    With `batch_invariant`, a part is one split of `invariant_split_tiles` tiles, which depend on the length of the
+    request alone. On the line, the first split of a request has `request_cost` units in addition to its tiles. Every
+    further split has `split_cost` units in addition to its tiles, or `request_cost` units if this number is smaller. A
+    program may get several splits of one request.
 
     Args:
         seq_lens: [B], keys of each request.
@@ -67,37 +78,36 @@ def plan_decode(
     check_not_negative("seq_lens", seq_lens)
     lens = seq_lens.tolist()
 
-    request_cost, split_cost = costs.request_cost, 0
+    tiles, request_cost = [-(-length // DECODE_TILE) for length in lens], costs.request_cost
     if batch_invariant:
+        split_tiles = [invariant_split_tiles(count, costs.split_rule) for count in tiles]
         split_cost = min(request_cost, costs.split_cost)
-        request_cost -= split_cost
-    line = []  # for each unit of time: None (a cost), or a tile as (request, tile, split, start time of the split)
-    for request, length in enumerate(lens):
-        tiles = -(-length // DECODE_TILE)
-        split_tiles = invariant_split_tiles(tiles, costs.split_rule) if batch_invariant else max(1, tiles)
-        line += [None] * (request_cost if tiles else 0)
-        for tile in range(tiles):
-            if tile % split_tiles == 0:
-                split_start = len(line)
-                line += [None] * split_cost
-            line.append((request, tile, tile // split_tiles, split_start))
-    units_per_program = max(1, -(-len(line) // num_programs))
-    taken: list[list[tuple[int, int, int]]] = [[] for _ in range(num_programs)]
-    for time, entry in enumerate(line):
-        if entry is not None:
-            *tile, split_start = entry
-            taken[(split_start if batch_invariant else time) // units_per_program].append(tuple(tile))
+        line = _lay_out(tiles, split_tiles, request_cost - split_cost, split_cost, num_programs, shorter_last=True)
+    else:
+        line = _lay_out(tiles, [1] * len(tiles), request_cost, 0, num_programs)
+        part_tiles = _equal_part_tiles(tiles, num_programs)
+        part_lengths = [size + request_cost for count, size in zip(tiles, part_tiles, strict=True) if count]
+        if part_lengths:
+            whole = _lay_out(tiles, part_tiles, 0, request_cost, num_programs)
+            shortest, longest = min(part_lengths), max(part_lengths)
+            most_time = min(whole.segment - 1 + longest, longest * -(-whole.segment // shortest))
+            if most_time <= line.segment + request_cost:
+                line = whole
+    taken: list[list[_Part]] = [[] for _ in range(num_programs)]
+    for part in line.parts:
+        taken[part.start // line.segment].append(part)
 
     ranges, splits = [], [0] * len(lens)
-    for tiles_of_program in taken:
-        if not tiles_of_program:
+    for parts in taken:
+        if not parts:
             ranges.append([len(lens), len(lens) - 1, 0, 0, 0])
             continue
-        (first, first_tile, first_split), (last, last_tile, _) = tiles_of_program[0], tiles_of_program[-1]
-        ranges.append([first, last, first_tile, last_tile + 1, first_split if batch_invariant else splits[first]])
-        for request in sorted({request for request, _, _ in tiles_of_program}):
-            new_splits = {split for other, _, split in tiles_of_program if other == request}
-            splits[request] += len(new_splits) if batch_invariant else 1
+        first, last = parts[0], parts[-1]
+        first_split = first.number if batch_invariant else splits[first.request]
+        ranges.append([first.request, last.request, first.first_tile, last.last_tile, first_split])
+        requests = [part.request for part in parts]
+        for request in requests if batch_invariant else set(requests):
+            splits[request] += 1
     offsets = [sum(splits[:request]) for request in range(len(lens) + 1)]
     device = seq_lens.device
     return DecodeSchedule(
@@ -106,3 +116,67 @@ def plan_decode(
         batch_invariant=batch_invariant,
         split_rule=costs.split_rule,
     )
+
+
+class _Part(NamedTuple):
+    """Consecutive tiles of one request that one program attends.
+
+    Attributes:
+        request: number of the request.
+        number: number of the part within the request.
+        first_tile: first tile of the part.
+        last_tile: last tile of the part (exclusive).
+        start: where the part starts on the line.
+    """
+
+    request: int
+    number: int
+    first_tile: int
+    last_tile: int
+    start: int
+
+
+class _Line(NamedTuple):
+    """The parts of all requests in the order of the line, and the length of the segment of each program."""
+
+    parts: list[_Part]
+    segment: int
+
+
+def _lay_out(
+    tiles: list[int],
+    part_tiles: list[int],
+    request_cost: int,
+    part_cost: int,
+    num_programs: int,
+    shorter_last: bool = False,
+) -> _Line:
+    """Place all requests on a line, each request divided into parts.
+
+    Args:
+        tiles: tiles of each request.
+        part_tiles: tiles of one part of each request; the last part of a request may have fewer tiles.
+        request_cost: length that each request with tiles has in addition to its parts.
+        part_cost: length that each part has in addition to its tiles.
+        num_programs: number of segments.
+        shorter_last: if True, a last part with fewer tiles is shorter on the line; if False, it has the length of the
+            other parts.
+    """
+    parts, length = [], 0
+    for request, (count, size) in enumerate(zip(tiles, part_tiles, strict=True)):
+        length += request_cost if count else 0
+        for number, first in enumerate(range(0, count, size)):
+            last = min(first + size, count)
+            parts.append(_Part(request, number, first, last, length))
+            length += part_cost + (last - first if shorter_last else size)
+    return _Line(parts, max(1, -(-length // num_programs)))
+
+
+def _equal_part_tiles(tiles: list[int], num_programs: int) -> list[int]:
+    """Return the tiles of one part of each request, if long requests are divided into equal parts.
+
+    A request gets as many parts as its fraction of all tiles gives programs, rounded down, and at least one part.
+    """
+    total = max(1, sum(tiles))
+    parts = [max(1, num_programs * count // total) for count in tiles]
+    return [max(1, -(-count // number)) for count, number in zip(tiles, parts, strict=True)]

@@ -1,7 +1,9 @@
 """Planning of the decode schedule, by binary search.
 
-Imagine all requests laid end to end on a line. The length of a request on this line is its number of tiles plus its
-costs. The line is divided into segments of equal length, one for each program.
+Imagine all requests laid end to end on a line. Each request consists of parts, and its length on this line is its
+number of tiles plus its costs. The line is divided into segments of equal length, one for each program. A program takes
+the parts that start in its segment. A part is one tile in a balanced schedule, one of the equal parts of a request in a
+schedule of whole parts, and one split in a batch-invariant schedule.
 """
 
 from __future__ import annotations
@@ -24,8 +26,28 @@ class _ProgramRanges(NamedTuple):
     first_split: Tensor
 
 
-class _ProgramCut(NamedTuple):
-    """Division of the line of all requests into segments, one for each program.
+class _Line(NamedTuple):
+    """Parts of all requests, laid end to end; the fields of shape [B] have one value for each request.
+
+    Attributes:
+        part_tiles: [B], tiles of one part; the last part may have fewer tiles.
+        parts: [B], number of parts.
+        stride: [B], distance from the start of a part to the start of the next part of the request.
+        starts: [B], where the first part starts on the line.
+        ends: [B], where the request ends on the line.
+        segment: length of the segment of each program.
+    """
+
+    part_tiles: Tensor
+    parts: Tensor
+    stride: Tensor
+    starts: Tensor
+    ends: Tensor
+    segment: int
+
+
+class _Assignment(NamedTuple):
+    """Assignment of the parts on a line to programs.
 
     Attributes:
         works: [programs], whether a program has tiles; the range of a program without tiles has no meaning.
@@ -63,64 +85,86 @@ def plan_decode(
     splits = tiles
     if requests > 0:
         if batch_invariant:
-            found = _cut_by_length(tiles, num_programs, request_cost, min(request_cost, split_cost), split_rule)
+            part_tiles = _invariant_split_tiles(tiles, split_rule)
+            part_cost = min(request_cost, split_cost)
+            line = _lay_out(tiles, part_tiles, request_cost - part_cost, part_cost, num_programs, shorter_last=True)
         else:
-            found = _cut_by_program(tiles, num_programs, request_cost)
+            line = _cheaper_line(tiles, num_programs, request_cost)
+        found = _assign_parts(tiles, line, num_programs, batch_invariant)
         ranges = torch.where(found.works[:, None], torch.stack(found.ranges, 1), ranges)
         splits = found.splits
     offsets = torch.nn.functional.pad(splits.cumsum(0), (1, 0))
     return ranges.to(torch.int32).contiguous(), offsets.to(torch.int32)
 
 
-def _cut_by_program(tiles: Tensor, num_programs: int, request_cost: int) -> _ProgramCut:
-    """Divide the line into segments of equal length, one for each program; a segment may end inside a request."""
-    ends = torch.where(tiles > 0, tiles + request_cost, 0).cumsum(0)
-    # where the first tile of each request starts on the line; a request without keys gets the value of the next request
-    first_tile_at = ends - tiles
-    first_tile_at += (tiles == 0) * request_cost
-    total = int(ends[-1])
-    segment = max(1, -(-total // num_programs))
-    program = torch.arange(num_programs, device=tiles.device)
-    low, high = program * segment, (program * segment + segment).clamp_(max=total)
-    first = torch.searchsorted(ends, low, right=True).clamp_(max=tiles.shape[0] - 1)
-    last = torch.searchsorted(first_tile_at, high) - 1
-    works = (low < total) & (first <= last)
-    last = last.clamp_(min=0)
-    first_tile = (low - first_tile_at[first]).clamp_(min=0)
-    last_tile = torch.minimum(high, ends[last]) - first_tile_at[last]
-    first_split = program - first_tile_at[first] // segment
-    splits = (ends - 1) // segment - first_tile_at // segment + 1
-    return _ProgramCut(works, _ProgramRanges(first, last, first_tile, last_tile, first_split), splits * (tiles > 0))
+def _lay_out(
+    tiles: Tensor, part_tiles: Tensor, request_cost: int, part_cost: int, num_programs: int, shorter_last: bool = False
+) -> _Line:
+    """Return the `_Line` of requests that are divided into parts of `part_tiles` tiles.
 
-
-def _cut_by_length(
-    tiles: Tensor, num_programs: int, request_cost: int, split_cost: int, split_rule: InvariantSplitRule
-) -> _ProgramCut:
-    """Compute the splits of each request from its length alone, and assign the splits to programs.
-
-    A program takes the splits that start in its segment of the line.
+    Args:
+        tiles: [B], tiles of each request.
+        part_tiles: [B], tiles of one part.
+        request_cost: length that each request with tiles has in addition to its parts.
+        part_cost: length that each part has in addition to its tiles.
+        num_programs: number of segments.
+        shorter_last: if True, the last part of a request may be shorter on the line than the other parts.
     """
+    parts = (tiles + part_tiles - 1) // part_tiles
+    stride = part_tiles + part_cost
+    lengths = (tiles + parts * part_cost if shorter_last else parts * stride) + (tiles > 0) * request_cost
+    ends = lengths.cumsum(0)
+    segment = max(1, -(-int(ends[-1]) // num_programs))
+    return _Line(part_tiles, parts, stride, ends - lengths + request_cost, ends, segment)
+
+
+def _cheaper_line(tiles: Tensor, num_programs: int, request_cost: int) -> _Line:
+    """Return the line of whole parts if no program takes longer on it; otherwise the line whose parts are tiles."""
+    balanced = _lay_out(tiles, torch.ones_like(tiles), request_cost, 0, num_programs)
+    parts = (num_programs * tiles // tiles.sum().clamp(min=1)).clamp(min=1)
+    whole = _lay_out(tiles, ((tiles + parts - 1) // parts).clamp(min=1), 0, request_cost, num_programs)
+    lengths = whole.stride[tiles > 0]
+    if lengths.numel() == 0:
+        return balanced
+    shortest, longest = int(lengths.min()), int(lengths.max())
+    most_time = min(whole.segment - 1 + longest, longest * -(-whole.segment // shortest))
+    return whole if most_time <= balanced.segment + request_cost else balanced
+
+
+def _invariant_split_tiles(tiles: Tensor, split_rule: InvariantSplitRule) -> Tensor:
+    """Return the tiles of one split of each request, which depend on the length of this request alone."""
     grown = ((tiles + (split_rule.small_splits - 1)) // split_rule.small_splits).clamp_(
         split_rule.small_tiles, split_rule.large_tiles
     )
     split_tiles = torch.maximum(grown, (tiles + (split_rule.max_splits - 1)) // split_rule.max_splits)
-    split_tiles += split_tiles % 2
-    splits = (tiles + split_tiles - 1) // split_tiles
-    lengths = tiles + splits * split_cost + (tiles > 0) * (request_cost - split_cost)
-    ends, split_ends = lengths.cumsum(0), splits.cumsum(0)
-    starts, split_starts = ends - lengths + (request_cost - split_cost), split_ends - splits
-    total, last_request = int(ends[-1]), tiles.shape[0] - 1
-    segment = max(1, -(-total // num_programs))
+    return split_tiles + split_tiles % 2
+
+
+def _assign_parts(tiles: Tensor, line: _Line, num_programs: int, batch_invariant: bool) -> _Assignment:
+    """Assign to each program the parts that start in its segment.
+
+    With `batch_invariant`, each part is one split. Otherwise the parts of a request that a program takes are one split.
+    """
+    part_ends, last_request, segment = line.parts.cumsum(0), tiles.shape[0] - 1, line.segment
+    part_starts = part_ends - line.parts
     bounds = torch.arange(num_programs + 1, device=tiles.device) * segment
-    request = torch.searchsorted(ends, bounds, right=True).clamp_(max=last_request)
-    stride = split_tiles[request] + split_cost
-    split_number = ((bounds - starts[request] + stride - 1) // stride).clamp_(min=0)
-    # for each segment boundary, the number of splits of all requests that start before the boundary
-    first_splits = split_starts[request] + torch.minimum(split_number, splits[request])
-    low, high = first_splits[:-1], first_splits[1:]
-    first = torch.searchsorted(split_ends, low, right=True).clamp_(max=last_request)
-    last = torch.searchsorted(split_ends, high - 1, right=True).clamp_(max=last_request)
-    first_split = low - split_starts[first]
-    last_tile = torch.minimum((high - split_starts[last]) * split_tiles[last], tiles[last])
-    first_tile = first_split * split_tiles[first]
-    return _ProgramCut(low < high, _ProgramRanges(first, last, first_tile, last_tile, first_split), splits)
+    request = torch.searchsorted(line.ends, bounds, right=True).clamp_(max=last_request)
+    stride = line.stride[request]
+    number = ((bounds - line.starts[request] + stride - 1) // stride).clamp_(min=0)
+    # for each segment boundary, the number of parts of all requests that start before the boundary
+    first_parts = part_starts[request] + torch.minimum(number, line.parts[request])
+    low, high = first_parts[:-1], first_parts[1:]
+    first = torch.searchsorted(part_ends, low, right=True).clamp_(max=last_request)
+    last = torch.searchsorted(part_ends, high - 1, right=True).clamp_(max=last_request)
+    first_part = low - part_starts[first]
+    first_tile = first_part * line.part_tiles[first]
+    last_tile = torch.minimum((high - part_starts[last]) * line.part_tiles[last], tiles[last])
+    splits, first_split = line.parts, first_part
+    if not batch_invariant:
+        apart = line.stride >= segment  # no two parts of the request are in one segment
+        first_program = line.starts // segment
+        last_program = (line.starts + (line.parts - 1) * line.stride) // segment
+        splits = torch.where(apart, line.parts, last_program - first_program + 1) * (tiles > 0)
+        program = torch.arange(num_programs, device=tiles.device)
+        first_split = torch.where(apart[first], first_part, program - first_program[first])
+    return _Assignment(low < high, _ProgramRanges(first, last, first_tile, last_tile, first_split), splits)

@@ -2,10 +2,18 @@
 
 The host reads no value back, so a captured CUDA graph can contain this launch.
 
-Imagine all requests laid end to end on a line. The length of a request on this line is its number of tiles plus
-`request_cost`; a batch-invariant schedule adds `split_cost` for each split after the first. The line is divided into
-segments of equal length, one for each program of the decode. Each program of the kernels below finds where the segments
-of a few programs of the decode begin and end. The kernels process CHUNK requests at a time, not one by one.
+Imagine all requests laid end to end on a line. Each request consists of parts, and its length on this line is its
+number of tiles plus its costs. The line is divided into segments of equal length, one for each program of the decode.
+A program of the decode takes the parts that start in its segment. The three kinds of schedules differ in the parts:
+
+| schedule | a part | cost of a request | cost of a part |
+|---|---|---|---|
+| balanced | one tile | `request_cost` | 0 |
+| of whole parts | a request, or one of the equal parts of a long request | 0 | `request_cost` |
+| batch-invariant | one split | `request_cost - split_cost` | `split_cost` |
+
+Each program of the kernels below finds where the segments of a few programs of the decode begin and end. The kernels
+process CHUNK requests at a time, not one by one.
 """
 
 from __future__ import annotations
@@ -37,52 +45,41 @@ class SplitRule(NamedTuple):
     max_splits: Any
 
 
-class RequestTiles(NamedTuple):
-    """Tiles of CHUNK requests.
+class Line(NamedTuple):
+    """Division of the line of all requests into parts and segments; each field is a scalar.
 
     Attributes:
-        tiles: [CHUNK], tiles of each request.
-        split_tiles: [CHUNK], tiles of one split of each request.
-        splits: [CHUNK], splits of each request.
-        length: [CHUNK], length of each request on the line.
+        request_cost: length that each request with tiles has in addition to its parts.
+        part_cost: length that each part has in addition to its tiles.
+        segment: length of a segment.
+        whole_parts: True for a schedule of whole parts, False for a balanced schedule. A batch-invariant schedule does
+            not use this field.
+        total_tiles: tiles of all requests. A batch-invariant schedule does not use this field.
+        num_programs: number of programs of the decode.
     """
 
-    tiles: Any
-    split_tiles: Any
-    splits: Any
+    request_cost: Any
+    part_cost: Any
+    segment: Any
+    whole_parts: Any
+    total_tiles: Any
+    num_programs: Any
+
+
+class RequestParts(NamedTuple):
+    """Parts of some requests; each field has one value for each request.
+
+    Attributes:
+        part_tiles: tiles of one part; the last part may have fewer tiles.
+        parts: number of parts.
+        stride: distance on the line from the start of a part to the start of the next part.
+        length: length of the request on the line.
+    """
+
+    part_tiles: Any
+    parts: Any
+    stride: Any
     length: Any
-
-
-class SegmentBounds(NamedTuple):
-    """The requests at both ends of the segments of PROGRAMS programs; each field is [PROGRAMS].
-
-    Attributes:
-        first_request: request in which the segment begins.
-        first_start: where `first_request` starts on the line.
-        last_request: request in which the segment ends.
-        last_start: where `last_request` starts on the line.
-        last_end: where `last_request` ends on the line.
-    """
-
-    first_request: Any
-    first_start: Any
-    last_request: Any
-    last_start: Any
-    last_end: Any
-
-
-class LineSums(NamedTuple):
-    """Sums over the chunks of requests that were added so far.
-
-    Attributes:
-        before: sum of the lengths of these requests on the line.
-        splits_before: number of splits of these requests.
-        bounds: `SegmentBounds`, as far as these requests determine them.
-    """
-
-    before: Any
-    splits_before: Any
-    bounds: Any
 
 
 @triton.jit
@@ -97,67 +94,121 @@ def invariant_split_tiles(tiles, rule):
 
 @triton.jit
 @no_type_check
-def _chunk_tiles(seq_lens, first, num_requests, request_cost, split_cost, rule, CHUNK: tl.constexpr,
-                 TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr):  # fmt: skip
-    """Return the `RequestTiles` of CHUNK requests, from request `first` on.
-
-    A request number past the last request gets no tiles. The length of a request on the line is its number of tiles,
-    plus `request_cost` if it has tiles, plus `split_cost` for each split.
-    """
-    request = first + tl.arange(0, CHUNK)
-    lens = tl.load(seq_lens + request, mask=request < num_requests, other=0)
-    tiles = (tl.maximum(lens, 1) - 1) // TILE + (lens > 0).to(tl.int32)  # lens + TILE - 1 could overflow 32 bits
-    split_tiles, splits = tl.maximum(tiles, 1), tl.minimum(tiles, 1)
-    if BATCH_INVARIANT:
-        split_tiles = invariant_split_tiles(tiles, rule)
-        splits = (tiles + split_tiles - 1) // split_tiles
-    length = tiles + tl.minimum(tiles, 1) * request_cost + splits * split_cost
-    return RequestTiles(tiles, split_tiles, splits, length)
+def _load_tiles(seq_lens, request, num_requests, TILE: tl.constexpr):
+    """Return the tiles of requests; a request number outside the batch gets no tiles."""
+    lens = tl.load(seq_lens + request, mask=(request >= 0) & (request < num_requests), other=0)
+    return (tl.maximum(lens, 1) - 1) // TILE + (lens > 0).to(tl.int32)  # lens + TILE - 1 could overflow 32 bits
 
 
 @triton.jit
 @no_type_check
-def _add_chunk(tiles, length, before, splits_before, first, num_requests, low, high, segment, request_cost, bounds,
-               split_offsets, CHUNK: tl.constexpr):  # fmt: skip
-    """Add CHUNK requests to the sums, and write their split offsets.
+def _equal_parts(tiles, total_tiles, num_programs):
+    """Return the tiles of one part and the number of parts of requests that are divided into equal parts.
+
+    A request has num_programs * tiles / total_tiles parts, rounded down, and at least one part. The number is smaller
+    if fewer parts of the same size hold all tiles of the request.
+    """
+    total_tiles = tl.maximum(total_tiles, 1)
+    if total_tiles <= 2147483647 // num_programs:  # nearly always: a division in 64 bits takes several times as long
+        parts = tiles * num_programs // total_tiles
+    else:
+        parts = (tiles.to(tl.int64) * num_programs // total_tiles).to(tl.int32)
+    parts = tl.maximum(parts, 1)
+    part_tiles = tl.maximum((tiles + parts - 1) // parts, 1)
+    return part_tiles, (tiles + part_tiles - 1) // part_tiles
+
+
+@triton.jit
+@no_type_check
+def _request_parts(tiles, line, rule, BATCH_INVARIANT: tl.constexpr):
+    """Return the `RequestParts` of requests from their numbers of tiles."""
+    if BATCH_INVARIANT:
+        part_tiles = invariant_split_tiles(tiles, rule)
+        parts = (tiles + part_tiles - 1) // part_tiles
+        stride = part_tiles + line.part_cost
+        length = tiles + parts * line.part_cost
+    else:
+        part_tiles, parts = _equal_parts(tiles, line.total_tiles, line.num_programs)
+        part_tiles, parts = tl.where(line.whole_parts, part_tiles, 1), tl.where(line.whole_parts, parts, tiles)
+        stride = part_tiles + line.part_cost
+        length = parts * stride  # the last part has the length of the other parts
+    return RequestParts(part_tiles, parts, stride, length + tl.minimum(tiles, 1) * line.request_cost)
+
+
+@triton.jit
+@no_type_check
+def _assign_parts(
+    seq_lens, tile_ranges, split_offsets, num_requests, end, line, rule,
+    CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, BATCH_INVARIANT: tl.constexpr,
+):  # fmt: skip
+    """Assign to each program the parts that start in its segment, and write both tensors of the schedule.
 
     Args:
-        tiles: [CHUNK], tiles of each request.
-        length: [CHUNK], length of each request on the line.
-        before: sum of the lengths of the earlier requests on the line.
-        splits_before: number of splits of the earlier requests.
-        first: number of the first request of the chunk.
-        num_requests: number of requests.
-        low: [PROGRAMS], where each program's segment begins.
-        high: [PROGRAMS], where each program's segment ends.
-        segment: length of a segment.
-        request_cost: cost of a request in addition to its tiles.
-        bounds: `SegmentBounds`, as far as the earlier requests determine them.
+        seq_lens: [B], keys of each request.
+        tile_ranges: [programs, 5] of the schedule; this program writes PROGRAMS rows.
         split_offsets: [B + 1] of the schedule; program 0 writes it.
-        CHUNK: number of requests.
-
-    Returns:
-        `LineSums` that include this chunk.
+        num_requests: number of requests.
+        end: number of requests, or CHUNK if one chunk has all requests.
+        line: `Line`.
+        rule: `SplitRule` of a batch-invariant schedule; otherwise not used.
+        CHUNK: number of requests that are processed at a time.
+        PROGRAMS: number of programs of the decode whose ranges are computed.
+        TILE: keys of a tile.
+        BATCH_INVARIANT: True if each part is one split; False if the parts of a request that a program takes are one
+            split.
     """
-    first_request, first_start, last_request = bounds.first_request, bounds.first_start, bounds.last_request
-    last_start, last_end = bounds.last_start, bounds.last_end
-    request = first + tl.arange(0, CHUNK)
-    real = request < num_requests
-    ends = before + tl.cumsum(length, 0)
-    starts = ends - length
-    passed = real[None, :] & (ends[None, :] <= low[:, None])
-    first_request += tl.sum(passed.to(tl.int32), 1)
-    first_start = tl.maximum(first_start, tl.max(tl.where(passed, ends[None, :], 0), 1))
-    begun = real[None, :] & (starts[None, :] + request_cost < high[:, None])
-    last_request += tl.sum(begun.to(tl.int32), 1)
-    last_start = tl.maximum(last_start, tl.max(tl.where(begun, starts[None, :], 0), 1))
-    last_end = tl.maximum(last_end, tl.max(tl.where(begun, ends[None, :], 0), 1))
+    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
+    segment = line.segment
+    low = program * segment
+    high = low + segment
+    # 1. find the requests that have the first part and the last part of each program, and where these requests start
+    first_request, first_start = tl.zeros([PROGRAMS], tl.int32) + num_requests, tl.zeros([PROGRAMS], tl.int32)
+    last_request, last_start = tl.zeros([PROGRAMS], tl.int32) - 1, tl.zeros([PROGRAMS], tl.int32)
+    before, splits_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for first in range(0, end, CHUNK):
+        request = first + tl.arange(0, CHUNK)
+        tiles = _load_tiles(seq_lens, request, num_requests, TILE)
+        held = _request_parts(tiles, line, rule, BATCH_INVARIANT)
+        ends = before + tl.cumsum(held.length, 0)
+        starts = ends - held.length
+        first_part_start = starts + line.request_cost
+        last_part_start = first_part_start + (held.parts - 1) * held.stride
+        has_tiles = (tiles > 0)[None, :]
+        passed = last_part_start[None, :] < low[:, None]
+        first_request = tl.minimum(
+            first_request, tl.min(tl.where(has_tiles & ~passed, request[None, :], num_requests), 1)
+        )
+        first_start = tl.maximum(first_start, tl.max(tl.where(has_tiles & passed, ends[None, :], 0), 1))
+        begun = has_tiles & (first_part_start[None, :] < high[:, None])
+        last_request = tl.maximum(last_request, tl.max(tl.where(begun, request[None, :], -1), 1))
+        last_start = tl.maximum(last_start, tl.max(tl.where(begun, starts[None, :], 0), 1))
+        if tl.program_id(0) == 0:
+            splits = held.parts
+            if not BATCH_INVARIANT:
+                # with a stride of a segment or more, no two parts are in one segment, and some segments have no part
+                programs = last_part_start // segment - first_part_start // segment + 1
+                splits = tl.where(tiles > 0, tl.where(held.stride >= segment, held.parts, programs), 0)
+            split_ends = splits_before + tl.cumsum(splits, 0)
+            tl.store(split_offsets + 1 + request, split_ends, mask=request < num_requests)
+            splits_before += tl.sum(splits)
+        before += tl.sum(held.length)
     if tl.program_id(0) == 0:
-        splits = tl.where(tiles > 0, (ends - 1) // segment - (starts + request_cost) // segment + 1, 0)
-        tl.store(split_offsets + 1 + request, splits_before + tl.cumsum(splits, 0), mask=real)
-        splits_before += tl.sum(splits)
-    bounds = SegmentBounds(first_request, first_start, last_request, last_start, last_end)
-    return LineSums(before + tl.sum(length), splits_before, bounds)
+        tl.store(split_offsets, 0)
+    # 2. find the program's first part in its first request, and the end of its parts in its last request
+    held = _request_parts(_load_tiles(seq_lens, first_request, num_requests, TILE), line, rule, BATCH_INVARIANT)
+    first_part_start = first_start + line.request_cost
+    first_part = (tl.maximum(low - first_part_start, 0) + held.stride - 1) // held.stride
+    first_tile = first_part * held.part_tiles
+    first_split = first_part
+    if not BATCH_INVARIANT:
+        first_split = tl.where(held.stride >= segment, first_part, program - first_part_start // segment)
+    tiles = _load_tiles(seq_lens, last_request, num_requests, TILE)
+    held = _request_parts(tiles, line, rule, BATCH_INVARIANT)
+    last_part_end = (tl.maximum(high - last_start - line.request_cost, 0) + held.stride - 1) // held.stride
+    last_tile = tl.minimum(tl.minimum(last_part_end, held.parts) * held.part_tiles, tiles)
+    works = (first_request < last_request) | ((first_request == last_request) & (first_tile < last_tile))
+    _write_ranges(tile_ranges, program, line.num_programs, num_requests, works, first_request, last_request,
+                  first_tile, last_tile, first_split)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_programs", "request_cost"])
@@ -166,51 +217,36 @@ def _plan_decode_kernel(
     seq_lens, tile_ranges, split_offsets, num_requests, num_programs, request_cost,
     CHUNK: tl.constexpr, ONE_CHUNK: tl.constexpr, PROGRAMS: tl.constexpr, TILE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Plan a schedule that is not batch-invariant: a request is split wherever a segment of the line ends."""
+    """Plan a schedule that is not batch-invariant: whole parts if they cost no more, otherwise a balanced schedule."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
-    zeros = tl.zeros([PROGRAMS], tl.int32)
-    bounds = SegmentBounds(zeros, zeros, zeros - 1, zeros, zeros)
-    zero = tl.zeros([], tl.int32)
-    if tl.program_id(0) == 0:
-        tl.store(split_offsets, 0)
-    if ONE_CHUNK:
-        counts = _chunk_tiles(seq_lens, 0, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
-        total = tl.sum(counts.length)
-        segment = tl.maximum((total + num_programs - 1) // num_programs, 1)
-        low = program * segment
-        high = tl.minimum(low + segment, total)
-        line_sums = _add_chunk(
-            counts.tiles, counts.length, zero, zero, 0, num_requests, low, high, segment, request_cost,
-            bounds, split_offsets, CHUNK,
-        )  # fmt: skip
-        bounds = line_sums.bounds
-    else:
-        total = zero
-        for first in range(0, num_requests, CHUNK):
-            counts = _chunk_tiles(seq_lens, first, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
-            total += tl.sum(counts.length)
-        segment = tl.maximum((total + num_programs - 1) // num_programs, 1)
-        low = program * segment
-        high = tl.minimum(low + segment, total)
-        before, splits_before = zero, zero
-        for first in range(0, num_requests, CHUNK):
-            counts = _chunk_tiles(seq_lens, first, num_requests, request_cost, 0, 0, CHUNK, TILE, False)
-            line_sums = _add_chunk(
-                counts.tiles, counts.length, before, splits_before, first, num_requests, low, high, segment,
-                request_cost, bounds, split_offsets, CHUNK,
-            )  # fmt: skip
-            before, splits_before, bounds = line_sums.before, line_sums.splits_before, line_sums.bounds
-    first_request, first_start, last_request = bounds.first_request, bounds.first_start, bounds.last_request
-    last_start, last_end = bounds.last_start, bounds.last_end
-    works = (low < total) & (first_request <= last_request)
-    first_tile = tl.maximum(low - first_start - request_cost, 0)
-    last_tile = tl.minimum(high, last_end) - last_start - request_cost
-    first_split = program - (first_start + request_cost) // segment
-    _write_ranges(tile_ranges, program, num_programs, num_requests, works, first_request, last_request, first_tile,
-                  last_tile, first_split)  # fmt: skip
+    end = CHUNK if ONE_CHUNK else num_requests  # with a constant end, the loops load one chunk only once
+    total_tiles, requests = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for first in range(0, end, CHUNK):
+        tiles = _load_tiles(seq_lens, first + tl.arange(0, CHUNK), num_requests, TILE)
+        total_tiles += tl.sum(tiles)
+        requests += tl.sum(tl.minimum(tiles, 1))
+    parts_length, longest = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    shortest = tl.full([], 2147483647, tl.int32)
+    for first in range(0, end, CHUNK):
+        tiles = _load_tiles(seq_lens, first + tl.arange(0, CHUNK), num_requests, TILE)
+        part_tiles, parts = _equal_parts(tiles, total_tiles, num_programs)
+        part_length = part_tiles + request_cost
+        parts_length += tl.sum(parts * part_length)
+        longest = tl.maximum(longest, tl.max(tl.where(tiles > 0, part_length, 0)))
+        shortest = tl.minimum(shortest, tl.min(tl.where(tiles > 0, part_length, 2147483647)))
+    segment = tl.maximum((total_tiles + requests * request_cost + num_programs - 1) // num_programs, 1)
+    parts_segment = tl.maximum((parts_length + num_programs - 1) // num_programs, 1)
+    most_parts = (parts_segment - 1) // shortest + 1
+    longest = longest.to(tl.int64)
+    most_time = tl.minimum(parts_segment - 1 + longest, longest * most_parts)
+    whole_parts = most_time <= segment.to(tl.int64) + request_cost
+    line = Line(
+        tl.where(whole_parts, 0, request_cost), tl.where(whole_parts, request_cost, 0),
+        tl.where(whole_parts, parts_segment, segment), whole_parts, total_tiles, num_programs,
+    )  # fmt: skip
+    _assign_parts(seq_lens, tile_ranges, split_offsets, num_requests, end, line, 0, CHUNK, PROGRAMS, TILE, False)
 
 
 @triton.jit(
@@ -228,65 +264,22 @@ def _plan_invariant_kernel(
 ):  # fmt: skip
     """Plan a batch-invariant schedule.
 
-    The splits of each request depend on its length alone. A program takes the splits that start in its segment of the
-    line.
+    Each part is one split, and the splits of each request depend on its length alone.
     """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     rule = SplitRule(small_tiles, small_splits, large_tiles, max_splits)
-    first_cost = request_cost - split_cost
-    program = tl.program_id(0) * PROGRAMS + tl.arange(0, PROGRAMS)
-    end = CHUNK if ONE_CHUNK else num_requests  # with a constant end, the three loops load one chunk only once
-    total = tl.zeros([], tl.int32)
+    zero = tl.zeros([], tl.int32)
+    line = Line(request_cost - split_cost, split_cost, zero, zero, zero, num_programs)
+    end = CHUNK if ONE_CHUNK else num_requests  # with a constant end, the loops load one chunk only once
+    total = zero
     for first in range(0, end, CHUNK):
-        counts = _chunk_tiles(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
-        total += tl.sum(counts.length)
+        tiles = _load_tiles(seq_lens, first + tl.arange(0, CHUNK), num_requests, TILE)
+        total += tl.sum(_request_parts(tiles, line, rule, True).length)
     segment = tl.maximum((total + num_programs - 1) // num_programs, 1)
-    low = program * segment
-    # low_split, high_split: number of splits that start before the program's segment, and before the next segment
-    low_split = tl.zeros([PROGRAMS], tl.int32)
-    high_split = tl.zeros([PROGRAMS], tl.int32)
-    before, splits_before = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    if tl.program_id(0) == 0:
-        tl.store(split_offsets, 0)
-    for first in range(0, end, CHUNK):
-        counts = _chunk_tiles(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
-        split_tiles, splits, length = counts.split_tiles, counts.splits, counts.length
-        request = first + tl.arange(0, CHUNK)
-        starts = before + tl.cumsum(length, 0) - length + first_cost
-        stride = split_tiles + split_cost
-        passed = (low[:, None] - starts[None, :] + stride[None, :] - 1) // stride[None, :]
-        low_split += tl.sum(tl.minimum(tl.maximum(passed, 0), splits[None, :]), 1)
-        passed = (low[:, None] + segment - starts[None, :] + stride[None, :] - 1) // stride[None, :]
-        high_split += tl.sum(tl.minimum(tl.maximum(passed, 0), splits[None, :]), 1)
-        if tl.program_id(0) == 0:
-            tl.store(split_offsets + 1 + request, splits_before + tl.cumsum(splits, 0), mask=request < num_requests)
-        before += tl.sum(length)
-        splits_before += tl.sum(splits)
-
-    first_request, last_request = tl.zeros([PROGRAMS], tl.int32), tl.zeros([PROGRAMS], tl.int32)
-    first_split, first_tile = tl.zeros([PROGRAMS], tl.int32), tl.zeros([PROGRAMS], tl.int32)
-    last_tile = tl.zeros([PROGRAMS], tl.int32)
-    splits_before = tl.zeros([], tl.int32)
-    for first in range(0, end, CHUNK):  # find the requests that have the program's first and last split
-        counts = _chunk_tiles(seq_lens, first, num_requests, first_cost, split_cost, rule, CHUNK, TILE, True)
-        tiles, split_tiles, splits = counts.tiles, counts.split_tiles, counts.splits
-        request = first + tl.arange(0, CHUNK)
-        split_ends = splits_before + tl.cumsum(splits, 0)
-        split_starts = split_ends - splits
-        owned = (split_starts[None, :] <= low_split[:, None]) & (low_split[:, None] < split_ends[None, :])
-        number = low_split[:, None] - split_starts[None, :]
-        first_request += tl.sum(tl.where(owned, request[None, :], 0), 1)
-        first_split += tl.sum(tl.where(owned, number, 0), 1)
-        first_tile += tl.sum(tl.where(owned, number * split_tiles[None, :], 0), 1)
-        owned = (split_starts[None, :] < high_split[:, None]) & (high_split[:, None] <= split_ends[None, :])
-        number = high_split[:, None] - split_starts[None, :]
-        last_request += tl.sum(tl.where(owned, request[None, :], 0), 1)
-        last_tile += tl.sum(tl.where(owned, tl.minimum(number * split_tiles[None, :], tiles[None, :]), 0), 1)
-        splits_before += tl.sum(splits)
-    _write_ranges(tile_ranges, program, num_programs, num_requests, low_split < high_split, first_request,
-                  last_request, first_tile, last_tile, first_split)  # fmt: skip
+    line = Line(request_cost - split_cost, split_cost, segment, zero, zero, num_programs)
+    _assign_parts(seq_lens, tile_ranges, split_offsets, num_requests, end, line, rule, CHUNK, PROGRAMS, TILE, True)
 
 
 @triton.jit
