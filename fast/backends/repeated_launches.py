@@ -52,12 +52,14 @@ class Launches:
     def _record(self, function: Callable, arguments: tuple) -> Any:
         """Call a function and make the replay of the call."""
         recorder = Recorder(arguments)
-        with recorder:
-            result = self._call(function, arguments, recorder)
         try:
+            with recorder:
+                result = self._call(function, arguments, recorder)
             self.replay = Replay(recorder, arguments, result)
         except CannotReplay as reason:
             self.no_replay = str(reason)
+        finally:
+            recorder.forget()  # at once, and not when Python's garbage collector finds it
         return result
 
 

@@ -102,6 +102,11 @@ class Recorder(TorchDispatchMode):
             self.other_op = str(func)
         return result
 
+    def forget(self) -> None:
+        """Drop all tensors of the call."""
+        for kept in (self.inputs, self.allocations, self.launches, self._seen, self._origins):
+            kept.clear()
+
     def repeated_inputs(self) -> list[int]:
         """Return which inputs are the same object (`_repeated`)."""
         return _repeated(self.inputs)

@@ -56,7 +56,7 @@ from .decode import mla_decode
 from .memory_profile import touch_largest
 from .padding_tokens import zero_padding_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
-from .weights import absorb, dense_weight, query_to_latent, split_kv_b_proj, write_values
+from .weights import dense_weight, multiply_heads, split_kv_b_proj, write_values
 
 _check_forward_attention = backends.CheckedOnce(check_forward_attention)
 _check_step = backends.CheckedOnce(check_step)
@@ -426,9 +426,9 @@ class MLAAttention(nn.Module):
 
     def _decode(self, q_nope, q_pe, kv_cache, metadata, output, w_uk, w_uv) -> None:
         """Compute the absorbed path for the query tokens of the decodes, and write their rows of `output`."""
-        c, (w_uk_t, w_uv) = self.local_config, absorb(w_uk, w_uv)
+        c = self.local_config
         q_nope, q_pe, output = (rows_of(x, 0, metadata.num_decode_tokens) for x in (q_nope, q_pe, output))
-        ql_nope = query_to_latent(q_nope, w_uk_t)
+        ql_nope = multiply_heads(q_nope, w_uk.permute(1, 2, 0))
         if metadata.cascade is not None:
             state = cascade_attention(
                 ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, backend=self.backend
@@ -443,7 +443,7 @@ class MLAAttention(nn.Module):
                 ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
                 cache_format=self.cache_format, backend=self.backend,
             )  # fmt: skip
-        write_values(state.out, w_uv, output)
+        write_values(state.out, w_uv.transpose(0, 1), output)
         if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves tokens behind the last request undefined
             zero_padding_tokens(
                 output, metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=self.backend

@@ -120,13 +120,18 @@ def query_to_latent(q_nope: Float[Tensor, "T N P"], w_uk_t: Float[Tensor, "N P L
         ValueError: shapes, dtypes or devices do not match.
     """
     _check_queries(q_nope, w_uk_t)
-    return torch.bmm(q_nope.transpose(0, 1), w_uk_t).transpose(0, 1)
+    return multiply_heads(q_nope, w_uk_t)
 
 
 @backends.CheckedOnce
 def _check_queries(q_nope, w_uk_t):
     check_tensor("q_nope", q_nope, ("T", "N", "P"))
     check_tensor("w_uk_t", w_uk_t, (*q_nope.shape[1:], "Lkv"), (q_nope.dtype,), q_nope.device)
+
+
+def multiply_heads(x: Float[Tensor, "T N K"], weight: Float[Tensor, "N K M"]) -> Float[Tensor, "T N M"]:
+    """Multiply the rows of each head by the matrix of this head; the caller has checked the tensors."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
 def latent_to_value(
@@ -151,7 +156,7 @@ def latent_to_value(
     """
     _check_latents(latent, w_uv)
     if out is None:
-        return torch.bmm(latent.transpose(0, 1), w_uv).transpose(0, 1)
+        return multiply_heads(latent, w_uv)
     shape = (*latent.shape[:2], w_uv.shape[2])
     check_out("out", out, shape, latent.dtype, latent.device, latent, w_uv)
     return write_values(latent, w_uv, out)

@@ -57,8 +57,9 @@ def test_every_op_is_replayed(dtype):
                 pairs = [*zip(expected, given, strict=True), *zip(as_tuple(wanted), as_tuple(result), strict=True)]
                 for old, new in pairs:
                     assert not isinstance(old, torch.Tensor) or torch.equal(old.nan_to_num(7), new.nan_to_num(7)), name
-            assert launches.replay is not None, f"{name}: {launches.no_replay}"
-            replayed.add(name)
+            # the Hopper decode copies queries whose rows are not aligned to 16 bytes
+            assert launches.replay is not None or launches.no_replay == "aten.clone.default", (name, launches.no_replay)
+            replayed |= {name} if launches.replay is not None else set()
     assert len(replayed) == len(found), sorted(replayed)
 
 

@@ -17,10 +17,11 @@ exception saves memory traffic: a program that attends the first split of a requ
 it writes one sum of all these splits, at the first index of the request. The [B, 2] integers are, for each request, the
 number of splits in this sum and the number of all splits.
 
-With a schedule, most requests often have one split, and the host does not know which ones. A program for each tile of
-each request would then have nothing to do, but its launch would take time. So the kernel for a schedule has a grid of
-limited size. Every program finds the requests to combine in `split_offsets` and then processes every n-th tile of these
-requests, where n is the number of programs.
+With a schedule, most requests often have one split, and the host does not know which ones. In a large batch, a program
+for each tile of each request would then have nothing to do, but its launch would take time. So the kernel for a
+schedule has a grid of limited size. If the grid has fewer programs than tiles, every program finds the requests to
+combine in `split_offsets` and then processes every n-th tile of these requests, where n is the number of programs. If
+there is a program for each tile (ALL_AT_ONCE), a program looks at the splits of its own request only, which is faster.
 """
 
 from __future__ import annotations
@@ -272,54 +273,77 @@ def _combine_splits_kernel(
     _write_rows(state, row // HEADS, row % HEADS, real, columns, column_tile, num_tokens, out, lse, HEADS, LATENT)
 
 
+@triton.jit
+@no_type_check
+def _combine_tile(
+    tile, split_offsets, query_start_loc, partials, num_tokens, out, lse,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Combine one tile of a request that a schedule has split; do nothing if the request has one split."""
+    first_partial = tl.load(split_offsets + tile.request)
+    splits = tl.load(split_offsets + tile.request + 1) - first_partial
+    if splits != 1:
+        rows = _rows_of_request(query_start_loc, tile.request, tile.row_tile, num_tokens, partials.rows, HEADS, ROWS)
+        columns = tile.column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        state = _combine_partials(
+            partials, tl.minimum(splits, partials.indices), first_partial, rows.number, rows.real, columns, LATENT,
+            ROWS, COLUMNS, SPLITS,
+        )  # fmt: skip
+        _write_rows(
+            state, rows.token, rows.number % HEADS, rows.real, columns, tile.column_tile, num_tokens, out, lse, HEADS,
+            LATENT,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_partials", "num_requests", "row_tiles"])
 @no_type_check
 def _combine_scheduled_kernel(
     split_offsets, query_start_loc, partial_out, partial_lse, out, lse,
     num_tokens, request_rows, num_partials, num_requests, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr, ALL_AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Combine the requests that a schedule has split, in tiles of ROWS rows and COLUMNS columns.
 
     The decode kernel has already written the output of a request with one split. For a request without keys, this
-    kernel writes output 0 and LSE -inf. The tiles of all other requests have consecutive numbers, and a program
-    processes the tiles program_id, program_id + number of programs, and so on.
+    kernel writes output 0 and LSE -inf. With ALL_AT_ONCE there is one program for each tile of each request. Otherwise
+    the tiles of the requests to combine have consecutive numbers, and a program processes the tiles program_id,
+    program_id + number of programs, and so on.
     """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
-    number = tl.program_id(0).to(tl.int64)  # the next tile of this program
-    chunk_start = tl.full([], 0, tl.int64)  # number of the chunk's first tile
-    for first_request in range(0, num_requests, CHUNK):
-        chunk = first_request + tl.arange(0, CHUNK)
-        exists = chunk < num_requests
-        chunk_splits = tl.load(split_offsets + chunk + 1, mask=exists, other=1)
-        chunk_splits -= tl.load(split_offsets + chunk, mask=exists, other=0)  # 1 split past the last request
-        combined = (chunk_splits != 1).to(tl.int32)
-        chunk_end = chunk_start + tl.sum(combined, 0).to(tl.int64) * row_tiles * column_tiles
-        if number < chunk_end:
-            rank = tl.cumsum(combined, 0)
-            while number < chunk_end:
-                # 32 bits suffice: the partial outputs of 2^31 tiles would not fit into memory
-                tile = _place_of_tile((number - chunk_start).to(tl.int32), rank, first_request, row_tiles, column_tiles)
-                first_partial = tl.load(split_offsets + tile.request)
-                splits = tl.minimum(tl.load(split_offsets + tile.request + 1) - first_partial, num_partials)
-                rows = _rows_of_request(
-                    query_start_loc, tile.request, tile.row_tile, num_tokens, request_rows, HEADS, ROWS
-                )
-                columns = tile.column_tile * COLUMNS + tl.arange(0, COLUMNS)
-                partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-                state = _combine_partials(
-                    partials, splits, first_partial, rows.number, rows.real, columns, LATENT, ROWS, COLUMNS, SPLITS
-                )
-                _write_rows(
-                    state, rows.token, rows.number % HEADS, rows.real, columns, tile.column_tile, num_tokens, out, lse,
-                    HEADS, LATENT,
-                )  # fmt: skip
-                number += tl.num_programs(0)
-        chunk_start = chunk_end
+    partials = Partials(partial_out, partial_lse, num_partials, request_rows)
+    if ALL_AT_ONCE:
+        tile_number = tl.program_id(0)
+        tile = TilePlace(
+            tile_number // (row_tiles * column_tiles), tile_number // column_tiles % row_tiles,
+            tile_number % column_tiles,
+        )  # fmt: skip
+        _combine_tile(tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, HEADS, LATENT, COLUMNS,
+                      ROWS, SPLITS)  # fmt: skip
+    else:
+        number = tl.program_id(0).to(tl.int64)  # the next tile of this program
+        chunk_start = tl.full([], 0, tl.int64)  # number of the chunk's first tile
+        for first_request in range(0, num_requests, CHUNK):
+            chunk = first_request + tl.arange(0, CHUNK)
+            exists = chunk < num_requests
+            chunk_splits = tl.load(split_offsets + chunk + 1, mask=exists, other=1)
+            chunk_splits -= tl.load(split_offsets + chunk, mask=exists, other=0)  # 1 split past the last request
+            combined = (chunk_splits != 1).to(tl.int32)
+            chunk_end = chunk_start + tl.sum(combined, 0).to(tl.int64) * row_tiles * column_tiles
+            if number < chunk_end:
+                rank = tl.cumsum(combined, 0)
+                while number < chunk_end:
+                    # 32 bits suffice: the partial outputs of 2^31 tiles would not fit into memory
+                    tile = _place_of_tile(
+                        (number - chunk_start).to(tl.int32), rank, first_request, row_tiles, column_tiles
+                    )
+                    _combine_tile(tile, split_offsets, query_start_loc, partials, num_tokens, out, lse, HEADS, LATENT,
+                                  COLUMNS, ROWS, SPLITS)  # fmt: skip
+                    number += tl.num_programs(0)
+            chunk_start = chunk_end
 
 
 @triton.jit(do_not_specialize=["num_tokens", "request_rows", "num_partials", "num_requests", "row_tiles"])

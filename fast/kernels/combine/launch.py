@@ -125,11 +125,11 @@ def combine_partial_outputs(
                 **written, **following,
             )  # fmt: skip
         else:
-            programs = facts.processors * (WARPS_OF_A_PROCESSOR // tile.warps)
+            programs = min(*grid, facts.processors * (WARPS_OF_A_PROCESSOR // tile.warps))
             launch(
-                _combine_scheduled_kernel, (min(*grid, programs),),
+                _combine_scheduled_kernel, (programs,),
                 offsets, query_start_loc, partial_out, partial_lse, out, lse, tokens, request_rows, partials, requests,
-                row_tiles, CHUNK=CHUNK, **tiles, **written, **following,
+                row_tiles, CHUNK=CHUNK, ALL_AT_ONCE=(programs,) == grid, **tiles, **written, **following,
             )  # fmt: skip
 
 
