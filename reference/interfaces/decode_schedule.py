@@ -158,9 +158,10 @@ class DecodeSchedule:
     rounding alone. FlashMLA calls a schedule the tile scheduler metadata.
 
     A tile is `DECODE_TILE` consecutive keys of one request, for every block size of the cache. A program attends
-    consecutive tiles: the end of one request, then whole requests, then the beginning of another request. The tiles
-    that a program attends in one request are one split of the request. With `batch_invariant` these tiles may be
-    several splits.
+    consecutive tiles: the end of one request, then whole requests, then the beginning of another request. If the
+    requests have similar lengths, `plan_decode` makes a schedule of whole parts: each program attends whole requests,
+    or equal parts of long requests. The tiles that a program attends in one request are one split of the request. With
+    `batch_invariant` these tiles may be several splits.
 
     `DecodeSchedule(batch_invariant=True)`, without tensors, is legal. The kernel then divides each request into splits
     by the length of the request (`split_rule`) and distributes the splits evenly over programs.
@@ -223,7 +224,8 @@ def choose_schedule(
 
     A schedule costs about one `request_cost` more for each request and for each program; a batch-invariant schedule
     costs `invariant_starts` times as much. The decode gets a schedule if the saving is larger than the cost
-    (`docs/log.md` has the measurement).
+    (`docs/log.md` has the measurement). The cost was measured with balanced schedules. Schedules of whole parts are
+    counted in the same way.
 
     Args:
         seq_lens: [B], keys of each request, on the CPU.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -116,7 +118,10 @@ def test_chunk_refusals(ops, plain_errors):
 
 # Tests of decode schedules.
 
-LENS = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 130, 700, 1500, 9000, 20_000, 70_000]), max_size=8)
+RAGGED = st.lists(st.sampled_from([0, 0, 1, 63, 64, 65, 130, 700, 1500, 9000, 20_000, 70_000]), max_size=8)
+SIMILAR = st.integers(1, 9000).flatmap(lambda most: st.lists(st.integers(most - most // 10, most), max_size=40))
+EQUAL = st.builds(lambda length, requests: [length] * requests, st.integers(1, 9000), st.integers(1, 40))
+LENS = st.one_of(RAGGED, SIMILAR, EQUAL)
 PROGRAMS = st.sampled_from([1, 2, 3, 7, 33, 132])
 
 
@@ -146,6 +151,8 @@ def check_schedule(ops, lens, programs, overhead):
     - Each tile occurs once and in order.
     - No program has more than an equal part of the total cost plus the cost of starting one request.
     - The programs of a request have the split numbers 0, 1, 2 and so on.
+    - Fewer splits than `programs` + requests exist: decode launchers allocate this number of partial outputs.
+    - Each program has the tiles of `line_of_units`.
     """
     schedule = ops.plan_decode(integers(*lens), programs, ScheduleCosts(request_cost=overhead))
     assert schedule.tile_ranges.dtype == schedule.split_offsets.dtype == torch.int32
@@ -153,6 +160,7 @@ def check_schedule(ops, lens, programs, overhead):
     tiles, ranges = tiles_of(lens), taken_by(schedule, lens)
     everything = [(request, tile) for request, count in enumerate(tiles) for tile in range(count)]
     assert [item for own, _ in ranges for item in own] == everything
+    assert [own for own, _ in ranges] == line_of_units(tiles, programs, overhead)[0]
     length = sum(count + overhead for count in tiles if count)
     per_program = max(1, -(-length // programs))
     parts = [0] * len(lens)
@@ -165,11 +173,51 @@ def check_schedule(ops, lens, programs, overhead):
             parts[request] += 1
     assert schedule.split_offsets.tolist() == [sum(parts[:request]) for request in range(len(lens) + 1)]
     assert all((count == 0) == (length == 0) for count, length in zip(parts, lens, strict=True))
+    assert schedule.split_offsets[-1] <= max(0, programs + len(lens) - 1)
+    return schedule
+
+
+def line_of_units(tiles, programs, overhead):
+    """Return the tiles [(request, tile), ...] of each program, and whether the schedule consists of whole parts.
+
+    Two lists have one entry for each unit of the time line: a tile, or None. The first list is the line of a balanced
+    schedule. The second list is the line of whole parts, in which only the first unit of a part is not None; this unit
+    has all tiles of the part. A program takes the entries of its segment.
+    """
+    total = sum(tiles)
+    balanced, whole, part_lengths = [], [], []
+    for request, count in enumerate(tiles):
+        if count == 0:
+            continue
+        balanced += [None] * overhead + [[(request, tile)] for tile in range(count)]
+        size = math.ceil(count / max(1, programs * count // total))
+        part_lengths.append(size + overhead)
+        for first in range(0, count, size):
+            whole.append([(request, tile) for tile in range(first, min(first + size, count))])
+            whole += [None] * (size + overhead - 1)
+    per_program, whole_per_program = (max(1, math.ceil(len(line) / programs)) for line in (balanced, whole))
+    shortest, longest = min(part_lengths, default=1), max(part_lengths, default=0)
+    bound = min(whole_per_program - 1 + longest, longest * math.ceil(whole_per_program / shortest))
+    takes_whole = bound <= per_program + overhead
+    line, size = (whole, whole_per_program) if takes_whole else (balanced, per_program)
+    segments = [line[program * size : (program + 1) * size] for program in range(programs)]
+    return [[tile for entry in segment if entry for tile in entry] for segment in segments], takes_whole
 
 
 @given(LENS, PROGRAMS, st.sampled_from([0, 1, 5, 20]), PACKAGES)
 def test_schedule(lens, programs, overhead, ops):
     check_schedule(ops, lens, programs, overhead)
+
+
+@given(st.integers(1, 200), st.integers(2, 60), st.integers(1, 59), st.sampled_from([0, 1, 5, 8, 20]), PACKAGES)
+def test_equal_lengths_of_many_requests(tiles, requests, programs, overhead, ops):
+    """With more requests of one length than programs, a schedule of whole parts splits no request."""
+    programs = min(programs, requests - 1)
+    schedule = check_schedule(ops, requests * [64 * tiles], programs, overhead)
+    if line_of_units(requests * [tiles], programs, overhead)[1]:
+        assert schedule.split_offsets.tolist() == list(range(requests + 1))
+        counts = [last - first + 1 for first, last, *_ in schedule.tile_ranges.tolist()]
+        assert max(counts) == -(-requests // programs)
 
 
 @given(LENS, PROGRAMS, st.sampled_from([0, 1, 5]), st.sampled_from([1, 64, 128]), st.booleans())
@@ -308,12 +356,89 @@ def test_schedule_of_nothing(ops):
 def test_schedule_by_hand(lens, ops):
     """Three schedules equal schedules that were computed by hand, for two programs and a cost of 2 tiles a request.
 
-    The total costs of the three batches are 24, 27 and 42 tiles.
+    1. The requests are whole parts of length 12. A program takes 12 units.
+    2. Two parts have 13 tiles and the length 15. A program takes at most 15 units; the upper bound of a balanced
+       schedule is 14 + 2 units.
+    3. The parts have the lengths 5, 5 and 32. A program could take 20 - 1 + 32 units, so the schedule is balanced: a
+       program takes 21 of 42 units, and at most 2 more units.
     """
     expected = {
         (640, 640): [[0, 0, 0, 10, 0], [1, 1, 0, 10, 0]],
-        (1600,): [[0, 0, 0, 12, 0], [0, 0, 12, 25, 1]],
+        (1600,): [[0, 0, 0, 13, 0], [0, 0, 13, 25, 1]],
         (192, 192, 1920): [[0, 2, 0, 9, 0], [2, 2, 9, 30, 1]],
     }
     schedule = ops.plan_decode(integers(*lens), 2, ScheduleCosts(request_cost=2))
     assert schedule.tile_ranges.tolist() == expected[lens]
+
+
+@pytest.mark.parametrize(
+    "tiles, requests, overhead, segment, counts", [(16, 256, 8, 94, {3, 4}), (64, 128, 8, 140, {1, 2})]
+)
+def test_whole_requests_by_hand(tiles, requests, overhead, segment, counts, ops):
+    """If there are more equal requests than programs, each program gets the whole requests that start in its segment.
+
+    With 66 programs, a segment has ceil(256 * 24 / 66) = 94 or ceil(128 * 72 / 66) = 140 units.
+    """
+    schedule = check_schedule(ops, requests * [64 * tiles], 66, overhead)
+    starts = [min(-(-program * segment // (tiles + overhead)), requests) for program in range(67)]
+    expected = [
+        [first, end - 1, 0, tiles, 0] if first < end else [requests, requests - 1, 0, 0, 0]
+        for first, end in itertools.pairwise(starts)
+    ]
+    assert schedule.tile_ranges.tolist() == expected
+    assert {end - first for first, end in itertools.pairwise(starts[:-1])} == counts  # the last program may get fewer
+    assert schedule.split_offsets.tolist() == list(range(requests + 1))
+
+
+@pytest.mark.parametrize(
+    "tiles, requests, programs, overhead, parts",
+    [(64, 16, 66, 8, 4), (128, 1, 66, 8, 64), (64, 16, 132, 5, 8), (64, 1, 66, 5, 64), (1, 1, 9, 5, 1)],
+)
+def test_equal_parts_by_hand(tiles, requests, programs, overhead, parts, ops):
+    """If there are fewer equal requests than programs, each program gets one of the equal parts, or no part."""
+    schedule = check_schedule(ops, requests * [64 * tiles], programs, overhead)
+    size = tiles // parts
+    expected = [[r, r, size * part, size * (part + 1), part] for r in range(requests) for part in range(parts)]
+    idle = programs - requests * parts
+    assert schedule.tile_ranges.tolist() == expected + idle * [[requests, requests - 1, 0, 0, 0]]
+    assert schedule.split_offsets.tolist() == list(range(0, requests * parts + 1, parts))
+
+
+@pytest.mark.parametrize(
+    "tiles, requests, programs, overhead", [(16, 256, 66, 8), (64, 128, 66, 8), (256, 8, 66, 8), (64, 16, 132, 5)]
+)
+def test_similar_lengths_take_whole_parts(tiles, requests, programs, overhead, ops):
+    """Lengths that differ by at most 2 % give whole parts, and as many splits as equal lengths."""
+    draw = random.Random(tiles)
+    lens = [draw.randint(64 * tiles * 98 // 100, 64 * tiles) for _ in range(requests)]
+    schedule = check_schedule(ops, lens, programs, overhead)
+    equal = ops.plan_decode(integers(*(requests * [64 * tiles])), programs, ScheduleCosts(request_cost=overhead))
+    assert line_of_units(tiles_of(lens), programs, overhead)[1]
+    assert schedule.split_offsets.equal(equal.split_offsets)
+
+
+def test_consecutive_parts_are_one_split(ops):
+    """A program that gets several consecutive parts of a request has one split of this request.
+
+    There are 10 programs, a start costs 20 tiles, and all requests except the first one have 1 tile.
+
+    - A request of 5 tiles and 17 short requests: the parts of the long request have 3 and 2 tiles and start at 0 and
+      23. A segment has ceil((2 * 23 + 17 * 21) / 10) = 41 units, so program 0 gets both parts.
+    - A request of 7 tiles and 15 short requests: the parts start at 0, 23 and 46, and a segment has 39 units.
+    """
+    for first_tiles, others, ranges in (
+        (5, 17, [[0, 0, 0, 5, 0], [1, 2, 0, 1, 0]]), (7, 15, [[0, 0, 0, 6, 0], [0, 1, 6, 1, 1]])
+    ):  # fmt: skip
+        schedule = check_schedule(ops, [64 * first_tiles] + others * [64], 10, 20)
+        assert schedule.tile_ranges[:2].tolist() == ranges
+        assert schedule.split_offsets[1] == ranges[1][4] + 1
+        assert schedule.split_offsets.diff()[1:].eq(1).all()
+
+
+def test_huge_lengths():
+    """A product of programs and tiles beyond 32 bits does not overflow. (The reference would create 2^26 entries.)"""
+    programs = 4096
+    schedule = fast.plan_decode(integers(2**31 - 1, 2**31 - 1), programs)
+    size = 2**26 // programs
+    expected = [[r, r, size * part, size * (part + 1), part] for r in range(2) for part in range(programs // 2)]
+    assert schedule.tile_ranges.tolist() == expected

@@ -44,7 +44,18 @@ def check(lens, programs, heads, overhead, batch_invariant):
 @pytest.mark.parametrize("batch_invariant", [False, True])
 @pytest.mark.parametrize(
     "lens",
-    [[], [0], [0, 0, 0], [1], [64, 0, 65], [0, 5000, 0, 0, 1, 130, 0], [9000] * 3, [17_000, 70_000, 140_000]],
+    [
+        [],
+        [0],
+        [0, 0, 0],
+        [1],
+        [64, 0, 65],
+        [0, 5000, 0, 0, 1, 130, 0],
+        [9000] * 3,
+        [17_000, 70_000, 140_000],
+        [0, 4000, 0, 4050, 4090, 0],
+        [500] * 14,
+    ],
     ids=str,
 )
 def test_schedules(lens, batch_invariant):
@@ -63,10 +74,49 @@ def test_many_requests(requests, batch_invariant):
 
 
 @runs
+@pytest.mark.parametrize(
+    "tiles, requests, programs, overhead",
+    [(16, 256, 66, 8), (64, 128, 66, 8), (64, 16, 66, 8), (128, 1, 66, 8), (64, 16, 132, 5), (3, 1500, 132, 5)],
+)
+def test_whole_parts(tiles, requests, programs, overhead):
+    """Equal and similar lengths, with and without requests of length 0, give the integers of the reference."""
+    draw = random.Random(tiles)
+    for shortest, empty in ((1, 0), (0.98, 0.2)) if requests > 1 else ((1, 0),):
+        lens = [draw.randint(int(64 * tiles * shortest), 64 * tiles) for _ in range(requests)]
+        check([0 if draw.random() < empty else length for length in lens], programs, 128, overhead, False)
+
+
+@runs
+def test_consecutive_parts_are_one_split():
+    """A program gets several consecutive parts of a request: two of two parts, and two of three parts."""
+    for first_tiles, others in ((5, 17), (7, 15)):
+        check([64 * first_tiles] + others * [64], 10, 128, 20, False)
+
+
+@runs
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lengths(seed):
+    draw = random.Random(seed)
+    for _ in range(8):
+        longest, requests = draw.choice([64, 300, 4000, 40_000]), draw.choice([1, 2, 5, 16, 40])
+        shortest = int(longest * draw.choice([0, 0.5, 0.9, 0.97, 1]))
+        lens = [draw.randint(shortest, longest) for _ in range(requests)]
+        check(lens, draw.choice([1, 2, 7, 66, 132]), 128, draw.choice([0, 1, 5, 8, 20]), False)
+
+
+@runs
 def test_extreme_lengths():
-    """A negative length counts as 0, and the largest int32 length does not overflow."""
+    """A negative length counts as 0, and the largest int32 length does not overflow.
+
+    The second schedule has whole parts, and the product of programs and tiles exceeds 32 bits.
+    """
     lens = torch.tensor([-5, 2**31 - 1, -(2**31), 64], dtype=torch.int32, device=DEVICE)
     ranges, offsets = schedule.plan_decode(lens, 2, 5, 1, NEUTRAL_SPLIT_RULE, False)
     assert offsets.tolist() == [0, 0, 2, 2, 3]
     half = -(-(2**25 + 5 + 1 + 5) // 2)
     assert ranges.tolist() == [[1, 1, 0, half - 5, 0], [1, 3, half - 5, 1, 1]]
+    lens = torch.tensor([2**31 - 1, 2**31 - 1], dtype=torch.int32, device=DEVICE)
+    ranges, offsets = schedule.plan_decode(lens, 256, 5, 1, NEUTRAL_SPLIT_RULE, False)
+    assert offsets.tolist() == [0, 128, 256]
+    size = 2**25 // 128
+    assert ranges.tolist() == [[r, r, size * i, size * (i + 1), i] for r in range(2) for i in range(128)]

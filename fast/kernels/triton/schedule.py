@@ -307,7 +307,8 @@ def plan_decode(
     """Return the tile ranges [programs, 5] and the split offsets [B + 1] of a `DecodeSchedule`, both int32.
 
     A negative length counts as 0. Positions on the line are 32-bit integers, so the sum of all lengths on the line
-    must stay below 2^31 tiles (137e9 keys).
+    must stay below 2^31 tiles (137e9 keys). The equal parts of requests may add `request_cost` + 1 tiles for each
+    program.
 
     Args:
         seq_lens: [B], keys of each request.
@@ -326,7 +327,7 @@ def plan_decode(
     if batch_invariant:
         kernel = _plan_invariant_kernel
         own = (min(request_cost, split_cost), *split_rule.numbers)
-        warps = 4  # the kernel counts the splits of every request for every program, with many divisions
+        warps = 4  # the kernel computes the splits of every request, with several divisions
     following = device_facts(seq_lens.device).following
     with device_of(seq_lens):
         launch(

@@ -234,7 +234,7 @@ def launch_scheduled(
     tokens, _, latent = out.shape
     requests, scheduled = inputs.block_table.shape[0], tile_ranges is not None
     programs = tile_ranges.shape[0] if scheduled else requests * programs_per_request
-    # a schedule makes at most one split for each request, and one more split for each program
+    # at most one split for each request, and one more split for each program that continues a request
     num_partials, progress = requests + programs, 0
     if batch_invariant:
         most_splits = most_invariant_splits(cdiv(max_keys, DECODE_TILE), split_rule)

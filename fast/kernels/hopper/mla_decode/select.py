@@ -54,8 +54,8 @@ def assign_planned(ranges: int, requests: int, request_rows: int, row_blocks: in
     """Return the `Assignment` of a decode with a schedule.
 
     In a batch-invariant decode, `most_splits` is the upper bound of the splits of a request. Otherwise `most_splits` is
-    0, and the schedule splits requests at any tile. Each program then leaves at most one request unfinished, so there
-    are at most `requests + ranges` splits.
+    0, and the tiles that a program attends in one request are one split. Programs attend requests in order, and two
+    consecutive programs share at most one request, so there are fewer than `requests + ranges` splits.
     """
     num_partials = requests * most_splits if most_splits > 0 else requests + ranges
     return Assignment(ranges * row_blocks, 1, num_partials, num_partials * request_rows, most_splits)
