@@ -21,7 +21,7 @@ With a schedule, most requests often have one split, and the host does not know 
 for each tile of each request would then have nothing to do, but its launch would take time. So the kernel for a
 schedule has a grid of limited size. If the grid has fewer programs than tiles, every program finds the requests to
 combine in `split_offsets` and then processes every n-th tile of these requests, where n is the number of programs. If
-there is a program for each tile (ALL_AT_ONCE), a program looks at the splits of its own request only, which is faster.
+there is a program for each tile, a program looks at the splits of its own request only, which is faster.
 """
 
 from __future__ import annotations
@@ -301,21 +301,20 @@ def _combine_scheduled_kernel(
     split_offsets, query_start_loc, partial_out, partial_lse, out, lse,
     num_tokens, request_rows, num_partials, num_requests, row_tiles,
     HEADS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr, ALL_AT_ONCE: tl.constexpr, DEPENDENT: tl.constexpr,
+    CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Combine the requests that a schedule has split, in tiles of ROWS rows and COLUMNS columns.
 
     The decode kernel has already written the output of a request with one split. For a request without keys, this
-    kernel writes output 0 and LSE -inf. With ALL_AT_ONCE there is one program for each tile of each request. Otherwise
-    the tiles of the requests to combine have consecutive numbers, and a program processes the tiles program_id,
-    program_id + number of programs, and so on.
+    kernel writes output 0 and LSE -inf. If there are fewer programs than tiles, the tiles of the requests to combine
+    have consecutive numbers, and a program processes the tiles program_id, program_id + number of programs, and so on.
     """
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     column_tiles: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
     partials = Partials(partial_out, partial_lse, num_partials, request_rows)
-    if ALL_AT_ONCE:
+    if tl.num_programs(0) >= num_requests.to(tl.int64) * row_tiles * column_tiles:  # no constant: one variant less
         tile_number = tl.program_id(0)
         tile = TilePlace(
             tile_number // (row_tiles * column_tiles), tile_number // column_tiles % row_tiles,

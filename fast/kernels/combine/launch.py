@@ -129,7 +129,7 @@ def combine_partial_outputs(
             launch(
                 _combine_scheduled_kernel, (programs,),
                 offsets, query_start_loc, partial_out, partial_lse, out, lse, tokens, request_rows, partials, requests,
-                row_tiles, CHUNK=CHUNK, ALL_AT_ONCE=(programs,) == grid, **tiles, **written, **following,
+                row_tiles, CHUNK=CHUNK, **tiles, **written, **following,
             )  # fmt: skip
 
 
