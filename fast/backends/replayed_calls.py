@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
             source = self._origins[id(args[0])]
             for view in result if isinstance(result, (tuple, list)) else (result,):
                 if isinstance(view, Tensor):
-                    shift = (view.storage_offset() - args[0].storage_offset()) * view.element_size()
+                    shift = view.data_ptr() - args[0].data_ptr() if view.numel() else 0
                     self._note(view, source._replace(offset=source.offset + shift))
         else:
             self.other_op = str(func)
