@@ -68,6 +68,7 @@ HOPPER = Backend(
     ),
     missing_package=missing("triton", "3.6"),
 )
+OWN_BACKENDS = (CPU.name, TRITON.name, HOPPER.name)
 
 
 def register_own() -> None:

@@ -20,16 +20,19 @@ _PER_THREAD = threading.local()
 class Launches:
     """The launches of the calls with one signature.
 
+    Args:
+        replays: whether the calls may be replayed: the host code of the op does nothing that the recorder cannot see.
+
     Attributes:
         compiled: compiled kernels and their compile-time arguments, by the number of the launch.
         replay: replay of these calls; None if no call was recorded yet.
         no_replay: why these calls cannot be replayed; None if they can, or if no call was recorded yet.
     """
 
-    def __init__(self):
+    def __init__(self, replays: bool = True):
         self.compiled: dict[int, tuple[Any, tuple]] = {}
         self.replay: Replay | None = None
-        self.no_replay: str | None = None
+        self.no_replay: str | None = None if replays else "a backend of another project"
 
     def run(self, function: Callable, *arguments: Any) -> Any:
         """Call a function; its `launch` calls use the kernels of earlier calls, and keep the kernels of this call."""
@@ -99,3 +102,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     if hasattr(compiled, "packed_metadata"):  # Triton's interpreter compiles nothing
         rest = tuple([constants[name] for name in kernel.arg_names[len(arguments) :]])
         call.compiled[number] = (compiled, rest)
+        if call.recorder is not None:  # an error ended the first call before this launch
+            call.recorder.launches.append(Launch(compiled, (*grid, 1, 1)[:3], (*arguments, *rest)))
+    elif call.recorder is not None:
+        call.recorder.other_op = "a launch without a compiled kernel"

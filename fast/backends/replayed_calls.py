@@ -175,6 +175,9 @@ class Replay:
         self._launches = [_ReplayedLaunch(each, recorder, origins) for each in recorder.launches]
         self._driver, self._hooks = driver, knobs.runtime
         self._device = driver.active.get_current_device()
+        devices = {each.get_device() for each in (*recorder.inputs, *recorder.allocations)}
+        if not devices <= {-1, self._device}:  # -1: the CPU; the launcher made another device the current one
+            raise CannotReplay("tensors on a device that is not the current one")
         inputs = len(recorder.inputs)
         self._addresses = [(origin.place + inputs * origin.new, origin.offset) for origin in origins]
         results = result if isinstance(result, tuple) else (result,)
@@ -194,8 +197,8 @@ class Replay:
             self._values(arguments) != self._expected
             or _repeated(tensors) != self._repeated
             or active.get_current_device() != self._device
-            or hooks.launch_enter_hook.calls
-            or hooks.launch_exit_hook.calls
+            or _calls_of(hooks.launch_enter_hook)
+            or _calls_of(hooks.launch_exit_hook)
         ):
             return MISFIT
         for size, options in self._allocations:
@@ -327,6 +330,11 @@ def triton_version() -> str:
     import triton
 
     return triton.__version__
+
+
+def _calls_of(hook: Any) -> Any:
+    """Return the functions of a launch hook of Triton; a hook may also be None or one function."""
+    return getattr(hook, "calls", hook)
 
 
 def _flat(values: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fast.backends import launch, replayed_calls
+from fast.backends import CheckedCalls, checked_calls, launch, replayed_calls
 from fast.backends.repeated_launches import Launches
 from fast.kernels.descriptors import box_descriptor
 
@@ -238,3 +238,59 @@ def test_a_replay_keeps_no_tensor(version, monkeypatch):
     finally:
         gc.enable()
     assert launches.replay is not None and len(kept) == 10
+
+
+def test_an_interrupted_first_call_leaves_no_launch_out(version):
+    """If an error ends the first call between two launches, the replay has both launches all the same."""
+    kernel, launches, fails = FakeKernel(version), Launches(), [True]
+
+    def call(x):
+        launch(kernel, (1,), x, 1, 2, WIDTH=4)
+        if fails.pop() if fails else False:
+            raise KeyboardInterrupt
+        launch(kernel, (2,), x, 3, 4, WIDTH=4)
+
+    with pytest.raises(KeyboardInterrupt):
+        launches.run(call, torch.zeros(2))
+    for _ in range(3):
+        x = torch.zeros(2)
+        launches.run(call, x)
+    expected = [((1, 1, 1), 103, (x.data_ptr(), 1, 2, 4)), ((2, 1, 1), 103, (x.data_ptr(), 3, 4, 4))]
+    assert launches.replay is not None and kernel.launcher.seen[-2:] == expected
+
+
+def test_tensors_on_another_device_are_not_replayed(version, monkeypatch):
+    """The launcher makes the device of its tensors the current one, and a replay would not."""
+    kernel, launches = FakeKernel(version), Launches()
+    monkeypatch.setattr(Tensor, "get_device", lambda _: 1)
+    for _ in range(4):
+        launches.run(lambda x: launch(kernel, (1,), x, 1, 2, WIDTH=4), torch.zeros(2))
+    assert len(kernel.called) == 4 and launches.no_replay == "tensors on a device that is not the current one"
+
+
+@pytest.mark.parametrize("hook", [None, print])
+def test_a_hook_of_another_kind(version, monkeypatch, hook):
+    """Triton allows a hook that is None or one function; a call runs if there is a function."""
+    kernel, launches = FakeKernel(version), Launches()
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
+    for _ in range(4):
+        launches.run(lambda x: launch(kernel, (1,), x, 1, 2, WIDTH=4), torch.zeros(2))
+    assert launches.replay is not None and len(kernel.called) == (2 if hook is None else 4)
+
+
+def test_a_backend_of_another_project_is_not_replayed(version):
+    """Nobody knows what else the launcher of another project does, so it runs in every call."""
+    kernel, counted = FakeKernel(version), []
+
+    def call(x, backend):
+        counted.append(backend)
+        launch(kernel, (1,), x, 1, 2, WIDTH=4)
+
+    for name, most in (("triton", 2), ("other", 5)):
+        counted.clear()
+        calls = CheckedCalls(call, call)
+        for _ in range(5):
+            x = torch.zeros(2)
+            calls.run(calls.signature(x), name, x)
+        checked_calls._ALL_CALLS.remove(calls)
+        assert len(counted) == most
