@@ -57,7 +57,9 @@ MANY_REQUESTS = 512  # so many that they fill any GPU; the kernel then does not 
 # A cascade attends its prefix as one request with all query tokens, so row blocks and splits depend on both numbers.
 CASCADE_TOKENS = (2, 3, 7, 16, 32, 64, 128, 256, 512, 513)
 CASCADE_PREFIXES = (1, 1024, 8192, 16384)
-MOST_THREADS = 16  # each thread needs memory for a compilation
+# By the number of requests: numbers of programs of a schedule with which the combine kernel has all its tiles.
+PLANNED_PROGRAMS = {1: (1, 16), 2: (4, 40, 200)}
+MOST_THREADS = 4  # more threads compile hardly faster, and each thread waits a second for its own handle of cuBLAS
 
 Launch = Callable[[], object]  # runs a layer or an op once
 
@@ -73,7 +75,7 @@ def warmup(
     context_parallel: ContextParallel | None = None,
     cache_format: CacheFormat = COMPUTE_FORMAT,
     backend: BackendChoice = None,
-    threads: int | None = 1,
+    threads: int | None = None,
     progress: bool | None = None,
 ) -> list[str]:
     """Compile every kernel that a layer of these dims can launch, so that no request waits for a compilation.
@@ -94,8 +96,7 @@ def warmup(
         cache_format: format of the layer's cache.
         backend: the layer's `backend=`: a name, a mapping from op to name, or None (`fast.backends`).
         threads: number of kernels that are compiled at the same time; None takes the number of processor cores, at most
-            `MOST_THREADS`. The default is 1, because several threads were not yet tried on a GPU. With
-            `context_parallel`, and on a CPU, one thread runs all steps.
+            `MOST_THREADS`. With `context_parallel`, and on a CPU, one thread runs all steps.
         progress: whether to show a progress bar on stderr; None shows it if stderr is a terminal.
 
     Returns:
@@ -256,10 +257,8 @@ def _launches(
             programs = decoded.programs_and_costs(
                 max(query_lens), None, costs, backend, batch_invariant=False
             ).num_programs
-            few_and_many = (1, 16) if len(query_lens) == 1 else ()  # 16: partial outputs to combine
-            launches.extend(
-                functools.partial(serve_planned, count) for count in sorted({programs, *few_and_many} - {0})
-            )
+            counts = {programs, *PLANNED_PROGRAMS.get(len(query_lens), ())}
+            launches.extend(functools.partial(serve_planned, count) for count in sorted(counts - {0}))
         if plan.num_decodes and batch_invariant:
             schedule = DecodeSchedule(batch_invariant=True, split_rule=costs.split_rule)
             launches.append(functools.partial(serve, schedule))

@@ -26,7 +26,18 @@ A mapping that binds one op of such a group also binds the other ops of the grou
 with two different names in one group raises ValueError.
 """
 
-from .checked_calls import CheckedCalls, CheckedOnce, check_every_call, with_wanted_checks
+from .checked_calls import (
+    CallsInside,
+    CheckedCalls,
+    CheckedOnce,
+    NoSignature,
+    check_every_call,
+    confirm,
+    must_be_dispatched,
+    signature_of,
+    with_wanted_checks,
+    without_gradients,
+)
 from .explanation import explain, layer_requests
 from .own import DECODES, MESSAGES, register_own
 from .registry import Backend, KernelRequest, OpSupport, kernel, on_change, register, registered, unregister
@@ -50,28 +61,34 @@ __all__ = [
     "Backend",
     "BackendChoice",
     "BoundOps",
+    "CallsInside",
     "CheckedCalls",
     "CheckedOnce",
     "KernelRequest",
+    "NoSignature",
     "OpSupport",
     "bind",
     "cache_in_words",
     "cache_request",
     "check_every_call",
+    "confirm",
     "copy_request",
     "decode_request",
     "explain",
     "kernel",
     "launch",
     "layer_requests",
+    "must_be_dispatched",
     "on_change",
     "query_lens_of",
     "register",
     "registered",
     "select",
+    "signature_of",
     "state_request",
     "unregister",
     "with_wanted_checks",
+    "without_gradients",
 ]
 
 register_own()

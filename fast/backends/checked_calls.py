@@ -5,7 +5,9 @@ host: shape, strides, dtype, device and alignment of each tensor, and every othe
 a tensor on a GPU are not part of the signature, because no check reads them. Checks of values on the CPU run at every
 call: in each op's launch function, or in the function that calls the op (`check_eager_offsets`).
 
-A function that calls several ops keeps the checks of its own arguments in the same way (`CheckedOnce`).
+A function that calls several ops keeps the checks of its own arguments in the same way (`CheckedOnce`). If the
+signature of such a function determines the signatures of all calls inside it, the calls inside skip even their
+signatures (`nested_calls`).
 
 These calls are always checked in full, and torch's dispatcher always sees them:
 
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .nested_calls import PER_THREAD, Entry, Order
 from .own import OWN_BACKENDS
 from .registry import on_change
 from .repeated_launches import Launches
@@ -36,9 +39,8 @@ from .selection import BoundOps
 
 MOST_SIGNATURES = 512  # of each op; a decode that grows by one token in each step adds one signature in each step
 MOST_CONFIGS = 4096
-_PER_THREAD = threading.local()
 _KEEPING = threading.RLock()
-_ALL_CALLS: list[CheckedCalls | CheckedOnce] = []
+_ALL_CALLS: list[CheckedCalls | CheckedOnce | CallsInside] = []
 _PROPERTIES = operator.attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -60,8 +62,13 @@ class CheckedCalls:
         """Forget all signatures, so that the next call is checked and chooses its backend again."""
         self._known.clear()
 
-    def signature(self, *arguments: Any) -> tuple | None:
-        """Return the signature of a call, or None if the call must be checked and dispatched."""
+    def signature(self, *arguments: Any) -> tuple | Entry | None:
+        """Return the signature of a call, its entry in a known order, or None if it must be checked and dispatched."""
+        order = PER_THREAD.order
+        if order is not None:
+            entry = order.next(self)
+            if entry is not None:
+                return entry
         if must_be_dispatched():
             return None
         try:
@@ -72,12 +79,14 @@ class CheckedCalls:
             return None
         return signature
 
-    def backend_of(self, signature: tuple | None) -> str | None:
+    def backend_of(self, signature: tuple | Entry | None) -> str | None:
         """Return the name of the backend that served this signature; None if the call must be checked."""
+        if type(signature) is Entry:
+            return signature.value[0]
         known = None if signature is None else self._known.get(signature)
         return None if known is None else known[0]
 
-    def run(self, signature: tuple | None, backend: str, *arguments: Any) -> Any:
+    def run(self, signature: tuple | Entry | None, backend: str, *arguments: Any) -> Any:
         """Run a call whose checks have passed.
 
         Args:
@@ -85,14 +94,26 @@ class CheckedCalls:
             backend: name of the backend.
             arguments: arguments of the op, without the name of the backend.
         """
+        order = PER_THREAD.order
         if signature is None:
+            if order is not None:
+                order.give_up()
             return self._dispatched(*arguments, backend)
-        known = self._known.get(signature)
-        if known is None:
-            # a launcher of another project may launch kernels or count calls without the recorder seeing it
-            known = (backend, Launches(replays=backend in OWN_BACKENDS))
-            _keep(self._known, signature, known)
-        result = known[1].run(self._launch, *arguments, backend)
+        if type(signature) is Entry:
+            known = signature.value
+        else:
+            known = self._known.get(signature)
+            if known is None:
+                # a launcher of another project may launch kernels or count calls without the recorder seeing it
+                known = (backend, Launches(replays=backend in OWN_BACKENDS))
+                _keep(self._known, signature, known)
+            if order is not None:
+                order.note(self, known)
+        PER_THREAD.order = None  # a replay would leave out the calls inside this call
+        try:
+            result = known[1].run(self._launch, *arguments, backend)
+        finally:
+            PER_THREAD.order = order
         for position in self._mutates:
             written = arguments[position]
             if written is not None and not written.is_inference():
@@ -120,17 +141,81 @@ class CheckedOnce:
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the check unless it has passed with this signature; return its result."""
+        order = PER_THREAD.order
+        if order is not None:
+            entry = order.next(self)
+            if entry is not None:
+                return entry.value
         if must_be_dispatched():
+            if order is not None:
+                order.give_up()
             return self._check(*arguments)
         try:
-            signature = tuple([_IDENTITY_OF.get(type(each), _identity_of_new_kind)(each) for each in arguments])
+            signature = identity_of(arguments)
             result = self._results.get(signature, _MISSING)
         except (NoSignature, TypeError, RuntimeError):  # as in `CheckedCalls.signature`
+            if order is not None:
+                order.give_up()
             return self._check(*arguments)
         if result is _MISSING:
             result = self._check(*arguments)
             _keep(self._results, signature, result)
+        if order is not None:
+            order.note(self, result)
         return result
+
+
+class CallsInside:
+    """The orders of the checks and ops inside one function, for each signature of the function.
+
+    The function names, in `given`, all arguments that the signatures of the calls inside depend on. A tensor that
+    another project's code computes, such as the output of a projection, is named in `confirm` once it is there.
+    """
+
+    def __init__(self):
+        self._orders: dict[tuple, tuple[Entry, ...]] = {}
+        _ALL_CALLS.append(self)
+
+    def forget(self) -> None:
+        """Forget all signatures, so that the calls inside compute their own signatures again."""
+        self._orders.clear()
+
+    def given(self, *arguments: Any) -> Order | contextlib.AbstractContextManager[None]:
+        """Return a context manager around the calls inside the function.
+
+        A first call with some signature notes the calls inside. Later calls with this signature follow these notes. In
+        a function that another such function called, and for calls that must be checked in full, the context manager
+        does nothing.
+        """
+        if PER_THREAD.order is not None or must_be_dispatched():
+            return _NOTHING
+        try:
+            signature = (torch.is_grad_enabled(), identity_of(arguments))
+            entries = self._orders.get(signature)
+        except (NoSignature, TypeError, RuntimeError):  # as in `CheckedCalls.signature`
+            return _NOTHING
+        return Order(entries, lambda found: self._end(signature, found))
+
+    def _end(self, signature: tuple, found: tuple[Entry, ...] | None) -> None:
+        """Keep the order that a call found, or forget the order that a call did not follow."""
+        if found is None:
+            self._orders.pop(signature, None)
+        else:
+            _keep(self._orders, signature, found)
+
+
+def confirm(*tensors: Tensor) -> None:
+    """Name tensors on which the signatures of later calls inside a function depend (`CallsInside`)."""
+    order = PER_THREAD.order
+    if order is None:
+        return
+    try:
+        order.confirm(tuple([_PART_OF[type(each)](each) for each in tensors]))
+    except KeyError:  # a subclass of `Tensor`
+        order.give_up()
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def _keep(kept: dict[tuple, Any], signature: tuple, value: Any) -> None:
@@ -159,12 +244,12 @@ def check_every_call(wanted: bool = True) -> Iterator[None]:
     if not wanted:
         yield
         return
-    before = getattr(_PER_THREAD, "checked", False)
-    _PER_THREAD.checked = True
+    before = PER_THREAD.checked, PER_THREAD.order
+    PER_THREAD.checked, PER_THREAD.order = True, None
     try:
         yield
     finally:
-        _PER_THREAD.checked = before
+        PER_THREAD.checked, PER_THREAD.order = before
 
 
 def with_wanted_checks(method: Callable) -> Callable:
@@ -180,6 +265,17 @@ def with_wanted_checks(method: Callable) -> Callable:
     return run
 
 
+def without_gradients(method: Callable) -> Callable:
+    """Let a method run under `torch.no_grad`; unlike torch's decorator, do nothing if gradients are off already."""
+    under_no_grad = torch.no_grad()(method)
+
+    @functools.wraps(method)
+    def run(*arguments: Any, **options: Any) -> Any:
+        return (under_no_grad if torch.is_grad_enabled() else method)(*arguments, **options)
+
+    return run
+
+
 def must_be_dispatched() -> bool:
     """Return whether torch's dispatcher must see the calls of this moment, or every call must be checked."""
     return (
@@ -187,7 +283,7 @@ def must_be_dispatched() -> bool:
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd._profiler_enabled()
-        or getattr(_PER_THREAD, "checked", False)
+        or PER_THREAD.checked
     )
 
 
@@ -291,6 +387,15 @@ def _token_of(record: Any) -> object:
 
 
 _IDENTITY_OF = dict(_PART_OF)
+
+
+def identity_of(arguments: tuple) -> tuple:
+    """Return the signature of some arguments, in which a record with tensors counts only if it is the same object.
+
+    Raises:
+        NoSignature: as in `signature_of`.
+    """
+    return tuple([_IDENTITY_OF.get(type(each), _identity_of_new_kind)(each) for each in arguments])
 
 
 def _identity_of_new_kind(argument: Any) -> Any:

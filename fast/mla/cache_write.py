@@ -85,9 +85,11 @@ def rope_norm_and_cache(
         request = backends.cache_request("rope_norm_and_cache", kv_cache, widths, cache_format, kv_c.dtype, graph=graph)
         chosen = backends.select(request, backend).name
     frequencies, magnitude = angles_of(q_pe, rope, frequencies)
+    if norm_weight.dtype is not kv_c.dtype:
+        norm_weight = norm_weight.to(kv_c.dtype)
     return _WRITES.run(
-        signature, chosen, positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight.to(kv_c.dtype), eps,
-        frequencies, magnitude, rope.interleaved,
+        signature, chosen, positions, q_pe, kv_c, k_pe, kv_cache, slot_mapping, norm_weight, eps, frequencies,
+        magnitude, rope.interleaved,
     )  # fmt: skip
 
 

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -60,6 +62,7 @@ from .weights import dense_weight, multiply_heads, split_kv_b_proj, write_values
 
 _check_forward_attention = backends.CheckedOnce(check_forward_attention)
 _check_step = backends.CheckedOnce(check_step)
+_CALLS_INSIDE = backends.CallsInside()
 LAYER_OPS = (
     "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", "zero_padding_tokens",
     *DCP_DECODE_OPS, *PREFILL_OPS,
@@ -80,10 +83,58 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
     Raises:
         ValueError: shapes or devices do not match.
     """
+    _check_rms_norm(x, weight, eps)
+    if weight.dtype is not x.dtype:
+        weight = weight.to(x.dtype)
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+
+@backends.CheckedOnce
+def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
     check_tensor("x", x, ("T", "L"))
     check_tensor("weight", weight, (x.shape[1],), device=x.device)
     check_number("eps", eps, 0)
-    return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerSignature:
+    """What the calls inside a layer depend on beside the arguments of its call.
+
+    Attributes:
+        config: config of all heads.
+        cache_format: format of the cache.
+        workspace_tokens: largest number of context tokens of a chunk.
+        parts: signatures of the weights and of the backends.
+    """
+
+    config: MLAConfig
+    cache_format: CacheFormat
+    workspace_tokens: int
+    parts: tuple
+
+
+class _AttentionWeights(NamedTuple):
+    """Views of the weights that attention needs, and the weights that they were made from.
+
+    Attributes:
+        weight: weight of `kv_b_proj`.
+        norm_weight: weight of `kv_a_layernorm`.
+        addresses: addresses of the two weights; None if the views must not be kept.
+        w_uk: [Lkv, N, P].
+        w_uv: [Lkv, N, V].
+        w_uk_t: [N, P, Lkv], for the absorption of queries.
+        w_uv_by_head: [N, Lkv, V].
+        signature: what the calls inside the layer depend on; None if these calls are not known.
+    """
+
+    weight: Tensor
+    norm_weight: Tensor
+    addresses: tuple[int, int] | None
+    w_uk: Tensor
+    w_uv: Tensor
+    w_uk_t: Tensor
+    w_uv_by_head: Tensor
+    signature: _LayerSignature | None
 
 
 class MLAAttention(nn.Module):
@@ -166,6 +217,7 @@ class MLAAttention(nn.Module):
         self.backend = backends.bind(backend, LAYER_OPS)
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self._frequencies = rotary_frequencies(config.rope, config.qk_rope_head_dim)
+        self._kept_weights: _AttentionWeights | None = None
         self.refresh_weights()
 
     @classmethod
@@ -235,8 +287,45 @@ class MLAAttention(nn.Module):
         c = self.local_config
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
+    def _attention_weights(self) -> _AttentionWeights:
+        """Return the views of the weight of `kv_b_proj` that a step needs; make them if the weight was replaced."""
+        weight = self.recovered_kv_b_weight
+        if weight is None:
+            weight = self.kv_b_proj.weight
+        norm_weight = self.kv_a_layernorm.weight
+        if backends.must_be_dispatched():  # these tensors may have no address
+            return self._make_attention_weights(weight, norm_weight, None)
+        kept, addresses = self._kept_weights, (weight.data_ptr(), norm_weight.data_ptr())
+        if (
+            kept is None
+            or kept.weight is not weight
+            or kept.norm_weight is not norm_weight
+            or kept.addresses != addresses
+        ):
+            kept = self._kept_weights = self._make_attention_weights(weight, norm_weight, addresses)
+        return kept
+
+    def _make_attention_weights(
+        self, weight: Tensor, norm_weight: Tensor, addresses: tuple[int, int] | None
+    ) -> _AttentionWeights:
+        """Return the views of a weight; without addresses, they cannot be kept, and calls inside are not known."""
+        w_uk, w_uv = self.up_projections()
+        signature = None
+        if addresses is not None and self.context_parallel is None:  # otherwise another process takes part in the calls
+            with contextlib.suppress(backends.NoSignature):
+                parts = backends.signature_of((w_uk, norm_weight, self.backend))
+                signature = _LayerSignature(self.config, self.cache_format, self.workspace_tokens, parts)
+        return _AttentionWeights(
+            weight, norm_weight, addresses, w_uk, w_uv, w_uk.permute(1, 2, 0), w_uv.transpose(0, 1), signature
+        )
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> MLAAttention:
+        """Move or cast the layer, and drop the views of weights, which would keep the old memory alive."""
+        self._kept_weights = None
+        return super()._apply(fn, recurse)
+
     @backends.with_wanted_checks
-    @torch.no_grad()
+    @backends.without_gradients
     def forward(
         self,
         hidden_states: Float[Tensor, "T H"],
@@ -261,10 +350,31 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: the arguments do not match. The error is raised before anything is written to the cache.
         """
+        weights = self._attention_weights()
+        with self._calls_inside(weights, hidden_states, positions, kv_cache, metadata):
+            output = self._attend(hidden_states, positions, kv_cache, metadata, weights)
+        return self._project_out(output)
+
+    def _calls_inside(self, weights: _AttentionWeights, *arguments: Any) -> Any:
+        """Return the context manager around the calls inside a step of this layer (`CallsInside.given`)."""
+        if weights.signature is None:
+            return contextlib.nullcontext()
+        return _CALLS_INSIDE.given(weights.signature, *arguments)
+
+    def _attend(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: MLAMetadata | None,
+        weights: _AttentionWeights,
+    ) -> Float[Tensor, "T N V"]:
+        """Compute the layer up to the output of the heads, before W_O."""
+        w_uk, w_uv = weights.w_uk, weights.w_uv
         _check_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
         c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
+        backends.confirm(q, kv_c, k_pe)
         output = q.new_empty(q.shape[0], c.num_heads, c.v_head_dim)
-        w_uk, w_uv = self.up_projections()
         _check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, self.cache_format)
         if metadata is None:
             slots, graph = positions.new_empty(0, dtype=torch.int64), GraphSupport.NONE  # write nothing
@@ -272,7 +382,7 @@ class MLAAttention(nn.Module):
             self._check_step(metadata, q, kv_cache)
             slots, graph = rows_of(metadata.slot_mapping, 0, metadata.num_actual_tokens), metadata.decode.graph
         workspace, largest = self._reserve(metadata, q)
-        q_nope, q_pe = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        q_nope, q_pe = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
             positions, q_pe, kv_c, k_pe, kv_cache, slots, self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope,
             cache_format=self.cache_format, frequencies=self._frequencies_for(q), graph=graph, backend=self.backend,
@@ -280,7 +390,7 @@ class MLAAttention(nn.Module):
         del kv_c  # the last view of the down-projection, whose memory is then free
         split, end = (0, q.shape[0]) if metadata is None else (metadata.num_decode_tokens, metadata.num_actual_tokens)
         if split > 0:
-            self._decode(q_nope, q_pe, kv_cache, metadata, output, w_uk, w_uv)
+            self._decode(q_nope, q_pe, kv_cache, metadata, output, weights)
         if end > split:  # only the expanded path needs both parts of a query in one tensor
             q = torch.cat((rows_of(q_nope, split, end), rows_of(q_pe, split, end)), dim=-1)
         del q_nope, q_pe
@@ -291,7 +401,7 @@ class MLAAttention(nn.Module):
             self._prefill(q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
         if end < output.shape[0]:
             output[end:] = 0
-        return self._project_out(output)
+        return output
 
     def _project_out(self, output: Tensor) -> Tensor:
         """Apply W_O to the heads of this rank, and sum over the ranks that share the heads."""
@@ -325,9 +435,12 @@ class MLAAttention(nn.Module):
             q = linear_output("q_proj", self.q_proj(hidden_states))
         else:
             q_c = linear_output("q_a_proj", self.q_a_proj(hidden_states))
+            backends.confirm(q_c)
             q = linear_output("q_b_proj", self.q_b_proj(rms_norm(q_c, self.q_a_layernorm.weight, c.latent_norm_eps)))
         down = linear_output("kv_a_proj_with_mqa", self.kv_a_proj_with_mqa(hidden_states))
-        return q.reshape(-1, c.num_heads, c.qk_head_dim), *down.split([c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        return q.reshape(-1, c.num_heads, c.qk_head_dim), *down.split_with_sizes(
+            [c.kv_lora_rank, c.qk_rope_head_dim], dim=-1
+        )
 
     def _frequencies_for(self, q: Tensor) -> Tensor:
         """Return the cached rotary frequencies, on the device of `q` (float64 if `q` is float64, otherwise float32)."""
@@ -338,7 +451,7 @@ class MLAAttention(nn.Module):
         return self._frequencies
 
     @backends.with_wanted_checks
-    @torch.no_grad()
+    @backends.without_gradients
     def forward_attention(
         self,
         q: Float[Tensor, "T N D"],
@@ -361,8 +474,13 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: the arguments do not match. The error is raised before anything is written.
         """
-        c = self.local_config
-        w_uk, w_uv = self.up_projections()
+        weights = self._attention_weights()
+        with self._calls_inside(weights, q, kv_c_normed, k_pe, kv_cache, metadata, output):
+            self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, weights)
+
+    def _write_and_attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights) -> None:
+        """Compute `forward_attention` with the given weights."""
+        c, w_uk, w_uv = self.local_config, weights.w_uk, weights.w_uv
         _check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format)
         check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
@@ -378,8 +496,8 @@ class MLAAttention(nn.Module):
             graph=metadata.decode.graph, backend=self.backend,
         )  # fmt: skip
         if split > 0:
-            queries = q.split([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
-            self._decode(*queries, kv_cache, metadata, output, w_uk, w_uv)
+            queries = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+            self._decode(*queries, kv_cache, metadata, output, weights)
         if end > split:
             self._prefill(q[split:end], kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace)
         if end < output.shape[0]:
@@ -407,7 +525,9 @@ class MLAAttention(nn.Module):
         if workspace is None:
             workspace = ContextWorkspace() if metadata is None else metadata.workspace
         size = None if self.context_parallel is None else self.context_parallel.size
-        return workspace, reserve_largest(workspace, self.local_config, tokens, size, q.dtype, q.device)
+        largest = reserve_largest(workspace, self.local_config, tokens, size, q.dtype, q.device)
+        backends.confirm(*largest)
+        return workspace, largest
 
     def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace) -> None:
         """Compute the expanded path for the query tokens of the prefills, and write their rows of `output`.
@@ -424,11 +544,11 @@ class MLAAttention(nn.Module):
             self.cache_format, return_lse=False, out=output, workspace=workspace, backend=self.backend,
         )  # fmt: skip
 
-    def _decode(self, q_nope, q_pe, kv_cache, metadata, output, w_uk, w_uv) -> None:
+    def _decode(self, q_nope, q_pe, kv_cache, metadata, output, weights) -> None:
         """Compute the absorbed path for the query tokens of the decodes, and write their rows of `output`."""
         c = self.local_config
         q_nope, q_pe, output = (rows_of(x, 0, metadata.num_decode_tokens) for x in (q_nope, q_pe, output))
-        ql_nope = multiply_heads(q_nope, w_uk.permute(1, 2, 0))
+        ql_nope = multiply_heads(q_nope, weights.w_uk_t)
         if metadata.cascade is not None:
             state = cascade_attention(
                 ql_nope, q_pe, kv_cache, metadata.cascade, c.softmax_scale, self.cache_format, backend=self.backend
@@ -443,7 +563,7 @@ class MLAAttention(nn.Module):
                 ql_nope, q_pe, kv_cache, metadata.decode, c.softmax_scale, metadata.schedule,
                 cache_format=self.cache_format, backend=self.backend,
             )  # fmt: skip
-        write_values(state.out, w_uv.transpose(0, 1), output)
+        write_values(state.out, weights.w_uv_by_head, output)
         if metadata.decode.graph is GraphSupport.ANY:  # the decode leaves tokens behind the last request undefined
             zero_padding_tokens(
                 output, metadata.decode.query_start_loc, graph=metadata.decode.graph, backend=self.backend

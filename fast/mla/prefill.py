@@ -43,6 +43,7 @@ _check_context = backends.CheckedOnce(check_context)
 _check_expanded = backends.CheckedOnce(check_expanded)
 _check_prefill = backends.CheckedOnce(check_prefill)
 _check_rows = backends.CheckedOnce(check_rows)
+_CALLS_INSIDE = backends.CallsInside()
 PREFILL_OPS = ("flash_attn_varlen", "gather_and_maybe_dequant_cache", "merge_attn_states")
 
 
@@ -223,8 +224,28 @@ def forward_prefill(
             `workspace` is too small.
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
+    if gather is not gather_context:  # what another function does is not known
+        return _forward_prefill(
+            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, out,
+            workspace, backend,
+        )  # fmt: skip
+    with _CALLS_INSIDE.given(
+        q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, cache_format, return_lse, out, backend
+    ):
+        return _forward_prefill(
+            q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, None, cache_format, return_lse, out,
+            workspace, backend,
+        )  # fmt: skip
+
+
+def _forward_prefill(
+    q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, out,
+    workspace, backend,
+):  # fmt: skip
+    """Compute `forward_prefill`; without `gather`, the entries of a chunk come from `gather_context`."""
     _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
-    check_function("gather", gather)
+    if gather is not None:
+        check_function("gather", gather)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
     shape = (*q.shape[:2], w_uv.shape[2])
@@ -234,15 +255,16 @@ def forward_prefill(
         check_out("out", out, shape, q.dtype, q.device, q, kv_c_normed, k_pe, kv_cache, w_uk, w_uv)
     backend = backends.bind(backend, PREFILL_OPS)
     latent, chunks = kv_c_normed.shape[1], metadata.context_chunks
-    if gather is gather_context:
+    if gather is None:
         gather = functools.partial(gather_context, backend=backend)
     expanded = None
     if workspace is not None and chunks:
         rows, expanded = reserve_for_chunks(workspace, chunks, kv_c_normed, k_pe, w_uk, w_uv)
+        backends.confirm(rows, expanded)
         gather = functools.partial(gather, workspace=rows)
-    parts = metadata.all_parts(q.shape[0])
     k_nope, v = expand_into(kv_c_normed, w_uk, w_uv, None)
     states = []  # of each part: an attention state, or only the final output
+    parts = metadata.all_parts(q.shape[0])
     for part in parts:
         tokens = part.first_token, part.end_token
         dtype, final = (wide_dtype(q.dtype), None) if part.rows else (q.dtype, rows_of(out, *tokens))
@@ -268,7 +290,10 @@ def forward_prefill(
                     states[index] = _merge_into(target, chunk_state, states[index], backend)
                     del chunk_state, keys
         del k_nope, v, context  # frees the memory of this chunk before the next chunk is expanded
-    return AttentionState(out, torch.cat([state.lse for state in states], dim=1)) if return_lse else out
+    if not return_lse:
+        return out
+    lses = [state.lse for state in states]
+    return AttentionState(out, lses[0] if len(lses) == 1 else torch.cat(lses, dim=1))
 
 
 def _merge_into(target: Tensor, chunk_state: AttentionState, state: AttentionState, backend: BackendChoice):

@@ -240,9 +240,11 @@ def _bmm_into(a: Float[Tensor, "N T K"], b: Float[Tensor, "N K M"], out: Float[T
     """
     if torch.compiler.is_compiling():
         torch.ops.mla_twins.bmm_out(a, b, out)
-    else:
+    elif torch.is_grad_enabled():
         with torch.no_grad():
             torch.bmm(a, b, out=out)
+    else:
+        torch.bmm(a, b, out=out)
 
 
 @torch.library.custom_op(

@@ -76,8 +76,8 @@ MOST_NUMBER = 2.0**63
 INTS, NUMBERS = (int, torch.SymInt), (int, float, torch.SymInt, torch.SymFloat)
 
 
-def check_int(argument: str, value: object, least: int = 1, expected: str | None = None) -> None:
-    """Check that an argument is an int in [least, 2^31). A bool is not accepted.
+def check_int(argument: str, value: object, least: int = 1, expected: str | None = None, below: int = 2**31) -> None:
+    """Check that an argument is an int in [least, below). A bool is not accepted.
 
     Args:
         argument: name of the argument.
@@ -85,11 +85,12 @@ def check_int(argument: str, value: object, least: int = 1, expected: str | None
         least: smallest valid value.
         expected: description for the message if the type is wrong or the value is too small; None means a description
             that is made from `least`.
+        below: power of 2 that the argument must not reach.
     """
     if not isinstance(value, INTS) or isinstance(value, bool) or value < least:
         check(False, argument, expected or ("a positive int" if least == 1 else f"an int >= {least}"), value)
-    if value >= 2**31:
-        check(False, argument, "less than 2^31", value)
+    if value >= below:
+        check(False, argument, f"less than 2^{below.bit_length() - 1}", value)
 
 
 def check_number(argument: str, value: object, least: int | None = None) -> None:

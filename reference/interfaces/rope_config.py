@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class YarnConfig:
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
 
-    @property
+    @functools.cached_property  # every decode of every layer reads it
     def cos_sin_scale(self) -> float:
         """Return the factor of cos and sin: m(f, mscale) / m(f, mscale_all_dim).
 

@@ -61,7 +61,7 @@ class ContextWorkspace:
             ValueError: `dtype` is not supported; the memory was given by the caller, and is too small or has another
                 dtype or device.
         """
-        check_int("elements", elements, 0)
+        check_int("elements", elements, 0, below=2**48)  # a chunk of 65536 tokens with 128 heads needs 2^31
         check_dtype("dtype", dtype)
         check_type("device", device, torch.device)
         memory = self.memory

@@ -87,7 +87,7 @@ def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypat
     if processors is not None:  # fewer programs than tiles
         facts = combine_launch.device_facts(DEVICE)._replace(processors=processors)
         monkeypatch.setattr(combine_launch, "device_facts", lambda _: facts)
-        monkeypatch.setattr(combine_launch, "WARPS_OF_A_PROCESSOR", 4)
+        monkeypatch.setattr(combine_launch, "WARPS_OF_A_PROCESSOR", (4, 4))
     requests, latent = len(splits), 24
     query_lens = [(1, 2, 1, 0)[request % 4] for request in range(requests)]
     if requests > 100:
@@ -129,14 +129,17 @@ def test_what_a_schedule_splits_is_combined(heads, splits, processors, monkeypat
 @runs
 @pytest.mark.parametrize("requests, heads, programs, tile, launched", [
     (1, 2, 4, "FOR_FEW_SPLITS", 1), (1, 64, 4, "FOR_FEW_SPLITS", 64), (1, 64, 17, "FOR_FEW_ROWS", 64 * 2),
-    (1, 128, 17, "FOR_MANY_ROWS", 128), (2, 128, 33, "FOR_MANY_SPLITS", 128 * 2 * 2),
+    (1, 128, 17, "FOR_MANY_ROWS", 128), (2, 128, 33, "FOR_PLANNED", 256), (2, 128, 200, "FOR_PLANNED", 256),
     (2, 128, 32, "FOR_FEW_SPLITS", 256), (40, 128, 132, "FOR_FEW_SPLITS", 132 * 16),
-    (300, 128, 132, "FOR_FEW_SPLITS", 132 * 16), (600, 3, 132, "FOR_FEW_SPLITS", 132 * 8),
+    (300, 128, 132, "FOR_FEW_SPLITS", 132 * 8), (600, 3, 132, "FOR_FEW_SPLITS", 132 * 4),
+    (16, 16, 132, "FOR_PLANNED", 256), (40, 16, 132, "FOR_FEW_SPLITS", 320), (2, 2, 96, "FOR_PLANNED", 4),
+    (2, 2, 98, "FOR_MANY_SPLITS", 8),
 ])  # fmt: skip
 def test_launch_after_a_schedule(requests, heads, programs, tile, launched, monkeypatch):
     """After a planned decode, the combine kernel has a program for each tile, but not more than run at a time.
 
     One request has the tile that it would have without a schedule and with as many splits as the schedule has programs.
+    Several requests with many splits have whole rows as tiles, unless there are few rows.
     """
     launches = []
     monkeypatch.setattr(combine_launch, "launch", lambda _, grid, *__, **constants: launches.append((grid, constants)))

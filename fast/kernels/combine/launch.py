@@ -19,16 +19,21 @@ MANY_SPLITS = 16
 MANY_HEADS = 64
 MANY_ROWS = 128
 FOR_FEW_SPLITS = (CombineTile(2, 512, 4, 4), CombineTile(1, 512, 4, 2))  # (few heads, many heads)
-FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits, or a schedule with many splits
+FOR_MANY_SPLITS = CombineTile(1, 32, 128, 4)  # several requests with many splits
 FOR_MANY_ROWS = CombineTile(1, 64, 64, 2)  # one request with many splits and many rows
 FOR_FEW_ROWS = CombineTile(1, 32, 64, 2)  # one request with many splits and few rows
+# several requests with a schedule: the grid is limited, so that narrow tiles would follow each other in a program
+FOR_PLANNED = CombineTile(1, 512, 16, 4)
+FEW_PLANNED_SPLITS = (4, MANY_SPLITS)  # up to so many splits, tiles for few splits are faster: (few heads, many heads)
+MOST_PLANNED_SPLITS = 48  # of requests with few rows; more splits need more programs than there are rows
 # batch-invariant decodes
 FOR_ONE_INVARIANT = (CombineTile(1, 32, 32, 1), CombineTile(1, 64, 16, 1))  # one request: (few rows, many rows)
 FOR_INVARIANT = (CombineTile(1, 128, 16, 1), CombineTile(1, 512, 4, 2))  # several requests: (few heads, many heads)
 FOR_PLANNED_INVARIANT = CombineTile(4, 512, 2, 4)  # with a schedule, few requests have partial outputs
 # With a schedule, the grid has at most this number of warps for each multiprocessor. More programs would not run at a
-# time, and every launched program takes time, also if it has nothing to combine.
-WARPS_OF_A_PROCESSOR = 32
+# time, and every launched program takes time, also if it has nothing to combine. If a request has fewer than two splits
+# on average, most requests have nothing to combine, and fewer programs suffice.
+WARPS_OF_A_PROCESSOR = (16, 32)  # (fewer than two splits on average, at least two)
 CHUNK = 256  # requests that a program examines at a time to find the requests to combine
 
 
@@ -109,7 +114,7 @@ def combine_partial_outputs(
             tile = FOR_INVARIANT[heads >= MANY_HEADS]
     else:
         splits = cdiv(tile_ranges.shape[0], requests)  # about as many as if the programs were spread evenly
-        tile = _tile_for(splits, request_rows, heads, requests)
+        tile = _tile_of_a_schedule(splits, request_rows, heads, requests)
     columns = min(tile.columns, whole)
     row_tiles = cdiv(request_rows, tile.rows)
     grid = (requests * row_tiles * cdiv(latent, columns),)
@@ -125,7 +130,8 @@ def combine_partial_outputs(
                 **written, **following,
             )  # fmt: skip
         else:
-            programs = min(*grid, facts.processors * (WARPS_OF_A_PROCESSOR // tile.warps))
+            warps = WARPS_OF_A_PROCESSOR[tile_ranges.shape[0] >= 2 * requests]
+            programs = min(*grid, facts.processors * (warps // tile.warps))
             launch(
                 _combine_scheduled_kernel, (programs,),
                 offsets, query_start_loc, partial_out, partial_lse, out, lse, tokens, request_rows, partials, requests,
@@ -140,6 +146,15 @@ def _tile_for(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
     if requests > 1:
         return FOR_MANY_SPLITS
     return FOR_MANY_ROWS if rows >= MANY_ROWS else FOR_FEW_ROWS
+
+
+def _tile_of_a_schedule(splits: int, rows: int, heads: int, requests: int) -> CombineTile:
+    """Return the tile sizes for requests of a schedule, which have about this number of splits if they are alike."""
+    if requests == 1 or splits <= FEW_PLANNED_SPLITS[heads >= MANY_HEADS]:
+        return _tile_for(splits, rows, heads, requests)
+    if splits > MOST_PLANNED_SPLITS and rows < MANY_HEADS:
+        return FOR_MANY_SPLITS
+    return FOR_PLANNED
 
 
 def rows_of_a_request(tokens: int, heads: int, max_query_len: int) -> int:

@@ -1,0 +1,238 @@
+"""Tests of calls inside a function whose signature is known: what they skip, and what they must not skip."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fast
+from fast import backends
+from fast.backends import checked_calls
+from fast.backends.checked_calls import CallsInside, CheckedOnce, confirm
+from fast.backends.nested_calls import PER_THREAD
+from reference.interfaces import ContextWorkspace
+
+from ..support.factories import DIRECT, make_batch, make_layer, make_weights, new_cache
+
+
+@pytest.fixture
+def signatures(monkeypatch):
+    """Return a list that gets the arguments of each signature of an op."""
+    computed, right = [], checked_calls.signature_of
+    monkeypatch.setattr(checked_calls, "signature_of", lambda given: computed.append(given) or right(given))
+    return computed
+
+
+class Step:
+    """A layer with a mixed batch: two decodes, a prompt with context and a prompt without.
+
+    Attributes:
+        layer: the layer.
+        plan: plan of the batch.
+        cache: cache before the step.
+        inputs: hidden states and positions.
+    """
+
+    def __init__(self, **options):
+        query_lens, lens = [1, 1, 5, 4], [20, 33, 45, 4]
+        batch = make_batch(query_lens, lens)
+        self.layer = make_layer(fast, DIRECT, make_weights(DIRECT, torch.float64), torch.float64, **options)
+        self.plan = fast.build_mla_metadata(batch.common, 16, 32)
+        self.cache = new_cache(batch, DIRECT.head_size, torch.float64)
+        positions = [torch.arange(end - count, end) for count, end in zip(query_lens, lens, strict=True)]
+        hidden_states = torch.randn(sum(query_lens), DIRECT.hidden_size, dtype=torch.float64)
+        self.inputs = hidden_states, torch.cat(positions)
+
+    def __call__(self):
+        return self.layer(*self.inputs, self.cache.clone(), self.plan)
+
+
+def checked(step):
+    """Return the output of a step whose calls are all checked."""
+    with backends.check_every_call():
+        return step()
+
+
+def test_a_later_step_computes_no_signature_inside(signatures):
+    """The second step with one plan follows the notes of the first step, with the same output."""
+    step = Step()
+    first = step()
+    assert len(signatures) > 5
+    signatures.clear()
+    for _ in range(3):
+        assert step().equal(first)
+    assert signatures == []
+    assert checked(step).equal(first)
+    step.plan = replace(step.plan)  # an engine plans each step anew
+    assert step().equal(first)
+    assert signatures
+
+
+def test_forward_attention_and_forward_prefill(signatures):
+    """The layer's second entry point and `forward_prefill` keep orders of their own."""
+    step = Step()
+    q, kv_c, k_pe = step.layer.project(*step.inputs)
+    w_uk, w_uv = step.layer.up_projections()
+    split, end = step.plan.num_decode_tokens, step.plan.num_actual_tokens
+    output = q.new_empty(q.shape[0], DIRECT.num_heads, DIRECT.v_head_dim)
+    cache = step.cache.clone()
+
+    def attend():
+        step.layer.forward_attention(q, kv_c, k_pe, cache, step.plan, output.zero_())
+        return output.clone()
+
+    def prefill():
+        given = (x[split:end] for x in (q, kv_c, k_pe))
+        return fast.forward_prefill(*given, cache, step.plan.prefill, w_uk, w_uv, 0.3, return_lse=False)
+
+    for call in (attend, prefill):
+        first = call()
+        signatures.clear()
+        assert call().equal(first) and call().equal(first)
+        assert signatures == []
+
+
+def test_an_output_of_a_projection_may_change(plain_errors):
+    """Dtype and strides of what a projection returns are compared in every step."""
+    step = Step()
+    first = step()
+    right = step.layer.kv_a_proj_with_mqa
+
+    class Changed(torch.nn.Module):
+        def __init__(self, change):
+            super().__init__()
+            self.change = change
+
+        def forward(self, x):
+            return self.change(right(x))
+
+    step()
+    step.layer.kv_a_proj_with_mqa = Changed(lambda x: torch.cat((x, x), dim=1)[:, : x.shape[1]])
+    assert step().equal(first)  # other strides
+    step.layer.kv_a_proj_with_mqa = Changed(torch.Tensor.float)
+    with pytest.raises(ValueError, match=r"^kv_c_normed: expected dtype torch.float64"):
+        step()
+    step.layer.kv_a_proj_with_mqa = Changed(lambda x: x[:-1])
+    with pytest.raises(ValueError, match=r"^(kv_c_normed|k_pe|q): "):
+        step()
+    step.layer.kv_a_proj_with_mqa = right
+    assert step().equal(first)
+    assert PER_THREAD.order is None
+
+
+def test_values_are_checked_in_every_step(plain_errors):
+    """Values of CPU tensors are no part of a signature, and an error leaves nothing behind."""
+    step = Step()
+    first = step()
+    step()
+    kept = step.plan.decode.seq_lens.clone()
+    step.plan.decode.seq_lens[0] = -1
+    with pytest.raises(ValueError, match=r"^metadata.seq_lens: expected lengths >= 0"):
+        step()
+    assert PER_THREAD.order is None
+    step.plan.decode.seq_lens.copy_(kept)
+    assert step().equal(first)
+
+
+def test_bad_input_after_good_input(plain_errors):
+    """Another shape or dtype of an argument is another signature, whose calls are checked."""
+    step = Step()
+    step()
+    step()
+    hidden_states, positions = step.inputs
+    for inputs, cache, message in (
+        ((hidden_states.float(), positions), step.cache, "^hidden_states: "),
+        ((hidden_states, positions[:-1]), step.cache, "^positions: "),
+        ((hidden_states, positions), step.cache.float(), "^kv_cache: "),
+        ((hidden_states, positions), step.cache[:, :8], "^metadata.decode.block_size: "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step.layer(*inputs, cache, step.plan)
+
+
+def test_a_workspace_may_be_replaced():
+    """The memory of a workspace is compared in every step that gathers context."""
+    memory = torch.zeros(1 << 20, dtype=torch.float64)
+    step = Step(workspace=ContextWorkspace(memory))
+    first = step()
+    step()
+    step.layer.workspace.memory = memory[1:]  # another alignment
+    torch.testing.assert_close(step(), first)
+
+
+def test_a_new_backend_ends_the_notes(signatures):
+    """Notes name backends, so they are dropped with all other choices."""
+    step = Step()
+    first = step()
+    step()
+    checked_calls.forget_calls()
+    signatures.clear()
+    assert step().equal(first)
+    assert signatures
+
+
+def test_another_order_of_calls():
+    """A function whose calls do not follow its notes computes the signatures again, and makes new notes later."""
+    inside, x = CallsInside(), torch.zeros(3)
+    ran: list[str] = []
+    first, second = (CheckedOnce(lambda *_, name=name: ran.append(name) or name) for name in ("first", "second"))
+
+    def call(order):
+        with inside.given(x):
+            return [check(x) for check in order]
+
+    assert call((first, second)) == ["first", "second"]
+    assert call((first, second)) == ["first", "second"]
+    assert call((second, first)) == ["second", "first"]  # must not return the result of `first` for `second`
+    assert inside._orders == {}
+    assert call((second, first)) == ["second", "first"]
+    (entries,) = inside._orders.values()
+    assert [entry.owner for entry in entries] == [second, first]
+    assert ran == ["first", "second"]
+    assert call((second, first, first)) == ["second", "first", "first"]  # more calls than notes
+    assert inside._orders == {}
+
+
+def test_functions_inside_each_other():
+    """A function inside another such function adds its calls to the outer notes."""
+    outer, inner, x = CallsInside(), CallsInside(), torch.zeros(3)
+    check = CheckedOnce(lambda *_: 7)
+
+    def call():
+        with outer.given(x):
+            confirm(x)
+            with inner.given(x):
+                return check(x)
+
+    assert [call(), call()] == [7, 7]
+    assert inner._orders == {}
+    (entries,) = outer._orders.values()
+    assert len(entries) == 2
+
+
+def test_no_notes_of_a_call_that_is_checked_in_full():
+    """`check_every_call`, gradients and errors make no notes."""
+    inside, x = CallsInside(), torch.zeros(3)
+    check = CheckedOnce(lambda *_: 7)
+
+    def fail():
+        with inside.given(x):
+            check(x)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with backends.check_every_call(), inside.given(x):
+        check(x)
+    with inside.given(x), backends.check_every_call():
+        check(x)
+    with inside.given(x):
+        check({})  # an argument without a signature
+    assert PER_THREAD.order is None
+    assert all(not entries for entries in inside._orders.values())
+    for changed in (x[1:], torch.nn.Parameter(x).t()):
+        with inside.given(x):
+            confirm(changed)
+    assert len(inside._orders) <= 1
