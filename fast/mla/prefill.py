@@ -225,6 +225,7 @@ def forward_prefill(
         UnsupportedConfiguration: no backend that `backend` allows can serve the call.
     """
     if gather is not gather_context:  # what another function does is not known
+        check_function("gather", gather)
         return _forward_prefill(
             q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, softmax_scale, gather, cache_format, return_lse, out,
             workspace, backend,
@@ -244,8 +245,6 @@ def _forward_prefill(
 ):  # fmt: skip
     """Compute `forward_prefill`; without `gather`, the entries of a chunk come from `gather_context`."""
     _check_prefill(q, kv_c_normed, k_pe, kv_cache, metadata, w_uk, w_uv, cache_format)
-    if gather is not None:
-        check_function("gather", gather)
     check_flag("return_lse", return_lse)
     check_context_workspace("workspace", workspace)
     shape = (*q.shape[:2], w_uv.shape[2])
