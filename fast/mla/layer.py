@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -21,7 +20,6 @@ from reference.interfaces import (
     COMPUTE_FORMAT,
     MOST_WORKSPACE_TOKENS,
     CacheFormat,
-    ContextParallelChunk,
     ContextWorkspace,
     GraphSupport,
     MLAConfig,
@@ -33,17 +31,16 @@ from reference.interfaces import (
     check_format,
     check_forward_attention,
     check_int,
+    check_layer_inputs,
     check_modules,
     check_norm,
-    check_number,
     check_projections,
+    check_rms_norm,
     check_step,
     check_step_values,
-    check_tensor,
     is_plain_linear,
     latent_norm_eps,
     linear_output,
-    reserve_largest,
     wide_dtype,
 )
 
@@ -55,24 +52,20 @@ from .cache_write import rope_norm_and_cache
 from .cascade import cascade_attention
 from .context_parallel import DCP_DECODE_OPS, dcp_decode, dcp_gather_context
 from .decode import mla_decode
-from .memory_profile import touch_largest
+from .memory_profile import reserve_for_step, touch_largest
 from .padding_tokens import zero_padding_tokens
 from .prefill import PREFILL_OPS, forward_prefill, gather_context, rows_of
+from .weight_views import AttentionWeights, WeightViews
 from .weights import dense_weight, multiply_heads, split_kv_b_proj, write_values
 
 _check_forward_attention = backends.CheckedOnce(check_forward_attention)
+_check_inputs = backends.CheckedOnce(check_layer_inputs)
+_check_rms_norm = backends.CheckedOnce(check_rms_norm)
 _check_step = backends.CheckedOnce(check_step)
-_CALLS_INSIDE = backends.CallsInside()
 LAYER_OPS = (
     "apply_rope", "concat_and_cache_mla", "reorg_kvcache", "rope_norm_and_cache", "zero_padding_tokens",
     *DCP_DECODE_OPS, *PREFILL_OPS,
 )  # fmt: skip
-
-
-@backends.CheckedOnce
-def _check_inputs(config: MLAConfig, weight: Tensor, hidden_states: Tensor, positions: Tensor) -> None:
-    check_tensor("hidden_states", hidden_states, ("T", config.hidden_size), (weight.dtype,), weight.device)
-    check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
 
 
 def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -> Float[Tensor, "T L"]:
@@ -87,54 +80,6 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
     if weight.dtype is not x.dtype:
         weight = weight.to(x.dtype)
     return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-
-
-@backends.CheckedOnce
-def _check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
-    check_tensor("x", x, ("T", "L"))
-    check_tensor("weight", weight, (x.shape[1],), device=x.device)
-    check_number("eps", eps, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class _LayerSignature:
-    """What the calls inside a layer depend on beside the arguments of its call.
-
-    Attributes:
-        config: config of all heads.
-        cache_format: format of the cache.
-        workspace_tokens: largest number of context tokens of a chunk.
-        parts: signatures of the weights and of the backends.
-    """
-
-    config: MLAConfig
-    cache_format: CacheFormat
-    workspace_tokens: int
-    parts: tuple
-
-
-class _AttentionWeights(NamedTuple):
-    """Views of the weights that attention needs, and the weights that they were made from.
-
-    Attributes:
-        weight: weight of `kv_b_proj`.
-        norm_weight: weight of `kv_a_layernorm`.
-        addresses: addresses of the two weights; None if the views must not be kept.
-        w_uk: [Lkv, N, P].
-        w_uv: [Lkv, N, V].
-        w_uk_t: [N, P, Lkv], for the absorption of queries.
-        w_uv_by_head: [N, Lkv, V].
-        signature: what the calls inside the layer depend on; None if these calls are not known.
-    """
-
-    weight: Tensor
-    norm_weight: Tensor
-    addresses: tuple[int, int] | None
-    w_uk: Tensor
-    w_uv: Tensor
-    w_uk_t: Tensor
-    w_uv_by_head: Tensor
-    signature: _LayerSignature | None
 
 
 class MLAAttention(nn.Module):
@@ -217,7 +162,7 @@ class MLAAttention(nn.Module):
         self.backend = backends.bind(backend, LAYER_OPS)
         self.register_buffer("recovered_kv_b_weight", None, persistent=False)
         self._frequencies = rotary_frequencies(config.rope, config.qk_rope_head_dim)
-        self._kept_weights: _AttentionWeights | None = None
+        self._weight_views = WeightViews()
         self.refresh_weights()
 
     @classmethod
@@ -287,41 +232,9 @@ class MLAAttention(nn.Module):
         c = self.local_config
         return split_kv_b_proj(weight, c.num_heads, c.qk_nope_head_dim, c.v_head_dim)
 
-    def _attention_weights(self) -> _AttentionWeights:
-        """Return the views of the weight of `kv_b_proj` that a step needs; make them if the weight was replaced."""
-        weight = self.recovered_kv_b_weight
-        if weight is None:
-            weight = self.kv_b_proj.weight
-        norm_weight = self.kv_a_layernorm.weight
-        if backends.must_be_dispatched():  # these tensors may have no address
-            return self._make_attention_weights(weight, norm_weight, None)
-        kept, addresses = self._kept_weights, (weight.data_ptr(), norm_weight.data_ptr())
-        if (
-            kept is None
-            or kept.weight is not weight
-            or kept.norm_weight is not norm_weight
-            or kept.addresses != addresses
-        ):
-            kept = self._kept_weights = self._make_attention_weights(weight, norm_weight, addresses)
-        return kept
-
-    def _make_attention_weights(
-        self, weight: Tensor, norm_weight: Tensor, addresses: tuple[int, int] | None
-    ) -> _AttentionWeights:
-        """Return the views of a weight; without addresses, they cannot be kept, and calls inside are not known."""
-        w_uk, w_uv = self.up_projections()
-        signature = None
-        if addresses is not None and self.context_parallel is None:  # otherwise another process takes part in the calls
-            with contextlib.suppress(backends.NoSignature):
-                parts = backends.signature_of((w_uk, norm_weight, self.backend))
-                signature = _LayerSignature(self.config, self.cache_format, self.workspace_tokens, parts)
-        return _AttentionWeights(
-            weight, norm_weight, addresses, w_uk, w_uv, w_uk.permute(1, 2, 0), w_uv.transpose(0, 1), signature
-        )
-
     def _apply(self, fn: Callable, recurse: bool = True) -> MLAAttention:
         """Move or cast the layer, and drop the views of weights, which would keep the old memory alive."""
-        self._kept_weights = None
+        self._weight_views.forget()
         return super()._apply(fn, recurse)
 
     @backends.with_wanted_checks
@@ -350,25 +263,12 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: the arguments do not match. The error is raised before anything is written to the cache.
         """
-        weights = self._attention_weights()
-        with self._calls_inside(weights, hidden_states, positions, kv_cache, metadata):
+        weights = self._weight_views.of(self)
+        with weights.calls_inside(hidden_states, positions, kv_cache, metadata):
             output = self._attend(hidden_states, positions, kv_cache, metadata, weights)
         return self._project_out(output)
 
-    def _calls_inside(self, weights: _AttentionWeights, *arguments: Any) -> Any:
-        """Return the context manager around the calls inside a step of this layer (`CallsInside.given`)."""
-        if weights.signature is None:
-            return contextlib.nullcontext()
-        return _CALLS_INSIDE.given(weights.signature, *arguments)
-
-    def _attend(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: MLAMetadata | None,
-        weights: _AttentionWeights,
-    ) -> Float[Tensor, "T N V"]:
+    def _attend(self, hidden_states, positions, kv_cache, metadata, weights: AttentionWeights) -> Tensor:
         """Compute the layer up to the output of the heads, before W_O."""
         w_uk, w_uv = weights.w_uk, weights.w_uv
         _check_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
@@ -381,7 +281,7 @@ class MLAAttention(nn.Module):
         else:
             self._check_step(metadata, q, kv_cache)
             slots, graph = rows_of(metadata.slot_mapping, 0, metadata.num_actual_tokens), metadata.decode.graph
-        workspace, largest = self._reserve(metadata, q)
+        workspace, largest = reserve_for_step(self, metadata, q)
         q_nope, q_pe = q.split_with_sizes([c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         q_pe, kv_c_normed, k_pe = rope_norm_and_cache(
             positions, q_pe, kv_c, k_pe, kv_cache, slots, self.kv_a_layernorm.weight, c.latent_norm_eps, c.rope,
@@ -474,8 +374,8 @@ class MLAAttention(nn.Module):
         Raises:
             ValueError: the arguments do not match. The error is raised before anything is written.
         """
-        weights = self._attention_weights()
-        with self._calls_inside(weights, q, kv_c_normed, k_pe, kv_cache, metadata, output):
+        weights = self._weight_views.of(self)
+        with weights.calls_inside(q, kv_c_normed, k_pe, kv_cache, metadata, output):
             self._write_and_attend(q, kv_c_normed, k_pe, kv_cache, metadata, output, weights)
 
     def _write_and_attend(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, weights) -> None:
@@ -484,12 +384,12 @@ class MLAAttention(nn.Module):
         _check_forward_attention(c, w_uk, q, kv_c_normed, k_pe, kv_cache, self.cache_format)
         check_attention_output(c, output, w_uk, q, kv_c_normed, k_pe, kv_cache)
         if metadata is None:
-            _, largest = self._reserve(None, q)
+            _, largest = reserve_for_step(self, None, q)
             touch_largest(q, kv_c_normed, w_uk, w_uv, c, *largest, self.context_parallel)
             output.zero_()
             return
         self._check_step(metadata, q, kv_cache)
-        workspace, _ = self._reserve(metadata, q)
+        workspace, _ = reserve_for_step(self, metadata, q)
         split, end = metadata.num_decode_tokens, metadata.num_actual_tokens
         concat_and_cache_mla(
             rows_of(kv_c_normed, 0, end), rows_of(k_pe, 0, end), kv_cache, metadata.slot_mapping, self.cache_format,
@@ -508,26 +408,6 @@ class MLAAttention(nn.Module):
         _check_step(metadata, q.shape[0], kv_cache, self.workspace_tokens)
         check_step_values(metadata, kv_cache)
         check_step_ownership(metadata, self.context_parallel)
-
-    def _reserve(
-        self, metadata: MLAMetadata | None, q: Tensor
-    ) -> tuple[ContextWorkspace | None, tuple[Tensor, Tensor] | None]:
-        """Return the workspace of a step and its two parts for the largest chunk; None twice without any context."""
-        tokens, workspace = self.workspace_tokens, self.workspace
-        if metadata is not None:
-            chunks = metadata.prefill.context_chunks
-            if not chunks:
-                return None, None
-            exchanged = [chunk.padded_tokens * self.context_parallel.size for chunk in chunks
-                         if isinstance(chunk, ContextParallelChunk)]  # fmt: skip
-            longest = max(*exchanged, *(chunk.num_tokens for chunk in chunks), 0)
-            tokens = max(min(metadata.workspace_tokens, tokens), longest)
-        if workspace is None:
-            workspace = ContextWorkspace() if metadata is None else metadata.workspace
-        size = None if self.context_parallel is None else self.context_parallel.size
-        largest = reserve_largest(workspace, self.local_config, tokens, size, q.dtype, q.device)
-        backends.confirm(*largest)
-        return workspace, largest
 
     def _prefill(self, q, kv_c_normed, k_pe, kv_cache, metadata, output, w_uk, w_uv, workspace) -> None:
         """Compute the expanded path for the query tokens of the prefills, and write their rows of `output`.

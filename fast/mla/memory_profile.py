@@ -1,14 +1,49 @@
-"""The memory-profile run of a layer: it allocates what the largest step of as many tokens allocates."""
+"""The workspace of a step, and the memory-profile run, which allocates what the largest step of its tokens needs."""
 
 from __future__ import annotations
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from reference.distributed.groups import ContextParallel
-from reference.interfaces import MLAConfig, wide_dtype
+from reference.interfaces import (
+    ContextParallelChunk,
+    ContextWorkspace,
+    MLAConfig,
+    MLAMetadata,
+    reserve_largest,
+    wide_dtype,
+)
 
+from .. import backends
 from .weights import expand_into
+
+
+def reserve_for_step(
+    layer: nn.Module, metadata: MLAMetadata | None, q: Tensor
+) -> tuple[ContextWorkspace | None, tuple[Tensor, Tensor] | None]:
+    """Return the workspace of a step and its two parts for the largest chunk; None twice without any context.
+
+    Args:
+        layer: the `MLAAttention`.
+        metadata: plan of the step; None for the memory-profile run.
+        q: queries, which have dtype and device of the layer.
+    """
+    tokens, workspace, context_parallel = layer.workspace_tokens, layer.workspace, layer.context_parallel
+    if metadata is not None:
+        chunks = metadata.prefill.context_chunks
+        if not chunks:
+            return None, None
+        exchanged = [chunk.padded_tokens * context_parallel.size for chunk in chunks
+                     if isinstance(chunk, ContextParallelChunk)]  # fmt: skip
+        longest = max(*exchanged, *(chunk.num_tokens for chunk in chunks), 0)
+        tokens = max(min(metadata.workspace_tokens, tokens), longest)
+    if workspace is None:
+        workspace = ContextWorkspace() if metadata is None else metadata.workspace
+    size = None if context_parallel is None else context_parallel.size
+    largest = reserve_largest(workspace, layer.local_config, tokens, size, q.dtype, q.device)
+    backends.confirm(*largest)
+    return workspace, largest
 
 
 def touch_largest(

@@ -12,6 +12,7 @@ from .checks import (
     check,
     check_blocks,
     check_int,
+    check_number,
     check_offsets,
     check_out,
     check_slots,
@@ -45,6 +46,19 @@ def check_modules(**modules: object) -> None:
     for name, module in modules.items():
         if module is not None or not name.startswith("q_"):
             check_type(name, module, nn.Module, "a module")
+
+
+def check_rms_norm(x: Tensor, weight: Tensor, eps: float) -> None:
+    """Check the arguments of `rms_norm`: x [T, L], weight [L], eps at least 0."""
+    check_tensor("x", x, ("T", "L"))
+    check_tensor("weight", weight, (x.shape[1],), device=x.device)
+    check_number("eps", eps, 0)
+
+
+def check_layer_inputs(config: MLAConfig, weight: Tensor, hidden_states: Tensor, positions: Tensor) -> None:
+    """Check the inputs of a layer: hidden states [T, H] with dtype and device of a weight, and positions [T]."""
+    check_tensor("hidden_states", hidden_states, ("T", config.hidden_size), (weight.dtype,), weight.device)
+    check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
 
 
 def check_projections(config: MLAConfig, direct: object, *low_rank: object) -> None:

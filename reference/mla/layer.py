@@ -28,10 +28,11 @@ from ..interfaces import (
     check_format,
     check_forward_attention,
     check_int,
+    check_layer_inputs,
     check_modules,
     check_norm,
-    check_number,
     check_projections,
+    check_rms_norm,
     check_step,
     check_step_values,
     check_tensor,
@@ -64,9 +65,7 @@ def rms_norm(x: Float[Tensor, "T L"], weight: Float[Tensor, " L"], eps: float) -
     Raises:
         ValueError: shapes or devices do not match.
     """
-    check_tensor("x", x, ("T", "L"))
-    check_tensor("weight", weight, (x.shape[1],), device=x.device)
-    check_number("eps", eps, 0)
+    check_rms_norm(x, weight, eps)
     wide = x.to(wide_dtype(x.dtype))
     return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
 
@@ -261,8 +260,7 @@ class MLAAttention(nn.Module):
             ValueError: shapes, dtypes or devices do not match.
         """
         weight = self.kv_a_layernorm.weight
-        check_tensor("hidden_states", hidden_states, ("T", self.config.hidden_size), (weight.dtype,), weight.device)
-        check_tensor("positions", positions, (hidden_states.shape[0],), (torch.int64, torch.int32), weight.device)
+        check_layer_inputs(self.config, weight, hidden_states, positions)
         c = self.local_config
         if self.q_proj is not None:
             q = linear_output("q_proj", self.q_proj(hidden_states))

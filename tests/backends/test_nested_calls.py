@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -160,6 +162,33 @@ def test_a_workspace_may_be_replaced():
     step()
     step.layer.workspace.memory = memory[1:]  # another alignment
     torch.testing.assert_close(step(), first)
+
+
+def test_weights_may_change():
+    """A layer uses changed, replaced and moved weights, although it keeps views of them."""
+    step = Step()
+    first = step()
+    step()
+    up, norm = step.layer.kv_b_proj, step.layer.kv_a_layernorm
+    old = up.weight.data.clone()
+    changes = (
+        lambda: up.weight.data.mul_(2),
+        lambda: setattr(up.weight, "data", old * 3),
+        lambda: setattr(up, "weight", torch.nn.Parameter(old * 4)),
+        lambda: norm.weight.data.mul_(2),
+        lambda: setattr(norm, "weight", torch.nn.Parameter(norm.weight.data * 2)),
+        lambda: step.layer.double(),
+    )
+    with torch.no_grad():
+        for change in changes:
+            change()
+            output = step()
+            assert not output.equal(first)
+            assert output.equal(checked(step)) and output.equal(step())
+    kept = weakref.ref(up.weight.data.untyped_storage())
+    step.layer.to(torch.float32)
+    gc.collect()
+    assert step.layer._weight_views._kept is None and kept() is None
 
 
 def test_a_new_backend_ends_the_notes(signatures):

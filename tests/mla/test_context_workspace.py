@@ -9,6 +9,8 @@ import torch
 
 import fast
 import reference
+from fast.mla import layer as mla_layer
+from fast.mla import memory_profile
 from reference.interfaces import context_workspace_size
 
 from ..support.allocations import HeldMemory
@@ -238,9 +240,9 @@ def test_no_step_needs_more_than_the_profile_run(config):
 
 def test_growth_is_seen(monkeypatch):
     """Without a workspace, the memory of a prefill follows its context, and the comparison above fails."""
-    reserve = fast.MLAAttention._reserve
-    monkeypatch.setattr(fast.MLAAttention, "_reserve", lambda self, metadata, q: (None, None) if metadata else
-                        reserve(self, metadata, q))  # fmt: skip
+    reserve = memory_profile.reserve_for_step
+    monkeypatch.setattr(mla_layer, "reserve_for_step", lambda layer, metadata, q: (None, None) if metadata else
+                        reserve(layer, metadata, q))  # fmt: skip
     steps = [([20], [4], False), ([20], [64], False), ([20], [900], False)]
     _, short, longer, longest = peaks(SMALL_LATENT, torch.bfloat16, 20, "layer", steps)
     assert short < longer <= longest
