@@ -39,6 +39,7 @@ from .checked_calls import (
     without_gradients,
 )
 from .explanation import explain, layer_requests
+from .nested_calls import CallsOfOthers
 from .own import DECODES, MESSAGES, register_own
 from .registry import Backend, KernelRequest, OpSupport, kernel, on_change, register, registered, unregister
 from .repeated_launches import launch
@@ -62,6 +63,7 @@ __all__ = [
     "BackendChoice",
     "BoundOps",
     "CallsInside",
+    "CallsOfOthers",
     "CheckedCalls",
     "CheckedOnce",
     "KernelRequest",

@@ -100,5 +100,17 @@ class Order:
         self._failed = True
 
 
+class CallsOfOthers:
+    """A context manager around code of another project, such as a projection: its calls are no part of any notes."""
+
+    __slots__ = ("_order",)
+
+    def __enter__(self) -> None:
+        self._order, PER_THREAD.order = PER_THREAD.order, None
+
+    def __exit__(self, *_: object) -> None:
+        PER_THREAD.order = self._order
+
+
 def confirmed() -> None:
     """The owner of notes about tensors."""

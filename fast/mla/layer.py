@@ -272,7 +272,8 @@ class MLAAttention(nn.Module):
         """Compute the layer up to the output of the heads, before W_O."""
         w_uk, w_uv = weights.w_uk, weights.w_uv
         _check_inputs(self.config, self.kv_a_layernorm.weight, hidden_states, positions)
-        c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
+        with backends.CallsOfOthers():
+            c, (q, kv_c, k_pe) = self.local_config, self._down_project(hidden_states)
         backends.confirm(q, kv_c, k_pe)
         output = q.new_empty(q.shape[0], c.num_heads, c.v_head_dim)
         _check_forward_attention(c, w_uk, q, kv_c, k_pe, kv_cache, self.cache_format)
@@ -335,7 +336,6 @@ class MLAAttention(nn.Module):
             q = linear_output("q_proj", self.q_proj(hidden_states))
         else:
             q_c = linear_output("q_a_proj", self.q_a_proj(hidden_states))
-            backends.confirm(q_c)
             q = linear_output("q_b_proj", self.q_b_proj(rms_norm(q_c, self.q_a_layernorm.weight, c.latent_norm_eps)))
         down = linear_output("kv_a_proj_with_mqa", self.kv_a_proj_with_mqa(hidden_states))
         return q.reshape(-1, c.num_heads, c.qk_head_dim), *down.split_with_sizes(

@@ -124,6 +124,30 @@ def test_an_output_of_a_projection_may_change(plain_errors):
     assert PER_THREAD.order is None
 
 
+def test_calls_of_a_projection_are_checked(plain_errors):
+    """A projection may call functions of `fast` itself, with other arguments in every step."""
+    step = Step()
+    right, extra = step.layer.kv_a_proj_with_mqa, []
+
+    class Normed(torch.nn.Module):
+        def forward(self, x):
+            for width in extra:
+                fast.rms_norm(x, torch.ones(width, dtype=x.dtype), 1e-6)
+            return right(x)
+
+    step.layer.kv_a_proj_with_mqa = Normed()
+    extra.append(DIRECT.hidden_size)
+    first = step()
+    assert step().equal(first)
+    extra.append(DIRECT.hidden_size)
+    assert step().equal(first)
+    extra[1] = 3
+    with pytest.raises(ValueError, match="^weight: "):
+        step()
+    extra.clear()
+    assert step().equal(first)
+
+
 def test_values_are_checked_in_every_step(plain_errors):
     """Values of CPU tensors are no part of a signature, and an error leaves nothing behind."""
     step = Step()
